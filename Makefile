@@ -9,7 +9,8 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
-PARTS := $(PLUGINS) fleet
+ENGINES := $(wildcard engines/*)
+PARTS := $(PLUGINS) fleet $(ENGINES)
 SOURCES := pyproject.toml $(PARTS:%=%/pyproject.toml)
 
 WHEELS := .wheels
@@ -20,7 +21,7 @@ WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py t
 PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo demo-fleet test test-docker test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-docker test-fleet test-engines test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/start/demo.sh
@@ -37,6 +38,10 @@ test-docker: $(VENV)/.installed-dev
 
 test-fleet: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
+
+# Engines that take their devices from agentd, for real: Slurm (slurmctld, slurmd, slurm-client, munge; root).
+test-engines: $(VENV)/.installed-dev
+	AGENTD_TEST_ENGINES=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines --timeout 400 $(ARGS)
 
 # On two virtual machines that are compute nodes: takes qemu-system-x86, qemu-utils, mmdebstrap and root.
 test-node: $(VENV)/.installed-dev
@@ -71,7 +76,7 @@ unit: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
-	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/fleet/test_document.py tests/end_to_end/test_inside.py $(PROPERTIES) $(WAITING) $(ARGS)
+	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/fleet/test_document.py tests/end_to_end/test_exec.py $(PROPERTIES) $(WAITING) $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/goals.py

@@ -295,6 +295,8 @@ class Daemon:
             self.notes.close()
 
     async def remove_kernels(self) -> None:
-        """Delete every kernel."""
+        """Delete every kernel, and release every claim."""
         for kernel in await self.get("/v1/kernels"):
             await self.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+        for claim in await self.get("/v1/claims"):
+            await self.call("DELETE", f"/v1/claims/{claim['claim_id']}")

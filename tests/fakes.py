@@ -1,10 +1,11 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
@@ -12,7 +13,8 @@ from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedStat
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Ending, Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
-from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable
+from agentd.core.partition.dealing import Dealing
+from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.services.protocols import (
     CreateProgress,
@@ -55,7 +57,7 @@ class FakeRuntime:
     async def support(self, spec: KernelSpec) -> Support:
         return Support(Features(self.name))
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         raise RuntimeUnavailable("the fake runs nothing inside its kernels")
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
@@ -209,19 +211,62 @@ class FakePlugins:
         return self.edits
 
 
+class FakeHolders:
+    """Processes and cgroups that end when a test says so."""
+
+    def __init__(self) -> None:
+        self.ended: dict[object, Callable[[], None]] = {}
+        self.failure: OSError | None = None
+
+    def process(
+        self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
+    ) -> ProcessHolder:
+        return ProcessHolder(pid, start_time or 1)
+
+    def cgroup(self, path: str, kernel_pids: Collection[int]) -> CgroupHolder:
+        return CgroupHolder(path, 1)
+
+    def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
+        if self.failure is not None:
+            raise self.failure
+        self.ended[holder] = ended
+        return lambda: self.ended.pop(holder, None)
+
+
 class FakeMemory:
     """A state store in memory."""
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()
+        self.dealings: Mapping[str, Dealing] = {}
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
+        self.claims: dict[str, str] = {}
+        self.is_read_only = False
+
+    def load_claims(self) -> dict[str, str]:
+        return dict(self.claims)
+
+    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        self._require_writable()
+        self.claims[claim_id] = text
+
+    def drop_claim(self, claim_id: str) -> None:
+        self._require_writable()
+        self.claims.pop(claim_id, None)
+
+    def _require_writable(self) -> None:
+        if self.is_read_only:
+            raise StateUnavailable("the folder is read-only")
 
     def load_devices(self) -> Sequence[Device]:
         return self.devices
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        self.devices = devices
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        return self.dealings
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        self.devices, self.dealings = devices, dict(dealings)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
         self.runtimes = names

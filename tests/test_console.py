@@ -1,9 +1,10 @@
 """Commands in documents are typed, and their output is compared.
 
 The blocks of one page are run in one shell, in a folder with the repository's `configs` and
-`.venv`. Lines that begin with `$ ` are commands, the others what is printed; `…` stands for
-anything. A command whose output is not shown ends with status 0. What runs in the background is
-waited for until a daemon answers.
+`.venv`, and with each block of TOML that begins with its name, such as `# half.toml`. Lines that
+begin with `$ ` are commands, the others what is printed; `…` stands for anything. A command whose
+output is not shown ends with status 0. What runs in the background is waited for until a daemon
+answers.
 
 A block is run here, unless its fence says `console node` (run in a virtual machine, by
 `tests/node/test_node_docs.py`) or `console not-run REASON`.
@@ -62,6 +63,10 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
     for file in (ROOT / "configs").glob("*.toml"):
         text = file.read_text().replace(PLACE, str(folder / "dev"))
         (folder / "configs" / file.name).write_text(text)
+    for block in blocks("toml"):
+        named = re.match(r"# ([\w-]+\.toml)\n", block.text)
+        if named and block.place.partition(":")[0] == page:
+            (folder / named[1]).write_text(block.text)
     mine = [block for block in RUN_HERE if block.place.partition(":")[0] == page]
     wanted = [pair for block in mine for pair in commands(block)]
     typed = [command.replace(PLACE, str(folder / "dev")) for command, _ in wanted]

@@ -21,6 +21,7 @@ import aiohttp
 from agentd.core.invariants import (
     NodeSnapshot,
     Present,
+    RecordedClaim,
     RecordedKernel,
     Violation,
     changes,
@@ -125,6 +126,14 @@ class World:
         except (aiohttp.ClientError, OSError):
             return None
 
+    async def claim(self, claim_id: str, **body: Any) -> Answer | None:
+        """Claim a device by name; None where the daemon dies over it."""
+        content = {"claim_id": claim_id, "holder": {"name": claim_id}, "slots": ONE, **body}
+        return await self.ask("POST", "/v1/agents/agent-1/claims", content)
+
+    async def release(self, claim_id: str) -> Answer | None:
+        return await self.ask("DELETE", f"/v1/claims/{claim_id}")
+
     async def remove(self, kernel_id: str) -> Answer | None:
         return await self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
 
@@ -143,19 +152,19 @@ class World:
         return NodeSnapshot(
             is_shared=len(agents) > 1 and any(len(owner) > 1 for owner in owners),
             capacities={
-                f"{d['device_name']}/{d['id']}": units(d["device_name"], d["capacity"])
+                f"{d['device_name']}/{d['id']}/{slot}": units(slot, use["capacity"])
                 for d in devices
+                for slot, use in d["slots"].items()
             },
-            holdings={
-                f"{d['device_name']}/{d['id']}": {
-                    h["kernel_id"]: units(d["device_name"], h["amount"]) for h in d["holders"]
-                }
-                for d in devices
-            },
+            holdings=_holdings(devices),
             accounted=accounted,
             present=present,
             strays=tuple(self._strays(accounted, processes)),
             divisible=frozenset({"mem/root"}),
+            claims={
+                f"claim {claim['claim_id']}": RecordedClaim(claim["agent_id"])
+                for claim in await self.daemon.get("/v1/claims")
+            },
         )
 
     async def check(
@@ -295,15 +304,29 @@ def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
     except (ValueError, KeyError, RecursionError):
         return None
     return {
-        by_stable_id.get(share["stable_id"], share["stable_id"]): units(
-            share["device_name"], share["amount"]
+        f"{by_stable_id.get(share['stable_id'], share['stable_id'])}/{share['slot']}": units(
+            share["slot"], share["amount"]
         )
         for share in shares
     }
 
 
-def units(device_name: str, amount: str) -> int:
-    return int(amount) if device_name == "mem" else int(Decimal(amount) * 10**6)
+def _holdings(devices: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return who holds how much of which slot of which device; a whole device of the slot ""."""
+    holdings: dict[str, dict[str, int]] = {}
+    for device in devices:
+        for holder in device["holders"]:
+            for slot, amount in (holder["amounts"] or {"": "0"}).items():
+                place = f"{device['device_name']}/{device['id']}/{slot}"
+                name = (
+                    f"claim {holder['claim_id']}" if "claim_id" in holder else holder["kernel_id"]
+                )
+                holdings.setdefault(place, {})[name] = units(slot, amount)
+    return holdings
+
+
+def units(slot: str, amount: str) -> int:
+    return int(amount) if slot.rpartition(".")[2] == "mem" else int(Decimal(amount) * 10**6)
 
 
 def environments() -> Iterator[Environment]:

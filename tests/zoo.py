@@ -20,6 +20,7 @@ from agentd.plugin_api import (
     Features,
     KernelEvent,
     NotPresent,
+    PartitionInfo,
     SettingProblem,
     SlotTypeInfo,
 )
@@ -235,6 +236,47 @@ def __getattr__(name: str) -> type[Good]:
         raise AttributeError(name)
     importlib.import_module("agentd.core.kernel.reconcile")
     return Good
+
+
+class Deals(Good):
+    """Deals its five devices as the file says; by default each to another agent in turn."""
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        slot = f"{self.name}.device"
+        return [DeviceInfo(f"{self.name}{n}", f"S-{self.name}{n}", slot) for n in range(5)]
+
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        ids = [device.id for device in devices]
+        if "file" not in self.settings:
+            return PartitionInfo({agent: ids[n :: len(agents)] for n, agent in enumerate(agents)})
+        word = Path(self.settings["file"]).read_text().strip()
+        if word == "raise":
+            raise OSError("the links cannot be read")
+        if word == "hang":
+            time.sleep(1000)
+        if word == "none":
+            return None
+        answers: Mapping[str, Any] = {
+            "fair": {agents[0]: ids[0:4:2], agents[1]: ids[1:4:2]},
+            "agent": {"c": ids},
+            "device": {agents[0]: [f"{self.name}9"]},
+            "twice": {agents[0]: ids[:1], agents[1]: ids[:1]},
+            "unequal": {agents[0]: ids[:4]},
+            "reasoned": {agents[0]: ids[:4]},
+            "shape": {agents[0]: 5},
+        }
+        return PartitionInfo(answers[word], "one board has four" if word == "reasoned" else "")
+
+
+class DealsByOrder(Deals):
+    """Deals to the first agent what comes first, in whatever order it is asked."""
+
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        return PartitionInfo({agents[0]: [device.id for device in devices[:1]]})
 
 
 class RaisesAtList(Good):

@@ -234,6 +234,18 @@ class KernelConflict(RequestError):
     code = "KernelConflict"
 
 
+class ClaimConflict(RequestError):
+    """The claim exists with another request, or is in a state that forbids the call."""
+
+    code = "ClaimConflict"
+
+
+class TooManyClaims(RequestError):
+    """The node has as many claims as it may have."""
+
+    code = "TooManyClaims"
+
+
 class Conflict(RequestError):
     """The state of a device, plugin or runtime forbids the call."""
 
@@ -265,6 +277,18 @@ class UnknownKernel(RequestError):
     """The kernel does not exist on this node."""
 
     code = "UnknownKernel"
+
+
+class UnknownClaim(RequestError):
+    """No claim of that name on this node."""
+
+    code = "UnknownClaim"
+
+
+class UnknownEngine(RequestError):
+    """No engine of that name on this node."""
+
+    code = "UnknownEngine"
 
 
 class UnknownRuntime(RequestError):

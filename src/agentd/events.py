@@ -32,6 +32,9 @@ class EventKind(StrEnum):
     RUNTIME = "runtime"
     AUDIT = "audit"
     REFUSAL = "refusal"
+    CLAIM = "claim"
+    CLAIM_REMOVED = "claim-removed"
+    COLLISION = "collision"
     FREE = "free"
     RESET = "reset"
 
@@ -49,6 +52,7 @@ class Audit(msgspec.Struct, frozen=True):
     agent_id: str
     kernel_id: str
     outcome: str
+    claim_id: str = ""
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ Amounts are strings of plain decimals without trailing zeros, times are RFC 3339
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, final
 
 from typing_extensions import TypedDict
 
@@ -74,6 +74,63 @@ class KernelView(TypedDict):
     env: list[str]
     mounts: list[MountView]
     labels: dict[str, str]
+    claim_id: str | None
+
+
+class DeviceNodeView(TypedDict):
+    """A device file of the host, and where a container sees it."""
+
+    host_path: str
+    container_path: str
+    permissions: str
+
+
+class DeviceRequestView(TypedDict):
+    """A request to a device driver of a container engine."""
+
+    driver: str
+    device_ids: list[str]
+    capabilities: list[str]
+
+
+class EditsView(TypedDict):
+    """What a process or a container needs in order to use devices."""
+
+    env: dict[str, str]
+    device_nodes: list[DeviceNodeView]
+    mounts: list[MountView]
+    cdi: list[str]
+    device_requests: list[DeviceRequestView]
+    groups: list[str]
+
+
+class ClaimView(TypedDict):
+    """A claim: devices that an engine took for work of its own.
+
+    It is `used` while a kernel holds devices of it. `holder` has one of `pid` (with `start_time`,
+    in ticks since the boot), `cgroup`, `ttl` (seconds) and `name` (with `survives_reboot`).
+    `expires_at` is null for other holders than `ttl`.
+    """
+
+    claim_id: str
+    agent_id: str
+    state: Literal["held", "used"]
+    slots: dict[str, Amount]
+    allocation: dict[str, dict[str, dict[str, Amount]]]
+    edits: EditsView
+    holder: dict[str, Any]
+    labels: dict[str, str]
+    created_at: str
+    expires_at: str | None
+    created_by: str
+
+
+class EngineView(TypedDict):
+    """An engine with devices that are withheld until it is `ready`: device ids by device name."""
+
+    engine: str
+    ready: bool
+    devices: dict[str, list[str]]
 
 
 class DeviceUseView(TypedDict):
@@ -122,22 +179,38 @@ class DecisionView(TypedDict):
     explain: dict[str, list[dict[str, Any]]]
 
 
+@final
 class HolderView(TypedDict):
-    """A kernel that holds a share of a device."""
+    """A kernel that holds a share of a device: its `amount` of the primary slot, and all."""
 
     kernel_id: str
     amount: Amount
+    amounts: dict[str, Amount]
+
+
+@final
+class ClaimHolderView(TypedDict):
+    """A claim that holds something of a device, as a kernel does."""
+
+    claim_id: str
+    amount: Amount
+    amounts: dict[str, Amount]
 
 
 class DeviceView(TypedDict):
-    """A device; `allocated` and `holders` are in their holders' slots."""
+    """A device; `allocated` and the `amount` of holders are in their holders' primary slots.
+
+    `slot`, `capacity`, `allocated` and `free` are its primary slot, `slots` has every one.
+    """
 
     device_name: str
     id: str
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"]
+    state: Literal[
+        "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
+    ]
     reason: str
     numa_node: int | None
     model: str
@@ -145,11 +218,15 @@ class DeviceView(TypedDict):
     capacity: Amount
     allocated: Amount
     free: Amount
-    holders: list[HolderView]
+    slots: dict[str, SlotUseView]
+    holders: list[HolderView | ClaimHolderView]
 
 
 class SlotUseView(TypedDict):
-    """One slot of an agent; `free` is the amount available now."""
+    """One slot of an agent or device.
+
+    `free` is of the slot alone: a device may have room for less, if another slot is used up.
+    """
 
     capacity: Amount
     allocated: Amount
@@ -175,7 +252,7 @@ class AgentView(TypedDict):
 
 
 class SlotTypeView(TypedDict):
-    """A slot type of this node."""
+    """A slot type of this node; a secondary one names the `primary` slot of its devices."""
 
     name: str
     device_name: str
@@ -183,6 +260,7 @@ class SlotTypeView(TypedDict):
     quantum: Amount
     exclusive_group: str | None
     unit: str
+    primary: str | None
 
 
 class RuntimeView(TypedDict):

@@ -82,7 +82,7 @@ def test_half_of_the_shares_becomes_a_limit_in_shared_mode() -> None:
             "affinity-policy": "prefer-single-node",
         },
         "agents": [{"id": "i-gpu1", "resource": {"limits": {"cpu": 4, "mem": "16G", "cuda": 0.5}}}],
-        "plugins": {"cuda": {"mode": "shares"}},
+        "plugins": {"cuda": {"mode": "shares", "memory-slot": True}},
     }
     assert "cuda = 0.50 }" in text, "as it was written"
     settings = load_text(text, None, {}).settings
@@ -96,7 +96,7 @@ def test_keys_without_equivalent_become_comments() -> None:
     assert "# [agent] rpc-listen-addr" in comments
     assert "# [resource] reserved-disk" in comments
     assert any('"cuda.mem" = 0.5: not divisible by itself' in line for line in comments)
-    assert any("which require shared mode" in line for line in comments)
+    assert any("which requires shared mode" in line for line in comments)
 
 
 def test_devices_stay_devices_in_manual_mode() -> None:
@@ -114,8 +114,64 @@ def test_agents_inherit_the_common_amounts() -> None:
     found = new(EACH)
     assert found["agents"] == [
         {"id": "a", "resource": {"limits": {"mem": "8g", "cuda": 0.5, "rocm": 2}}},
-        {"id": "b", "resource": {"limits": {"mem": "8g", "cuda": 1.5}}},
+        {"id": "b", "resource": {"limits": {"mem": "8g", "cuda": 1.5, "rocm": 0}}},
     ]
+
+
+def test_a_fraction_turns_the_whole_file_into_shared_mode() -> None:
+    text = migrated(
+        """
+[[agents]]
+id = "half"
+[agents.resource.allocations]
+cpu = "0-3"
+devices = { "cuda.shares" = 0.5, "cuda.mem" = 0.5 }
+[[agents]]
+id = "lists"
+[agents.resource.allocations]
+cpu = ["4", "5"]
+devices = { cuda = ["cuda1", "cuda2"], rocm = "all" }
+[[agents]]
+id = "rest"
+[agents.resource.allocations]
+cpu = 2
+""",
+        Path("old.toml"),
+    )
+    load_text(text, None, {})
+    found = tomllib.loads(text)
+    assert found["resource"]["allocation-mode"] == "shared"
+    assert {agent["id"]: agent["resource"] for agent in found["agents"]} == {
+        "half": {"limits": {"cpu": 4, "cuda": 0.5, "rocm": 0}},
+        "lists": {"limits": {"cpu": 2, "cuda": 2, "rocm": "100%"}},
+        "rest": {"limits": {"cpu": 2, "cuda": 0, "rocm": 0}},
+    }
+    first = " ".join(text.partition("\n\n")[0].replace("#", "").split())
+    assert "The file gave an agent a fraction of a device." in first
+    assert "the whole file is in shared mode now" in first
+    assert "Lists of cores and devices are lost by it." in first
+
+
+def test_whole_devices_stay_the_agent_s_own() -> None:
+    text = """
+[[agents]]
+id = "a"
+[agents.resource.allocations]
+mem = "8g"
+devices = { "cuda.shares" = 2.0, "cuda.mem" = 2 }
+[[agents]]
+id = "b"
+[agents.resource.allocations]
+devices = { "cuda.shares" = "1", rocm = ["rocm0"] }
+"""
+    found = new(text)
+    assert found["resource"] == {"allocation-mode": "manual"}
+    assert [agent["resource"] for agent in found["agents"]] == [
+        {"mem": "8g", "devices": {"cuda": 2}},
+        {"devices": {"cuda": 1, "rocm": ["rocm0"]}},
+    ]
+    assert found["plugins"] == {"cuda": {"mode": "shares", "memory-slot": True}}
+    assert "shared mode" not in migrated(text, Path("old.toml"))
 
 
 def test_lists_beside_amounts_become_limits() -> None:
@@ -127,7 +183,8 @@ devices = { "cuda.shares" = 0.5, rocm = ["rocm0"] }
 """,
         Path("old.toml"),
     )
-    assert tomllib.loads(found)["agents"][0]["resource"]["limits"] == {"cpu": 3, "cuda": 0.5}
+    limits = tomllib.loads(found)["agents"][0]["resource"]["limits"]
+    assert limits == {"cpu": 3, "cuda": 0.5, "rocm": 1}
     assert '# cpu = ["0", "1", "2"]: now a number' in found
     assert '# devices = { rocm = ["rocm0"] }: agents own no devices in shared mode' in found
 
@@ -159,7 +216,8 @@ def test_an_older_file_is_refused_with_the_lines_to_write(text: str, where: str)
 def test_migrated_file_starts_a_daemon(tmp_path: Path) -> None:
     """With simulated GPUs that offer what the file asks for."""
     text = migrated(BEFORE, Path("old.toml"))
-    text = text.replace('mode = "shares"', 'mode = "shares"\nplugin = "sim"\ncount = 2')
+    simulated = '[plugins.cuda]\nplugin = "sim"\ncount = 2\nmemory = "80g"'
+    text = text.replace("[plugins.cuda]", simulated)
     (tmp_path / "new.toml").write_text(f'{text}[host]\ncpus = 8\nmem = "32g"\n')
     command = ["plan", "--json", "--config", str(tmp_path / "new.toml")]
     run = subprocess.run(
@@ -191,9 +249,13 @@ devices = { cuda = { mem = { rpc = 1 }, shares = 0.5 } }
     found = tomllib.loads(text)
     assert found["node"] == {"id": "n"}
     assert found["plugins"]["tpu"]["devices"] == ["/dev/accel*"]
-    assert found["plugins"]["cuda"] == {"mode": "shares"}
+    assert found["plugins"]["cuda"] == {
+        "ignored-xids": [13],
+        "mode": "shares",
+        "memory-slot": True,
+    }
     assert "# foo = { a = { b = 0.5 } }: agents have no such setting" in text
-    assert '# cpu = "0-3": limits are numbers or percentages' in text
+    assert '# cpu = "0-3": now a number' in text
     assert '# "cuda.mem" = { rpc = 1 }: not divisible by itself' in text
 
 

@@ -7,14 +7,16 @@ from agentd.core.devices import (
     DeviceId,
     Health,
     Inventory,
+    SecondarySlot,
     natural_key,
     served_once,
     with_remembered,
     with_shared_health,
     withheld_warnings,
 )
-from agentd.core.slots import ONE
+from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine
+from core.several_slots import GPU_MEMORY, MIB, SHARES, gpu
 
 
 def ids(devices) -> dict[str, str]:
@@ -203,3 +205,43 @@ def test_health_belongs_to_the_physical_device() -> None:
     shared = with_shared_health([*parts, *other])
     assert [d.health.value for d in shared] == ["unhealthy", "unhealthy", "healthy"]
     assert shared[1].reason == "cuda/cuda0: Xid 79"
+
+
+def with_memory(gib: int | None, *, is_gone: bool = False) -> Inventory:
+    devices = [gpu(0, gib, gone=is_gone), gpu(1, gib)]
+    return Inventory.of([SHARES, *([GPU_MEMORY] if gib else [])], devices)
+
+
+def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
+    inventory = with_memory(80)
+    for listed in ([gpu(0, None), gpu(1)], [gpu(0, 40), gpu(1)]):
+        after, _ = inventory.with_listing("cuda", listed)
+        assert after is inventory, "slots and capacities stay as first listed"
+    assert inventory.with_listing("cuda", [gpu(0), gpu(1)])[1] == []
+    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1)])
+    assert warnings == ["cuda0 lists other secondary slots now; restart agentd to use them"]
+    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None)])
+    assert warnings == ["cuda0, cuda1 list other secondary slots now; restart agentd to use them"]
+
+
+def test_a_missing_device_comes_back_without_a_slot_that_was_switched_off() -> None:
+    remembered = gpu(0, gone=True)
+    off = Inventory.of([SHARES], [remembered, gpu(1, None)])
+    back, warnings = off.with_listing("cuda", [gpu(0, None), gpu(1, None)])
+    assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
+    assert warnings == []
+
+
+def test_a_new_device_with_an_unknown_secondary_slot_waits_for_a_restart() -> None:
+    inventory = with_memory(None)
+    after, (warning,) = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None), gpu(2)])
+    assert after is inventory
+    assert warning.endswith("is new and offers cuda.mem; restart agentd to use it")
+
+
+def test_usable_capacity_is_rounded_down_to_the_quantum() -> None:
+    odd = replace(
+        gpu(0), capacity=ONE - 1, secondary=(SecondarySlot("cuda.mem", SlotKind.BYTES, 10**9),)
+    )
+    inventory = Inventory.of([SHARES, GPU_MEMORY], [odd])
+    assert inventory.usable(odd) == (99 * ONE // 100, 953 * MIB)

@@ -7,8 +7,11 @@ from agentd.core.kernel.states import KernelState
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(
     is_shared=False,
-    capacities={"cuda/cuda0": 100, "cuda/cuda1": 100, "mem/root": 1000},
-    holdings={"cuda/cuda0": {"k1": 60, "k2": 40}, "mem/root": {"k1": 500, "k3": 500}},
+    capacities={"cuda/cuda0/cuda.device": 100, "cuda/cuda1/cuda.device": 100, "mem/root/mem": 1000},
+    holdings={
+        "cuda/cuda0/cuda.device": {"k1": 60, "k2": 40},
+        "mem/root/mem": {"k1": 500, "k3": 500},
+    },
     accounted={
         "k1": RecordedKernel("a", RUNNING, "1"),
         "k2": RecordedKernel("a", RUNNING, "2"),
@@ -16,9 +19,11 @@ GOOD = NodeSnapshot(
         "k4": RecordedKernel("b", ENDED, "4"),
     },
     present={
-        "k1": Present("1", is_alive=True, given={"cuda/cuda0": 60, "mem/root": 500}),
-        "k2": Present("2", is_alive=True, given={"cuda/cuda0": 40}),
-        "k3": Present("3", is_alive=True, given={"mem/root": 500}),
+        "k1": Present(
+            "1", is_alive=True, given={"cuda/cuda0/cuda.device": 60, "mem/root/mem": 500}
+        ),
+        "k2": Present("2", is_alive=True, given={"cuda/cuda0/cuda.device": 40}),
+        "k3": Present("3", is_alive=True, given={"mem/root/mem": 500}),
         "k4": Present("4", is_alive=False),
     },
     divisible=frozenset({"mem/root"}),
@@ -26,7 +31,10 @@ GOOD = NodeSnapshot(
 
 
 def holding(**by_kernel: int) -> dict:
-    return {"cuda/cuda0": {"k1": 60, "k2": 40} | by_kernel, "mem/root": {"k1": 500, "k3": 500}}
+    return {
+        "cuda/cuda0/cuda.device": {"k1": 60, "k2": 40} | by_kernel,
+        "mem/root/mem": {"k1": 500, "k3": 500},
+    }
 
 
 def accounted(**kernels: RecordedKernel) -> dict:
@@ -41,10 +49,14 @@ CASES = {
     "more than there is": (
         replace(GOOD, is_shared=True, holdings=holding(k3=1)),
         "capacity",
-        "cuda/cuda0: 101 of 100 are held, by k1, k2, k3",
+        "cuda/cuda0/cuda.device: 101 of 100 are held, by k1, k2, k3",
     ),
     "two agents on one device": (
-        replace(GOOD, capacities=GOOD.capacities | {"cuda/cuda0": 200}, holdings=holding(k3=1)),
+        replace(
+            GOOD,
+            capacities=GOOD.capacities | {"cuda/cuda0/cuda.device": 200},
+            holdings=holding(k3=1),
+        ),
         "owner",
         "cuda/cuda0 is held by k1, k2, k3, of agents a, b",
     ),
@@ -71,51 +83,82 @@ CASES = {
     "holds less than it was given": (
         replace(GOOD, holdings=holding(k2=30)),
         "accounted",
-        "kernel k2 has 40 of cuda/cuda0, the ledger 30",
+        "kernel k2 has 40 of cuda/cuda0/cuda.device, the ledger 30",
     ),
     "holds nothing of what it was given": (
-        replace(GOOD, present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1": 1}))),
+        replace(
+            GOOD,
+            present=present(k3=Present("3", is_alive=True, given={"cuda/cuda1/cuda.device": 1})),
+        ),
         "accounted",
-        "kernel k3 has 1 of cuda/cuda1, the ledger 0",
+        "kernel k3 has 1 of cuda/cuda1/cuda.device, the ledger 0",
+    ),
+    "more of a second slot than there is": (
+        replace(
+            GOOD,
+            capacities=GOOD.capacities | {"cuda/cuda0/cuda.mem": 10},
+            holdings=GOOD.holdings | {"cuda/cuda0/cuda.mem": {"k1": 6, "k2": 5}},
+        ),
+        "capacity",
+        "cuda/cuda0/cuda.mem: 11 of 10 are held, by k1, k2",
+    ),
+    "holds another slot of the device": (
+        replace(
+            GOOD,
+            present=present(
+                k2=Present(
+                    "2",
+                    is_alive=True,
+                    given={"cuda/cuda0/cuda.device": 40, "cuda/cuda0/cuda.mem": 5},
+                )
+            ),
+        ),
+        "accounted",
+        "kernel k2 has 5 of cuda/cuda0/cuda.mem, the ledger 0",
     ),
     "held to other cores": (
         replace(
             GOOD,
-            capacities=GOOD.capacities | {"cpu/0": 2},
-            holdings=GOOD.holdings | {"cpu/0": {"k4": 1, "k2": 1}},
+            capacities=GOOD.capacities | {"cpu/0/cpu": 2},
+            holdings=GOOD.holdings | {"cpu/0/cpu": {"k4": 1, "k2": 1}},
             accounted=accounted(k4=RecordedKernel("a", RUNNING, "4")),
             present=present(
                 k2=Present(
                     "2",
                     is_alive=True,
-                    given={"cuda/cuda0": 40, "cpu/0": 1},
-                    held_to={"cpu/0": 1, "cpu/1": 1},
+                    given={"cuda/cuda0/cuda.device": 40, "cpu/0/cpu": 1},
+                    held_to={"cpu/0/cpu": 1, "cpu/1/cpu": 1},
                 ),
                 k4=Present(
-                    "4", is_alive=True, given={"cpu/0": 1}, held_to={"cpu/0": 1, "mem/root": 7}
+                    "4",
+                    is_alive=True,
+                    given={"cpu/0/cpu": 1},
+                    held_to={"cpu/0/cpu": 1, "mem/root/mem": 7},
                 ),
             ),
         ),
         "limits",
-        "kernel k2 has 1 of cpu/0, but its limits are 1 of cpu/0, 1 of cpu/1",
+        "kernel k2 has 1 of cpu/0/cpu, but its limits are 1 of cpu/0/cpu, 1 of cpu/1/cpu",
     ),
     "held to more memory": (
         replace(
             GOOD,
             present=present(
-                k3=Present("3", is_alive=True, given={"mem/root": 500}, held_to={"mem/root": 600})
+                k3=Present(
+                    "3", is_alive=True, given={"mem/root/mem": 500}, held_to={"mem/root/mem": 600}
+                )
             ),
         ),
         "limits",
-        "kernel k3 has 500 of mem/root, but its limits are 600 of mem/root",
+        "kernel k3 has 500 of mem/root/mem, but its limits are 600 of mem/root/mem",
     ),
     "a holder that has ended": (
-        replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1": {"k4": 1}}),
+        replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1/cuda.device": {"k4": 1}}),
         "ghost",
         "kernel k4 holds devices but is terminated",
     ),
     "a holder that nobody knows": (
-        replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1": {"k9": 1}}),
+        replace(GOOD, holdings=GOOD.holdings | {"cuda/cuda1/cuda.device": {"k9": 1}}),
         "ghost",
         "kernel k9 holds devices but is unknown",
     ),
@@ -137,7 +180,7 @@ def test_a_node_in_order_has_no_violation() -> None:
     assert violations(GOOD) == []
     starting = accounted(k5=RecordedKernel("a", KernelState.CREATING, None))
     assert violations(replace(GOOD, accounted=starting)) == []
-    held_whole = {**GOOD.holdings, "cuda/cuda1": {"k1": 0, "k3": 0}}
+    held_whole = {**GOOD.holdings, "cuda/cuda1/cuda.device": {"k1": 0, "k3": 0}}
     assert violations(replace(GOOD, holdings=held_whole)) == []
     assert violations(replace(GOOD, is_shared=True)) == []
 

@@ -8,7 +8,9 @@
  *   gpu uuid=GPU-.. pci=00000000:3B:00.0 mem=BYTES used=BYTES util=% memutil=% temp=C power=mW
  *       numa=N (memory affinity) numaid=N (GetNumaNodeId; -1 = not supported, as on x86)
  *       lost=0|1|2 (1: all calls 15; 2: handle look-up works, calls 15) mig=-1|0|1 maxmig=N
- *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability) name=...
+ *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability)
+ *       bridge=N (host bridge; GPUs of one have it as common ancestor, others the system) name=...
+ *   link gpu=0 to=1                NVLink, or an NVSwitch, joins the two
  *   mig gpu=0 idx=0 uuid=MIG-.. gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 used=BYTES sm=16 name=...
  *   xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295    each id (rising, > 0) is delivered once per event set
  *   proc gpu=0 mig=-1 pid=N mem=BYTES (-1: not available)   a process that computes, on a GPU or its idx-th part
@@ -30,16 +32,18 @@ enum { OK = 0, UNINIT = 1, INVAL = 2, NOTSUP = 3, NOTFOUND = 6, TOOSMALL = 7, NO
 #define MAXXID 64
 #define MAXFAIL 32
 #define MAXPROC 64
+#define MAXLINK 128
 #define NOID 0xFFFFFFFFu
 
 typedef struct { char uuid[96], name[96], pci[32]; unsigned long long mem, used, events;
-                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor, mode, cc; } gpu_t;
+                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor, mode, cc, bridge; } gpu_t;
 typedef struct { char uuid[96], name[96]; int gpu, idx; unsigned gi, ci, gslices, cslices, sm;
                  unsigned long long mem_mb, used; } mig_t;
 typedef struct { unsigned long long id, code; int gpu; unsigned gi, ci; } xid_t;
 typedef struct { char fn[64]; int code, gpu; } fail_t;
 typedef struct { int gpu, mig; unsigned pid; unsigned long long mem; } proc_t;
-typedef struct { char driver[80]; int init, ng, nm, nx, nf, np; proc_t p[MAXPROC]; gpu_t g[MAXGPU]; mig_t m[MAXMIG]; xid_t x[MAXXID];
+typedef struct { int gpu, to; } link_t;
+typedef struct { char driver[80]; int init, ng, nm, nx, nf, np, nl; link_t l[MAXLINK]; proc_t p[MAXPROC]; gpu_t g[MAXGPU]; mig_t m[MAXMIG]; xid_t x[MAXXID];
                  fail_t f[MAXFAIL]; } conf_t;
 
 /* --- struct layouts as pynvml's ctypes declares them (x86-64 sizes) --- */
@@ -101,7 +105,7 @@ static int load(conf_t *c)
             g->util = num(l, "util", 0); g->memutil = num(l, "memutil", 0); g->temp = num(l, "temp", 40); g->power = num(l, "power", 100000);
             g->numa = num(l, "numa", 0); g->numaid = num(l, "numaid", -1); g->lost = num(l, "lost", 0); g->mig = num(l, "mig", -1);
             g->maxmig = num(l, "maxmig", g->mig < 0 ? 0 : 7); g->recovery = num(l, "recovery", 0); g->minor = num(l, "minor", c->ng);
-            g->mode = num(l, "mode", 0); g->cc = num(l, "cc", 90);
+            g->mode = num(l, "mode", 0); g->cc = num(l, "cc", 90); g->bridge = num(l, "bridge", c->ng);
             c->ng++;
         } else if (!strncmp(l, "mig ", 4) && c->nm < MAXMIG) {
             mig_t *m = &c->m[c->nm++];
@@ -113,6 +117,9 @@ static int load(conf_t *c)
             xid_t *x = &c->x[c->nx++];
             x->id = num(l, "id", c->nx); x->code = num(l, "code", 79); x->gpu = num(l, "gpu", 0);
             x->gi = num(l, "gi", NOID); x->ci = num(l, "ci", NOID);
+        } else if (!strncmp(l, "link ", 5) && c->nl < MAXLINK) {
+            link_t *k = &c->l[c->nl++];
+            k->gpu = num(l, "gpu", 0); k->to = num(l, "to", 0);
         } else if (!strncmp(l, "proc ", 5) && c->np < MAXPROC) {
             proc_t *p = &c->p[c->np++];
             p->gpu = num(l, "gpu", 0); p->mig = num(l, "mig", -1); p->pid = num(l, "pid", 1); p->mem = num(l, "mem", -1);
@@ -273,6 +280,27 @@ int nvmlDeviceGetMemoryAffinity(void *h, unsigned size, unsigned long *set, unsi
     memset(set, 0, size * sizeof *set);
     if (g->numa < 0) return NOTSUP;
     if ((unsigned)g->numa / 64 < size) set[g->numa / 64] = 1UL << (g->numa % 64);
+    return OK;
+}
+/* ---- topology ---- */
+int nvmlDeviceGetP2PStatus(void *h, void *to, int caps, unsigned *status)
+{
+    DEV(h); WHOLE;
+    int a = g - c.g, b = (char *)to - gh;
+    if (b < 0 || b >= c.ng || caps != 2) return INVAL;  /* NVML_P2P_CAPS_INDEX_NVLINK alone */
+    if (c.g[b].lost) return LOST;
+    *status = 5;                                        /* NVML_P2P_STATUS_NOT_SUPPORTED */
+    for (int k = 0; k < c.nl; k++)
+        if ((c.l[k].gpu == a && c.l[k].to == b) || (c.l[k].gpu == b && c.l[k].to == a)) *status = OK;
+    return OK;
+}
+int nvmlDeviceGetTopologyCommonAncestor(void *h, void *to, unsigned *level)
+{
+    DEV(h); WHOLE;
+    int b = (char *)to - gh;
+    if (b < 0 || b >= c.ng) return INVAL;
+    if (c.g[b].lost) return LOST;
+    *level = g->bridge == c.g[b].bridge ? 30 : 50;      /* NVML_TOPOLOGY_HOSTBRIDGE, _SYSTEM */
     return OK;
 }
 /* ---- MIG ---- */

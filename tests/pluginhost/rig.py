@@ -12,6 +12,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes
 from agentd.plugin_api import Features
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
@@ -37,11 +38,20 @@ class Hosts:
         call_timeout_s: float = 5.0,
         most_memory_bytes: int = PluginTimeouts.most_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
+        dealing_rules: DealingRules | None = None,
         **targets: str,
     ) -> PluginHost:
         points = points or [point(name, target) for name, target in targets.items()]
         pace = PluginTimeouts(call_timeout_s, 0.1, most_memory_bytes)
-        made = PluginHost(tables, allow, block, features=PROCESS, pace=pace, points=points)
+        made = PluginHost(
+            tables,
+            allow,
+            block,
+            features=PROCESS,
+            pace=pace,
+            points=points,
+            dealing_rules=dealing_rules,
+        )
         self.made.append(made)
         return made
 

@@ -3,12 +3,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agentd import plugin_api
 from agentd.pluginhost.conformance import Conformance, imports_of_agentd, missing
 from agentd.pluginhost.instance import PluginTimeouts, Wanted
+from agentd.pluginhost.validation import checked_listing
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "write-a-plugin.md"
 
@@ -19,8 +21,9 @@ async def failures(target: str, **settings) -> dict[str, str]:
     return {finding.check: finding.detail for finding in findings if not finding.passed}
 
 
-async def test_a_good_plugin_passes_every_check() -> None:
-    assert await failures("Good") == {}
+@pytest.mark.parametrize("target", ["Good", "Deals"])
+async def test_a_good_plugin_passes_every_check(target: str) -> None:
+    assert await failures(target) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,7 @@ async def test_a_good_plugin_passes_every_check() -> None:
         ("Moves", "ids are the same in two listings", "S-one"),
         ("OddEdits", "it says how to hide its devices", "Expected `str`, got `int`"),
         ("MovesSlots", "slot types are the same in two listings", "they are others"),
+        ("DealsByOrder", "it deals the same way in another order", "S-one0, S-one4"),
         ("Deaf", "it hears of kernels", "RuntimeError: not now"),
         ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.kernel.reconcile"),
     ],
@@ -87,6 +91,24 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     findings = await Conformance(wanted, PluginTimeouts()).run()
     assert [finding for finding in findings if not finding.passed] == []
     assert len(findings) >= 9
+
+
+def test_excerpts_of_the_how_to_do_what_it_says() -> None:
+    excerpts = re.findall(r"```python\n# excerpt\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    members: dict = {}
+    for excerpt in excerpts:
+        exec(excerpt, members)  # noqa: S102 - the page is ours
+    plugin = SimpleNamespace(name="blinker")
+    listing = checked_listing(
+        "blinker", members["slot_types"](plugin), members["list_devices"](plugin)
+    )
+    assert [device.slot_names for device in listing.devices] == [("blinker.shares", "blinker.mem")]
+    boards = [
+        plugin_api.DeviceInfo(f"b{n}", f"B{n}", "blinker.shares", attributes={"board": board})
+        for n, board in enumerate("xyyx")
+    ]
+    dealt = members["partition"](plugin, boards, ["a", "b"])
+    assert dealt == plugin_api.PartitionInfo({"a": ["b0", "b3"], "b": ["b1", "b2"]})
 
 
 def test_missing_device_files_are_found(tmp_path: Path) -> None:

@@ -175,3 +175,107 @@ def test_edits_within_their_bounds_are_kept() -> None:
         groups=("render", "domain users", "44", *(f"g{n}" for n in range(253))),
     )
     assert checked_edits(edits) is edits
+
+
+SHARES = SlotTypeInfo("x.shares", quantum="0.01", exclusive_group="mode")
+MEMORY = SlotTypeInfo("x.mem", "bytes", "1048576", primary="x.shares")
+GPU = DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "85899345920"})
+
+
+def test_secondary_slots_are_taken_with_the_group_of_their_primary() -> None:
+    bare = DeviceInfo("x1", "S1", "x.shares")
+    listing = checked_listing("x", [SHARES, MEMORY], [GPU, bare])
+    assert {slot.name: (slot.primary, slot.exclusive_group) for slot in listing.slot_types} == {
+        "x.shares": (None, "mode"),
+        "x.mem": ("x.shares", "mode"),
+    }
+    assert [device.slot_names for device in listing.devices] == [
+        ("x.shares", "x.mem"),
+        ("x.shares",),
+    ]
+    assert listing.devices[0].capacity_of("x.mem") == 80 * 2**30
+
+
+def test_secondary_slots_are_in_natural_order() -> None:
+    names = ["x.s10", "x.s2", "x.s1"]
+    types = [SlotTypeInfo(name, primary="x.shares") for name in names]
+    device = DeviceInfo("x0", "S0", "x.shares", secondary=dict.fromkeys(names, "1"))
+    (found,) = checked_listing("x", [SHARES, *types], [device]).devices
+    assert found.slot_names == ("x.shares", "x.s1", "x.s2", "x.s10")
+
+
+@pytest.mark.parametrize("quantum", ["1", "1048576", str(2**30)])
+def test_bytes_have_a_quantum_up_to_a_gibibyte(quantum: str) -> None:
+    types = [SlotTypeInfo("x.m", "bytes", quantum)]
+    (slot,) = checked_listing("x", types, []).slot_types
+    assert slot.quantum == int(quantum)
+
+
+OTHER = SlotTypeInfo("x.other")
+EIGHT = [SlotTypeInfo(f"x.s{number}", primary="x.shares") for number in range(8)]
+LIES = {
+    "more than a gibibyte": (
+        [SlotTypeInfo("x.m", "bytes", str(2**30 + 1))],
+        [],
+        "invalid quantum of x.m",
+    ),
+    "a primary that is not listed": ([MEMORY], [], "unlisted primary slot of x.mem: 'x.shares'"),
+    "a secondary of a secondary": (
+        [SHARES, MEMORY, SlotTypeInfo("x.more", primary="x.mem")],
+        [],
+        "'x.mem' is a secondary slot of x.shares",
+    ),
+    "its own primary": ([SlotTypeInfo("x.s", primary="x.s")], [], "is a secondary slot of x.s"),
+    "a unique secondary": (
+        [SHARES, SlotTypeInfo("x.one", "unique", primary="x.shares")],
+        [],
+        "invalid kind unique of x.one, a secondary slot: expected count or bytes",
+    ),
+    "a primary in bytes": (
+        [SlotTypeInfo("x.b", "bytes"), SlotTypeInfo("x.c", primary="x.b")],
+        [],
+        "invalid kind bytes of 'x.b', a primary slot with secondary ones: expected count",
+    ),
+    "a secondary as a device's primary": (
+        [SHARES, MEMORY],
+        [DeviceInfo("x0", "S0", "x.mem", "1048576")],
+        "offers x.mem as its primary slot",
+    ),
+    "a secondary beside another primary": (
+        [SHARES, MEMORY, OTHER],
+        [DeviceInfo("x0", "S0", "x.other", secondary={"x.mem": "1"})],
+        "x0 offers x.mem beside x.other: it is a secondary slot of x.shares",
+    ),
+    "a primary beside another": (
+        [SHARES, OTHER],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.other": "1"})],
+        "x0 offers x.other beside x.shares: it is a primary slot",
+    ),
+    "an unknown secondary": (
+        [SHARES],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1"})],
+        "device x0 has the unlisted slot type 'x.mem'",
+    ),
+    "a number of five thousand digits": (
+        [SHARES],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"9" * 5000: "1"})],
+        "device x0 has the unlisted slot type",
+    ),
+    "eight secondaries": (
+        [SHARES, *EIGHT],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={slot.name: "1" for slot in EIGHT})],
+        "too many secondary slots of x0: got 8, expected at most 7",
+    ),
+    "a capacity that is no amount": (
+        [SHARES, MEMORY],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],
+        "invalid capacity of x0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_listing_that_breaks_the_rules_of_slots_is_refused(case: str) -> None:
+    types, devices, reason = LIES[case]
+    with pytest.raises(InvalidAnswer, match=re.escape(reason)):
+        checked_listing("x", types, devices)

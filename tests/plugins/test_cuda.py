@@ -10,14 +10,17 @@ from structlog.testing import capture_logs
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation, Share
-from agentd.core.devices import Device, DeviceId, Health
+from agentd.core.devices import Device, DeviceId, Health, SecondarySlot
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
+from agentd_rocm import RocmPlugin
+from fakes import FakeMemory
 from native.libraries import nvml_library
 
 HEALTHY = """driver 570.124.06
@@ -48,13 +51,14 @@ class Node:
         new.write_text(text)
         new.replace(self.file)
 
-    async def plugin(self, **settings) -> PluginHost:
+    async def plugin(self, dealing_rules: DealingRules | None = None, **settings) -> PluginHost:
         table = PluginTable(name="cuda", plugin="cuda", settings=settings)
         host = PluginHost(
             [table],
             ["cuda"],
             features=Features("docker"),
             pace=PluginTimeouts(5, health_interval_s=0.1),
+            dealing_rules=dealing_rules,
         )
         self.hosts.append(host)
         await host.open(10)
@@ -398,3 +402,91 @@ def test_the_numa_node_comes_from_the_kernel(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(settings, key) -> None:
     assert key in [problem.key for problem in CudaPlugin.validate(settings)]
     assert CudaPlugin.validate({"mode": "shares", "quantum": "0.05", "ignored-xids": [13]}) == []
+
+
+def four_gpus(*lines: str, **changes: str) -> str:
+    """Four GPUs, each under a host bridge of its own unless `gpuN` says otherwise."""
+    gpus = [f"gpu uuid=GPU-{n} {changes.get(f'gpu{n}', '')} name=GPU" for n in range(4)]
+    return "\n".join([*gpus, *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (four_gpus(), ["0 1", "2 3"]),
+        (four_gpus("link gpu=0 to=3", "link gpu=1 to=2"), ["0 3", "1 2"]),
+        (four_gpus("link gpu=1 to=3"), ["1 3", "0 2"]),
+        # three joined in a chain do not fit into two places
+        (four_gpus("link gpu=0 to=3", "link gpu=3 to=1"), ["0 1", "2 3"]),
+        (four_gpus(gpu1="bridge=7", gpu2="bridge=7"), ["1 2", "0 3"]),
+        # host bridges do not count beside an NVLink
+        (four_gpus("link gpu=0 to=2", gpu1="bridge=7", gpu2="bridge=7"), ["0 2", "1 3"]),
+        (four_gpus("link gpu=0 to=3", gpu1="lost=2"), ["0 3", "2"]),
+        (
+            four_gpus("link gpu=0 to=3", "link gpu=1 to=2", "fail nvmlDeviceGetP2PStatus 15 1"),
+            ["0 3", "1 2"],
+        ),
+        (four_gpus("link gpu=0 to=3", "fail nvmlDeviceGetP2PStatus 3"), ["0 1", "2 3"]),
+        (
+            four_gpus(
+                "link gpu=0 to=2",
+                *(f"mig gpu=1 idx={n} uuid=MIG-{n} gi={n} name=GPU MIG 1g.10gb" for n in range(4)),
+                gpu1="mig=1",
+            ),
+            ["0 1:0 1:1 2", "1:2 1:3 3"],
+        ),
+    ],
+    ids=[
+        "none",
+        "pairs",
+        "one pair",
+        "chain",
+        "bridge",
+        "both",
+        "lost",
+        "unread",
+        "unsupported",
+        "parts",
+    ],
+)
+async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list[str]) -> None:
+    node.say(text)
+    host = await node.plugin(DealingRules(("a", "b"), FakeMemory()))
+    listing = host.listings()[0]
+    assert listing.dealing is not None
+    id_of = {d.stable_id: d.device_id.id.removeprefix("cuda") for d in listing.devices}
+    owned = listing.dealing.devices
+    assert [" ".join(sorted(id_of[n] for n in owned[agent])) for agent in "ab"] == expected
+
+
+async def test_memory_slot_offers_the_memory_of_each_gpu(node: Node) -> None:
+    node.say(four_gpus(gpu1="mem=42949672960", gpu2="mig=1", gpu3="mem=0"))
+    host = await node.plugin(mode="shares", **{"memory-slot": True, "memory-quantum": "16m"})
+    listing = host.listings()[0]
+    assert [(t.name, t.quantum, t.primary, t.exclusive_group) for t in listing.slot_types] == [
+        ("cuda.shares", ONE // 100, None, "mode"),
+        ("cuda.mem", 16 << 20, "cuda.shares", "mode"),
+    ]
+    assert {d.device_id.id: d.secondary for d in listing.devices} == {
+        "cuda0": (SecondarySlot("cuda.mem", SlotKind.BYTES, 80 << 30),),
+        "cuda1": (SecondarySlot("cuda.mem", SlotKind.BYTES, 40 << 30),),
+        "cuda3": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"memory-slot": True}, "memory-slot"),
+        ({"memory-slot": True, "mode": "device"}, "memory-slot"),
+        ({"memory-slot": "yes", "mode": "shares"}, "memory-slot"),
+        ({"memory-quantum": "1m", "mode": "shares"}, "memory-quantum"),
+        *(
+            ({"memory-slot": True, "mode": "shares", "memory-quantum": size}, "memory-quantum")
+            for size in ("1", "1.5m", "0", "2g", "x", [])
+        ),
+    ],
+)
+def test_memory_slot_that_cannot_be_is_named(settings, key) -> None:
+    for plugin in (CudaPlugin, RocmPlugin):
+        assert [problem.key for problem in plugin.validate(settings)] == [key]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.allocation.ledger import Allocation, Share
+from agentd.core.allocation.ledger import Allocation, Share, SlotAmount
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.slots import SlotKind, parse_base_units
@@ -53,7 +53,7 @@ def control(folder: Path) -> Iterator[Control]:
     made.stop()
 
 
-def mps(control: Control, **settings: str) -> dict[str, str]:
+def mps(control: Control, **settings: object) -> dict[str, object]:
     return {**ON, "mps-pipe-directory": str(control.folder), **settings}
 
 
@@ -102,6 +102,16 @@ async def test_a_client_is_held_to_its_share(
         Mount("/dev/shm", "/dev/shm", read_only=False),
     )
     assert found.device_requests[0].device_ids == tuple(f"GPU-{gpu}" for gpu in amounts)
+
+
+async def test_memory_slot_decides_the_memory_limit_of_mps(node: Node, control: Control) -> None:
+    host = await node.plugin(**mps(control, **{"memory-slot": True}))
+    (share,) = given(aaaa="0.25").shares
+    memory = SlotAmount("cuda.mem", SlotKind.BYTES, 20 * GIB)
+    held = Allocation((share._replace(secondary=(memory,)),))
+    env = (await host.container_edits(held, Features("docker", device_requests=True))).env
+    assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=20480M"
 
 
 async def test_a_share_through_mps_is_still_not_enforced(node: Node, control: Control) -> None:

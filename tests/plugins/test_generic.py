@@ -198,3 +198,29 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
 )
 def test_wrong_settings_are_named(settings, key) -> None:
     assert key in [problem.key for problem in GenericPlugin.validate(settings)]
+
+
+async def test_memory_of_each_device_is_a_slot_beside_it(tmp_path: Path) -> None:
+    for number in (0, 1):
+        node(tmp_path / f"accel{number}")
+    host = await opened(devices=[f"{tmp_path}/accel*"], memory="16g")
+    (listing,) = host.listings()
+    await host.close()
+    assert [(t.name, t.quantum, t.primary) for t in listing.slot_types] == [
+        ("tpu.device", ONE, None),
+        ("tpu.mem", 1 << 20, "tpu.device"),
+    ]
+    assert [d.capacity_of("tpu.mem") for d in listing.devices] == [16 << 30] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"memory": "x"}, "memory"),
+        ({"memory": "1k"}, "memory"),
+        ({"memory": "1g", "slot": "mem"}, "slot"),
+    ],
+)
+def test_memory_that_cannot_be_a_slot_is_named(settings, key) -> None:
+    problems = GenericPlugin.validate({"devices": ["/dev/x"], **settings})
+    assert [problem.key for problem in problems] == [key]

@@ -74,6 +74,18 @@ async def test_gpus_are_found_and_named_for_good(host: PluginHost) -> None:
     assert (second.stable_id, second.numa_node) == ("0002:05:1f.7", None)
 
 
+async def test_memory_slot_offers_the_memory_of_each_gpu(host: PluginHost, root: Path) -> None:
+    shared = plugin(sysfs=str(root / "sys"), mode="shares", **{"memory-slot": True})
+    await shared.open(10)
+    listing = shared.listings()[0]
+    await shared.close()
+    assert [(t.name, t.quantum, t.primary) for t in listing.slot_types] == [
+        ("rocm.shares", ONE // 100, None),
+        ("rocm.mem", 1 << 20, "rocm.shares"),
+    ]
+    assert [d.capacity_of("rocm.mem") for d in listing.devices] == [206141652992, 1024]
+
+
 async def test_measurements(host: PluginHost) -> None:
     async with asyncio.timeout(10):
         while not host.measurements():

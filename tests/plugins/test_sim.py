@@ -3,13 +3,16 @@ import pytest
 from agentd.config.plugins import PluginTable
 from agentd.core.slots import ONE
 from agentd.plugin_api import Features
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd_sim import SimPlugin
+from fakes import FakeMemory
 
 
 async def listing(name: str = "cuda", **settings):
     table = PluginTable(name=name, plugin="sim", settings=settings)
-    host = PluginHost([table], features=Features("process"))
+    rules = DealingRules(("a", "b"), FakeMemory())
+    host = PluginHost([table], features=Features("process"), dealing_rules=rules)
     await host.open(5)
     assert host.problems() == []
     (found,) = host.listings()
@@ -46,6 +49,43 @@ async def test_devices_one_by_one() -> None:
     assert found.devices[1].stable_id == "X"
 
 
+@pytest.mark.parametrize("mode", ["device", "shares"])
+async def test_memory_slot_is_offered_in_any_mode(mode: str) -> None:
+    entries = [{"id": "a0"}, {"id": "a1", "memory": "40g"}]
+    settings = {"memory-slot": True, "memory-quantum": "1g"}
+    found = await listing(mode=mode, devices=entries, memory="80g", **settings)
+    slot = found.slot_types[1]
+    assert (slot.name, slot.primary, slot.quantum) == ("cuda.mem", f"cuda.{mode}", 1 << 30)
+    assert [d.capacity_of("cuda.mem") >> 30 for d in found.devices] == [80, 40]
+    assert [d.attributes["memory"] for d in found.devices] == [str(80 << 30), str(40 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ({}, ["01", "23"]),
+        ({"links": [["cuda0", "cuda3"]]}, ["03", "12"]),
+        ({"links": [["cuda0", "cuda3"], ["cuda3", "cuda2"]]}, ["02", "13"]),
+        ({"links": [["cuda1", "cuda2"], ["cuda3", "cuda0"]]}, ["03", "12"]),
+    ],
+)
+async def test_linked_devices_go_to_one_agent(links, expected) -> None:
+    found = await listing(count=4, **links)
+    assert found.dealing is not None
+    ids = {d.stable_id: d.device_id.id[-1] for d in found.devices}
+    dealt = found.dealing.devices
+    assert ["".join(sorted(ids[n] for n in dealt[agent])) for agent in "ab"] == expected
+
+
+async def test_a_link_to_an_unknown_device_is_not_taken() -> None:
+    table = PluginTable(name="cuda", plugin="sim", settings={"count": 2, "links": [["x", "cuda1"]]})
+    host = PluginHost([table], features=Features("process"))
+    await host.open(5)
+    (status,) = host.statuses()
+    assert "ValueError: links: unknown devices x" in status.reason
+    await host.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -58,6 +98,16 @@ async def test_devices_one_by_one() -> None:
         ({"count": 1, "mode": []}, "mode"),
         ({"count": 1, "quantum": "2"}, "quantum"),
         ({"count": 1, "quantum": "x"}, "quantum"),
+        ({"count": 1, "memory-slot": True}, "memory-slot"),
+        ({"count": 1, "memory-slot": True, "memory": "1k"}, "memory-slot"),
+        ({"count": 1, "memory-slot": 1, "memory": "1g"}, "memory-slot"),
+        (
+            {"devices": [{"id": "a", "memory": "1g"}, {"id": "b"}], "memory-slot": True},
+            "memory-slot",
+        ),
+        ({"devices": [{"id": "a", "memory": "x"}]}, "devices.0.memory"),
+        ({"count": 1, "links": "a0"}, "links"),
+        ({"count": 1, "links": [["a0"]]}, "links"),
         ({"count": 1, "quantum": "1e-2"}, "quantum"),
         ({"count": 1, "quantum": "0.0000001"}, "quantum"),
         ({"devices": [{"id": "a"}, {"id": "a"}]}, "devices"),

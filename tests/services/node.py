@@ -10,6 +10,9 @@ from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.events import EventLog
+from agentd.services.claims.counts import ClaimCounts
+from agentd.services.claims.lifecycle import ClaimService
+from agentd.services.claims.records import recall_claims
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
@@ -18,7 +21,7 @@ from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, PluginListing
 from agentd.services.state import NodeState
 from core.machines import CPU, GIB, MEM, cores, gpus, memory
-from fakes import FakeMemory, FakePlugins, FakeRuntime
+from fakes import FakeHolders, FakeMemory, FakePlugins, FakeRuntime
 
 CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
 
@@ -35,9 +38,11 @@ class Rig:
         *others: str,
         rules: SplitRules = SHARED,
         pending: Sequence[str] = (),
+        listings: Sequence[PluginListing] | None = None,
     ) -> None:
         self.runtime = FakeRuntime()
-        self.plugins = FakePlugins(PluginListing("cuda", (CUDA,), tuple(gpus(1, 1))))
+        two_gpus = PluginListing("cuda", (CUDA,), tuple(gpus(1, 1)))
+        self.plugins = FakePlugins(*([two_gpus] if listings is None else listings))
         self.plugins.pending = [*pending]
         self.memory = memory_of_node or FakeMemory()
         self.now = 1000.0
@@ -55,12 +60,31 @@ class Rig:
         remember(self.state, self.memory, "n")
         common = (self.runtimes, "fake", self.memory, self.clock)
         self.service = KernelService(self.state, self.devices, planner, *common)
+        self.holders = FakeHolders()
+        self.events = events
+        self.claims = ClaimService(
+            self.state,
+            self.devices,
+            planner,
+            self.plugins,
+            self.memory,
+            self.holders,
+            self.clock,
+            lambda: self.now,
+            "n",
+            "boot-1",
+            events,
+            ClaimCounts(),
+        )
+        self.state.listen(self.claims.note_kernel)
         self.reconciler = Reconciler(self.state, self.devices, *common)
         self.reconciler._following.add("fake")
 
     def recall(self) -> None:
+        claims = recall_claims(self.state, self.devices, self.memory.load_claims(), self.now)
         records = self.memory.load_records()
         recall(self.state, self.devices, records, "fake", self.clock)
+        self.claims.resume(claims)
 
     async def relist(self) -> None:
         await self.reconciler.relist(self.runtime)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentd import failpoints
+from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.folder import ReadOnlyState, StateFolder
@@ -22,7 +23,9 @@ def state(tmp_path: Path) -> Iterator[StateFolder]:
 
 def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     devices = gpus(1, 0.5, nodes=(0, None))
-    state.save_devices(devices)
+    dealing = Dealing.of({"a": devices[:1], "b": ()}, devices, "one is faster")
+    state.save_devices(devices, {"cuda": dealing})
+    assert state.load_dealings() == {"cuda": dealing}
     loaded = state.load_devices()
     assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
         (d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in devices
@@ -48,7 +51,7 @@ def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
 
 def test_only_their_owner_can_read_what_is_remembered(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
-    state.save_devices(gpus(1))
+    state.save_devices(gpus(1), {})
     state.save_runtimes(["docker"])
     files = [path for path in state.folder.rglob("*") if path.is_file()]
     assert len(files) == 4
@@ -203,7 +206,7 @@ def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text("{")
     looking = ReadOnlyState(state.folder, "n")
     assert looking.load_devices() == []
-    looking.save_devices(gpus(1))
+    looking.save_devices(gpus(1), {})
     assert (state.folder / "devices.json").read_text() == "{"
 
 

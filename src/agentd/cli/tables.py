@@ -149,8 +149,11 @@ def shown_whole(member: str, value: object) -> str:
 
 
 def amount(slot: str, text: object) -> str:
-    """Return an amount of a slot, bytes in the largest unit that keeps them whole."""
-    if slot not in _BYTE_SLOTS or not str(text).isdigit():
+    """Return an amount of a slot, bytes in the largest unit that keeps them whole.
+
+    Slots of bytes are `mem`, and those of plugins that are named so after the dot.
+    """
+    if slot.rpartition(".")[2] not in _BYTE_SLOTS or not str(text).isdigit():
         return str(text)
     size, unit = int(str(text)), 0
     while size and size % 1024 == 0 and unit < len(_UNITS) - 1:
@@ -162,6 +165,14 @@ def amount(slot: str, text: object) -> str:
     while scaled >= 1024:
         scaled, unit = scaled / 1024, unit + 1
     return f"{scaled:.1f}{_UNITS[unit]}"
+
+
+def held_amounts(slot: str, holder: Mapping[str, Any]) -> str:
+    """Return what a kernel holds of a device: its amount, or one of each slot if it has several."""
+    amounts = holder["amounts"]
+    if len(amounts) < 2:
+        return amount(slot, holder["amount"])
+    return "+".join(amount(name, text) for name, text in amounts.items())
 
 
 def byte_size(value: float | None) -> str | None:
@@ -242,4 +253,5 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     for warning in plan["warnings"]:
         say(f"warning: {warning}")
     for row in plan.get("held", ()):
-        say(f"held: {row['device']} by {row['kernel_id']} of {row['agent_id']}: {row['reason']}")
+        holder = row.get("kernel_id") or f"claim {row['claim_id']}"
+        say(f"held: {row['device']} by {holder} of {row['agent_id']}: {row['reason']}")

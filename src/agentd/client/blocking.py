@@ -30,8 +30,10 @@ from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
     CallerView,
+    ClaimView,
     DecisionView,
     DeviceView,
+    EditsView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -198,8 +200,11 @@ class Client:
         labels: Mapping[str, str] | None = None,
         limit: int | None = None,
         after: str | None = None,
+        claim: str | None = None,
     ) -> list[KernelView]:
-        call = calls.kernels(agent_id, state=state, labels=labels, limit=limit, after=after)
+        call = calls.kernels(
+            agent_id, state=state, labels=labels, limit=limit, after=after, claim=claim
+        )
         return self.carry_out(call)
 
     def kernel(self, kernel_id: str) -> KernelView:
@@ -208,6 +213,33 @@ class Client:
     def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
         call = calls.stop_kernel(kernel_id, timeout)
         return self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+
+    def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:
+        """Claim devices; a request without `claim_id` gets one, so that it can be repeated."""
+        return self.carry_out(calls.create_claim(agent_id, request))
+
+    def claims(
+        self,
+        agent_id: str | None = None,
+        *,
+        labels: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+    ) -> list[ClaimView]:
+        call = calls.claims(agent_id, labels=labels, limit=limit, after=after)
+        return self.carry_out(call)
+
+    def claim(self, claim_id: str) -> ClaimView:
+        return self.carry_out(calls.claim(claim_id))
+
+    def renew_claim(self, claim_id: str, ttl: int | None = None) -> ClaimView:
+        return self.carry_out(calls.renew_claim(claim_id, ttl))
+
+    def release_claim(self, claim_id: str) -> None:
+        self.carry_out(calls.release_claim(claim_id))
+
+    def edits(self, claim_ids: Sequence[str], edits_for: str = "process") -> EditsView:
+        return self.carry_out(calls.edits(claim_ids, edits_for))
 
     def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)

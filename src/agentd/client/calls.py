@@ -15,8 +15,10 @@ from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
     CallerView,
+    ClaimView,
     DecisionView,
     DeviceView,
+    EditsView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -141,12 +143,14 @@ def kernels(
     labels: Mapping[str, str] | None = None,
     limit: int | None = None,
     after: str | None = None,
+    claim: str | None = None,
 ) -> Call[list[KernelView]]:
     """`GET /v1/kernels`, or those of one agent."""
     place = ("kernels",) if agent_id is None else ("agents", agent_id, "kernels")
     states = [state] if isinstance(state, str) else list(state or ())
     wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
-    return Call("GET", at(*place, state=states, label=wanted, limit=limit, after=after))
+    query = {"state": states, "label": wanted, "limit": limit, "after": after, "claim": claim}
+    return Call("GET", at(*place, **query))
 
 
 def kernel(kernel_id: str) -> Call[KernelView]:
@@ -163,6 +167,44 @@ def stop_kernel(kernel_id: str, timeout: float | None = None) -> Call[KernelView
 def delete_kernel(kernel_id: str, timeout: float | None = None) -> Call[None]:
     """`DELETE /v1/kernels/{kernel}`."""
     return Call("DELETE", at("kernels", kernel_id, timeout=timeout))
+
+
+def create_claim(agent_id: str, request: Mapping[str, Any]) -> Call[ClaimView]:
+    """`POST /v1/agents/{agent}/claims`; with a claim id, so that it can be repeated."""
+    body = {"claim_id": f"c-{uuid.uuid4().hex[:12]}", **request}
+    return Call("POST", at("agents", agent_id, "claims"), body)
+
+
+def claims(
+    agent_id: str | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    after: str | None = None,
+) -> Call[list[ClaimView]]:
+    """`GET /v1/claims`."""
+    wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
+    return Call("GET", at("claims", agent=agent_id, label=wanted, limit=limit, after=after))
+
+
+def claim(claim_id: str) -> Call[ClaimView]:
+    """`GET /v1/claims/{claim}`."""
+    return Call("GET", at("claims", claim_id))
+
+
+def renew_claim(claim_id: str, ttl: int | None = None) -> Call[ClaimView]:
+    """`POST /v1/claims/{claim}/renew`."""
+    return Call("POST", at("claims", claim_id, "renew"), {} if ttl is None else {"ttl": ttl})
+
+
+def release_claim(claim_id: str) -> Call[None]:
+    """`DELETE /v1/claims/{claim}`."""
+    return Call("DELETE", at("claims", claim_id))
+
+
+def edits(claim_ids: Sequence[str], edits_for: str = "process") -> Call[EditsView]:
+    """`POST /v1/edits`."""
+    return Call("POST", at("edits"), {"claims": list(claim_ids), "for": edits_for})
 
 
 def logs(

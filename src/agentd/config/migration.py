@@ -3,6 +3,8 @@
 Both published forms are read (https://github.com/lablup/backend.ai, proposals/BEP-1044, "Before"
 and "After"): amounts by slot under `[agent.resource.allocations]`, for one agent or as the common
 base of all `[[agents]]`; and devices under `[agents.resource]`, with the id in `[agents.agent]`.
+Whole devices stay devices of one agent. A fraction of a device needs a limit in shared mode, so it
+turns the whole file into shared mode, with a limit for every agent and device name.
 Keys without an equivalent become comments with the reason.
 """
 
@@ -11,11 +13,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
+from agentd.core.partition.rules import Ids, parse_device_rule
 from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.core.slots import WrittenFloat, device_name_of
 from agentd.errors import ConfigRefused, Problem
@@ -27,7 +31,17 @@ _RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-poli
 _WORDS = ("allocation-mode", "affinity-policy")
 _TODAY = ("node", "rpc", "host", "runtime", "plugins")
 """Sections of today's form, which older files do not have."""
+_MEMORY = "mem"
+"""The slot that follows from how much of a device an agent has."""
+_HAVE_MEMORY_SLOT = ("cuda", "rocm", "sim")
+"""Entry points whose plugins have the setting `memory-slot`."""
 _HEAD = "# Written by `agentd config migrate`. Keys without an equivalent are comments.\n"
+_SHARED_HEAD = """\
+# Written by `agentd config migrate`. The file gave an agent a fraction of a device. That is a limit
+# in shared mode, so the whole file is in shared mode now: all agents share all devices, and every
+# agent has a limit for every device name. Lists of cores and devices are lost by it.
+# Keys without an equivalent are comments.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,24 @@ class _Agent:
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def telling(self) -> dict[str, Any]:
+        """The number of devices of this agent by device name, if a slot gives it."""
+        return {name: self.amounts[slot] for name, slot in _telling(self.amounts)}
+
+    @property
     def shared(self) -> list[str]:
-        """The device names in which this agent had shares."""
-        suffix = f".{_DIVIDED[0]}"
-        return [slot.removesuffix(suffix) for slot in self.amounts if slot.endswith(suffix)]
+        """The names of the devices that this agent had in shares or in part."""
+        return [
+            name
+            for name, amount in self.telling.items()
+            if f"{name}.{_DIVIDED[0]}" in self.amounts or not _is_whole(amount)
+        ]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this agent had a part of a device."""
+        names = set(map(device_name_of, self.amounts))
+        return bool(names - set(self.telling)) or not all(map(_is_whole, self.telling.values()))
 
 
 def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -53,11 +81,12 @@ def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
     found = {"agent": _explained([*_lines(raw)])} if isinstance(raw.get("agent"), Mapping) else {}
     agents = _agents(raw)
     is_divided = _is_divided(agents)
+    names = _device_names(agents)
     for index, entry in enumerate(_entries(raw)):
         keys = ["agent"] if isinstance(entry.get("agent"), Mapping) else []
         keys += ["resource.allocations"] if "allocations" in _table(entry, "resource") else []
         mode = () if found else _mode_lines(is_divided)
-        why = _explained([*mode, *_agent_lines(agents[index], is_divided)])
+        why = _explained([*mode, *_agent_lines(agents[index], names, is_divided)])
         for key in keys:
             found[f"agents.{index}.{key}"] = why
             why = f"belongs to an older form; see agents.{index}.{keys[0]}"
@@ -79,11 +108,12 @@ def migrated(text: str, path: Path) -> str:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], str(path)) from None
-    if not explanations(raw) and not _is_divided(_agents(raw)):
+    agents = _agents(raw)
+    if not explanations(raw) and not any(agent.amounts for agent in agents):
         why = "not of an older form: no [agent], [agents.agent] or allocations"
         raise ConfigRefused([Problem("", why)], str(path))
-    shared = {name for agent in _agents(raw) for name in agent.shared}
-    return "\n".join([_HEAD, *_lines(raw), *_kept(raw, shared), *_left_out(raw)]) + "\n"
+    head = _SHARED_HEAD if _is_divided(agents) else _HEAD
+    return "\n".join([head, *_lines(raw), *_kept(raw, agents), *_left_out(raw)]) + "\n"
 
 
 def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -93,15 +123,26 @@ def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
     yield from _resource_lines(_table(raw, "resource"), agents, is_divided)
     for agent in agents:
         yield ""
-        yield from _agent_lines(agent, is_divided)
+        yield from _agent_lines(agent, _device_names(agents), is_divided)
+    plugins = _table(raw, "plugins")
     for name in dict.fromkeys(name for agent in agents for name in agent.shared):
+        table = _table(plugins, name)
+        table = {**table, "mode": _DIVIDED[0]}
+        if _offers_memory(name, table, agents):
+            table["memory-slot"] = True
         yield ""
-        yield f"[plugins.{_key(name)}]"
-        yield f"mode = {_toml(_DIVIDED[0])}"
+        yield tomlkit.dumps({"plugins": {name: _plain(table)}}).rstrip()
 
 
-def _kept(raw: Mapping[str, Any], shared: Collection[str]) -> Iterator[str]:
+def _offers_memory(name: str, table: Mapping[str, Any], agents: list[_Agent]) -> bool:
+    """Return whether agents had memory of a device name whose plugin can offer it as a slot."""
+    is_named = any(f"{name}.{_MEMORY}" in agent.amounts for agent in agents)
+    return is_named and table.get("plugin", name) in _HAVE_MEMORY_SLOT
+
+
+def _kept(raw: Mapping[str, Any], agents: list[_Agent]) -> Iterator[str]:
     """Yield the sections that already have today's form."""
+    shared = {name for agent in agents for name in agent.shared}
     for section in _TODAY:
         content = raw.get(section)
         if not isinstance(content, Mapping):
@@ -114,20 +155,39 @@ def _kept(raw: Mapping[str, Any], shared: Collection[str]) -> Iterator[str]:
 
 
 def _is_divided(agents: list[_Agent]) -> bool:
-    """Return whether agents have amounts of slots rather than devices."""
-    return any(agent.amounts for agent in agents)
+    """Return whether an agent had a fraction of a device."""
+    return any(agent.is_divided for agent in agents)
+
+
+def _is_whole(amount: object) -> bool:
+    """Return whether an amount is a number of whole devices."""
+    text = amount.text if isinstance(amount, WrittenFloat) else str(amount)
+    try:
+        return Fraction(text).denominator == 1
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
+def _device_names(agents: list[_Agent]) -> list[str]:
+    """Return the device names that the agents had, except cores and memory."""
+    names = (name for agent in agents for name in (*agent.telling, *agent.devices))
+    return list(dict.fromkeys(names))
 
 
 def _mode_lines(is_divided: bool) -> list[str]:  # noqa: FBT001 - the subject of the function
     return ["[resource]", f"allocation-mode = {_toml(_SHARED)}"] if is_divided else []
 
 
-def _agent_lines(agent: _Agent, is_divided: bool) -> Iterator[str]:  # noqa: FBT001 - see above
+def _agent_lines(
+    agent: _Agent,
+    names: Collection[str],
+    is_divided: bool,  # noqa: FBT001 - see above
+) -> Iterator[str]:
     yield "[[agents]]"
     yield f"id = {_toml(agent.id)}"
     for key, value in agent.others.items():
         yield f"# {_key(key)} = {_toml(value)}: agents have no such setting"
-    yield from _shared_lines(agent) if is_divided else _manual_lines(agent)
+    yield from _shared_lines(agent, names) if is_divided else _manual_lines(agent)
 
 
 def _resource_lines(
@@ -138,9 +198,11 @@ def _resource_lines(
     mode = _word(resource.get("allocation-mode", ""))
     if is_divided:
         if mode != _SHARED:
-            yield "# amounts of devices become limits, which require shared mode"
+            yield "# a fraction of a device becomes a limit, which requires shared mode"
         mode = _SHARED
-    elif not mode and any(agent.cpu or agent.mem or agent.devices for agent in agents):
+    elif not mode and any(
+        agent.cpu or agent.mem or agent.devices or agent.amounts for agent in agents
+    ):
         mode = _MANUAL
     if mode:
         yield f"allocation-mode = {_toml(mode)}"
@@ -150,29 +212,45 @@ def _resource_lines(
             yield f"{key} = {_toml(value)}"
 
 
-def _shared_lines(agent: _Agent) -> Iterator[str]:
+def _shared_lines(agent: _Agent, names: Collection[str]) -> Iterator[str]:
     limits: dict[str, Any] = {}
-    if isinstance(agent.cpu, list):
-        limits["cpu"] = len(agent.cpu)
-        yield f"# cpu = {_toml(agent.cpu)}: now a number, because agents share all cores"
-    elif isinstance(agent.cpu, int) or (isinstance(agent.cpu, str) and "%" in agent.cpu):
-        limits["cpu"] = agent.cpu
-    elif agent.cpu is not None:
-        yield f"# cpu = {_toml(agent.cpu)}: limits are numbers or percentages"
+    if agent.cpu is not None:
+        limits["cpu"] = _limit_of(agent.cpu)
+        if limits["cpu"] != agent.cpu:
+            yield f"# cpu = {_toml(agent.cpu)}: now a number, because agents share all cores"
     if agent.mem is not None:
         limits["mem"] = agent.mem
+    yield from _derived(agent)
+    for name in names:
+        value = agent.devices.get(name)
+        if value is not None:
+            yield f"# devices = {_inline({name: value})}: agents own no devices in shared mode"
+        limits[name] = agent.telling.get(name, 0 if value is None else _limit_of(value))
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    if limits:
+        yield "[agents.resource]"
+        yield f"limits = {_inline(limits)}"
+
+
+def _limit_of(rule: object) -> object:
+    """Return as many devices as a rule of an older file names; None if it is not a rule."""
+    if rule == "all":
+        return "100%"
+    try:
+        parsed = parse_device_rule(rule)
+    except ValueError:
+        return None
+    return len(parsed.names) if isinstance(parsed, Ids) else rule
+
+
+def _derived(agent: _Agent) -> Iterator[str]:
+    """Yield a comment for each amount that follows from the devices."""
     chosen = dict(_telling(agent.amounts))
-    limits |= {name: agent.amounts[slot] for name, slot in chosen.items()}
     for slot, amount in agent.amounts.items():
         if slot not in chosen.values():
             is_known = device_name_of(slot) in chosen
             why = "it is part of the device" if is_known else "it names no device"
             yield f"# {_key(slot)} = {_toml(amount)}: not divisible by itself; {why}"
-    for name, value in agent.devices.items():
-        yield f"# devices = {_inline({name: value})}: agents own no devices in shared mode"
-    if limits:
-        yield "[agents.resource]"
-        yield f"limits = {_inline(limits)}"
 
 
 def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -185,14 +263,18 @@ def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _manual_lines(agent: _Agent) -> Iterator[str]:
     """Yield the devices of an agent, which the other modes ignore."""
-    if agent.cpu is None and agent.mem is None and not agent.devices:
+    devices = {name: int(float(amount)) for name, amount in agent.telling.items()} | dict(
+        agent.devices
+    )
+    yield from _derived(agent)
+    if agent.cpu is None and agent.mem is None and not devices:
         return
     yield "[agents.resource]"
     for key, value in (("cpu", agent.cpu), ("mem", agent.mem)):
         if value is not None:
             yield f"{key} = {_toml(value)}"
-    if agent.devices:
-        yield f"devices = {_inline(agent.devices)}"
+    if devices:
+        yield f"devices = {_inline(devices)}"
 
 
 def _left_out(raw: Mapping[str, Any]) -> Iterator[str]:

@@ -107,10 +107,17 @@ class ResourceSettings(Section):
         default=False, description="Allow unequal parts of several devices for one amount."
     )
     auto_split_order: SplitOrder = Field(
-        default=SplitOrder.ID, description='Order of auto-split: "id" or "numa".'
+        default=SplitOrder.ID, description='Order of auto-split: "id", "numa" or "plugin".'
     )
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."
+    )
+    engine_devices: Mapping[Name, Literal["all"] | Mapping[str, tuple[str, ...]]] = Field(
+        default={},
+        description="Devices withheld after a boot until an engine is ready, by engine.",
+    )
+    withhold_busy: bool = Field(
+        default=False, description="Withhold devices that an unclaimed process uses."
     )
 
     @field_validator("reserved_cpu", mode="before")

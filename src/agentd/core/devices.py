@@ -66,8 +66,16 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
+class SecondarySlot(msgspec.Struct, frozen=True):
+    """A slot that a device offers beside its primary one; `capacity` is in base units."""
+
+    slot: SlotName
+    kind: SlotKind
+    capacity: int
+
+
 class Device(msgspec.Struct, frozen=True):
-    """One physical unit; `capacity` is in base units of its `slot`."""
+    """One physical unit; `capacity` is in base units of its primary `slot`."""
 
     device_id: DeviceId
     stable_id: str
@@ -82,6 +90,10 @@ class Device(msgspec.Struct, frozen=True):
     reason: str = ""
     gone: bool = False
     drained: bool = False
+    awaited: str = ""
+    """The engine that has to compare its devices before this one is allocated, if any."""
+    busy: str = ""
+    """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
     """The other agentd on this host that serves it; empty if none does."""
     attributes: Mapping[str, str] = {}
@@ -91,16 +103,43 @@ class Device(msgspec.Struct, frozen=True):
     """Known only from a kernel's record: listed as `gone` and never saved."""
     is_simulated: bool = False
     """Not hardware: another daemon's device with the same stable id is a different one."""
+    secondary: tuple[SecondarySlot, ...] = ()
+    """Further slots of the same device, in natural order of their names."""
+
+    @property
+    def slot_names(self) -> tuple[SlotName, ...]:
+        """The slots that it offers, the primary one first."""
+        if not self.secondary:
+            return (self.slot,)
+        return self.slot, *[other.slot for other in self.secondary]
+
+    @property
+    def slots(self) -> tuple[SecondarySlot, ...]:
+        """The slots that it offers with their capacities, the primary one first."""
+        return SecondarySlot(self.slot, self.kind, self.capacity), *self.secondary
+
+    def capacity_of(self, slot: SlotName) -> int:
+        """Return the capacity of one of its slots, in base units; 0 of a slot it lacks."""
+        return next((offer.capacity for offer in self.slots if offer.slot == slot), 0)
 
     @property
     def usable(self) -> bool:
         """Whether it can be allocated, apart from free capacity."""
-        return self._is_there and not self.drained
+        return self._is_there and not (self.drained or self.awaited or self.busy)
 
     @property
     def offered(self) -> int:
         """The current capacity, 0 if the device is missing, unhealthy or withheld."""
         return self.capacity if self._is_there else 0
+
+    @property
+    def offers(self) -> tuple[int, ...]:
+        """The capacities that count now, by slot, the primary one first."""
+        if not self.secondary:
+            return (self.offered,)
+        if not self._is_there:
+            return (0,) * (1 + len(self.secondary))
+        return self.capacity, *[other.capacity for other in self.secondary]
 
     @property
     def _is_there(self) -> bool:
@@ -174,7 +213,8 @@ class Inventory:
     def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:
         slots: dict[SlotName, list[Device]] = {}
         for device in self.devices:
-            slots.setdefault(device.slot, []).append(device)
+            for slot in device.slot_names:
+                slots.setdefault(slot, []).append(device)
         return {slot: tuple(devices) for slot, devices in slots.items()}
 
     @cached_property
@@ -183,6 +223,17 @@ class Inventory:
         for device in self.devices:
             names.setdefault(device.device_id.name, []).append(device)
         return {name: tuple(devices) for name, devices in names.items()}
+
+    def quantum(self, slot: SlotName) -> int:
+        """Return the quantum of a slot; 1 if only a missing device offers it."""
+        known = self.slot_types.get(slot)
+        return known.quantum if known else 1
+
+    def usable(self, device: Device) -> tuple[int, ...]:
+        """Return the usable capacity of each slot of a device: whole quanta, in base units."""
+        return tuple(
+            offer.capacity - offer.capacity % self.quantum(offer.slot) for offer in device.slots
+        )
 
     def with_device(self, device: Device) -> Inventory:
         """Return an inventory in which `device` replaces the one with its id."""
@@ -193,25 +244,30 @@ class Inventory:
         """Return the inventory with the current listing of one device name, and warnings.
 
         If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
-        is not listed any more, or lists another slot, is missing until it returns. A new device is
-        added if its slot is known and no other plugin serves it.
+        is not listed any more, or lists another primary slot, is missing until it returns. Other
+        secondary slots are a warning. A new device is added if its slots are known and no other
+        plugin serves it.
         """
         now = {device.stable_id: device for device in listed}
         there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
         known = {device.stable_id for device in there if device.device_id.name == name}
         new = [device for stable_id, device in now.items() if stable_id not in known]
         others = [device for device in there if device.device_id.name != name]
-        kept, warnings = served_once([others, [d for d in new if d.slot in self.slot_types]])
+        unknown = {d.stable_id: u for d in new if (u := self._unknown_slots(d))}
+        kept, warnings = served_once([others, [d for d in new if d.stable_id not in unknown]])
         warnings += [
-            f"{d.device_id} ({d.stable_id}) is new and offers {d.slot}; restart agentd to use it"
+            f"{d.device_id} ({d.stable_id}) is new and offers {unknown[d.stable_id]};"
+            " restart agentd to use it"
             for d in new
-            if d.slot not in self.slot_types
+            if d.stable_id in unknown
         ]
         if len(warnings) > MAX_NEWS:
             warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more devices of {name} are new"]
         devices = [
-            _as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d for d in there
+            self._as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
+            for d in there
         ]
+        warnings += _other_secondaries(devices, now)
         fresh = [device for device in kept if device.device_id.name == name]
         if not fresh:
             return self._with(devices), warnings
@@ -222,6 +278,22 @@ class Inventory:
             devices.append(replace(device, device_id=device_id))
         return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
 
+    def _unknown_slots(self, device: Device) -> str:
+        """Return the slots of a listed device that no slot type describes."""
+        return ", ".join(slot for slot in device.slot_names if slot not in self.slot_types)
+
+    def _as_listed(self, device: Device, now: Device | None) -> Device:
+        if now is None:
+            return replace(device, gone=True, reason="not listed by its plugin any more")
+        if now.slot != device.slot:
+            why = f"offers {now.slot} now; restart agentd to use it"
+            return replace(device, gone=True, reason=why)
+        is_known = not self._unknown_slots(device)
+        secondary = device.secondary if is_known else now.secondary
+        return replace(
+            device, gone=False, health=now.health, reason=now.reason, secondary=secondary
+        )
+
     def with_withheld(self, reasons: Mapping[DeviceId, str]) -> Inventory:
         """Return the inventory in which exactly the devices of `reasons` are withheld."""
         return self._with(
@@ -229,6 +301,18 @@ class Inventory:
             if device.withheld != reasons.get(device.device_id, "")
             else device
             for device in self.devices
+        )
+
+    def with_suspended(
+        self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
+    ) -> Inventory:
+        """Return the inventory in which exactly these devices wait for an engine, or are busy."""
+        return self._with(
+            replace(device, awaited=wanted[0], busy=wanted[1])
+            if (device.awaited, device.busy) != wanted
+            else device
+            for device in self.devices
+            for wanted in [(awaited.get(device.device_id, ""), busy.get(device.device_id, ""))]
         )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
@@ -294,13 +378,18 @@ def withheld_warnings(inventory: Inventory) -> Iterator[str]:
     return warnings_by_name(devices, "withheld", lambda device: device.withheld)
 
 
-def _as_listed(device: Device, now: Device | None) -> Device:
-    if now is None:
-        return replace(device, gone=True, reason="not listed by its plugin any more")
-    if now.slot != device.slot:
-        why = f"offers {now.slot} now; restart agentd to use it"
-        return replace(device, gone=True, reason=why)
-    return replace(device, gone=False, health=now.health, reason=now.reason)
+def _other_secondaries(devices: Iterable[Device], now: Mapping[str, Device]) -> Iterator[str]:
+    """Yield a warning about devices that list other secondary slots than before."""
+    changed = [
+        device.device_id.id
+        for device in devices
+        if (listed := now.get(device.stable_id)) is not None
+        and not device.gone
+        and set(listed.slot_names) != set(device.slot_names)
+    ]
+    if changed:
+        are = "lists" if len(changed) == 1 else "list"
+        yield f"{first_of(changed)} {are} other secondary slots now; restart agentd to use them"
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:

@@ -2,6 +2,7 @@
 
 They are checked on a `NodeSnapshot`: the recorded kernels and their shares beside the observed
 containers and processes. The daemon's self-check builds it from the inside, tests from the outside.
+Amounts are compared by device and slot.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import msgspec
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
-"""Shares by device and kernel, in base units; 0 quarantines the whole device."""
+"""Shares by device and slot (`name/id/slot`) and kernel, in base units.
+
+0 of the slot "" quarantines the whole device.
+"""
 
 
 class Violation(NamedTuple):
@@ -47,9 +51,9 @@ class RecordedKernel(msgspec.Struct, frozen=True):
 
 
 class Present(msgspec.Struct, frozen=True):
-    """An observed kernel; `given` is its allocation by its own label, by device.
+    """An observed kernel; `given` is its allocation by its own label, by device and slot.
 
-    `held_to` holds the current limits of its runtime for the same devices; None if unknown.
+    `held_to` holds the current limits of its runtime in the same form; None if unknown.
     """
 
     handle: str
@@ -58,8 +62,20 @@ class Present(msgspec.Struct, frozen=True):
     held_to: Mapping[str, int] | None = None
 
 
+class RecordedClaim(msgspec.Struct, frozen=True):
+    """A claim as the ledger has it; an observed one may meet other holders."""
+
+    agent_id: str
+    is_observed: bool = False
+
+
 class NodeSnapshot(msgspec.Struct, frozen=True):
-    """One snapshot of a node; several agents may share `divisible` devices (memory) in any mode."""
+    """One snapshot of a node; several agents may share `divisible` devices (memory) in any mode.
+
+    `capacities` are by device and slot. A kernel may hold another slot than a device offers: the
+    device is held whole, and there is no capacity to compare with. Claims are holders by the name
+    `claim ID`.
+    """
 
     is_shared: bool
     capacities: Mapping[str, int]
@@ -68,6 +84,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     present: Mapping[str, Present]
     strays: tuple[str, ...] = ()
     divisible: frozenset[str] = msgspec.field(default_factory=frozenset)
+    claims: Mapping[str, RecordedClaim] = {}
 
 
 def violations(snapshot: NodeSnapshot) -> list[Violation]:
@@ -83,26 +100,50 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
 
 
 def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    for device, holders in snapshot.holdings.items():
-        held, capacity = sum(holders.values()), snapshot.capacities.get(device, 0)
-        if held > capacity:
+    for place, holders in snapshot.holdings.items():
+        granted = _granted(holders, snapshot)
+        held, capacity = sum(granted.values()), snapshot.capacities.get(place)
+        if capacity is not None and held > capacity:
             who = ", ".join(sorted(holders))
-            yield Violation("capacity", f"{device}: {held} of {capacity} are held, by {who}")
+            yield Violation("capacity", f"{place}: {held} of {capacity} are held, by {who}")
+
+
+def _granted(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str, int]:
+    """Return the holders without observed claims, whose devices an engine gave."""
+    claims = snapshot.claims
+    return {
+        holder: amount
+        for holder, amount in holders.items()
+        if not (holder in claims and claims[holder].is_observed)
+    }
 
 
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    for device, holders in snapshot.holdings.items():
+    by_device: dict[str, dict[str, int]] = {}
+    for place, amounts in snapshot.holdings.items():
+        held = by_device.setdefault(_device_of(place), {})
+        for holder, amount in _granted(amounts, snapshot).items():
+            held[holder] = held.get(holder, 0) + amount
+    for device, holders in by_device.items():
         if snapshot.is_shared or device in snapshot.divisible:
             continue
+        recorded: dict[str, RecordedKernel | RecordedClaim] = {
+            **snapshot.accounted,
+            **snapshot.claims,
+        }
         owners = {
-            snapshot.accounted[kernel].agent_id
-            for kernel, amount in holders.items()
-            if amount and kernel in snapshot.accounted
+            recorded[holder].agent_id
+            for holder, amount in holders.items()
+            if amount and holder in recorded
         }
         if len(owners) > 1:
             who = ", ".join(sorted(holders))
             agents = ", ".join(sorted(owners))
             yield Violation("owner", f"{device} is held by {who}, of agents {agents}")
+
+
+def _device_of(place: str) -> str:
+    return place.rpartition("/")[0]
 
 
 def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
@@ -153,7 +194,7 @@ def _listed(amounts: Mapping[str, int]) -> str:
 
 def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
     holders = {kernel for by_kernel in snapshot.holdings.values() for kernel in by_kernel}
-    for kernel_id in sorted(holders):
+    for kernel_id in sorted(holders - snapshot.claims.keys()):
         accounted = snapshot.accounted.get(kernel_id)
         if accounted is None or accounted.state in ENDED:
             state = accounted.state if accounted else "unknown"

@@ -40,6 +40,9 @@ MAX_TEXT = 64
 
 CPU, MEM = "cpu", "mem"
 
+KIB, GIB = 2**10, 2**30
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
 _ZERO = re.compile(
     r"[+-]?(?:0+(?:\.0*)?|\.0+)(?:e[+-]?[0-9]+)?(?: ?(?:[kmgtpe](?:i?b)?|b))?",
     re.IGNORECASE | re.ASCII,
@@ -82,7 +85,8 @@ class SlotKind(StrEnum):
 class SlotType:
     """A slot type of this node, and the smallest step of its amounts (base units).
 
-    `is_enforced` means that a kernel cannot use more of a device than its share.
+    `is_enforced` means that a kernel cannot use more of a device than its share. `primary` names
+    the slot that a secondary one belongs to: devices that offer the one may offer the other.
     """
 
     name: SlotName
@@ -91,6 +95,12 @@ class SlotType:
     exclusive_group: str | None = None
     unit: str = ""
     is_enforced: bool = False
+    primary: SlotName | None = None
+
+    @property
+    def family(self) -> SlotName:
+        """The primary slot of the devices that offer it."""
+        return self.primary or self.name
 
 
 BUILT_IN = (
@@ -114,8 +124,23 @@ def is_slot_name(text: str) -> bool:
 
 
 def is_divisible(slot: SlotType) -> bool:
-    """Return whether a device can be divided: a count in steps below 1."""
+    """Return whether a device can be divided: a count in steps below 1, or bytes.
+
+    The memory of the node is one device, so nothing depends on it there.
+    """
+    if slot.kind is SlotKind.BYTES:
+        return slot.name != MEM
     return slot.kind is SlotKind.COUNT and slot.quantum < ONE
+
+
+def derived_amount(amount: int, of: int, to: int, quantum: int) -> int:
+    """Return what a kernel with `amount` of one slot of a device holds of another slot of it.
+
+    `of` and `to` are the usable capacities of the two, `quantum` is that of the other. The part is
+    rounded down, and is one quantum at least.
+    """
+    part = amount * to // (of * quantum) * quantum if of else 0
+    return max(quantum, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +292,14 @@ def format_amount(amount: int, kind: SlotKind) -> str:
     whole, rest = divmod(abs(amount), ONE)
     sign = "-" if amount < 0 else ""
     return f"{sign}{whole}" + (f".{rest:06d}".rstrip("0") if rest else "")
+
+
+def readable_amount(amount: int, kind: SlotKind) -> str:
+    """Return an amount for people: bytes in the largest binary unit, with four digits at most."""
+    if kind is not SlotKind.BYTES or amount < KIB:
+        return format_amount(amount, kind)
+    power = min((amount.bit_length() - 1) // 10, len(_BINARY_UNITS))
+    return f"{amount / KIB**power:.4g} {_BINARY_UNITS[power - 1]}"
 
 
 class ResourceSlots(Mapping[SlotName, int]):
@@ -438,11 +471,13 @@ def read_slots(
 
 
 def _excluded(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Iterator[Problem]:
-    groups: dict[tuple[str, str], list[SlotName]] = {}
+    groups: dict[tuple[str, str], dict[SlotName, list[SlotName]]] = {}
     for name in slots:
         if group := types[name].exclusive_group:
-            groups.setdefault((device_name_of(name), group), []).append(name)
-    for names in groups.values():
-        if len(names) > 1:
+            families = groups.setdefault((device_name_of(name), group), {})
+            families.setdefault(types[name].family, []).append(name)
+    for families in groups.values():
+        if len(families) > 1:
+            names = [name for found in families.values() for name in found]
             why = f"{' and '.join(names)} exclude each other; request one of them"
             yield Problem("slots", why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -12,16 +13,20 @@ import structlog
 
 from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
+from agentd.core.claim.claim import Claim
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import groups_of
+from agentd.host.claim_holders import HostHolders
 from agentd.host.probe import Host, derived_node_id, is_port_free
 from agentd.http.route import Route
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
+from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
@@ -33,8 +38,12 @@ from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
 from agentd.service.boot_id import boot_id
 from agentd.services.access import Access
+from agentd.services.claims.counts import ClaimCounts
+from agentd.services.claims.lifecycle import ClaimService
+from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import Engines
 from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
@@ -46,6 +55,7 @@ from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
+from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
 from agentd.state.peers import HostPeers, PeerPaths
 
@@ -57,16 +67,24 @@ def pace_of(settings: Settings) -> PluginTimeouts:
     return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
-def plugin_host(settings: Settings) -> PluginHost:
+def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
     """Return the configured plugins, not started.
 
-    They find the node's id in their environment, which is this process's.
+    In auto-split they may deal their devices, unless the store has a dealing already. They find
+    the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
         os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
     plugins, features = settings.plugins, Features(settings.node.runtime)
+    rules = settings.split_rules()
+    agents = tuple(rule.agent_id for rule in rules.agents)
     return PluginHost(
-        plugins.tables, plugins.allow, plugins.block, features=features, pace=pace_of(settings)
+        plugins.tables,
+        plugins.allow,
+        plugins.block,
+        features=features,
+        pace=pace_of(settings),
+        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
     )
 
 
@@ -141,6 +159,7 @@ class Recalled(NamedTuple):
     state: NodeState
     planner: Planner
     counts: NodeCounts
+    claims: Sequence[Claim]
 
 
 class Services(NamedTuple):
@@ -155,6 +174,11 @@ class Services(NamedTuple):
     check: SelfCheck
     statistics: Statistics
     execs: Execs
+    claims: ClaimService
+    claim_counts: ClaimCounts
+    engines: Engines
+    unclaimed: UnclaimedProcesses
+    holders: HostHolders
 
 
 class ServedSite(NamedTuple):
@@ -193,16 +217,18 @@ class Assembly:
         events: EventLog,
         runtimes: Sequence[str],
         records: Sequence[SavedRecord],
+        claim_records: Mapping[str, str],
     ) -> Recalled:
-        """Return the node's state with its recorded kernels."""
+        """Return the node's state with its recorded kernels and claims."""
         state, clock = NodeState(runtimes, events), self._clock
         planner = Planner(devices, self._plugins, self._rules())
+        claims = recall_claims(state, devices, claim_records, clock.wall())
         remember(state, self._store, self._node_id)
         recall(state, devices, records, self._settings.node.runtime, clock)
         state.listen(planner.notify_plugins)
         counts = NodeCounts(clock.steady)
         state.listen(counts.note)
-        return Recalled(events, devices, state, planner, counts)
+        return Recalled(events, devices, state, planner, counts, claims)
 
     def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
         """Return the services on top of a node's state."""
@@ -210,6 +236,32 @@ class Assembly:
         default, store, clock = self._settings.node.runtime, self._store, self._clock
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
         shared = SharedDevices(devices, state, self._peers, *self._real())
+        holders, claim_counts = HostHolders(), ClaimCounts()
+        engines = Engines(devices, store, boot_id(), self._settings.resource.engine_devices)
+        unclaimed = UnclaimedProcesses(
+            state,
+            devices,
+            self._plugins,
+            clock.steady,
+            withholds=self._settings.resource.withhold_busy,
+        )
+        devices.suspend_by(
+            lambda inventory: inventory.with_suspended(engines.awaited(inventory), unclaimed.busy)
+        )
+        claims = ClaimService(
+            state,
+            devices,
+            node.planner,
+            self._plugins,
+            store,
+            holders,
+            clock,
+            partial(time.clock_gettime, time.CLOCK_BOOTTIME),
+            self._node_id,
+            boot_id(),
+            node.events,
+            claim_counts,
+        )
         return Services(
             KernelService(state, devices, node.planner, runtimes, default, store, clock),
             reconciler,
@@ -220,6 +272,11 @@ class Assembly:
             SelfCheck(state, devices, runtimes, store),
             Statistics(state, devices, runtimes, self._plugins, clock, groups_of),
             Execs(state, runtimes, self._plugins),
+            claims,
+            claim_counts,
+            engines,
+            unclaimed,
+            holders,
         )
 
     def site(
@@ -242,9 +299,11 @@ class Assembly:
             access,
             services.statistics,
             node.counts,
+            services.claim_counts,
+            services.unclaimed,
             is_per_kernel=settings.metrics.per_kernel,
         )
-        lasting = runtime_factory.remarks(settings)
+        lasting = runtime_factory.settings_warnings(settings)
         handlers = NodeHandlers(
             partial(node_view, self._node_id, settings.node.runtime, state, devices, plugins),
             state,
@@ -253,8 +312,8 @@ class Assembly:
             services.check,
             metrics,
             reload,
-            lambda: [*lasting, *warnings()],
-            partial(runtime_factory.checkup, settings, plugins),
+            lambda: [*lasting, *services.unclaimed.warnings(), *warnings()],
+            partial(runtime_factory.runtime_warnings, settings, plugins),
         )
         kernels = KernelHandlers(
             site,
@@ -270,9 +329,15 @@ class Assembly:
             site,
             handlers,
             PartHandlers(state, devices, plugins, services.reconciler),
-            DeviceHandlers(state, devices, access, visibility),
+            DeviceHandlers(state, devices, access, visibility, services.engines),
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),
+            ClaimHandlers(
+                devices,
+                services.claims,
+                services.holders,
+                lambda: [kernel.pid for kernel in state if kernel.pid is not None],
+            ),
         )
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
 

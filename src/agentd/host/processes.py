@@ -53,7 +53,7 @@ class Proc(NamedTuple):
         Raises:
             OSError: it is unknown whether the process exists.
         """
-        with suppress(ProcessLookupError), _opened(self.pid) as descriptor:
+        with suppress(ProcessLookupError), opened(self.pid) as descriptor:
             if self.is_alive():
                 signal.pidfd_send_signal(descriptor, number)
 
@@ -68,7 +68,7 @@ class Proc(NamedTuple):
     async def _ended(self) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        with suppress(ProcessLookupError), _opened(self.pid) as descriptor:
+        with suppress(ProcessLookupError), opened(self.pid) as descriptor:
             try:
                 if self.is_alive():
                     loop.add_reader(descriptor, _settled, done)
@@ -78,7 +78,7 @@ class Proc(NamedTuple):
 
 
 @contextmanager
-def _opened(pid: int) -> Iterator[int]:
+def opened(pid: int) -> Iterator[int]:
     """Open a pidfd.
 
     Raises:
@@ -115,7 +115,7 @@ def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
         held: dict[int, int] = {}
         for pid in meant:
             with suppress(ProcessLookupError):
-                held[pid] = stack.enter_context(_opened(pid))
+                held[pid] = stack.enter_context(opened(pid))
         for pid in held.keys() & look():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(held[pid], signal.SIGKILL)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from agentd.errors import AgentdError
 from agentd.events import Audit, EventKind, EventLog
-from agentd.http.callers import caller_of, kernel_of
+from agentd.http.callers import caller_of, claim_of, kernel_of
 
 log = structlog.get_logger()
 
@@ -51,6 +51,7 @@ class Auditor:
         if error is not None:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
+        claim_id = claim_of(self._request)
         is_its_own = caller.sees(self._agent_id)
         if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
             self._refusals.note(caller.name, self._agent_id, kernel_id, error)
@@ -62,6 +63,7 @@ class Auditor:
             self._agent_id,
             kernel_id,
             self._outcome,
+            claim_id,
         )
         log.info(
             "rpc.call",
@@ -72,7 +74,8 @@ class Auditor:
             path=self._request.path,
             agent_id=audit.agent_id,
             kernel_id=kernel_id,
+            **({"claim_id": claim_id} if claim_id else {}),
             outcome=audit.outcome,
         )
-        if kernel_id:
+        if kernel_id or claim_id:
             self._events.publish(EventKind.AUDIT, audit)

@@ -7,6 +7,7 @@ import hmac
 import socket
 import struct
 from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -22,7 +23,7 @@ ON_BEHALF = "Agentd-Caller"
 """The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
 NODE = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
-_CALLER, _KERNEL = "caller", "kernel"
+_CALLER, _KERNEL, _CLAIM = "caller", "kernel", "claim"
 _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
 
@@ -127,14 +128,46 @@ def kernel_of(request: web.Request) -> str:
     return str(request.get(_KERNEL) or request.match_info.get("kernel", ""))
 
 
+def note_claim(request: web.Request, claim_id: str) -> None:
+    """Record the claim of a request whose path does not name it."""
+    request[_CLAIM] = claim_id
+
+
+def claim_of(request: web.Request) -> str:
+    """Return the claim that a request is about; empty if it is about none."""
+    return str(request.get(_CLAIM) or request.match_info.get("claim", ""))
+
+
+class SocketPeer(NamedTuple):
+    """The process at the other end of a unix socket, as it was when it connected."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(request: web.Request) -> SocketPeer | None:
+    """Return the calling process; None over TCP, and for a caller that a gateway passes on."""
+    if caller_of(request).via:
+        return None
+    return _peer(request.transport)
+
+
 def _peer_uid(transport: object) -> int | None:
     """Return the user id of a unix socket's far end, None if it is unknown."""
-    held = transport.get_extra_info("socket")  # type: ignore[attr-defined]
+    peer = _peer(transport)
+    return None if peer is None else peer.uid
+
+
+def _peer(transport: object) -> SocketPeer | None:
+    held = transport.get_extra_info("socket") if transport else None  # type: ignore[attr-defined]
+    if held is None or held.family != socket.AF_UNIX:
+        return None
     try:
         content = held.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     except (AttributeError, OSError):
         return None
-    return int(_UCRED.unpack(content)[1])
+    pid, uid, _ = _UCRED.unpack(content)
+    return SocketPeer(int(pid), int(uid))
 
 
 def caller_view(caller: Caller) -> CallerView:

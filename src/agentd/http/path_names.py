@@ -12,7 +12,9 @@ from agentd.core.slots import SLOT_NAME
 from agentd.errors import (
     RequestError,
     UnknownAgent,
+    UnknownClaim,
     UnknownDevice,
+    UnknownEngine,
     UnknownKernel,
     UnknownNode,
     UnknownPlugin,
@@ -30,7 +32,9 @@ class _Kind(NamedTuple):
 _NAME = re.compile(NAME)
 _KINDS: Mapping[str, _Kind] = {
     "agent": _Kind(_NAME, "agent", UnknownAgent),
+    "claim": _Kind(_NAME, "claim", UnknownClaim),
     "device_name": _Kind(_NAME, "device", UnknownDevice),
+    "engine": _Kind(_NAME, "engine", UnknownEngine),
     "id": _Kind(ID_PATTERN, "device", UnknownDevice),
     "kernel": _Kind(_NAME, "kernel", UnknownKernel),
     "node": _Kind(_NAME, "node", UnknownNode),

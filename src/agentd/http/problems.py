@@ -19,10 +19,13 @@ STATUSES = {
     "CommandNotFound": 422,
     "InsufficientResource": 409,
     "KernelConflict": 409,
+    "ClaimConflict": 409,
     "Conflict": 409,
     "UnknownAgent": 404,
     "UnknownKernel": 404,
     "UnknownDevice": 404,
+    "UnknownClaim": 404,
+    "UnknownEngine": 404,
     "UnknownRuntime": 404,
     "UnknownPlugin": 404,
     "UnknownNode": 404,
@@ -38,6 +41,7 @@ STATUSES = {
     "Unauthorized": 401,
     "Forbidden": 403,
     "TooManyStreams": 429,
+    "TooManyClaims": 429,
     "Internal": 500,
     "RuntimeFailure": 502,
     "PluginUnavailable": 503,
@@ -52,7 +56,7 @@ STATUSES = {
 }
 CREATE_CODES = frozenset(
     {code for code, status in STATUSES.items() if status in (409, 422, 500, 502, 503)}
-    | {"Forbidden", "UnknownAgent", "UnknownDevice", "UnknownNode"}
+    | {"Forbidden", "UnknownAgent", "UnknownClaim", "UnknownDevice", "UnknownNode"}
     - {"ConfigRefused", "SlotTypeInUse"}
 )
 """Codes that may answer a create; each has a counter that starts at zero."""

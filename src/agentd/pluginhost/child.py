@@ -26,6 +26,7 @@ from agentd.plugin_api import (
     API_VERSION,
     AcceleratorPlugin,
     AllocatedDevice,
+    DeviceInfo,
     Features,
     KernelEvent,
     NotPresent,
@@ -113,6 +114,7 @@ class PluginServer:
             _overrides(loaded, "kernel_event"),
             sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
             getattr(sys.modules.get(module), "__file__", None) or "",
+            _overrides(loaded, "partition"),
         )
 
     def validate(self) -> Sequence[Any]:
@@ -131,6 +133,12 @@ class PluginServer:
 
     def listing(self) -> DeviceListing:
         return DeviceListing(list(self._opened.slot_types()), list(self._opened.list_devices()))
+
+    def partition(self, devices: object, agents: object) -> object:
+        return self._opened.partition(
+            msgspec.convert(devices, type=list[DeviceInfo]),
+            msgspec.convert(agents, type=list[str]),
+        )
 
     def container_edits(self, allocation: object, features: object) -> object:
         given = msgspec.convert(allocation, type=list[AllocatedDevice])

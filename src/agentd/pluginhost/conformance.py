@@ -9,16 +9,19 @@ from __future__ import annotations
 import ast
 import gc
 import stat
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from agentd.core.devices import Device, Inventory
 from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.partition.dealing import Dealing
 from agentd.core.slots import format_amount
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
+from agentd.pluginhost.dealing import asked_devices, checked_dealing
 from agentd.pluginhost.instance import (
     CLOSE_TIMEOUT_S,
     LOAD_TIMEOUT_S,
@@ -39,6 +42,7 @@ from agentd.services.protocols import PluginListing
 _T = TypeVar("_T")
 MEASURES = "it measures"
 """The check of a plugin that measures its devices."""
+_AGENTS = ("first", "second")
 _ENGINES = (Features("process"), Features("docker", device_requests=True))
 
 
@@ -93,13 +97,19 @@ class Conformance:
         self._say("ids are the same in two listings", _moved(listing, again))
         changed = "" if listing.slot_types == again.slot_types else "they are others"
         self._say("slot types are the same in two listings", changed)
+        if facts.has_partition:
+            known = Inventory.of(listing.slot_types, listing.devices).devices
+            first = await self._tried(
+                "it deals its devices", lambda: self._dealt(process, known, known)
+            )
+            other = await self._tried(
+                "it deals them again", lambda: self._dealt(process, known, known[::-1])
+            )
+            self._say("it deals the same way in another order", _dealt_otherwise(first, other))
         await self._tried(
             "it says how to hide its devices", lambda: self._edits(process, [], _ENGINES[0])
         )
-        devices = [
-            AllocatedDevice(d.device_id.id, d.stable_id, d.slot, format_amount(d.capacity, d.kind))
-            for d in listing.devices
-        ]
+        devices = [_whole(device) for device in listing.devices]
         if not devices:
             nothing = Finding(
                 "its devices' needs", passed=True, detail="it lists none", tried=False
@@ -144,6 +154,14 @@ class Conformance:
         found = await process.call("listing", timeout_s=self._timeout_s)
         return checked_listing(self._wanted.name, found.slot_types, found.devices)
 
+    async def _dealt(
+        self, process: PluginProcess, known: Sequence[Device], asked: Sequence[Device]
+    ) -> Dealing:
+        """Ask the plugin to deal devices, in the order of `asked`."""
+        agents, devices = list(_AGENTS), asked_devices(asked)
+        call = process.call("partition", devices, agents, timeout_s=self._timeout_s)
+        return checked_dealing(await call, known, agents)
+
     async def _edits(
         self, process: PluginProcess, devices: list[AllocatedDevice], features: Features
     ) -> ContainerEdits:
@@ -180,12 +198,28 @@ def missing(edits: ContainerEdits) -> Iterator[str]:
             yield f"{mount.source}: No such file or directory"
 
 
+def _whole(device: Device) -> AllocatedDevice:
+    """Return a device as a kernel gets it that holds all of it."""
+    amounts = {offer.slot: format_amount(offer.capacity, offer.kind) for offer in device.slots}
+    primary = amounts[device.slot]
+    return AllocatedDevice(device.device_id.id, device.stable_id, device.slot, primary, amounts)
+
+
 def _moved(first: PluginListing, second: PluginListing) -> str:
     """Describe the ids that differ between two listings."""
-    before = {d.stable_id: (d.device_id.id, d.slot) for d in first.devices}
-    after = {d.stable_id: (d.device_id.id, d.slot) for d in second.devices}
+    before = {d.stable_id: (d.device_id.id, d.slot_names) for d in first.devices}
+    after = {d.stable_id: (d.device_id.id, d.slot_names) for d in second.devices}
     moved = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     return ", ".join(sorted(moved))
+
+
+def _dealt_otherwise(first: Dealing, other: Dealing) -> str:
+    """Return the devices that the second dealing gives to another agent."""
+    owners = [
+        {name: agent for agent, names in dealing.devices.items() for name in names}
+        for dealing in (first, other)
+    ]
+    return ", ".join(sorted({name for name, _ in owners[0].items() ^ owners[1].items()}))
 
 
 def _parsed(text: str) -> ast.Module:

@@ -27,6 +27,7 @@ from agentd.plugin_api import (
     KernelEvent,
     Measurement,
 )
+from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.descendants import end_left_over
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.instance import PluginInstance, PluginTimeouts, Wanted
@@ -63,6 +64,7 @@ class PluginHost:
         features: Features,
         pace: PluginTimeouts | None = None,
         points: Sequence[EntryPoint] | None = None,
+        dealing_rules: DealingRules | None = None,
     ) -> None:
         self._points = EntryPoints(installed() if points is None else points)
         self._tables = tuple(tables)
@@ -72,7 +74,9 @@ class PluginHost:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         for wanted, state, reason in _wanted(tables, set(allow), set(block), self._points):
-            instance = PluginInstance(wanted, features, pace or PluginTimeouts(), self._note)
+            instance = PluginInstance(
+                wanted, features, pace or PluginTimeouts(), self._note, dealing_rules
+            )
             if state is not PluginState.PENDING:
                 instance.settle(state, reason)
             self._instances[wanted.name] = instance
@@ -133,7 +137,7 @@ class PluginHost:
         ]
         return [*clashes, *(problem for i in self._instances.values() for problem in i.problems)]
 
-    def doubts(self) -> list[Problem]:
+    def missing_entry_points(self) -> list[Problem]:
         """Return the entry points that the configuration names and that are not installed.
 
         They do not prevent a start: a configuration may be shared by nodes of different kinds.
@@ -186,7 +190,7 @@ class PluginHost:
         }
 
     def warnings(self) -> list[str]:
-        return [f"{doubt.where}: {doubt.why}" for doubt in self.doubts()]
+        return [f"{missing.where}: {missing.why}" for missing in self.missing_entry_points()]
 
     async def retry(self, name: str) -> PluginStatus:
         instance = self._instances.get(name)
@@ -286,6 +290,7 @@ def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:
             share.stable_id,
             share.slot,
             format_amount(share.amount, share.kind),
+            {slot: format_amount(amount, kind) for slot, kind, amount in share.amounts},
         )
         for share in allocation.devices_of(name)
     ]

@@ -26,6 +26,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import reach
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
+from agentd.pluginhost.dealing import DealingRules, asked_devices, checked_dealing
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import DeviceListing, Facts
@@ -81,7 +82,7 @@ class PluginTimeouts:
     most_memory_bytes: int = 1 << 30
 
 
-class Pauses:
+class Backoff:
     """The backoff between attempts, which an operator can cut short."""
 
     def __init__(self) -> None:
@@ -89,13 +90,13 @@ class Pauses:
         self._is_cut = asyncio.Event()
         self._said = ""
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         self.next_s = FIRST_PAUSE_S
 
     def cut_short(self) -> None:
         self._is_cut.set()
 
-    def is_news(self, reason: str) -> bool:
+    def is_new(self, reason: str) -> bool:
         """Return whether a reason differs from the previous one."""
         before, self._said = self._said, reason
         return reason != before
@@ -137,8 +138,10 @@ class PluginInstance:
         features: Features,
         pace: PluginTimeouts,
         changed: Callable[[str], None],
+        dealing_rules: DealingRules | None = None,
     ) -> None:
         self.wanted = wanted
+        self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
@@ -159,7 +162,7 @@ class PluginInstance:
         self._process: PluginProcess | None = None
         self._left_behind: list[PluginProcess] = []
         self._woken = asyncio.Event()
-        self._pauses = Pauses()
+        self._backoff = Backoff()
         self._ready_since: float | None = None
         self._seen: tuple[DeviceListing, PluginListing] | None = None
         self._events_waiting = 0
@@ -209,7 +212,7 @@ class PluginInstance:
                     state = PluginState.ABSENT if is_absent else PluginState.FAILED
                     await self._give_up(str(error), state)
                     self._tell_changed(self.wanted.name)
-                    await self._pauses.wait(for_good=True)
+                    await self._backoff.wait(for_good=True)
                     continue
                 await self._give_up(str(error))
             except (PluginRefused, PluginLost) as error:
@@ -220,17 +223,17 @@ class PluginInstance:
             if self.is_silent:
                 return
             if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
-                self._pauses.start_anew()
-            if self._pauses.is_news(self.reason):
+                self._backoff.reset()
+            if self._backoff.is_new(self.reason):
                 log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
-            self.reason += f"; next try in {self._pauses.next_s:g} s"
+            self.reason += f"; next try in {self._backoff.next_s:g} s"
             self._tell_changed(self.wanted.name)
-            await self._pauses.wait()
+            await self._backoff.wait()
 
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
         before = self.tries
-        self._pauses.cut_short()
+        self._backoff.cut_short()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.state is not PluginState.READY and self.settled_tries <= before:
@@ -274,6 +277,9 @@ class PluginInstance:
             self._step = "list"
             listing = await _once_more(lambda: self._listed(process))
             await reach("plugin.after_list")
+            if self.listing is None and self._facts.has_partition:
+                self._step = "partition"
+                listing = await self._dealt(process, listing)
             self._step = "hiding edits"
             self.hiding = await self._hiding(process)
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
@@ -307,6 +313,20 @@ class PluginInstance:
             self._seen = (found, checked)
         self.listed_at = time.monotonic()
         return self._seen[1]
+
+    async def _dealt(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
+        """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
+        if (rules := self._dealing_rules) is None:
+            return listing
+        known = rules.known(listing)
+        dealing = rules.kept(listing.name, known)
+        if dealing is None:
+            timeout_s, agents = self._pace.call_timeout_s, list(rules.agents)
+            answer = await process.call(
+                "partition", asked_devices(known), agents, timeout_s=timeout_s
+            )
+            dealing = checked_dealing(answer, known, agents)
+        return replace(listing, dealing=dealing)
 
     async def _follow(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""

@@ -19,6 +19,7 @@ from agentd.plugin_api import (
     ContainerEdits,
     DeviceInfo,
     Measurement,
+    PartitionInfo,
     SettingProblem,
     SlotTypeInfo,
 )
@@ -81,6 +82,7 @@ class Facts(msgspec.Struct, frozen=True):
     hears_kernels: bool
     imports_of_agentd: Sequence[str] = ()
     file: str = ""
+    has_partition: bool = False
 
 
 class DeviceListing(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ RESULTS: Mapping[str, Any] = {
     "validate": list[SettingProblem],
     "open": None,
     "listing": DeviceListing,
+    "partition": PartitionInfo | None,
     "container_edits": ContainerEdits,
     "measure": list[Measurement],
     "kernel_event": None,

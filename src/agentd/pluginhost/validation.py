@@ -13,15 +13,24 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from agentd.core.devices import ID_PATTERN, Device, DeviceId, Health
+from agentd.core.devices import (
+    ID_PATTERN,
+    Device,
+    DeviceId,
+    Health,
+    SecondarySlot,
+    natural_key,
+)
 from agentd.core.names import shortened
 from agentd.core.slots import (
+    GIB,
     MAX_SLOT_NAME,
     ONE,
     AmountError,
     SlotKind,
     SlotType,
     device_name_of,
+    format_amount,
     is_slot_name,
     parse_base_units,
 )
@@ -38,6 +47,8 @@ from agentd.services.protocols import PluginListing
 
 MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256
+MAX_SECONDARY = 7
+"""Secondary slots of one device."""
 _MAX_ALIASES, _MAX_ATTRIBUTES, _MAX_UNIT = 16, 64, 32
 MAX_PROCESSES = 65_536
 """Maximum processes in all measurements of a plugin."""
@@ -96,17 +107,17 @@ def checked_listing(
     offered = list(slot_infos)
     if len(offered) > MAX_SLOT_TYPES:
         raise InvalidAnswer(f"too many slot types: got {len(offered)}, expected {MAX_SLOT_TYPES}")
-    types = tuple(_slot_type(name, info) for info in offered)
-    kinds = {slot.name: slot.kind for slot in types}
-    if len(kinds) < len(types):
+    types = {slot.name: slot for slot in (_slot_type(name, info) for info in offered)}
+    if len(types) < len(offered):
         raise InvalidAnswer("duplicate slot type")
+    types = {slot.name: _beside_primary(slot, types) for slot in types.values()}
     infos = list(device_infos)
     if len(infos) > MAX_DEVICES:
         raise InvalidAnswer(f"too many devices: got {len(infos)}, expected at most {MAX_DEVICES}")
-    devices = tuple(_device(name, info, kinds) for info in infos)
+    devices = tuple(_device(name, info, types) for info in infos)
     _refuse_twice("id", [device.device_id.id for device in devices])
     _refuse_twice("stable id", [device.stable_id for device in devices])
-    return PluginListing(name, types, devices)
+    return PluginListing(name, tuple(types.values()), devices)
 
 
 def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
@@ -131,10 +142,11 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise InvalidAnswer(
             f"invalid quantum of {slot}: got {info.quantum}, but a unique slot is indivisible"
         )
-    largest = 1 if kind is SlotKind.BYTES else ONE
+    largest = GIB if kind is SlotKind.BYTES else ONE
     if not 0 < quantum <= largest:
         raise InvalidAnswer(
-            f"invalid quantum of {slot}: got {info.quantum}, expected more than 0, at most 1"
+            f"invalid quantum of {slot}: got {info.quantum}, expected more than 0,"
+            f" at most {format_amount(largest, kind)}"
         )
     group = info.exclusive_group
     if group is not None and not ID_PATTERN.fullmatch(group):
@@ -143,10 +155,34 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
             " expected letters, digits, '_.:-'"
         )
     unit = one_line(info.unit, _MAX_UNIT)
-    return SlotType(slot, kind, quantum, group, unit, info.is_enforced)
+    return SlotType(slot, kind, quantum, group, unit, info.is_enforced, info.primary)
 
 
-def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
+def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
+    """Return a slot type in the exclusive group of its primary slot."""
+    if slot.primary is None:
+        return slot
+    named = shortened(slot.primary)
+    primary = types.get(slot.primary)
+    if primary is None:
+        raise InvalidAnswer(f"unlisted primary slot of {slot.name}: {named}")
+    if primary.primary is not None:
+        raise InvalidAnswer(
+            f"invalid primary slot of {slot.name}: {named} is a secondary slot of {primary.primary}"
+        )
+    if slot.kind is SlotKind.UNIQUE:
+        raise InvalidAnswer(
+            f"invalid kind {slot.kind} of {slot.name}, a secondary slot: expected count or bytes"
+        )
+    if primary.kind is SlotKind.BYTES:
+        raise InvalidAnswer(
+            f"invalid kind {primary.kind} of {named}, a primary slot with secondary ones:"
+            " expected count or unique"
+        )
+    return replace(slot, exclusive_group=primary.exclusive_group)
+
+
+def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:
     names = [("id", info.id), ("stable id", info.stable_id)]
     names += [("parent", info.parent)] if info.parent is not None else []
     names += [("alias", alias) for alias in info.aliases[:_MAX_ALIASES]]
@@ -154,13 +190,16 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         if not ID_PATTERN.fullmatch(value):
             shown = one_line(repr(value), 160)
             raise InvalidAnswer(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
-    if info.slot not in kinds:
+    if info.slot not in types:
         raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(info.slot)}")
-    try:
-        capacity = parse_base_units(info.capacity, kinds[info.slot])
-    except AmountError as error:
-        raise InvalidAnswer(f"invalid capacity of {info.id}: {error}") from None
-    if kinds[info.slot] is SlotKind.UNIQUE and capacity not in (0, ONE):
+    slot = types[info.slot]
+    if slot.primary is not None:
+        raise InvalidAnswer(
+            f"device {info.id} offers {info.slot} as its primary slot, which is a secondary slot"
+            f" of {slot.primary}"
+        )
+    capacity = _capacity(info.id, info.capacity, slot.kind)
+    if slot.kind is SlotKind.UNIQUE and capacity not in (0, ONE):
         raise InvalidAnswer(f"invalid capacity of {info.id} (unique): {info.capacity}")
     if info.health not in set(Health):
         raise InvalidAnswer(f"invalid health of {info.id}: {shortened(info.health)}")
@@ -170,7 +209,7 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
         slot=info.slot,
-        kind=kinds[info.slot],
+        kind=slot.kind,
         capacity=capacity,
         numa_node=info.numa_node,
         aliases=tuple(info.aliases[:_MAX_ALIASES]),
@@ -183,7 +222,36 @@ def _device(name: str, info: DeviceInfo, kinds: dict[str, SlotKind]) -> Device:
             for key, value in islice(info.attributes.items(), _MAX_ATTRIBUTES)
         },
         is_simulated=info.is_simulated,
+        secondary=tuple(_secondary(info, types)),
     )
+
+
+def _capacity(device_id: str, written: str, kind: SlotKind) -> int:
+    try:
+        return parse_base_units(written, kind)
+    except AmountError as error:
+        raise InvalidAnswer(f"invalid capacity of {device_id}: {error}") from None
+
+
+def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[SecondarySlot]:
+    """Yield the secondary slots of a device, in natural order."""
+    if len(info.secondary) > MAX_SECONDARY:
+        raise InvalidAnswer(
+            f"too many secondary slots of {info.id}: got {len(info.secondary)},"
+            f" expected at most {MAX_SECONDARY}"
+        )
+    for name in info.secondary:
+        if name not in types:
+            raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(name)}")
+    for name in sorted(info.secondary, key=natural_key):
+        slot = types[name]
+        if slot.primary != info.slot:
+            beside = f"a secondary slot of {slot.primary}" if slot.primary else "a primary slot"
+            raise InvalidAnswer(
+                f"device {info.id} offers {name} beside {info.slot}: it is {beside}"
+            )
+        capacity = _capacity(info.id, info.secondary[name], slot.kind)
+        yield SecondarySlot(name, slot.kind, capacity)
 
 
 def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:

@@ -85,6 +85,8 @@ class KernelHandlers:
         agent = request.match_info.get("agent")
         visible = self._access.kernels(caller_of(request))
         kernels = [k for k in visible if agent is None or k.agent_id == agent]
+        if (claim := request.query.get("claim")) is not None:
+            kernels = [kernel for kernel in kernels if kernel.claim_id == claim]
         if agent is not None and not kernels:
             self._devices.partition(agent)
         page = self._order.page(kernels, request.query, caller_of(request))

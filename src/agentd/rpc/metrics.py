@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from agentd import __version__
 from agentd.core.access import Caller
+from agentd.core.claim.claim import Claim, ClaimOwner, EndReason
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
@@ -17,11 +18,13 @@ from agentd.errors import InsufficientResource
 from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
 from agentd.services.access import Access
+from agentd.services.claims.counts import ClaimCounts
 from agentd.services.counts import CREATED, FAILED, REFUSED, NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
 from agentd.services.statistics import KernelUse, Statistics
+from agentd.services.unclaimed import UnclaimedProcesses
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -64,6 +67,8 @@ class Metrics:
         access: Access,
         statistics: Statistics,
         counts: NodeCounts,
+        claim_counts: ClaimCounts,
+        unclaimed: UnclaimedProcesses,
         *,
         is_per_kernel: bool,
     ) -> None:
@@ -75,6 +80,8 @@ class Metrics:
         self._access = access
         self._statistics = statistics
         self._counts = counts
+        self._claim_counts = claim_counts
+        self._unclaimed = unclaimed
         self._is_per_kernel = is_per_kernel
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
@@ -99,11 +106,13 @@ class Metrics:
         agents, seen = access.agents(caller), access.devices(caller)
         yield from _kernels(access.kernels(caller))
         yield _creates(self._counts, agents)
+        yield from _claims(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
             yield from _refusals(self._counts, devices.inventory.slot_types)
         yield from _slots(state, devices.split, agents)
         yield from _limits(state, devices.split, agents)
         yield from _devices(state, devices.split, plugins, seen, agents)
+        yield _unclaimed(self._unclaimed, seen)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -202,6 +211,34 @@ def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
     return creates
 
 
+def _claims(
+    claims: Iterable[Claim], counts: ClaimCounts, agents: Collection[str]
+) -> Iterator[Metric]:
+    held = _gauge("claims", "Claims by agent and kind of holder", "agent", "holder")
+    kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimOwner)}
+    found = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
+    results = _counter("claims", "Claim requests by agent and result", "agent", "result")
+    for agent in agents:
+        for kind in kinds.values():
+            held.add_metric([agent, kind], found[agent, kind])
+        for result in (CREATED, REFUSED, FAILED):
+            results.add_metric([agent, result], counts.results.get((agent, result), 0))
+    ends = _counter("claim_ends", "Claims that ended, by reason", "reason")
+    for reason in EndReason:
+        ends.add_metric([reason.value], counts.ends.get(reason, 0))
+    yield from (held, results, ends)
+
+
+def _unclaimed(unclaimed: UnclaimedProcesses, seen: Iterable[Device]) -> Metric:
+    text = "Processes that use a device which no kernel or claim holds"
+    processes = _gauge("unclaimed_processes", text, "device_name", "id")
+    ids = {device.device_id for device in seen}
+    for device_id, pids in unclaimed.found.items():
+        if device_id in ids:
+            processes.add_metric([*device_id], len(pids))
+    return processes
+
+
 def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
@@ -265,9 +302,10 @@ def _devices(
     for device in accelerators:
         view = rendering.device_view(device, split, ledger)
         states.add_metric([*device.device_id, view["state"]], 1)
-        for member, gauge in sizes.items():
-            amount = float(view[member])  # type: ignore[literal-required]
-            gauge.add_metric([*device.device_id, view["slot"]], amount)
+        for slot, use in view["slots"].items():
+            for member, gauge in sizes.items():
+                amount = float(use[member])  # type: ignore[literal-required]
+                gauge.add_metric([*device.device_id, slot], amount)
         for agent in view["agents"]:
             if agent in agents:
                 owners.add_metric([*device.device_id, agent], 1)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
+import msgspec
 from msgspec.structs import asdict
 
 from agentd import __version__
-from agentd.core.allocation.allocator import Ledger
+from agentd.core.allocation.allocator import Ledger, Share
+from agentd.core.allocation.explain import OTHER, per_primary
+from agentd.core.allocation.ledger import ClaimHolder, Holder, holder_text
+from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
-from agentd.core.partition.split import Split
-from agentd.core.slots import CPU, MEM, SlotName, SlotType, device_name_of, format_amount
+from agentd.core.partition.split import Partition, Split
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount
 from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import EngineStatus
 from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
@@ -23,7 +29,12 @@ from agentd.services.state import NodeState, RuntimeStatus
 from agentd.views import (
     AgentView,
     CheckView,
+    ClaimHolderView,
+    ClaimView,
     DeviceView,
+    EditsView,
+    EngineView,
+    HolderView,
     KernelView,
     LimitView,
     NodeView,
@@ -35,8 +46,12 @@ from agentd.views import (
 )
 
 DeviceState: TypeAlias = Literal[
-    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"
+    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
 ]
+
+
+_OPTIONAL = frozenset({"via", "claim_id"})
+"""Members of an audit event that are left out where they are empty."""
 
 
 def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
@@ -47,11 +62,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "state": kernel.state.value,
         "slots": dict(kernel.slots),
         "allocation": kernel.allocation.to_wire() if kernel.holds else {},
-        "unknown_slots": {
-            name: amount
-            for name, amount in kernel.slots.items()
-            if kernel.holds and name not in inventory.slot_types
-        },
+        "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
         "ports": [
             {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
@@ -79,7 +90,83 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
             for m in kernel.mounts
         ],
         "labels": dict(kernel.labels),
+        "claim_id": kernel.claim_id,
     }
+
+
+def claim_view(status: ClaimStatus) -> ClaimView:
+    """Return a claim as it is now."""
+    claim = status.claim
+    holder = msgspec.to_builtins(claim.holder)
+    del holder["type"]
+    holder.pop("inode", None)
+    return {
+        "claim_id": claim.claim_id,
+        "agent_id": claim.agent_id,
+        "state": "used" if status.is_used else "held",
+        "slots": dict(claim.slots),
+        "allocation": claim.allocation.to_wire(),
+        "edits": edits_view(claim.edits),
+        "holder": holder,
+        "labels": dict(claim.labels),
+        "created_at": wire_time(claim.created_at) or "",
+        "expires_at": wire_time(status.expires_at),
+        "created_by": claim.created_by,
+    }
+
+
+def engine_view(status: EngineStatus) -> EngineView:
+    """Return an engine and the devices that wait for it."""
+    devices = {name: list(ids) for name, ids in status.devices.items()}
+    return {"engine": status.engine, "ready": status.is_ready, "devices": devices}
+
+
+def edits_view(edits: ContainerEdits) -> EditsView:
+    """Return the edits of plugins."""
+    shown: EditsView = msgspec.to_builtins(edits)
+    return shown
+
+
+def _claim_event_view(
+    value: ClaimStatus | EndedClaim | Collision, ledger: Ledger
+) -> Mapping[str, object]:
+    match value:
+        case ClaimStatus() as status:
+            return claim_view(status)
+        case EndedClaim(claim, reason):
+            ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
+            return {**ids, "reason": reason.value}
+        case Collision() as collision:
+            return _collision_view(collision, ledger)
+
+
+def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object]:
+    held = ledger.holders(collision.device_id)
+    return {
+        "device_name": collision.device_id.name,
+        "id": collision.device_id.id,
+        "holders": [
+            _holder_view(holder, held[holder], is_seen=True)
+            for holder in collision.holders
+            if holder in held
+        ],
+    }
+
+
+def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
+    """Return the slots of a kernel that are not charged: unknown, or not offered by its devices."""
+    slots = {
+        name: amount for name, amount in kernel.slots.items() if name not in inventory.slot_types
+    }
+    sums: dict[str, int] = {}
+    for share in kernel.allocation.shares:
+        device = inventory.by_id.get(share.device_id)
+        offered = device.slot_names if device else share.slot_names
+        for slot, kind, amount in share.secondary:
+            if slot not in offered:
+                sums[slot] = sums.get(slot, 0) + amount
+                slots[slot] = format_amount(sums[slot], kind)
+    return slots
 
 
 def _ignored(state: NodeState) -> Iterator[str]:
@@ -106,20 +193,22 @@ def wire_time(seconds: float | None) -> str | None:
 
 
 def device_view(
-    device: Device, split: Split, ledger: Ledger, named: Callable[[str], str] = str
+    device: Device,
+    split: Split,
+    ledger: Ledger,
+    is_seen: Callable[[Holder], bool] = lambda _: True,
 ) -> DeviceView:
     """Return a device with its holders and its gravest state.
 
-    `named` maps a kernel id to the name that is shown.
+    A holder that is not seen is shown as `other`.
     """
     holders = ledger.holders(device.device_id)
-    state, reason = _device_state(device, ledger, named)
+    state, reason = _device_state(device, ledger, is_seen)
     agents = split.agents_of(device.device_id)
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
         reason = "reserved for the system" if is_reserved else "assigned to no agent"
-    for_agents = sum(ledger.free(device, split.partitions[agent]) for agent in agents)
-    free = max(0, min(for_agents, device.capacity - ledger.used(device.device_id)))
+    slots = _device_slots(device, [split.partitions[agent] for agent in agents], ledger)
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
     return {
         "device_name": device.device_id.name,
@@ -134,41 +223,82 @@ def device_view(
         "slot": device.slot,
         "capacity": format_amount(device.capacity, device.kind),
         "allocated": format_amount(ledger.used(device.device_id), kind),
-        "free": format_amount(free, device.kind),
+        "free": slots[device.slot]["free"],
+        "slots": slots,
         "holders": [
-            {"kernel_id": named(kernel_id), "amount": format_amount(share.amount, share.kind)}
-            for kernel_id, share in holders.items()
+            _holder_view(holder, share, is_seen=is_seen(holder))
+            for holder, share in holders.items()
         ],
     }
 
 
+def _device_slots(
+    device: Device, partitions: Sequence[Partition], ledger: Ledger
+) -> dict[str, SlotUseView]:
+    """Return each slot of a device; what is free for several agents counts once."""
+    left = [ledger.left(device, partition) for partition in partitions]
+    slots: dict[str, SlotUseView] = {}
+    for place, offer in enumerate(device.slots):
+        used = ledger.used(device.device_id, offer.slot)
+        free = min(sum(each[place] for each in left), offer.capacity - used)
+        slots[offer.slot] = {
+            "capacity": format_amount(offer.capacity, offer.kind),
+            "allocated": format_amount(used, offer.kind),
+            "free": format_amount(max(0, free), offer.kind),
+        }
+    return slots
+
+
+def _holder_view(holder: Holder, share: Share, *, is_seen: bool) -> HolderView | ClaimHolderView:
+    amount = format_amount(share.amount, share.kind)
+    amounts = {slot: format_amount(each, kind) for slot, kind, each in share.amounts if slot}
+    if isinstance(holder, ClaimHolder):
+        claim_id = holder.claim_id if is_seen else OTHER
+        return {"claim_id": claim_id, "amount": amount, "amounts": amounts}
+    return {"kernel_id": holder if is_seen else OTHER, "amount": amount, "amounts": amounts}
+
+
 def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
-    device: Device, ledger: Ledger, named: Callable[[str], str]
+    device: Device, ledger: Ledger, is_seen: Callable[[Holder], bool]
 ) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
-    if device.withheld:
-        return "withheld", device.withheld
+    if device.withheld or device.awaited:
+        return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
-        shares = {kernel_id: ledger.holders(device.device_id)[kernel_id] for kernel_id in holders}
+        shares = {holder: ledger.holders(device.device_id)[holder] for holder in holders}
         held = [
-            f"kernel {named(kernel_id)} holds {_what(share.slot)}"
-            for kernel_id, share in shares.items()
+            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share)}"
+            for holder, share in shares.items()
         ]
         until = "the kernel ends" if len(held) == 1 else "the kernels end"
         return "held", f"{', '.join(held)}; unavailable until {until}"
-    if (used := ledger.used(device.device_id)) > device.capacity:
-        over = format_amount(used - device.capacity, device.kind)
-        return "overcommitted", f"over-allocated by {over}"
+    over = [
+        f"{format_amount(used - offer.capacity, offer.kind)}"
+        + (f" of {offer.slot}" if device.secondary else "")
+        for offer in device.slots
+        if (used := ledger.used(device.device_id, offer.slot)) > offer.capacity
+    ]
+    if over:
+        return "overcommitted", f"over-allocated by {', '.join(over)}"
+    if device.busy:
+        return "busy", device.busy
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""
 
 
-def _what(slot: SlotName) -> str:
-    return f"{slot} of it" if slot else "it, or what it is a part of"
+def _named(holder: Holder, *, is_seen: bool) -> str:
+    if is_seen:
+        return holder_text(holder)
+    return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
+
+
+def _what(share: Share) -> str:
+    slots = " and ".join(share.slot_names)
+    return f"{slots} of it" if slots else "it, or what it is a part of"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
@@ -211,15 +341,15 @@ def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> Sl
     partition, inventory = split.partitions[agent_id], split.inventory
     devices = inventory.by_slot.get(slot.name, ())
     allocated = sum(
-        share.amount
+        share.amount_of(slot.name)
         for holding in ledger.holdings.values()
         if holding.agent_id == agent_id
         for share in holding.allocation.shares
-        if share.slot == slot.name
     )
-    free = sum(ledger.free(d, partition) // slot.quantum * slot.quantum for d in devices)
+    free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
     if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
-        free = min(free, left // slot.quantum * slot.quantum)
+        most = int(left * per_primary(slot.name, devices, inventory))
+        free = min(free, most // slot.quantum * slot.quantum)
     return {
         "capacity": format_amount(split.slots_of(agent_id)[slot.name], slot.kind),
         "allocated": format_amount(allocated, slot.kind),
@@ -236,6 +366,7 @@ def slot_type_view(slot: SlotType) -> SlotTypeView:
         "quantum": format_amount(slot.quantum, slot.kind),
         "exclusive_group": slot.exclusive_group,
         "unit": slot.unit,
+        "primary": slot.primary,
     }
 
 
@@ -263,18 +394,19 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             shown = kernel_view(kernel, split.inventory)
         case EventKind.KERNEL_REMOVED, Kernel() as kernel:
             shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+        case _, ClaimStatus() | EndedClaim() | Collision() as value:
+            shown = _claim_event_view(value, ledger)
         case EventKind.DEVICE, Device() as device:
             shown = device_view(device, split, ledger)
         case EventKind.DEVICE_REMOVED, Device() as device:
             shown = {"device_name": device.device_id.name, "id": device.device_id.id}
-        case EventKind.PLUGIN, PluginStatus() as status:
-            shown = plugin_view(status)
+        case EventKind.PLUGIN, PluginStatus() as plugin:
+            shown = plugin_view(plugin)
         case EventKind.RUNTIME, RuntimeStatus() as runtime:
             shown = runtime_view(runtime)
         case EventKind.AUDIT, Audit() as audit:
-            shown = asdict(audit)
-            if not audit.via:
-                del shown["via"]
+            members = asdict(audit).items()
+            shown = {name: text for name, text in members if text or name not in _OPTIONAL}
         case EventKind.REFUSAL, Refusal() as refusal:
             shown = refusal_view(refusal)
     return shown
@@ -313,17 +445,28 @@ def node_view(
             *_left_agents(state, devices.split),
             *_ignored(state),
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
+            *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
+            *_collisions(state, devices.split),
         ],
         "generation": devices.generation,
     }
 
 
+def _collisions(state: NodeState, split: Split) -> Iterator[str]:
+    """Yield the devices that observed claims hold beside others."""
+    observed = [claim for claim in state.claims.values() if claim.is_observed]
+    for device_id in dict.fromkeys(s.device_id for c in observed for s in c.allocation.shares):
+        if state.ledger.used(device_id) > split.inventory.by_id[device_id].capacity:
+            who = " and ".join(map(holder_text, state.ledger.holders(device_id)))
+            yield f"device {device_id} is held by {who}: an engine uses it already"
+
+
 def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
     """Yield a warning for each agent that is not configured but still holds devices."""
     holding: dict[str, list[str]] = {}
-    for kernel_id, held in state.ledger.holdings.items():
+    for holder, held in state.ledger.holdings.items():
         if held.agent_id not in split.partitions and held.allocation.shares:
-            holding.setdefault(held.agent_id or "unknown", []).append(kernel_id)
+            holding.setdefault(held.agent_id or "unknown", []).append(str(holder))
     for agent, kernels in holding.items():
         its = f"its kernels {', '.join(kernels)} still hold devices"
         yield f"agent {agent} was removed from the configuration; {its}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import (
@@ -16,10 +16,12 @@ from pydantic import (
     Field,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from agentd.core.access import Caller
 from agentd.core.allocation.ports import Port
+from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimOwner, ClaimSpec, EditsFor
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.options import (
     ULIMITS,
@@ -88,6 +90,18 @@ Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=_WrittenSize
 
 
 _Limit = Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
+Amounts = Annotated[
+    dict[Annotated[str, Field(max_length=MAX_NAME)], _Amount], Field(max_length=MAX_ITEMS)
+]
+"""Amounts by slot."""
+Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+"""Whole seconds."""
+
+
+def _not_too_long(labels: dict[str, str]) -> dict[str, str]:
+    if (size := sum(len(name) + len(text) for name, text in labels.items())) > MAX_LABELS:
+        raise ValueError(f"{size} characters in all labels exceed the limit of {MAX_LABELS}")
+    return labels
 
 
 class MountRequest(Body):
@@ -138,10 +152,10 @@ class CreateKernelRequest(Body):
     image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
     command: Command = []
     env: Variables = {}
-    slots: Annotated[
-        dict[Annotated[str, Field(max_length=MAX_NAME)], _Amount], Field(max_length=MAX_ITEMS)
-    ] = {}
+    slots: Amounts = {}
     devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = {}
+    claim: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
+    keep_claim: bool = False
     mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
     ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
     labels: Labels = {}
@@ -171,12 +185,13 @@ class CreateKernelRequest(Body):
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
         return value
 
-    @field_validator("labels")
-    @classmethod
-    def _not_too_long(cls, value: dict[str, str]) -> dict[str, str]:
-        if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_LABELS:
-            raise ValueError(f"{size} characters in all labels exceed the limit of {MAX_LABELS}")
-        return value
+    _labels = field_validator("labels")(_not_too_long)
+
+    @model_validator(mode="after")
+    def _keeps_a_claim(self) -> Self:
+        if self.keep_claim and self.claim is None:
+            raise ValueError("keep_claim goes with claim")
+        return self
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
         """Return the core's kernel spec, with a generated kernel id if the request has none."""
@@ -206,6 +221,9 @@ class CreateKernelRequest(Body):
             ),
             created_by=caller.name if caller else "",
             is_discreet=caller is not None and caller.agents is not None,
+            claim_id=self.claim,
+            keeps_claim=self.keep_claim,
+            caller=caller,
         )
 
     def digest(self) -> str:
@@ -219,17 +237,107 @@ class CreateKernelRequest(Body):
         form: no kernel can have them, since the request is refused.
         """
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
-        canonical = {
-            name: read.canonical() if isinstance(read, Quantity) else "?"
-            for name, read in slots.items()
-            if isinstance(read, AmountError) or read.value or name in (CPU, MEM)
-        }
-        content |= {"agent_id": agent_id, "slots": canonical}
-        return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:32]
+        return _hash_of(content, agent_id, slots)
+
+
+def _hash_of(
+    content: dict[str, Any], agent_id: str, slots: Mapping[str, Quantity | AmountError]
+) -> str:
+    canonical = {
+        name: read.canonical() if isinstance(read, Quantity) else "?"
+        for name, read in slots.items()
+        if isinstance(read, AmountError) or read.value or name in (CPU, MEM)
+    }
+    content |= {"agent_id": agent_id, "slots": canonical}
+    return sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:32]
 
 
 def _read(slots: Mapping[str, object]) -> dict[str, Quantity | AmountError]:
     return {name: read_quantity(raw) for name, raw in slots.items()}
+
+
+class HolderRequest(Body):
+    """Whose end is the end of a claim: a process, a cgroup, a time limit in seconds, or a name."""
+
+    pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
+    start_time: Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None = None
+    cgroup: Path | None = None
+    ttl: Ttl | None = None
+    name: Name | None = None
+    survives_reboot: bool = False
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        kinds = ("pid", "cgroup", "ttl", "name")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ValueError(f"got {got}, expected exactly one of {', '.join(kinds)}")
+        if self.start_time is not None and self.pid is None:
+            raise ValueError("start_time goes with pid")
+        if self.survives_reboot and self.name is None:
+            raise ValueError("survives_reboot goes with name")
+        return self
+
+
+class CreateClaimRequest(Body):
+    """Devices to claim. Slots that are absent are zero, cpu and mem too."""
+
+    is_required: ClassVar[bool] = True
+
+    claim_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
+    slots: Amounts = {}
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = {}
+    holder: HolderRequest
+    owner_uid: Annotated[int, Field(ge=0, le=2**32 - 2)] | None = None
+    labels: Labels = {}
+    edits: Literal["process", "container"] = "process"
+    observed: bool = False
+
+    _labels = field_validator("labels")(_not_too_long)
+
+    def to_spec(self, agent_id: str, caller: Caller, holder: ClaimOwner) -> ClaimSpec:
+        """Return the request as the core knows it, with a verified holder, and a claim id."""
+        slots = _read(self.slots)
+        content = self.model_dump(exclude_defaults=True, exclude={"claim_id", "slots", "holder"})
+        content |= {"holder": msgspec.to_builtins(holder)}
+        return ClaimSpec(
+            claim_id=self.claim_id or f"c-{uuid.uuid4().hex[:12]}",
+            agent_id=agent_id,
+            holder=holder,
+            request_hash=_hash_of(content, agent_id, slots),
+            slots=slots,
+            devices={name: tuple(ids) for name, ids in self.devices.items()},
+            edits_for=EditsFor(self.edits),
+            labels=self.labels,
+            owner_uid=self.owner_uid,
+            is_observed=self.observed,
+            created_by=caller.name,
+            is_discreet=caller.agents is not None,
+        )
+
+
+class RenewRequest(Body):
+    """The time limit of a claim from now on, in seconds; default: the one that it has."""
+
+    ttl: Ttl | None = None
+
+
+class EditsRequest(Body):
+    """Claims whose edits are wanted together."""
+
+    is_required: ClassVar[bool] = True
+
+    claims: Annotated[list[Name], Field(min_length=1, max_length=MAX_ITEMS)]
+    edits_for: Annotated[Literal["process", "container"], Field(alias="for")] = "process"
+
+
+class EngineRequest(Body):
+    """Whether an engine has compared its devices with the claims of this node."""
+
+    is_required: ClassVar[bool] = True
+
+    ready: bool
 
 
 class StopRequest(Body):

@@ -8,18 +8,29 @@ from typing import Any
 from agentd.core.access import Right
 from agentd.core.kernel.states import KERNEL_ID, KernelState
 from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S
-from agentd.http.route import SWITCHED, Media, Parameter, Route, delete, get, post
+from agentd.http.route import SWITCHED, Media, Parameter, Route, delete, get, post, put
+from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
 from agentd.rpc.node import NodeHandlers, PartHandlers
-from agentd.rpc.requests import CreateKernelRequest, StopRequest
+from agentd.rpc.requests import (
+    CreateClaimRequest,
+    CreateKernelRequest,
+    EditsRequest,
+    EngineRequest,
+    RenewRequest,
+    StopRequest,
+)
 from agentd.rpc.site import NodeSite
 from agentd.views import (
     AgentView,
     CallerView,
+    ClaimView,
     DecisionView,
     DeviceView,
+    EditsView,
+    EngineView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -63,6 +74,13 @@ LIST = (
     ),
     Parameter("after", _KERNEL_ID, "Only kernels created after this one."),
 )
+CLAIM = Parameter("claim", _KERNEL_ID, "Only kernels that hold devices of this claim.")
+CLAIMS = (
+    Parameter("agent", _KERNEL_ID, "Only claims of this agent."),
+    LIST[1],
+    LIST[2],
+    Parameter("after", _KERNEL_ID, "Only claims created after this one."),
+)
 DELETE = (Parameter("timeout", _SECONDS, "Seconds between TERM and KILL."),)
 LOGS = (
     Parameter("follow", _FLAG, "Follow until the kernel ends."),
@@ -93,10 +111,12 @@ def routes(
     devices: DeviceHandlers | type[DeviceHandlers],
     kernels: KernelHandlers | type[KernelHandlers],
     events: EventHandlers | type[EventHandlers],
+    claims: ClaimHandlers | type[ClaimHandlers],
 ) -> Sequence[Route]:
     """Return the table of routes, bound to objects for a server or to classes for a document."""
     create = {200: KernelView | DecisionView, 201: KernelView, 202: KernelView}
     device, kernel = "/v1/devices/{device_name}/{id}", "/v1/kernels/{kernel}"
+    claim, engine = "/v1/claims/{claim}", "/v1/engines/{engine}"
     of_agent = "/v1/agents/{agent}/kernels"
     change, use, nobody = Right.NODE, Right.KERNELS, None
     return (
@@ -111,19 +131,33 @@ def routes(
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
         post(f"{device}/undrain", devices.undrain_device, DeviceView, right=change),
         delete(device, devices.forget_device, right=change),
+        get("/v1/engines", devices.list_engines, list[EngineView]),
+        put(engine, devices.put_engine, EngineView, body=EngineRequest, right=change),
         get("/v1/agents", devices.list_agents, list[AgentView]),
         get("/v1/agents/{agent}", devices.get_agent, AgentView),
         post(
             of_agent, kernels.create_kernel, create, *DRY_RUN, body=CreateKernelRequest, right=use
         ),
-        get(of_agent, kernels.list_kernels, list[KernelView], *LIST),
-        get("/v1/kernels", kernels.list_kernels, list[KernelView], *LIST),
+        get(of_agent, kernels.list_kernels, list[KernelView], *LIST, CLAIM),
+        get("/v1/kernels", kernels.list_kernels, list[KernelView], *LIST, CLAIM),
         get(kernel, kernels.get_kernel, KernelView),
         post(f"{kernel}/stop", kernels.stop_kernel, KernelView, body=StopRequest, right=use),
         delete(kernel, kernels.delete_kernel, *DELETE, right=use),
         get(f"{kernel}/logs", kernels.get_logs, LOG, *LOGS, right=Right.OUTPUT),
         get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHED: None}, right=Right.OUTPUT),
         get(f"{kernel}/stats", kernels.get_stats, KernelUseView),
+        post(
+            "/v1/agents/{agent}/claims",
+            claims.create_claim,
+            {200: ClaimView, 201: ClaimView},
+            body=CreateClaimRequest,
+            right=use,
+        ),
+        get("/v1/claims", claims.list_claims, list[ClaimView], *CLAIMS),
+        get(claim, claims.get_claim, ClaimView),
+        post(f"{claim}/renew", claims.renew_claim, ClaimView, body=RenewRequest, right=use),
+        delete(claim, claims.delete_claim, right=use),
+        post("/v1/edits", claims.get_edits, EditsView, body=EditsRequest, right=use),
         get("/v1/stats", kernels.list_stats, list[KernelUseView]),
         get("/v1/refusals", events.list_refusals, list[RefusalView]),
         get("/v1/events", events.get_events, STREAM, *EVENTS),
@@ -135,5 +169,13 @@ def routes(
     )
 
 
-ROUTES = routes(NodeSite, NodeHandlers, PartHandlers, DeviceHandlers, KernelHandlers, EventHandlers)
+ROUTES = routes(
+    NodeSite,
+    NodeHandlers,
+    PartHandlers,
+    DeviceHandlers,
+    KernelHandlers,
+    EventHandlers,
+    ClaimHandlers,
+)
 """The unbound table, for documents."""

@@ -55,12 +55,15 @@ class NodeSite(Site):
             right,
             agent=match.get("agent"),
             kernel=match.get("kernel"),
+            claim=match.get("claim"),
             device=DeviceId(name, match["id"]) if name is not None else None,
         )
 
     def auditor(self, request: web.Request, action: str) -> Auditor:
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
-        agent = request.match_info.get("agent") or (kernel.agent_id if kernel else "")
+        claim = self._state.claims.get(request.match_info.get("claim", ""))
+        held = kernel or claim
+        agent = request.match_info.get("agent") or (held.agent_id if held else "")
         is_create = action == "create_kernel" and agent in self._devices.split.partitions
         refusals = self._refusals if is_create else None
         return Auditor(self._events, refusals, request, action, agent)

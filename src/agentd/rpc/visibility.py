@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from agentd.core.access import Caller
+from agentd.core.allocation.ledger import Holder
+from agentd.core.claim.claim import Claim, ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.events import Audit, Event, EventKind
 from agentd.rpc import rendering
-from agentd.services.access import OTHER, Access
+from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.refusals import Refusal
 from agentd.services.state import NodeState
@@ -28,11 +30,11 @@ class Visibility:
         if caller.agents is None:
             return rendering.device_view(device, split, ledger)
 
-        def named(kernel_id: str) -> str:
-            holding = ledger.holdings.get(kernel_id)
-            return kernel_id if holding and caller.sees(holding.agent_id) else OTHER
+        def is_seen(holder: Holder) -> bool:
+            holding = ledger.holdings.get(holder)
+            return holding is not None and caller.sees(holding.agent_id)
 
-        view = rendering.device_view(device, split, ledger, named)
+        view = rendering.device_view(device, split, ledger, is_seen)
         view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
         return view
 
@@ -49,9 +51,15 @@ class Visibility:
         changed.
         """
         match event.value:
-            case Kernel(agent_id=agent) as kernel if not caller.sees(agent):
-                return (EventKind.FREE, {}) if self._frees(event, kernel, caller) else None
+            case (
+                Kernel(agent_id=agent)
+                | ClaimStatus(claim=Claim(agent_id=agent))
+                | EndedClaim(claim=Claim(agent_id=agent))
+            ) if not caller.sees(agent):
+                return (EventKind.FREE, {}) if self._frees(event, caller) else None
             case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
+                return None
+            case Collision() if caller.agents is not None:
                 return None
             case Device() as device:
                 if not self._access.sees_device(caller, device.device_id):
@@ -60,8 +68,9 @@ class Visibility:
                     return event.kind, self.device(device, caller)
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
 
-    def _frees(self, event: Event, kernel: Kernel, caller: Caller) -> bool:
-        """Return whether a kernel took or released part of a device that the caller sees."""
+    def _frees(self, event: Event, caller: Caller) -> bool:
+        """Return whether a holder took, or gave back, part of a device that the caller sees."""
+        holder = event.value if isinstance(event.value, Kernel) else event.value.claim  # type: ignore[attr-defined]
         return event.is_of_shares and any(
-            self._access.sees_device(caller, share.device_id) for share in kernel.allocation.shares
+            self._access.sees_device(caller, share.device_id) for share in holder.allocation.shares
         )

@@ -9,7 +9,7 @@ from agentd.core.access import Caller, Right, roles_with
 from agentd.core.allocation.explain import OTHER
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
-from agentd.errors import Forbidden, UnknownAgent, UnknownDevice, UnknownKernel
+from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
 
@@ -30,6 +30,7 @@ class Access:
         *,
         agent: str | None = None,
         kernel: str | None = None,
+        claim: str | None = None,
         device: DeviceId | None = None,
     ) -> None:
         """Refuse a caller that cannot see the target or lacks the right.
@@ -37,6 +38,7 @@ class Access:
         Raises:
             UnknownAgent: the agent does not exist, or the caller must not see it.
             UnknownKernel: the same, for the kernel.
+            UnknownClaim: the same, for the claim.
             UnknownDevice: the same, for the device.
             Forbidden: the caller sees the target but must not change it.
         """
@@ -45,6 +47,8 @@ class Access:
             raise UnknownAgent(f"unknown agent {agent} (this node has: {mine})")
         if kernel is not None and not self._sees_kernel(caller, kernel):
             raise UnknownKernel(f"unknown kernel {kernel}")
+        if claim is not None and not self._sees_claim(caller, claim):
+            raise UnknownClaim(f"unknown claim {claim}")
         if device is not None:
             self._require_device(caller, device)
         if not caller.may(right):
@@ -82,9 +86,12 @@ class Access:
         )
 
     def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
-        """Return the texts that name no agent or kernel which the caller cannot see."""
-        names = {kernel.kernel_id for kernel in self._state if not caller.sees(kernel.agent_id)}
-        agents = {kernel.agent_id for kernel in self._state} | self._devices.split.partitions.keys()
+        """Return the texts that name no agent, kernel or claim which the caller cannot see."""
+        owners = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
+        claims = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
+        named = (*owners.items(), *claims.items())
+        names = {holder for holder, agent in named if not caller.sees(agent)}
+        agents = {*owners.values(), *claims.values(), *self._devices.split.partitions}
         names |= {agent for agent in agents if agent and not caller.sees(agent)}
         if not names:
             return list(texts)
@@ -94,6 +101,10 @@ class Access:
     def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
         """Return whether a caller sees a kernel; an unknown one requires a view of all."""
         known = self._state.kernels.get(kernel_id)
+        return caller.agents is None if known is None else caller.sees(known.agent_id)
+
+    def _sees_claim(self, caller: Caller, claim_id: str) -> bool:
+        known = self._state.claims.get(claim_id)
         return caller.agents is None if known is None else caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:

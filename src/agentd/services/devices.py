@@ -7,11 +7,12 @@ kernels change the inventory, and each change raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Holder
 from agentd.core.devices import (
     Device,
     DeviceId,
@@ -22,9 +23,10 @@ from agentd.core.devices import (
     with_shared_health,
     withheld_warnings,
 )
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, joined, split
-from agentd.core.slots import SlotType
+from agentd.core.slots import CPU, MEM, SlotType
 from agentd.errors import (
     ConfigRefused,
     Conflict,
@@ -65,7 +67,9 @@ class NodeDevices:
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
+        self._dealings: dict[str, Dealing] = {}
         self._generation = 0
+        self._suspended: Callable[[Inventory], Inventory] = _unchanged
 
     @property
     def split(self) -> Split:
@@ -104,6 +108,7 @@ class NodeDevices:
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._warnings = ()
+        self._dealings = dict(self._store.load_dealings())
         self._take_in(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
@@ -176,15 +181,48 @@ class NodeDevices:
         missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         missed |= {device.device_id.name for device in devices}
         unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
+        dealings = self._dealings_with(listings)
+        in_force = self._in_force(inventory, dealings, names | self._joined)
         if before is None:
-            self._split = split(inventory, self._rules, unlisted)
+            self._split = split(inventory, self._rules, unlisted, in_force)
         else:
-            self._split = joined(before, names, inventory, self._rules, unlisted)
+            self._split = joined(before, names, inventory, self._rules, unlisted, in_force)
+        self._dealings = dealings
         for listing in listings:
             self._note_served(listing, kept)
+        self._split = self._split.with_inventory(self._suspended(self._split.inventory))
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
+
+    def _dealings_with(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
+        """Return the kept dealings, those of listings in place of their earlier ones."""
+        kept = dict(self._dealings)
+        for listing in listings if self._rules.are_plugins_asked else ():
+            kept.pop(listing.name, None)
+            if listing.dealing is not None:
+                kept[listing.name] = listing.dealing
+        return kept
+
+    def _in_force(
+        self, inventory: Inventory, kept: Mapping[str, Dealing], listed: Collection[str]
+    ) -> dict[str, Dealing | None]:
+        """Return the dealing of each device name that has one.
+
+        None stands for a plugin that has not listed yet, unless its kept dealing is for the
+        same agents and devices.
+        """
+        if not self._rules.are_plugins_asked:
+            return {}
+        agents = [rule.agent_id for rule in self._rules.agents]
+        found: dict[str, Dealing | None] = {}
+        for name, devices in inventory.by_name.items():
+            dealing = kept.get(name)
+            if name not in listed and name not in (CPU, MEM):
+                found[name] = dealing if dealing and dealing.is_for(agents, devices) else None
+            elif dealing is not None:
+                found[name] = dealing
+        return found
 
     def _note_served(self, listing: PluginListing, kept: Iterable[Device]) -> None:
         served = {(d.device_id.name, d.stable_id) for d in kept}
@@ -231,7 +269,7 @@ class NodeDevices:
             hit("drain.after_save")
         return device
 
-    def forget(self, name: str, device_id: str, *, holders: Iterable[str]) -> None:
+    def forget(self, name: str, device_id: str, *, holders: Iterable[Holder]) -> None:
         """Forget a missing device; its id is free again after the next start.
 
         Raises:
@@ -260,7 +298,7 @@ class NodeDevices:
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""
-        self._store.save_devices(_lasting(inventory))
+        self._store.save_devices(_lasting(inventory), self._dealings)
         self._unsaved = ""
         self._take(inventory)
 
@@ -268,15 +306,25 @@ class NodeDevices:
         self._take(inventory)
         self._save()
 
+    def suspend_by(self, suspended: Callable[[Inventory], Inventory]) -> None:
+        """Register a function that marks the devices which are not allocated for now."""
+        self._suspended = suspended
+        self.update_suspended()
+
+    def update_suspended(self) -> None:
+        """Mark the devices that are not allocated for now."""
+        if self._suspended(self.inventory) is not self.inventory:
+            self._take(self.inventory)
+
     def _take(self, inventory: Inventory) -> None:
-        before = self.inventory
+        before, inventory = self.inventory, self._suspended(inventory)
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
         _publish_changes(self._events, before, inventory)
 
     def _save(self) -> None:
         try:
-            self._store.save_devices(_lasting(self.inventory))
+            self._store.save_devices(_lasting(self.inventory), self._dealings)
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.save_failed", reason=str(error))
@@ -291,6 +339,10 @@ class NodeDevices:
         self._store.retry()
 
 
+def _unchanged(inventory: Inventory) -> Inventory:
+    return inventory
+
+
 def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:
     for device_id, device in now.by_id.items():
         if before.by_id.get(device_id) != device:
@@ -300,13 +352,13 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
             events.publish(EventKind.DEVICE_REMOVED, device)
 
 
-def _refuse_forgetting(device: Device, holders: Iterable[str]) -> None:
+def _refuse_forgetting(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
         why = f"it is unknown whether {device.device_id} is missing: {device.reason}"
         raise Conflict(why)
-    if held := ", ".join(holders):
+    if held := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {held}")
 
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from agentd.core.claim.claim import Claim
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.core.partition.rules import AllocationMode
@@ -70,6 +71,7 @@ class SharedDevices:
         self._changes = 0
         self._is_over = False
         state.listen(self._changed)
+        state.listen_to_claims(self._claim_changed)
 
     def update(self, patience_s: float = UPDATE_PATIENCE_S) -> None:
         """Decide which devices this node serves, before any of them is allocated.
@@ -124,6 +126,15 @@ class SharedDevices:
             return
         if not self._served and not _accelerators_of(now):
             return
+        self._publish()
+
+    def _claim_changed(self, before: Claim | None, now: Claim | None) -> None:
+        """Publish which devices are held, before a claim is answered."""
+        is_same = before is not None and now is not None and before.allocation == now.allocation
+        if not (self._is_over or is_same):
+            self._publish()
+
+    def _publish(self) -> None:
         self._changes += 1
         wish = self._wish()
         served = {device.name for device in self._served}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,12 +12,38 @@ from msgspec.structs import replace
 from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.allocation.steps import steps
+from agentd.core.claim.allocation import (
+    allocate_from,
+    allocate_observed,
+    default_amounts,
+    names_of,
+    split_slots,
+)
+from agentd.core.claim.claim import ClaimSpec, remaining
+from agentd.core.devices import Device, DeviceId, Inventory
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
-from agentd.core.slots import CPU, MEM, ResourceSlots, SlotReading, device_name_of, read_slots
-from agentd.errors import MOST_PROBLEMS, Problem
+from agentd.core.slots import (
+    CPU,
+    MEM,
+    Quantity,
+    ResourceSlots,
+    SlotName,
+    SlotReading,
+    device_name_of,
+    format_amount,
+    read_slots,
+)
+from agentd.errors import (
+    MOST_PROBLEMS,
+    ClaimConflict,
+    InsufficientResource,
+    InvalidRequest,
+    Problem,
+    UnknownClaim,
+)
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState, Runtime
 from agentd.services.state import NodeState
@@ -43,11 +69,22 @@ class Decision(msgspec.Struct, frozen=True):
     ports: tuple[Port, ...] = ()
 
 
+class ClaimedDevices(NamedTuple):
+    """The claim of a request: its device names, and the devices that no other kernel holds.
+
+    Slots of these device names come from the claim alone.
+    """
+
+    names: frozenset[str] = frozenset()
+    left: Allocation = Allocation()
+
+
 class Asked(NamedTuple):
     """The slots of a request with defaults, and the named devices by device name."""
 
     slots: ResourceSlots
     only: Mapping[str, frozenset[DeviceId]]
+    claimed: ClaimedDevices = ClaimedDevices()
 
 
 class Planner:
@@ -58,7 +95,9 @@ class Planner:
         self._plugins = plugins
         self._rules = rules
 
-    def read(self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem]) -> Asked:
+    def read(
+        self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem], state: NodeState
+    ) -> Asked:
         """Parse a request; `problems` are its problems found elsewhere.
 
         Raises:
@@ -66,11 +105,45 @@ class Planner:
             RequestError: the request is invalid; lists every problem.
             PluginUnavailable: a slot may belong to a pending plugin.
         """
-        reading = self._reading(spec, runtime)
+        claimed = _claimed(spec, state)
+        reading = self._reading(spec, runtime, claimed)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         only, unknown = _named(spec, reading, inventory, partition)
         others = [*unknown, *port_problems(spec.ports, self._rules.ports), *problems]
-        return Asked(reading.accepted(others), only)
+        return Asked(reading.accepted(others), only, claimed)
+
+    def read_claim(self, spec: ClaimSpec) -> Asked:
+        """Read what a claim asks for; slots that it leaves out are zero.
+
+        Raises:
+            UnsupportedResource: this node cannot know a slot.
+            RequestError: something is wrong with it; all of it is listed.
+            PluginUnavailable: a plugin that may know a slot is pending.
+        """
+        reading = self._read_slots(spec.slots)
+        inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
+        only, unknown = _named(spec, reading, inventory, partition)
+        slots = reading.accepted(unknown)
+        if not slots:
+            raise InvalidRequest([Problem("slots", "expected an amount of at least one slot")])
+        return Asked(slots, only)
+
+    def decide_claim(self, spec: ClaimSpec, asked: Asked, state: NodeState) -> Decision:
+        """Choose devices for a claim; changes nothing. An observed one may meet other holders.
+
+        Raises:
+            InsufficientResource: it cannot be granted.
+        """
+        inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
+        policy = self._policy(spec)
+        wanted = (partition, asked.slots, policy, asked.only)
+        try:
+            allocation = allocate(state.ledger, inventory, *wanted)
+        except InsufficientResource:
+            if not spec.is_observed:
+                raise
+            allocation = allocate_observed(inventory, *wanted)
+        return Decision(_charged(allocation), allocation)
 
     def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
@@ -80,11 +153,18 @@ class Planner:
         """
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        allocation = allocate(state.ledger, inventory, partition, asked.slots, policy, asked.only)
+        mine, free = split_slots(asked.slots, asked.claimed.names)
+        taken = Allocation()
+        if mine:
+            taken = allocate_from(
+                asked.claimed.left, inventory, spec.agent_id, mine, policy, asked.only
+            )
+        given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
+        allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, _holders(spec, state))
-        return Decision(asked.slots.to_wire(inventory.slot_types), allocation, ports)
+        return Decision(_charged(allocation), allocation, ports)
 
-    def _policy(self, spec: KernelSpec) -> AllocationPolicy:
+    def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
@@ -106,18 +186,29 @@ class Planner:
     def explain(
         self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
-        """Return how each device was considered, by slot of the decision."""
+        """Return a row for each device and slot of a decision, for derived slots too."""
         inventory, policy = self._devices.inventory, self._policy(spec)
-        partition = self._devices.partition(spec.agent_id)
-        rows = {}
-        for slot, amount in asked.slots.items():
-            shares = (share for share in decision.allocation.shares if share.slot == slot)
-            given = {share.device_id: share.amount for share in shares}
-            slot_type, named = inventory.slot_types[slot], asked.only.get(device_name_of(slot))
-            rows[slot] = explain(
-                Question(ledger, inventory, partition, slot_type, amount, policy, named, given)
+        partition, types = self._devices.partition(spec.agent_id), inventory.slot_types
+        named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
+        given: dict[SlotName, dict[DeviceId, int]] = {}
+        for share in decision.allocation.shares:
+            for slot, _, amount in share.amounts:
+                given.setdefault(slot, {})[share.device_id] = amount
+        return {
+            slot: explain(
+                Question(
+                    ledger,
+                    inventory,
+                    partition,
+                    types[slot],
+                    named[types[slot].family],
+                    policy,
+                    asked.only.get(device_name_of(slot)),
+                    by_device,
+                )
             )
-        return rows
+            for slot, by_device in given.items()
+        }
 
     def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
         """Refuse unknown slots.
@@ -138,8 +229,19 @@ class Planner:
             absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
         )
 
-    def _reading(self, spec: KernelSpec, runtime: Runtime) -> SlotReading:
-        reading = self._read_slots({**self._rules.default_slots, **spec.slots})
+    def _reading(self, spec: KernelSpec, runtime: Runtime, claimed: ClaimedDevices) -> SlotReading:
+        types = self._devices.inventory.slot_types
+        defaults = {
+            slot: amount
+            for slot, amount in self._rules.default_slots.items()
+            if device_name_of(slot) not in claimed.names
+        }
+        rest_of_claim = {
+            slot: format_amount(amount, types[slot].kind)
+            for slot, amount in default_amounts(claimed.left, _named_in(spec)).items()
+            if slot in types
+        }
+        reading = self._read_slots({**defaults, **spec.slots, **rest_of_claim})
         least = max(1, runtime.minimum_memory_bytes)
         given = reading.slots[MEM]
         if given < least and all(problem.where != "slots.mem" for problem in reading.problems):
@@ -166,7 +268,7 @@ class Planner:
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
-        missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
+        missing = support.not_enforced | _unenforced(kernel.allocation, self._devices.inventory)
         partition, real = self._devices.partition(spec.agent_id), self._rules.real_cores
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
@@ -179,15 +281,25 @@ class Planner:
         return build_plan(spec, kernel, edits, node)
 
 
-def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
+def _charged(allocation: Allocation) -> dict[SlotName, str]:
+    """Return the plain decimals of every slot that is charged, derived ones too."""
+    totals = sorted(allocation.totals().values())
+    return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
+
+
+def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
-        share.slot
+        slot
         for share in allocation.shares
         if share.device_id.name not in (CPU, MEM)
-        and share.amount < inventory.by_id[share.device_id].capacity
-        and not inventory.slot_types[share.slot].is_enforced
+        for slot, usable in _usable(inventory.by_id[share.device_id], inventory)
+        if share.amount_of(slot) < usable and not inventory.slot_types[slot].is_enforced
     )
+
+
+def _usable(device: Device, inventory: Inventory) -> Iterable[tuple[SlotName, int]]:
+    return zip(device.slot_names, inventory.usable(device), strict=True)
 
 
 def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
@@ -201,8 +313,42 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
     }
 
 
+def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
+    """Return the devices of a request's claim.
+
+    Raises:
+        UnknownClaim: there is none, or it is not the caller's to use.
+        InvalidRequest: it is of another agent.
+        ClaimConflict: another kernel uses it.
+    """
+    if spec.claim_id is None:
+        return ClaimedDevices()
+    claim = state.claims.get(spec.claim_id)
+    is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
+    if claim is None or not is_known or spec.claim_id in state.closed_claims:
+        raise UnknownClaim(f"unknown claim {spec.claim_id}")
+    if claim.agent_id != spec.agent_id:
+        why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
+        raise InvalidRequest([Problem("claim", why)])
+    users = state.users_of(claim.claim_id)
+    if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
+        who = ", ".join(users)
+        raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {who}")
+    left = remaining(claim.allocation, (kernel.allocation for kernel in users.values()))
+    return ClaimedDevices(names_of(claim.allocation), left)
+
+
+def _named_in(spec: KernelSpec) -> frozenset[str]:
+    """Return the device names of which a request names an amount; zero counts for cpu and mem."""
+    return frozenset(
+        device_name_of(slot)
+        for slot, amount in spec.slots.items()
+        if slot in (CPU, MEM) or not isinstance(amount, Quantity) or amount.value
+    )
+
+
 def _named(
-    spec: KernelSpec, reading: SlotReading, inventory: Inventory, partition: Partition
+    spec: KernelSpec | ClaimSpec, reading: SlotReading, inventory: Inventory, partition: Partition
 ) -> tuple[dict[str, frozenset[DeviceId]], list[Problem]]:
     """Return the devices that a request names, by device name, and the first mistake of each.
 

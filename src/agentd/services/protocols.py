@@ -18,6 +18,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
+from agentd.core.partition.dealing import Dealing
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
@@ -56,11 +57,12 @@ class PluginVitals(NamedTuple):
 
 
 class PluginListing(msgspec.Struct, frozen=True):
-    """The validated listing of a plugin."""
+    """The validated listing of a plugin; `dealing` if it deals its devices to the agents."""
 
     name: str
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
+    dealing: Dealing | None = None
 
 
 class Plugins(Protocol):
@@ -264,7 +266,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         """Start a command in a running kernel, with the kernel's resources and no more.
 
         Raises:
@@ -316,11 +318,15 @@ class StateStore(Protocol):
         """Return the devices of the last inventory, including drains."""
         ...
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        """Save an inventory.
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        """Return how plugins dealt their devices, by device name."""
+        ...
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        """Save an inventory and its dealings.
 
         Raises:
-            StateUnavailable: the previous one is still saved.
+            StateUnavailable: the previous ones are still saved.
         """
         ...
 

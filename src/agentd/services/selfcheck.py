@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
+from agentd.core.allocation.ledger import ClaimHolder, Ledger
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
     NodeSnapshot,
     Present,
+    RecordedClaim,
     RecordedKernel,
     Violation,
     violations,
@@ -24,7 +27,8 @@ from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
-from agentd.core.slots import CPU, ONE
+from agentd.core.slots import CPU, MEM, ONE
+from agentd.services.claims.protocols import ClaimStore
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
@@ -40,6 +44,10 @@ class Check(msgspec.Struct, frozen=True):
     findings: Sequence[str] = ()
 
 
+class RecordStore(StateStore, ClaimStore, Protocol):
+    """The records of kernels and claims."""
+
+
 class SelfCheck:
     """Checks the node against every rule of `agentd.core.invariants`."""
 
@@ -48,7 +56,7 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        store: StateStore,
+        store: RecordStore,
     ) -> None:
         self._state = state
         self._devices = devices
@@ -101,7 +109,12 @@ class SelfCheck:
             if kernel_id not in kernels or not kernels[kernel_id].holds
         )
         saved = {record.kernel_id for record in self._store.load_records()}
-        return [*(f"record of kernel {k}" for k in sorted(saved - kernels.keys())), *sorted(ports)]
+        claims = self._store.load_claims().keys() - self._state.claims.keys()
+        return [
+            *(f"record of kernel {kernel_id}" for kernel_id in sorted(saved - kernels.keys())),
+            *(f"record of claim {claim_id}" for claim_id in sorted(claims)),
+            *sorted(ports),
+        ]
 
     def _node(
         self, found: Sequence[ObservedKernel], strays: Sequence[str], settled: Collection[str]
@@ -110,11 +123,12 @@ class SelfCheck:
         inventory = split.inventory
         return NodeSnapshot(
             is_shared=split.mode is AllocationMode.SHARED,
-            capacities={str(device_id): d.capacity for device_id, d in inventory.by_id.items()},
-            holdings={
-                str(device_id): {k: share.amount for k, share in holders.items() if k in settled}
-                for device_id, holders in self._state.ledger.held.items()
+            capacities={
+                f"{device_id}/{offer.slot}": offer.capacity
+                for device_id, device in inventory.by_id.items()
+                for offer in device.slots
             },
+            holdings=_holdings(self._state.ledger, settled),
             accounted={
                 k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
@@ -123,14 +137,33 @@ class SelfCheck:
             present={i.kernel_id: _present(i, inventory) for i in found if i.kernel_id in settled},
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
+            claims={
+                str(ClaimHolder(claim.claim_id)): RecordedClaim(claim.agent_id, claim.is_observed)
+                for claim in self._state.claims.values()
+            },
         )
+
+
+def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return who holds how much of which slot of which device."""
+    holdings: dict[str, dict[str, int]] = {}
+    for device_id, holders in ledger.held.items():
+        for holder, share in holders.items():
+            if isinstance(holder, ClaimHolder) or holder in settled:
+                for slot, _, amount in share.amounts:
+                    holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
+    return holdings
 
 
 def _present(item: ObservedKernel, inventory: Inventory) -> Present:
     kernel = adopt(item, inventory).kernel
     if kernel.state is KernelState.UNREADABLE:
         return Present(item.handle, item.is_alive)
-    given = {str(share.device_id): share.amount for share in kernel.allocation.shares}
+    given = {
+        f"{share.device_id}/{slot}": amount
+        for share in kernel.allocation.shares
+        for slot, _, amount in share.amounts
+    }
     return Present(item.handle, item.is_alive, given, dict(_limits(item)))
 
 
@@ -139,6 +172,6 @@ def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
     for cores in item.cores or ():
         first, _, last = cores.partition("-")
         for core in range(int(first), int(last or first) + 1):
-            yield str(DeviceId(CPU, str(core))), ONE
+            yield f"{DeviceId(CPU, str(core))}/{CPU}", ONE
     if item.memory_bytes is not None:
-        yield str(MEMORY), item.memory_bytes
+        yield f"{MEMORY}/{MEM}", item.memory_bytes

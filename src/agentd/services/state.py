@@ -20,15 +20,26 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.ledger import Holding, Ledger
+from agentd.core.allocation.ledger import ClaimHolder, Holding, Ledger
 from agentd.core.allocation.ports import HostPort, host_ports
+from agentd.core.claim.claim import Claim, remaining
 from agentd.core.kernel.states import Kernel, KernelState
-from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
+from agentd.errors import (
+    NotReady,
+    RuntimeUnavailable,
+    UnknownClaim,
+    UnknownKernel,
+    UnknownRuntime,
+)
 from agentd.events import EventKind, EventLog
 from agentd.services.kernels.log import has_ended, log_end
 
 Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
 """A callback with the kernel before and after a change; None if it did not or does not exist."""
+
+
+ClaimChanged: TypeAlias = Callable[[Claim | None, Claim | None], None]
+"""The same for a claim."""
 
 
 class RuntimeState(StrEnum):
@@ -77,6 +88,10 @@ class NodeState:
         self._changes = 0
         self._drops = 0
         self._ledger = Ledger()
+        self._claims: dict[str, Claim] = {}
+        self._users: dict[str, dict[str, Kernel]] = {}
+        self._closed: set[str] = set()
+        self._claim_listeners: list[ClaimChanged] = []
         self._port_claims: dict[HostPort, tuple[str, ...]] = {}
         self._unsettled: dict[str, Unsettled] = {}
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
@@ -130,10 +145,7 @@ class NodeState:
         self._changes += 1
         self._revisions[kernel_id] = self._changes
         holding = self._ledger.holdings.get(kernel_id)
-        if not kernel.holds:
-            self._ledger = self._ledger.without(kernel_id)
-        elif holding is None or holding.allocation != kernel.allocation:
-            self._ledger = self._ledger.with_held(kernel_id, kernel.agent_id, kernel.allocation)
+        self._charge(before, kernel if kernel.holds else None, holding)
         self._release_ports(before)
         for port in host_ports(kernel.ports) if kernel.holds else ():
             self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
@@ -148,9 +160,89 @@ class NodeState:
         self._unsettled.pop(kernel_id, None)
         self._drops += 1
         holding = self._ledger.holdings.get(kernel_id)
-        self._ledger = self._ledger.without(kernel_id)
+        self._charge(before, None, holding)
         self._release_ports(before)
         self._publish(before, None, holding)
+
+    def _charge(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
+        """Charge or release a kernel, and its claim with the rest, in one step of the ledger."""
+        is_same_claim = before is not None and now is not None and before.claim_id == now.claim_id
+        if is_same_claim and now and held and held.allocation == now.allocation:
+            return
+        known = [kernel for kernel in (before, now) if kernel is not None]
+        if not known:
+            return
+        kernel_id = known[0].kernel_id
+        ledger = self._ledger.without(kernel_id)
+        for claim_id in {kernel.claim_id for kernel in known if kernel.claim_id is not None}:
+            users = {k: user for k, user in self.users_of(claim_id).items() if k != kernel_id}
+            if now and now.claim_id == claim_id:
+                users[kernel_id] = now
+            self._users[claim_id] = users
+            if not users:
+                del self._users[claim_id]
+            ledger = self._with_claim(ledger, self._claims.get(claim_id))
+        self._ledger = ledger.with_held(kernel_id, now.agent_id, now.allocation) if now else ledger
+
+    def _with_claim(self, ledger: Ledger, claim: Claim | None) -> Ledger:
+        if claim is None:
+            return ledger
+        users = self._users.get(claim.claim_id, {}).values()
+        left = remaining(claim.allocation, (kernel.allocation for kernel in users))
+        return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, left)
+
+    @property
+    def claims(self) -> Mapping[str, Claim]:
+        return MappingProxyType(self._claims)
+
+    def claim(self, claim_id: str) -> Claim:
+        """Return a claim.
+
+        Raises:
+            UnknownClaim: there is no claim of that id.
+        """
+        if claim_id not in self._claims:
+            raise UnknownClaim(f"unknown claim {claim_id}")
+        return self._claims[claim_id]
+
+    def users_of(self, claim_id: str) -> Mapping[str, Kernel]:
+        """Return the kernels that hold devices of a claim, those being created included."""
+        return MappingProxyType(self._users.get(claim_id, {}))
+
+    def put_claim(self, claim: Claim) -> None:
+        """Add or replace a claim, and charge it with what its kernels do not hold."""
+        before = self._claims.get(claim.claim_id)
+        self._claims[claim.claim_id] = claim
+        self._ledger = self._with_claim(self._ledger, claim)
+        self._publish_claim(before, claim)
+
+    def drop_claim(self, claim_id: str) -> None:
+        """Forget a claim; its devices are free. Dropping twice changes nothing."""
+        before = self._claims.pop(claim_id, None)
+        self._closed.discard(claim_id)
+        self._ledger = self._ledger.without(ClaimHolder(claim_id))
+        self._publish_claim(before, None)
+
+    def _publish_claim(self, before: Claim | None, now: Claim | None) -> None:
+        for changed in self._claim_listeners:
+            changed(before, now)
+
+    def listen_to_claims(self, changed: ClaimChanged) -> None:
+        """Register a callback for changes of claims."""
+        self._claim_listeners.append(changed)
+
+    @property
+    def closed_claims(self) -> frozenset[str]:
+        """Claims that nothing can be created from: not yet recorded, or ended and not yet free."""
+        return frozenset(self._closed)
+
+    def close_claim(self, claim_id: str) -> None:
+        """Refuse creates from a claim."""
+        self._closed.add(claim_id)
+
+    def open_claim(self, claim_id: str) -> None:
+        """Allow creates from a claim."""
+        self._closed.discard(claim_id)
 
     def _publish(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
         for changed in self._listeners:

@@ -1,15 +1,15 @@
 """The node's state folder.
 
-lock                    held while a daemon runs; a second one refuses
-node.json               the node id of the kernels here, and the runtimes that have some
-devices.json            the last inventory: stable ids, ids, drains
-removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
-intents/ID.json         the record of a kernel whose create is in progress
-records/ID.json         the record of a live kernel
-ended/ID.json           the record of a kernel that has ended and is not removed yet
-kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
-units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
-docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
+    lock                    held while a daemon runs; a second one refuses
+    node.json               the node id of the kernels here, and the runtimes that have some
+    devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
+    removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
+    intents/ID.json         the record of a kernel whose create is in progress
+    records/ID.json         the record of a live kernel
+    ended/ID.json           the record of a kernel that has ended and is not removed yet
+    kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
+    units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
+    docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
 
 Files are replaced atomically, and only their owner can read them. An unreadable file is set aside
 and reported. Of a file written by a newer agentd, the known members are read and a copy is kept. A
@@ -32,19 +32,20 @@ from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health
 from agentd.core.names import checked, is_name
+from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.removed_kernels import RemovedKernelsFile
-from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
+from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedEngines, SavedNode
 from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 log = structlog.get_logger()
 _MOST_STATE_BYTES = 64 << 20
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
-_S = TypeVar("_S", SavedNode, SavedDevices)
+_S = TypeVar("_S", SavedEngines, SavedNode, SavedDevices)
 
 
 class StateFolder:
@@ -55,6 +56,7 @@ class StateFolder:
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self.removed = RemovedKernelsFile(folder / "removed.jsonl")
+        self._claims = folder / "claims"
         self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
@@ -87,7 +89,7 @@ class StateFolder:
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         why = f"another agentd serves node id {self._node_id} on this host"
         self._lock(lock_folder / f"node-{self._node_id}.lock", why)
-        for folder in (self.folder, *self._folders.values()):
+        for folder in (self.folder, self._claims, *self._folders.values()):
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
@@ -95,7 +97,7 @@ class StateFolder:
 
     def refusal(self) -> str:
         """Return why `open` would be refused, empty if it would not; changes nothing."""
-        folders = (self.folder, *self.bundles.values(), *self._folders.values())
+        folders = (self.folder, self._claims, *self.bundles.values(), *self._folders.values())
         for folder in folders:
             error = refusal(folder)
             if error is not None and error.errno not in UNWRITABLE:
@@ -115,7 +117,7 @@ class StateFolder:
 
     def _make(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for folder in (*self.bundles.values(), *self._folders.values()):
+        for folder in (self._claims, *self.bundles.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _complain(self, what: Path | str, why: str) -> None:
@@ -148,12 +150,31 @@ class StateFolder:
         saved = self._load("devices.json", SavedDevices)
         devices = saved.devices if saved else ()
         return [
-            replace(device, health=Health.UNKNOWN, gone=False, reason="", withheld="")
+            replace(
+                device,
+                health=Health.UNKNOWN,
+                gone=False,
+                reason="",
+                withheld="",
+                awaited="",
+                busy="",
+            )
             for device in devices
         ]
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        self._save_lasting("devices", SavedDevices(list(devices)))
+    def load_dealings(self) -> Mapping[str, Dealing]:
+        saved = self._load("devices.json", SavedDevices)
+        return saved.dealings if saved else {}
+
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
+
+    def load_ready_engines(self) -> Mapping[str, str]:
+        saved = self._load("engines.json", SavedEngines)
+        return saved.ready if saved else {}
+
+    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
         return [
@@ -205,6 +226,26 @@ class StateFolder:
     def drop_record(self, kernel_id: str) -> None:
         if (phase := self._phases.pop(kernel_id, None)) is not None:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
+
+    def load_claims(self) -> dict[str, str]:
+        found = sorted(self._claims.glob("[!.]*.json"))
+        return {path.stem: _text(path) for path in found if is_name(path.stem)}
+
+    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        self._write(self._claim_path(claim_id), text.encode(), "claim", is_lasting=is_lasting)
+
+    def drop_claim(self, claim_id: str) -> None:
+        path = self._claim_path(claim_id)
+        try:
+            hit("claim.before_drop")
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            hit("claim.after_drop")
+        except OSError as error:
+            raise StateUnavailable(f"{path} cannot be removed: {error.strerror}") from error
+
+    def _claim_path(self, claim_id: str) -> str:
+        return f"{self._claims}/{checked(claim_id)}.json"
 
     def _unlink(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
@@ -295,8 +336,8 @@ class StateFolder:
 class ReadOnlyState(StateFolder):
     """The same folder, read beside a daemon that may be running; writes nothing."""
 
-    def save_devices(self, devices: Sequence[Device]) -> None:
-        del devices
+    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        del devices, dealings
 
     def _set_aside(self, path: Path) -> None:
         del path

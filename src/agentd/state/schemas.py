@@ -6,12 +6,13 @@ damaged value gets past this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from agentd.core.devices import Device
 from agentd.core.kernel.record import MALFORMED
+from agentd.core.partition.dealing import Dealing
 
 SCHEMA = 1
 UNREADABLE = (*MALFORMED, msgspec.MsgspecError)
@@ -27,7 +28,15 @@ class SavedNode(msgspec.Struct):
 
 
 class SavedDevices(msgspec.Struct):
-    """`devices.json`: the last inventory."""
+    """`devices.json`: the last inventory, and how plugins dealt its devices, by device name."""
 
     devices: Sequence[Device]
+    schema: int = SCHEMA
+    dealings: Mapping[str, Dealing] = {}
+
+
+class SavedEngines(msgspec.Struct):
+    """`engines.json`: the boot in which each engine was last ready."""
+
+    ready: dict[str, str]
     schema: int = SCHEMA

@@ -2,15 +2,16 @@
 
 import { byId, fill, h } from "./dom.js";
 import { amount } from "./format.js";
-import { grouped, keyOf, natural, order } from "./store.js";
+import { grouped, keyOf, nameOf, natural, order } from "./store.js";
 
 const COLOURS = 8;
 const GLYPHS = {
-  ok: "", held: "h", unhealthy: "!", drained: "d", gone: "×", withheld: "w", overcommitted: "+",
+  ok: "", held: "h", unhealthy: "!", drained: "d", gone: "×", withheld: "w", overcommitted: "+", busy: "b",
 };
 const MEANINGS = {
   held: "held by what still runs", unhealthy: "unhealthy", drained: "drained",
-  gone: "gone", withheld: "another daemon's", overcommitted: "more given than there is",
+  gone: "gone", withheld: "withheld", overcommitted: "more given than there is",
+  busy: "used without a claim",
 };
 const LARGE = 16;
 const MEDIUM = 64;
@@ -103,7 +104,7 @@ export class DeviceMap {
     const capacity = Number(device.capacity);
     const shares = new Map();
     for (const holder of device.holders) {
-      const agent = this.store.kernels.get(holder.kernel_id)?.agent_id ?? "";
+      const agent = this.store.holder(holder)?.agent_id ?? "";
       shares.set(agent, (shares.get(agent) ?? 0) + Number(holder.amount));
     }
     const version = JSON.stringify([device, [...shares]]);
@@ -125,9 +126,14 @@ export class DeviceMap {
   }
 
   #count(name, devices) {
-    const slot = this.store.slots.get(devices[0].slot);
-    const sum = (member) => devices.reduce((total, device) => total + Number(device[member]), 0);
-    const text = `${amount(sum("free"), slot?.kind)} of ${amount(sum("capacity"), slot?.kind)} free`;
+    const names = [...new Set(devices.flatMap((device) => Object.keys(device.slots)))];
+    const sum = (slot, member) => devices.reduce((total, device) => total + Number(device.slots[slot]?.[member] ?? 0), 0);
+    const parts = names.map((slot) => {
+      const kind = this.store.slots.get(slot)?.kind;
+      const free = `${amount(sum(slot, "free"), kind)} of ${amount(sum(slot, "capacity"), kind)}`;
+      return names.length > 1 ? `${free} ${slot} free` : `${free} free`;
+    });
+    const text = parts.join(", ");
     const place = this.root.querySelector(`small[data-count="${CSS.escape(name)}"]`);
     if (place && place.textContent !== text) place.textContent = text;
   }
@@ -151,7 +157,7 @@ export class DeviceMap {
     const below = box.bottom + 6 + this.tip.offsetHeight < innerHeight;
     this.tip.style.left = `${Math.max(8, left)}px`;
     this.tip.style.top = `${below ? box.bottom + 6 : box.top - this.tip.offsetHeight - 6}px`;
-    this.pointed(new Set(device.holders.map((holder) => holder.kernel_id)));
+    this.pointed(new Set(device.holders.flatMap((holder) => holder.kernel_id ?? [])));
   }
 
   #leave() {
@@ -175,13 +181,18 @@ export class DeviceMap {
 
 /** Say what a device is, in lines. */
 export function describe(device, store) {
-  const kind = store.slots.get(device.slot)?.kind;
-  const holders = device.holders.slice(0, 6).map((holder) => `${holder.kernel_id} has ${amount(holder.amount, kind)}`);
+  const kindOf = (name) => store.slots.get(name)?.kind;
+  const slots = Object.entries(device.slots);
+  const had = (holder) => Object.entries(holder.amounts).map(([name, held]) => amount(held, kindOf(name))).join(" and ");
+  const holders = device.holders.slice(0, 6).map((holder) => `${nameOf(holder)} has ${had(holder) || "all"}`);
   const more = device.holders.length - holders.length;
   return [
     `${device.device_name} ${device.id}${device.model ? ` (${device.model})` : ""}`,
     device.state === "ok" ? "ok" : `${device.state}${device.reason ? `: ${device.reason}` : ""}`,
-    `${amount(device.allocated, kind)} of ${amount(device.capacity, kind)} used`,
+    ...slots.map(([name, use]) => {
+      const used = `${amount(use.allocated, kindOf(name))} of ${amount(use.capacity, kindOf(name))}`;
+      return slots.length > 1 ? `${used} ${name} used` : `${used} used`;
+    }),
     ...(device.numa_node === null ? [] : [`NUMA node ${device.numa_node}`]),
     device.agents.length ? `for ${device.agents.join(", ")}` : "for no agent",
     ...holders,

@@ -124,7 +124,7 @@ EDITED = {
     "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE}, "=1.000001@"),
     "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": ONE}, "x.y=1"),
     "twice": ((GPU, GPU), {"GPU-cuda-0": ONE}, "duplicate device cuda/cuda0 (GPU-cuda-0)"),
-    "two-slots": ((GPU, GPU._replace(slot="x.y")), {"GPU-cuda-0": ONE}, "duplicate device"),
+    "two-slots": ((GPU, GPU._replace(slot="x.y")), {"GPU-cuda-0": ONE}, "x.y=1"),
     "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
 }
 

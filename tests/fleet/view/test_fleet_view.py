@@ -276,3 +276,68 @@ def test_a_layered_mapping_is_as_the_plain_one_and_never_changes(changes) -> Non
             assert all(key in layered for key in plain)
             assert "nowhere" not in layered
             assert list(before.items()) == was
+
+
+SHARES = slot("cuda.shares", ONE // 100)
+MEMORY = SlotType("cuda.mem", SlotKind.BYTES, 2**20, primary="cuda.shares")
+GIB = 2**30
+
+
+def gpu_node(node_id: str, gpus: int, gib: int, **free: int) -> FleetNode:
+    """A node with one agent that has so many GPUs with so much memory, and so much of it free."""
+    known = {item.name: item for item in (*BUILT_IN, SHARES, MEMORY)}
+    capacity = {"cpu": 8 * ONE, "mem": 64 * GIB, "cuda.shares": gpus * ONE}
+    capacity["cuda.mem"] = gpus * gib * GIB
+    left = capacity | {name.replace("_", "."): amount for name, amount in free.items()}
+    offer = Offer(ResourceSlots(capacity), ResourceSlots(left))
+    return FleetNode(node_id, known, {"main": offer})
+
+
+def found_for(view: FleetView, **request: int) -> list[str]:
+    asks = ResourceSlots({name.replace("_", "."): amount for name, amount in request.items()})
+    chosen = candidates(view, asks, Constraints(), PlacementPolicy.PACK, random.Random(3))
+    return [candidate.node_id for candidate in chosen]
+
+
+def test_slots_that_a_request_leaves_out_are_derived_for_each_agent() -> None:
+    view = fleet(gpu_node("large", 2, 80), gpu_node("small", 2, 40))
+    half = ResourceSlots({"cuda.shares": ONE // 2})
+    charged = {n: view.charged(view.nodes[n], "main", half)["cuda.mem"] for n in view.nodes}
+    assert charged == {"large": 40 * GIB, "small": 20 * GIB}
+    memory = ResourceSlots({"cuda.mem": 20 * GIB})
+    assert view.charged(view.nodes["large"], "main", memory)["cuda.shares"] == ONE // 4
+    both = ResourceSlots({"cuda.shares": ONE, "cuda.mem": GIB})
+    assert view.charged(view.nodes["large"], "main", both) == both
+    cores = ResourceSlots({"cpu": ONE})
+    assert view.charged(view.nodes["large"], "main", cores) is cores
+
+
+def test_candidates_have_the_derived_slots_free() -> None:
+    view = fleet(gpu_node("a", 1, 80, cuda_mem=10 * GIB), gpu_node("b", 1, 80))
+    assert found_for(view, cuda_shares=ONE // 2) == ["b"]
+    assert set(found_for(view, cuda_shares=ONE // 10)) == {"a", "b"}
+
+
+def test_pending_placements_take_the_derived_slots() -> None:
+    view = fleet(gpu_node("a", 1, 80))
+    debited = view.debited("a", "main", ResourceSlots({"cuda.mem": 60 * GIB}))
+    free = debited.nodes["a"].offers["main"].free
+    assert (free["cuda.shares"], free["cuda.mem"]) == (ONE // 4, 20 * GIB)
+    assert found_for(debited, cuda_shares=ONE // 2) == []
+
+
+def test_another_primary_slot_is_a_conflict() -> None:
+    other = SlotType("cuda.mem", SlotKind.BYTES, 2**20)
+    stranger = FleetNode("b", {**gpu_node("b", 1, 80).slot_types, "cuda.mem": other}, {})
+    view = fleet(gpu_node("a", 1, 80), stranger)
+    assert view.conflicts == {"b": frozenset({"cuda.mem"})}
+    coarse = SlotType("cuda.mem", SlotKind.BYTES, 2**30, primary="cuda.shares")
+    assert not is_same(MEMORY, coarse)
+
+
+def test_a_slot_that_means_something_else_on_a_node_is_not_derived_there() -> None:
+    stranger = gpu_node("b", 1, 80)
+    types = {**stranger.slot_types, "cuda.mem": SlotType("cuda.mem", SlotKind.BYTES, 7)}
+    stranger = FleetNode("b", types, stranger.offers)
+    view = fleet(gpu_node("a", 1, 80, cuda_mem=0), stranger)
+    assert found_for(view, cuda_shares=ONE // 2) == ["b"]

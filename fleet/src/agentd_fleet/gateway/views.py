@@ -134,4 +134,5 @@ def slot_type_view(slot: SlotType) -> SlotTypeView:
         "quantum": quantum,
         "exclusive_group": slot.exclusive_group,
         "unit": slot.unit,
+        "primary": slot.primary,
     }

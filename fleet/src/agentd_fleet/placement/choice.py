@@ -3,13 +3,16 @@
 1. The scarcest requested slot is the one that the fewest agents have enough of.
 2. Only those agents are considered: in random order, or from the least free amount upwards.
 3. The first few that also have the other slots, and that the constraints allow, are chosen.
+
+Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
+must be free as well.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby, islice
@@ -121,7 +124,12 @@ def candidates(
 
     def fits(key: AgentKey) -> bool:
         row = rows[key]
-        return all(row[at] >= least for at, least in asks) and is_allowed(*key)
+        return all(row[at] >= least for at, least in asks) and is_allowed(*key) and has_room(*key)
+
+    def has_room(node_id: str, agent_id: str) -> bool:
+        charged = view.charged(view.nodes[node_id], agent_id, request)
+        row = rows[node_id, agent_id]
+        return charged is request or all(row[columns[name]] >= n for name, n in charged.items())
 
     if policy is PlacementPolicy.RANDOM:
         found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
@@ -183,7 +191,8 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
             continue
         why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
         for agent in _agents(node, constraints):
-            if reason := why_not or _why_not_of(node, agent, asks, constraints.models):
+            charged = () if why_not else view.charged(node, agent, request).items()
+            if reason := why_not or _why_not_of(node, agent, charged, constraints.models):
                 counts[reason] += 1
                 if len(nodes := named[reason]) < MOST_NAMED:
                     nodes.add(node.node_id)
@@ -228,7 +237,7 @@ def _why_not(
 def _why_not_of(
     node: FleetNode,
     agent: str,
-    asks: Sequence[tuple[SlotName, int]],
+    asks: Iterable[tuple[SlotName, int]],
     models: frozenset[str] | None,
 ) -> str:
     """Return why an agent cannot serve a request, the most permanent reason first."""

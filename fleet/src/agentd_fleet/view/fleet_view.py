@@ -18,7 +18,8 @@ from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 
-from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType
+from agentd.core.devices import natural_key
+from agentd.core.slots import MAX_AMOUNT, ResourceSlots, SlotName, SlotType, derived_amount
 from agentd_fleet.view.persistent import AGENT, AgentKey, Layered, Ranking, Row, ranked, reranked
 
 
@@ -325,6 +326,7 @@ class FleetView:
         if node is None or agent_id not in node.offers:
             return self
         offer = node.offers[agent_id]
+        slots = self.charged(node, agent_id, slots)
         offers = {**node.offers, agent_id: _less(offer, slots)}
         whole = None if node.whole is None else _less(node.whole, slots)
         return self.changed([replace(node, offers=offers, whole=whole)])
@@ -363,6 +365,34 @@ class FleetView:
             }
         )
 
+    def charged(self, node: FleetNode, agent_id: str, request: ResourceSlots) -> ResourceSlots:
+        """Return a request with the slots that it leaves out, in proportion to an agent's capacity.
+
+        The node decides device by device; this is what it charges if its devices are alike.
+        """
+        families = {self.slot_types[name].family for name in request if name in self.slot_types}
+        if not families & self._secondary.keys():
+            return request
+        capacity = self.understood(node, node.offers[agent_id].capacity)
+        amounts = dict(request)
+        for primary in sorted(families & self._secondary.keys()):
+            slots = (primary, *self._secondary[primary])
+            deciding = next(name for name in slots if name in request)
+            for name in slots:
+                if name not in request and (whole := capacity[name]):
+                    quantum, of = self.slot_types[name].quantum, capacity[deciding]
+                    amounts[name] = derived_amount(request[deciding], of, whole, quantum)
+        return ResourceSlots(amounts)
+
+    @cached_property
+    def _secondary(self) -> Mapping[SlotName, Sequence[SlotName]]:
+        """The secondary slots that the fleet knows by their primary one, in natural order."""
+        found: dict[SlotName, list[SlotName]] = {}
+        for name in sorted(self.slot_types, key=natural_key):
+            if (primary := self.slot_types[name].primary) is not None:
+                found.setdefault(primary, []).append(name)
+        return found
+
     def statistics(
         self,
         nodes: Iterable[str] | None = None,
@@ -396,8 +426,8 @@ def _told(amount: int) -> int:
 
 
 def is_same(one: SlotType, other: SlotType) -> bool:
-    """Return whether two definitions of a slot agree in kind and quantum."""
-    return (one.kind, one.quantum) == (other.kind, other.quantum)
+    """Return whether two definitions of a slot agree in kind, quantum and primary slot."""
+    return (one.kind, one.quantum, one.primary) == (other.kind, other.quantum, other.primary)
 
 
 def _strange(

@@ -31,7 +31,7 @@ from agentd.core.slots import (
     is_slot_name,
     parse_base_units,
 )
-from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView
+from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView, SlotUseView
 from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
 
 SCHEMA = 1
@@ -50,6 +50,7 @@ class SlotTypeReport(msgspec.Struct, frozen=True):
     quantum: str
     exclusive_group: str | None = None
     unit: str = ""
+    primary: str | None = None
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +188,12 @@ def reading_of(
         },
         slot_types=[
             SlotTypeReport(
-                t["name"], SlotKind(t["kind"]), t["quantum"], t["exclusive_group"], t["unit"]
+                t["name"],
+                SlotKind(t["kind"]),
+                t["quantum"],
+                t["exclusive_group"],
+                t["unit"],
+                t.get("primary"),
             )
             for t in slot_types
         ],
@@ -210,13 +216,23 @@ def _whole(
         for name, amount in amounts.items():
             of_agents[name] += parse_base_units(amount, kinds[name])
     for device in devices:
-        slot = device["slot"]
-        if device["agents"] and slot in kinds and device["state"] not in NOT_THERE:
-            of_devices[slot] += parse_base_units(device[what], kinds[slot])
+        if not device["agents"] or device["state"] in NOT_THERE:
+            continue
+        for slot, use in _uses_of(device).items():
+            if slot in kinds:
+                of_devices[slot] += parse_base_units(use[what], kinds[slot])
     return {
         name: format_amount(min(amount, of_devices[name]), kinds[name])
         for name, amount in of_agents.items()
     }
+
+
+def _uses_of(device: DeviceView) -> Mapping[str, SlotUseView]:
+    """Return the slots of a device; an older daemon shows its only one."""
+    only = SlotUseView(
+        capacity=device["capacity"], allocated=device["allocated"], free=device["free"]
+    )
+    return device.get("slots", {device["slot"]: only})
 
 
 def _amounts(agent: AgentView, what: str) -> dict[str, str]:
@@ -338,13 +354,17 @@ def slot_type_in(item: SlotTypeReport) -> SlotType:
     quantum = parse_base_units(item.quantum, item.kind)
     if quantum < 1:
         raise ValueError(f"invalid quantum of {item.name}: {item.quantum}")
-    return SlotType(item.name, item.kind, quantum, item.exclusive_group, item.unit)
+    return SlotType(
+        item.name, item.kind, quantum, item.exclusive_group, item.unit, primary=item.primary
+    )
 
 
 def slot_type_report(slot: SlotType) -> SlotTypeReport:
     """Return a slot type for a report."""
     quantum = format_amount(slot.quantum, slot.kind)
-    return SlotTypeReport(slot.name, slot.kind, quantum, slot.exclusive_group, slot.unit)
+    return SlotTypeReport(
+        slot.name, slot.kind, quantum, slot.exclusive_group, slot.unit, slot.primary
+    )
 
 
 def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:

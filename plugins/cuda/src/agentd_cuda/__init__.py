@@ -23,6 +23,7 @@ from typing import Any
 import pynvml
 
 from agentd.plugin_api import (
+    MEMORY_SLOT_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -32,16 +33,20 @@ from agentd.plugin_api import (
     Features,
     Measurement,
     NotPresent,
+    PartitionInfo,
     ProcessUse,
     SettingProblem,
     SlotTypeInfo,
+    dealt_in_groups,
+    memory_slot_problems,
+    memory_slots,
     on_pci_bus,
     unknown_settings,
 )
-from agentd_cuda import cdi, mps, nvml
+from agentd_cuda import cdi, links, mps, nvml
 from agentd_cuda.files import device_files
 
-_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *mps.KEYS)
+_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *MEMORY_SLOT_KEYS, *mps.KEYS)
 _VENDOR = "10de"
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
@@ -70,6 +75,9 @@ class CudaPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
+        problems += memory_slot_problems(settings)
+        if settings.get("memory-slot") is True and settings.get("mode") != "shares":
+            problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
         return problems + mps.problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
@@ -133,8 +141,10 @@ class CudaPlugin(AcceleratorPlugin):
         default = "1" if mode == "device" else "0.01"
         quantum = _decimal(self.settings.get("quantum", default))
         profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
+        slot = f"{self.name}.{mode}"
         return [
-            SlotTypeInfo(f"{self.name}.{mode}", "count", quantum, "mode", unit="GPU"),
+            SlotTypeInfo(slot, "count", quantum, "mode", unit="GPU"),
+            *memory_slots(self.name, slot, self.settings),
             *(
                 SlotTypeInfo(self._mig_slot(profile), "unique", exclusive_group="mode")
                 for profile in sorted(profiles)
@@ -162,6 +172,8 @@ class CudaPlugin(AcceleratorPlugin):
             attributes={"memory": str(gpu.memory_bytes)},
         )
         if not gpu.is_mig:
+            if self.settings.get("memory-slot") and gpu.memory_bytes:
+                return [replace(whole, secondary={f"{self.name}.mem": str(gpu.memory_bytes)})]
             return [whole]
         return [
             replace(
@@ -224,6 +236,27 @@ class CudaPlugin(AcceleratorPlugin):
         self._xids[uuid] = (xid, time.monotonic())
         return True
 
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        handles = {
+            self._last[index].uuid: handle
+            for index, handle in nvml.handles()
+            if index in self._last
+        }
+        close = links.close_groups(handles)
+        group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
+        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+        for slots in sorted({_slots(device) for device in devices}):
+            groups: dict[object, list[str]] = {}
+            for device in devices:
+                if _slots(device) == slots:
+                    gpu = device.parent or device.stable_id
+                    groups.setdefault(group_of.get(gpu, gpu), []).append(device.id)
+            for agent, ids in dealt_in_groups(groups.values(), agents).items():
+                dealt[agent] += ids
+        return PartitionInfo(dealt)
+
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
@@ -238,7 +271,11 @@ class CudaPlugin(AcceleratorPlugin):
         if self._mps is None or not shares:
             return edits
         memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
-        parts = [mps.MpsShare(Decimal(d.amount), memory.get(d.stable_id, 0)) for d in shares]
+        parts = [
+            mps.MpsShare(share, int(device.amounts.get(f"{self.name}.mem", whole * share)))
+            for device in shares
+            for share, whole in [(Decimal(device.amount), memory.get(device.stable_id, 0))]
+        ]
         client = self._mps.edits(parts)
         return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
 
@@ -277,6 +314,10 @@ class CudaPlugin(AcceleratorPlugin):
                 for load in loads
             ]
         return found
+
+
+def _slots(device: DeviceInfo) -> tuple[str, ...]:
+    return (device.slot, *sorted(device.secondary))
 
 
 def _decimal(value: object) -> str:

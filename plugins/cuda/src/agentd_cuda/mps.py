@@ -50,7 +50,7 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
 
 @dataclass(frozen=True)
 class MpsShare:
-    """A kernel's share of one GPU: `amount` of 1, and the memory of the whole (0: unknown)."""
+    """A kernel's share of one GPU: `amount` of 1, and its memory (0: unknown)."""
 
     amount: Decimal
     memory_bytes: int
@@ -102,7 +102,7 @@ class MpsServer:
         """
         percentage = min(part.amount for part in parts) * 100
         limits = [
-            f"{ordinal}={max(1, int(part.memory_bytes * part.amount) >> 20)}M"
+            f"{ordinal}={max(1, part.memory_bytes >> 20)}M"
             for ordinal, part in enumerate(parts)
             if part.memory_bytes
         ]

@@ -11,6 +11,7 @@
     mounts = ["/usr/lib/vendor"]         # read-only, at the same place
     groups = ["render"]                  # of this node: a kernel gets their numbers
     model = "TPU v5e"
+    memory = "16g"                       # of each device: the slot NAME.mem, in whole MiB
     slot = "device"                      # the slot is NAME.device
 
 `{places}` counts from zero in a container, which sees its own devices alone, and among all
@@ -41,13 +42,15 @@ from agentd.plugin_api import (
     Mount,
     SettingProblem,
     SlotTypeInfo,
+    memory_slot,
+    size_in_bytes,
     unknown_settings,
 )
 from agentd_generic.sysfs import Sysfs
 
 _LISTS = ("devices", "companions", "per-device", "mounts", "groups", "pci-vendors")
 _ENVS = ("env", "hidden-env")
-_TEXTS = ("model", "slot", "sysfs")
+_TEXTS = ("model", "memory", "slot", "sysfs")
 _FIELDS = ("ids", "paths", "uuids", "places")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
@@ -96,7 +99,7 @@ class GenericPlugin(AcceleratorPlugin):
                 problems.append(SettingProblem(key, "expected text"))
         if not _SLOT.fullmatch(str(settings.get("slot", "device"))):
             problems.append(SettingProblem("slot", "expected a-z, then a-z, 0-9, '_', '-'"))
-        return problems
+        return problems + _memory_problems(settings)
 
     def open(self) -> None:
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
@@ -104,7 +107,10 @@ class GenericPlugin(AcceleratorPlugin):
         self._noted: set[str] = set()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        return [SlotTypeInfo(self._slot)]
+        types = [SlotTypeInfo(self._slot)]
+        if "memory" in self.settings:
+            types.append(memory_slot(self.name, self._slot))
+        return types
 
     @property
     def _slot(self) -> str:
@@ -144,6 +150,8 @@ class GenericPlugin(AcceleratorPlugin):
             print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
     def list_devices(self) -> Sequence[DeviceInfo]:
+        memory = self.settings.get("memory")
+        secondary = {} if memory is None else {f"{self.name}.mem": str(size_in_bytes(memory))}
         return [
             DeviceInfo(
                 id=f"{self.name}{found.number}",
@@ -153,6 +161,7 @@ class GenericPlugin(AcceleratorPlugin):
                 model=str(self.settings.get("model", "")),
                 numa_node=found.numa_node,
                 attributes={"path": found.path},
+                secondary=secondary,
             )
             for found in self._found()
         ]
@@ -191,6 +200,22 @@ class GenericPlugin(AcceleratorPlugin):
             mounts=tuple(Mount(path, path) for path in self.settings.get("mounts", ())),
             groups=self._groups,
         )
+
+
+def _memory_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    if "memory" not in settings:
+        return []
+    try:
+        is_enough = size_in_bytes(settings["memory"]) >= 1 << 20
+    except ValueError:
+        is_enough = False
+    problems = []
+    if not is_enough:
+        why = f'invalid size {settings["memory"]!r}: expected at least 1 MiB, such as "16g"'
+        problems.append(SettingProblem("memory", why))
+    if settings.get("slot") == "mem":
+        problems.append(SettingProblem("slot", "mem is the slot of the memory; choose another"))
+    return problems
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentd.plugin_api import (
+    MEMORY_SLOT_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -30,12 +31,14 @@ from agentd.plugin_api import (
     NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    memory_slot_problems,
+    memory_slots,
     on_pci_bus,
     unknown_settings,
 )
 from agentd_rocm import smi
 
-_KEYS = ("mode", "quantum", "groups", "sysfs")
+_KEYS = ("mode", "quantum", "groups", "sysfs", *MEMORY_SLOT_KEYS)
 _MODES = ("device", "shares")
 _QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 _PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
@@ -61,7 +64,9 @@ class RocmPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("groups", 'expected a list such as ["render"]'))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
-        return problems
+        if settings.get("memory-slot") is True and settings.get("mode") != "shares":
+            problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
+        return problems + memory_slot_problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
@@ -90,6 +95,7 @@ class RocmPlugin(AcceleratorPlugin):
         partitions = {self._slot(gpu) for gpu in smi.gpus()} - {whole}
         return [
             SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
+            *memory_slots(self.name, whole, self.settings),
             *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
         ]
 
@@ -130,9 +136,16 @@ class RocmPlugin(AcceleratorPlugin):
                     health="healthy" if node else "unhealthy",
                     reason="" if node else f"{gpu.pci} has no render node in sysfs",
                     attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
+                    secondary=self._secondary(gpu, slot),
                 )
             )
         return found
+
+    def _secondary(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
+        is_offered = self.settings.get("memory-slot") and slot == self._whole_slot
+        return (
+            {f"{self.name}.mem": str(gpu.memory_bytes)} if is_offered and gpu.memory_bytes else {}
+        )
 
     def _whole(self, gpu: smi.AmdGpu) -> str:
         unique = self._unique_id(gpu.pci)

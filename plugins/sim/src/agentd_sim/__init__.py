@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from agentd.plugin_api import (
     API_VERSION,
+    MEMORY_SLOT_KEYS,
     NODE_ID_VARIABLE,
     AcceleratorPlugin,
     AllocatedDevice,
@@ -28,17 +29,25 @@ from agentd.plugin_api import (
     DeviceInfo,
     Features,
     Measurement,
+    PartitionInfo,
     SettingProblem,
     SlotTypeInfo,
+    dealt_in_groups,
+    memory_slot_problems,
+    memory_slots,
+    size_in_bytes,
     unknown_settings,
 )
 from agentd_sim import faults
 
-_KEYS = ("count", "mode", "quantum", "memory", "numa-nodes", "devices", "health-file", *faults.KEYS)
-_DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node")
+_KEYS = (
+    *("count", "mode", "quantum", "memory", "numa-nodes", "devices", "links", "health-file"),
+    *MEMORY_SLOT_KEYS,
+    *faults.KEYS,
+)
+_DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node", "memory")
 _QUANTA = {"device": "1", "shares": "0.01"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-_SIZE = re.compile(r"([0-9]+)([kmgt]?)i?b?", re.IGNORECASE)
 _AMOUNT = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6}0*)?")
 _MAX_COUNT = 4096
 _MOST_ID = 128
@@ -62,16 +71,19 @@ class SimPlugin(AcceleratorPlugin):
         if (quantum := settings.get("quantum")) is not None and not _is_quantum(quantum):
             why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
             problems.append(SettingProblem("quantum", why))
-        memory = settings.get("memory", "0")
-        if not isinstance(memory, (int, str)) or not _SIZE.fullmatch(str(memory)):
-            why = f'invalid size {memory!r}: expected one such as "80g"'
-            problems.append(SettingProblem("memory", why))
+        problems += _check_size(settings)
+        problems += memory_slot_problems(settings)
         if not isinstance(settings.get("health-file", ""), str):
             problems.append(SettingProblem("health-file", "expected the path of a file"))
+        links = settings.get("links", [])
+        if not isinstance(links, list) or not all(map(_is_link, links)):
+            why = 'expected lists of two or more ids, such as [["a0", "a3"]]'
+            problems.append(SettingProblem("links", why))
         problems += faults.problems(settings)
         if not problems:
             faults.Faults(settings).reached("import")
-        return problems + _check_devices(settings.get("devices", []))
+        problems += _check_devices(settings.get("devices", []))
+        return problems + ([] if problems else _check_memory(settings))
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
@@ -81,6 +93,10 @@ class SimPlugin(AcceleratorPlugin):
 
     def open(self) -> None:
         self._faults.reached("open")
+        known = [device.id for device in self._devices()]
+        linked = {name for link in self.settings.get("links", []) for name in link}
+        if unknown := sorted(linked.difference(known)):
+            raise ValueError(f"links: unknown devices {', '.join(unknown)}")
 
     def close(self) -> None:
         self._faults.reached("close")
@@ -88,7 +104,10 @@ class SimPlugin(AcceleratorPlugin):
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         quantum = str(self.settings.get("quantum", _QUANTA[self._mode]))
         slot = "cpu" if self.settings.get("lie") == "prefix" else self._slot
-        return [SlotTypeInfo(slot, "count", quantum, exclusive_group="mode")]
+        return [
+            SlotTypeInfo(slot, "count", quantum, exclusive_group="mode"),
+            *memory_slots(self.name, slot, self.settings),
+        ]
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         self._faults.reached("list")
@@ -114,7 +133,7 @@ class SimPlugin(AcceleratorPlugin):
         entries = self.settings.get("devices")
         if entries is None:
             entries = [{"id": f"{self.name}{n}"} for n in range(self.settings["count"])]
-        nodes = self.settings.get("numa-nodes")
+        nodes, offers_memory = self.settings.get("numa-nodes"), self.settings.get("memory-slot")
         return [
             DeviceInfo(
                 id=entry["id"],
@@ -124,8 +143,9 @@ class SimPlugin(AcceleratorPlugin):
                 capacity=str(entry.get("capacity", "1")),
                 model="simulated",
                 numa_node=entry.get("numa-node", n * nodes // len(entries) if nodes else None),
-                attributes={"memory": str(self._memory_bytes)} if self._memory_bytes else {},
+                attributes={"memory": str(size)} if (size := self._memory_of(entry)) else {},
                 is_simulated=True,
+                secondary={f"{self.name}.mem": str(size)} if offers_memory else {},
             )
             for n, entry in enumerate(entries)
         ]
@@ -134,6 +154,28 @@ class SimPlugin(AcceleratorPlugin):
         mine = f"-{self.name}-{device_id}"
         node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + mine)]
         return f"SIM{node.rstrip('-')}{mine}"
+
+    def partition(
+        self, devices: Sequence[DeviceInfo], agents: Sequence[str]
+    ) -> PartitionInfo | None:
+        self._faults.reached("partition")
+        if self.settings.get("lie") == "unequal":
+            return PartitionInfo({agents[0]: [device.id for device in devices]})
+        linked = self.settings.get("links")
+        if linked is None:
+            return None
+        stable_ids = {device.id: device.stable_id for device in self._devices()}
+        group_of = _group_of([[stable_ids[name] for name in link] for link in linked])
+        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+        for slots in sorted({_slots(device) for device in devices}):
+            groups: dict[str, list[str]] = {}
+            for device in devices:
+                if _slots(device) == slots:
+                    group = group_of.get(device.stable_id, device.stable_id)
+                    groups.setdefault(group, []).append(device.id)
+            for agent, ids in dealt_in_groups(groups.values(), agents).items():
+                dealt[agent] += ids
+        return PartitionInfo(dealt)
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
@@ -151,7 +193,7 @@ class SimPlugin(AcceleratorPlugin):
                 device.stable_id,
                 utilization_percent=0.0,
                 memory_used_bytes=0,
-                memory_total_bytes=self._memory_bytes,
+                memory_total_bytes=int(device.attributes.get("memory", 0)),
             )
             for device in self._devices()
         ]
@@ -164,13 +206,8 @@ class SimPlugin(AcceleratorPlugin):
     def _slot(self) -> str:
         return f"{self.name}.{self._mode}"
 
-    @property
-    def _memory_bytes(self) -> int:
-        match = _SIZE.fullmatch(str(self.settings.get("memory", "0")))
-        if match is None:
-            return 0
-        power = " kmgt".index(match[2].lower() or " ")
-        return int(match[1]) << (10 * power)
+    def _memory_of(self, entry: Mapping[str, Any]) -> int:
+        return size_in_bytes(entry.get("memory", self.settings.get("memory", 0)))
 
 
 def _check_number(
@@ -182,12 +219,50 @@ def _check_number(
     return [SettingProblem(key, f"invalid value {value!r}: expected {low} to {high}")]
 
 
+def _check_size(table: Mapping[str, Any]) -> list[SettingProblem]:
+    memory = table.get("memory", 0)
+    try:
+        size_in_bytes(memory)
+    except ValueError:
+        why = f'invalid size {memory!r}: expected one such as "80g"'
+        return [SettingProblem("memory", why)]
+    return []
+
+
+def _check_memory(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return a problem if there is a memory slot and a device without memory for it."""
+    tables = [{**settings, **entry} for entry in settings.get("devices", [{}])]
+    sizes = [size_in_bytes(table.get("memory", 0)) for table in tables]
+    slots = memory_slots("", "", settings)
+    if any(size < int(slot.quantum) for slot in slots for size in sizes):
+        why = 'needs memory = "80g" in the table or in each entry of devices'
+        return [SettingProblem("memory-slot", why)]
+    return []
+
+
 def _is_amount(value: object) -> bool:
     return isinstance(value, (int, str, float)) and _AMOUNT.fullmatch(str(value)) is not None
 
 
 def _is_quantum(value: object) -> bool:
     return _is_amount(value) and 0 < Decimal(str(value)) <= 1
+
+
+def _slots(device: DeviceInfo) -> tuple[str, ...]:
+    return (device.slot, *sorted(device.secondary))
+
+
+def _is_link(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(n, str) for n in value)
+
+
+def _group_of(links: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return for each linked device the first one of its group; links may be chained."""
+    groups: dict[str, list[str]] = {}
+    for link in links:
+        whole = [name for member in link for name in groups.get(member, [member])]
+        groups |= dict.fromkeys(whole, whole)
+    return {name: group[0] for name, group in groups.items()}
 
 
 def _check_devices(entries: object) -> list[SettingProblem]:
@@ -203,6 +278,7 @@ def _check_devices(entries: object) -> list[SettingProblem]:
             for problem in (
                 *unknown_settings(entry, _DEVICE_KEYS),
                 *(_check_number(entry, "numa-node", 0, 1023) if "numa-node" in entry else ()),
+                *_check_size(entry),
             )
         ]
         for key in ("id", "stable-id"):

@@ -1,10 +1,10 @@
 """Misbehaviour on request, to test the containment of plugins.
 
 fault = "hang"           raise, absent, hang, exit, crash, flood
-fault-at = "list"        import, open, list, edits, measure, close
+fault-at = "list"        import, open, list, partition, edits, measure, close
 fault-after = 2          this many of these calls succeed first
 fault-until = "/x"       there is no fault once this file exists
-lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api
+lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api, unequal
 
 `import` acts while the table is validated, the first moment at which settings are known.
 """
@@ -24,8 +24,8 @@ from typing import Any
 from agentd.plugin_api import DeviceInfo, NotPresent, SettingProblem
 
 FAULTS = ("raise", "absent", "hang", "exit", "crash", "flood")
-PLACES = ("import", "open", "list", "edits", "measure", "close")
-LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api")
+PLACES = ("import", "open", "list", "partition", "edits", "measure", "close")
+LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api", "unequal")
 KEYS = ("fault", "fault-at", "fault-after", "fault-until", "lie")
 _FLOOD_LINES = 200_000
 

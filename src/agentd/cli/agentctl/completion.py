@@ -35,6 +35,7 @@ def _asked(names: Callable[[Client], Iterable[str]]) -> Completer:
 
 
 kernels = _asked(lambda node: (kernel["kernel_id"] for kernel in node.kernels()))
+claims = _asked(lambda node: (claim["claim_id"] for claim in node.claims()))
 agents = _asked(lambda node: (agent["agent_id"] for agent in node.agents()))
 devices = _asked(lambda node: (device["id"] for device in node.devices()))
 plugins = _asked(lambda node: (plugin["name"] for plugin in node.plugins()))

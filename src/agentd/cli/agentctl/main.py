@@ -15,6 +15,8 @@ from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.added import added_command, added_commands
+from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
 from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
 from agentd.cli.agentctl.exec import run_inside
@@ -39,6 +41,7 @@ from agentd.cli.agentctl.options import (
     suggestion,
     token_of,
 )
+from agentd.cli.agentctl.run import run
 from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
@@ -68,11 +71,13 @@ class NodeOrFleet(RpcGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         if fleet_of(ctx) is None:
-            return super().list_commands(ctx)
+            return sorted({*super().list_commands(ctx), *added_commands()})
         return sorted({*fleet_group.commands, *AT_A_GATEWAY})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)
+        if found is None:
+            found = added_command(cmd_name)
         if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
             return found
         of_fleet = fleet_group.get_command(ctx, cmd_name)
@@ -199,7 +204,7 @@ def doctor(client: Client) -> None:
 def devices(client: Client) -> None:
     """List the devices and their holders."""
     columns = ["device", "state", "slot", "capacity", "allocated", "free", "agents", "holders"]
-    wide = ["stable_id", "model", "numa_node", "aliases"]
+    wide = ["slots", "stable_id", "model", "numa_node", "aliases"]
     print_answer(client.devices(), [*columns, "reason"], device_row, wide=wide)
 
 
@@ -232,12 +237,18 @@ def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
 @click.pass_obj
 def slots(client: Client) -> None:
     """List the slots that the node offers."""
-    print_answer(client.slot_types(), ["name", "kind", "quantum", "exclusive_group", "unit"])
+    columns = ["name", "kind", "quantum", "exclusive_group", "unit", "primary"]
+    print_answer(client.slot_types(), columns)
 
 
 agentctl.add_command(fleet_group)
 agentctl.add_command(create)
 agentctl.add_command(explain)
+agentctl.add_command(run)
+agentctl.add_command(claim)
+agentctl.add_command(claims)
+agentctl.add_command(renew)
+agentctl.add_command(release)
 
 
 @agentctl.command()

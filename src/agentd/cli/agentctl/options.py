@@ -233,7 +233,7 @@ def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
 
 def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
     """Return a device of a node or of a fleet with its columns for people."""
-    from agentd.cli.tables import amount
+    from agentd.cli.tables import amount, held_amounts
 
     slot = device["slot"]
     sizes = {
@@ -244,11 +244,19 @@ def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
         **sizes,
         "device": f"{device['device_name']}/{device['id']}",
         "node": device.get("node_id"),
+        "slots": [
+            f"{name} {amount(name, use['free'])} of {amount(name, use['capacity'])} free"
+            for name, use in device["slots"].items()
+        ],
         "holders": [
-            f"{holder['kernel_id']}={amount(slot, holder['amount'])}"
-            for holder in device["holders"]
+            f"{holder_name(holder)}={held_amounts(slot, holder)}" for holder in device["holders"]
         ],
     }
+
+
+def holder_name(holder: Mapping[str, Any]) -> str:
+    """Return the id of a kernel, or of a claim after the word claim."""
+    return f"claim {holder['claim_id']}" if "claim_id" in holder else str(holder["kernel_id"])
 
 
 def for_each(kernels: Sequence[str], act: Callable[[str], object]) -> bool:
@@ -304,8 +312,9 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def event_subject(content: Mapping[str, Any]) -> str:
-    """Return the name of the kernel, device, plugin or runtime that an event is about."""
-    return str(content.get("kernel_id") or content.get("name") or content.get("id", ""))
+    """Return the name of the kernel, claim, device, plugin or runtime that an event is about."""
+    names = (content.get(name) for name in ("kernel_id", "claim_id", "name", "id"))
+    return str(next(filter(None, names), ""))
 
 
 def token_of(file: str | None) -> str | None:

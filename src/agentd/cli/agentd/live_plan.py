@@ -9,34 +9,45 @@ from agentd.client import Client
 from agentd.core.devices import DeviceId
 from agentd.core.partition.split import Split
 from agentd.core.slots import MEM
+from agentd.views import ClaimView, KernelView
 
 
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
-    """Return the devices that running kernels would hold under another partition."""
+    """Return the devices that kernels and claims would hold under another partition."""
     client = Client(socket_path, retry_s=0)
-    owners = {k["kernel_id"]: k for k in client.kernels()}
+    kernels = {kernel["kernel_id"]: kernel for kernel in client.kernels()}
+    claims = {claim["claim_id"]: claim for claim in client.claims()}
     held = []
     for row in client.devices():
         device = split.inventory.by_stable_id.get(row["stable_id"])
         device_id = device.device_id if device else DeviceId(row["device_name"], row["id"])
         for holder in row["holders"]:
-            kernel = owners[holder["kernel_id"]]
-            slots = kernel["allocation"].get(row["device_name"], {})
+            owner: KernelView | ClaimView
+            if "claim_id" in holder:
+                owner, named = claims[holder["claim_id"]], {"claim_id": holder["claim_id"]}
+            else:
+                owner, named = kernels[holder["kernel_id"]], {"kernel_id": holder["kernel_id"]}
+            slots = owner["allocation"].get(row["device_name"], {})
             slot = next((s for s, ids in slots.items() if row["id"] in ids), row["slot"])
             agents = split.agents_of(device_id)
             if device is None or device.gone:
                 reason = "the device is missing"
             elif device.slot != slot:
                 reason = f"holds {slot}; the device would offer {device.slot}"
-            elif kernel["agent_id"] not in agents and row["device_name"] != MEM:
+            elif (offered := set(device.slot_names)) - (had := holder["amounts"].keys()) and (
+                had - offered
+            ):
+                slot = " and ".join(had)
+                reason = f"holds {slot}; the device would offer {' and '.join(device.slot_names)}"
+            elif owner["agent_id"] not in agents and row["device_name"] != MEM:
                 reason = f"the device would belong to {', '.join(agents) or 'no agent'}"
             else:
                 continue
             held.append(
                 {
                     "device": str(device_id),
-                    "kernel_id": holder["kernel_id"],
-                    "agent_id": kernel["agent_id"],
+                    **named,
+                    "agent_id": owner["agent_id"],
                     "slot": slot,
                     "reason": reason,
                 }

@@ -166,10 +166,10 @@ def _split(config_file: str | None) -> Any:
         problems: list[Problem] = []
         with _noting(problems):
             runtime_factory.refuse_unknown_users(loaded.settings)
-        host = assembly.plugin_host(loaded.settings)
+        memory = ReadOnlyState(loaded.settings.node.state_dir)
+        host = assembly.plugin_host(loaded.settings, memory)
         try:
             await host.open(loaded.settings.plugins.open_timeout)
-            memory = ReadOnlyState(loaded.settings.node.state_dir)
             with _noting(problems):
                 devices = assembly.discover(loaded.settings, probe(), host, memory, EventLog())
             if problems:
@@ -227,9 +227,11 @@ def plugins(config_file: str | None) -> None:
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
+    from agentd.state.folder import ReadOnlyState
 
     async def look() -> list[dict[str, Any]]:
-        host = assembly.plugin_host(loaded.settings)
+        memory = ReadOnlyState(loaded.settings.node.state_dir)
+        host = assembly.plugin_host(loaded.settings, memory)
         await host.open(loaded.settings.plugins.open_timeout)
         rows = [asdict(status) for status in host.statuses(everything=True)]
         await host.close()
@@ -272,8 +274,10 @@ def check(
     _log_from("error")
     from agentd.daemon import assembly
     from agentd.pluginhost.conformance import Conformance
+    from agentd.state.folder import ReadOnlyState
 
-    host = assembly.plugin_host(loaded.settings)
+    memory = ReadOnlyState(loaded.settings.node.state_dir)
+    host = assembly.plugin_host(loaded.settings, memory)
     try:
         wanted = host.wanted(name)
     except LookupError as error:

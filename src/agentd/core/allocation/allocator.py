@@ -3,7 +3,8 @@
 Arithmetic over values: no clock, no I/O, no logging. A decision is returned,
 never applied; whoever holds the ledger applies it.
 
-A request is decided slot by slot: accelerators by device name, then cpu, then mem.
+A request is decided step by step: accelerators by device name, then cpu, then mem. A step is one
+slot, or several slots of the same devices, of which the first decides (`steps` beside this module).
 Each step takes the index of devices of the agent's partition that offer the slot and
 splits it into tiers: all of a tier is taken before the next is touched. Under
 `prefer-single-node` the first step's tiers are the nodes, one that holds everything alone
@@ -11,13 +12,18 @@ before the others: with `fill` the one with least room, so that whole nodes stay
 the one with most. Each later step's first tier is the nodes of the steps before. Inside a tier,
 `distribute` (beside this module) says how much is taken from how many devices of which room;
 equally free devices alternate between NUMA nodes, and of the threads of a core, or the parts of
-a device, whole ones are taken first.
+a device, whole ones are taken first. Amounts of slots that the request does not name are derived
+on each device (`derivation`).
+
+Several slots of the same devices are given in equal parts, on the fewest devices that could hold
+them so if all were empty. Considered are the devices with room for the larger part of each slot;
+among those the tightest of the deciding slot are taken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import or_
 from types import MappingProxyType
@@ -25,20 +31,30 @@ from typing import TypeAlias
 
 from agentd.core.allocation import distribute
 from agentd.core.allocation.explain import Question, refusal
-from agentd.core.allocation.free_index import Buckets, FreeIndex, Siblings, given, rooms, total
-from agentd.core.allocation.ledger import Allocation, Holding, Ledger, Share, release
-from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.devices import DeviceId, Inventory, natural_key
-from agentd.core.partition.split import Partition
-from agentd.core.slots import (
-    CPU,
-    MEM,
-    ResourceSlots,
-    SlotName,
-    SlotType,
-    device_name_of,
-    is_divisible,
+from agentd.core.allocation.free_index import (
+    Buckets,
+    FreeIndex,
+    Siblings,
+    among,
+    count_of,
+    given,
+    rooms,
+    total,
 )
+from agentd.core.allocation.ledger import (
+    Allocation,
+    Holding,
+    Ledger,
+    Share,
+    release,
+    share_at,
+    share_of,
+)
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
+from agentd.core.allocation.steps import SlotStep, steps
+from agentd.core.devices import DeviceId, Inventory
+from agentd.core.partition.split import Partition
+from agentd.core.slots import ResourceSlots, SlotType, device_name_of, is_divisible
 
 Rule: TypeAlias = Callable[[distribute.Rooms, int], list[distribute.Portion]]
 """How an amount is divided over rooms."""
@@ -72,69 +88,123 @@ def allocate(
         InsufficientResource: one of the slots cannot be had in full; nothing changed.
     """
     shares: list[Share] = []
-    taken: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     near: frozenset[int] = frozenset()
-    for slot in sorted(slots, key=_step_order):
-        slot_type = inventory.slot_types[slot]
-        index = ledger.index(inventory, partition, slot_type)
-        name = device_name_of(slot)
+    for step in steps(slots, inventory.slot_types):
+        name = device_name_of(step.slot)
         named = only.get(name)
-        if named is not None:
-            index = index.only(named)
         left = ledger.within_limit(partition, name)
-        chosen = None
-        if left is None or taken[name] + slots[slot] <= left:
-            chosen = _step(index, slot_type, slots[slot], near, policy)
-        if chosen is None:
-            asked, earlier = slots[slot], taken[name]
+        chosen = _chosen(ledger, inventory, partition, step, near, policy, named)
+        counts = 0
+        if left is not None:
+            counts = sum(share.counts for share in chosen or ())
+        if chosen is None or (left is not None and counted[name] + counts > left):
             question = Question(
-                ledger, inventory, partition, slot_type, asked, policy, named, earlier=earlier
+                ledger,
+                inventory,
+                partition,
+                inventory.slot_types[step.slot],
+                step.amounts,
+                policy,
+                named,
+                earlier=counted[name],
+                counts=counts,
             )
             raise refusal(question)
-        taken[name] += slots[slot]
+        counted[name] += counts
         shares += chosen
         numa = (inventory.by_id[share.device_id].numa_node for share in chosen)
         near |= frozenset(node for node in numa if node is not None)
     return Allocation(tuple(shares))
 
 
-def _step_order(slot: SlotName) -> tuple[int, object, object]:
-    name = device_name_of(slot)
-    return ((CPU, MEM).index(name) + 1 if name in (CPU, MEM) else 0, natural_key(name), slot)
+def _chosen(
+    ledger: Ledger,
+    inventory: Inventory,
+    partition: Partition,
+    step: SlotStep,
+    near: frozenset[int],
+    policy: AllocationPolicy,
+    named: frozenset[DeviceId] | None,
+) -> list[Share] | None:
+    """Return the shares of one step; None if it cannot be had."""
+    indexes = [
+        ledger.index(inventory, partition, inventory.slot_types[slot], beside)
+        for slot, beside in step.indexes
+    ]
+    if named is not None:
+        indexes = [index.only(named) for index in indexes]
+    index = indexes[0]
+    if len(indexes) > 1:
+        return _together(inventory, indexes, step, near, policy)
+    slot_type = inventory.slot_types[step.slot]
+    parts = _parts(index, slot_type, step.amount, near, policy)
+    if parts is None:
+        return None
+    return [share_at(index, at, part) for at, part in sorted(parts)]
 
 
-def _step(
+def _parts(
     index: FreeIndex,
     slot_type: SlotType,
     amount: int,
     near: frozenset[int],
     policy: AllocationPolicy,
-) -> list[Share] | None:
+) -> list[tuple[int, int]] | None:
+    """Return (position, quanta) of the devices that give one named slot."""
     wanted = amount // index.quantum
     is_whole = not is_divisible(slot_type)
     if total(index.buckets) < wanted:
         return None
     tiers = _tiers(index.buckets, wanted, near, policy)
-    parts: list[tuple[int, int]] | None
     if is_whole or policy.allow_fragmentation:
         rule = _rule(policy.strategy, is_whole=is_whole)
-        parts = _divide(tiers, wanted, rule, index.siblings)
-    else:
-        anywhere: Buckets = {None: index.buckets[None]} if None in index.buckets else {}
-        alone = tiers[:1] if near else [tier | anywhere for tier in tiers]
-        parts = _divide_equally([*alone, *accumulate(tiers, or_)], index.capacities, wanted)
-    if parts is None:
-        return None
-    return [
-        Share(
-            (device := index.devices[at]).device_id,
-            device.stable_id,
-            slot_type.name,
-            slot_type.kind,
-            part * index.quantum,
-        )
-        for at, part in sorted(parts)
+        return _divide(tiers, wanted, rule, index.siblings)
+    return _divide_equally(_groups(tiers, index.buckets, near), index.capacities, wanted)
+
+
+def _groups(tiers: list[Buckets], buckets: Buckets, near: frozenset[int]) -> list[Buckets]:
+    """Return the groups of devices among which equal parts are sought, in order."""
+    anywhere: Buckets = {None: buckets[None]} if None in buckets else {}
+    alone = tiers[:1] if near else [tier | anywhere for tier in tiers]
+    return [*alone, *accumulate(tiers, or_)]
+
+
+def _together(
+    inventory: Inventory,
+    indexes: Sequence[FreeIndex],
+    step: SlotStep,
+    near: frozenset[int],
+    policy: AllocationPolicy,
+) -> list[Share] | None:
+    """Give several named slots of the same devices in equal parts."""
+    wanted = [
+        amount // index.quantum
+        for amount, index in zip(step.amounts.values(), indexes, strict=True)
     ]
+    count = distribute.fewest_together([index.sizes for index in indexes], wanted)
+    if not count:
+        return None
+    larger = [-(-each // count) for each in wanted]
+    fitting = indexes[0].with_room_for(larger[0])
+    for index, least in zip(indexes[1:], larger[1:], strict=True):
+        fitting &= index.with_room_for(least)
+    if fitting.bit_count() < count:
+        return None
+    buckets = among(indexes[0].buckets, fitting)
+    groups = _groups(_tiers(buckets, wanted[0], near, policy), buckets, near)
+    group = next(group for group in groups if count_of(group) >= count)
+    tightest = distribute.first_rooms(rooms(group), count)
+    places = [distribute.Portion(room, larger[0], devices) for room, devices in tightest]
+    chosen = sorted(at for at, _ in given(group, places))
+    shares = []
+    for number, at in enumerate(chosen):
+        parts = {
+            slot: (each // count + (number < each % count)) * index.quantum
+            for slot, each, index in zip(step.amounts, wanted, indexes, strict=True)
+        }
+        shares.append(share_of(indexes[0].devices[at], inventory, parts))
+    return shares
 
 
 def _rule(strategy: Strategy, *, is_whole: bool) -> Rule:

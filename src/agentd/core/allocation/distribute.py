@@ -27,7 +27,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import and_
 from typing import NamedTuple, TypeAlias
 
 Rooms: TypeAlias = Sequence[tuple[int, int]]
@@ -122,6 +124,28 @@ def fewest(capacities: Rooms, amount: int) -> int:
     return sum([count for _, count in on_empty])
 
 
+def fewest_together(sizes: Sequence[Sequence[tuple[int, int]]], amounts: Sequence[int]) -> int:
+    """Return how few empty devices could hold several amounts in equal parts; 0 if all cannot.
+
+    `sizes` are for each amount the devices (as bits) by how much they can hold, smallest first. A
+    device counts if it can hold the larger part of each.
+    """
+    if not all(sizes):
+        return 0
+    devices = sum(found.bit_count() for _, found in sizes[0])
+    unseen = [list(by_size) for by_size in sizes]
+    fitting = [0] * len(sizes)
+    least = max(-(-amount // of[-1][0]) for amount, of in zip(amounts, sizes, strict=True))
+    for count in range(least, min(devices, *amounts) + 1):
+        for place, amount in enumerate(amounts):
+            larger = -(-amount // count)
+            while unseen[place] and unseen[place][-1][0] >= larger:
+                fitting[place] |= unseen[place].pop()[1]
+        if reduce(and_, fitting).bit_count() >= count:
+            return count
+    return 0
+
+
 def _equal_rooms(rooms: Rooms, amount: int, counts: Iterable[int]) -> list[tuple[int, int]]:
     """Return the tightest rooms for parts one quantum apart at most, on the first count
     that has enough of them; empty if none has.
@@ -137,11 +161,11 @@ def _equal_rooms(rooms: Rooms, amount: int, counts: Iterable[int]) -> list[tuple
             exact = min(rooms[start][1], count - larger)
             start += 1
         if exact + from_here[start] >= count:
-            return [(part, exact)] * (exact > 0) + _first(rooms[start:], count - exact)
+            return [(part, exact)] * (exact > 0) + first_rooms(rooms[start:], count - exact)
     return []
 
 
-def _first(rooms: Rooms, count: int) -> list[tuple[int, int]]:
+def first_rooms(rooms: Rooms, count: int) -> list[tuple[int, int]]:
     """Return the first `count` of the rooms."""
     chosen = []
     for room, there in rooms:

@@ -1,97 +1,184 @@
-"""Why a request got what it got, device by device, for people."""
+"""Why a request got its devices, or none: device by device, for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from agentd.core.allocation.distribute import alike, fewest
-from agentd.core.allocation.free_index import total
-from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.distribute import alike, fewest, fewest_together
+from agentd.core.allocation.free_index import FreeIndex, sizes, total
+from agentd.core.allocation.ledger import Holder, Ledger, holder_text, measured
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
-from agentd.core.slots import SlotType, device_name_of, format_amount, is_divisible
+from agentd.core.slots import (
+    SlotName,
+    SlotType,
+    derived_amount,
+    device_name_of,
+    format_amount,
+    is_divisible,
+    readable_amount,
+)
 from agentd.errors import InsufficientResource
 
 OTHER = "other"
-"""What stands for a kernel of another agent to whoever is not to know of it."""
+"""Stands for a kernel of another agent where the caller may not know of it."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True, dict=True):
     """One slot of a request, and what there was when it was decided.
 
-    `only` are the devices that the request named, if it did; `given` is what each device gave,
-    in base units, empty for a refusal; `earlier` what the request got of the same device name.
+    `asked` are the named slots of the same devices with their amounts, the deciding one first.
+    `slot_type` is the slot that is explained: one of these, or a derived one. `only` are the
+    devices that the request named, if it did. `given` is what each device gave of the slot, in base
+    units, empty for a refusal. `earlier` and `counts` are what earlier steps and this one count
+    towards the agent's limit; `counts` is 0 if no devices were chosen.
     """
 
     ledger: Ledger
     inventory: Inventory
     partition: Partition
     slot_type: SlotType
-    amount: int
+    asked: Mapping[SlotName, int]
     policy: AllocationPolicy
     only: frozenset[DeviceId] | None = None
     given: Mapping[DeviceId, int] = {}
     earlier: int = 0
+    counts: int = 0
+
+    @property
+    def slot(self) -> SlotName:
+        """The slot that is explained."""
+        return self.slot_type.name
+
+    @property
+    def deciding(self) -> SlotName:
+        """The slot from which others are derived."""
+        return next(iter(self.asked))
+
+    @property
+    def amount(self) -> int:
+        """The amount that is asked for, or that was derived."""
+        return self.asked.get(self.slot, sum(self.given.values()))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether several slots of the same devices are named."""
+        return len(self.asked) > 1
+
+    @property
+    def beside(self) -> tuple[SlotName, ...] | None:
+        """The slots that are not derived from the one that is explained (None: all)."""
+        return tuple(self.asked)[1:] if self.slot == self.deciding else None
+
+    @cached_property
+    def index(self) -> FreeIndex:
+        """The devices that may give the slot, of those that the request leaves."""
+        index = self.ledger.index(self.inventory, self.partition, self.slot_type, self.beside)
+        return index if self.only is None else index.only(self.only)
+
+    def of(self, slot: SlotName) -> Question:
+        """Return the same about another slot."""
+        return replace(self, slot_type=self.inventory.slot_types[slot])
 
     def room(self, device: Device) -> int:
-        """Return what a device could give, in whole steps of the slot, in base units."""
-        if device.slot != self.slot_type.name or not self.may_give(device):
+        """Return what a device has room for, in whole steps of the slot, in base units."""
+        position = self.index.positions.get(device.device_id)
+        if position is None or not self.may_give(device):
             return 0
-        free = self.ledger.free(device, self.partition)
-        return free // self.slot_type.quantum * self.slot_type.quantum
+        return self.ledger.room(self.index, position, self.partition) * self.slot_type.quantum
 
     def may_give(self, device: Device) -> bool:
-        """Tell whether the request leaves this device to choose from."""
+        """Return whether the request leaves this device to choose from."""
         return self.only is None or device.device_id in self.only
 
     @property
     def potentials(self) -> list[int]:
-        """What each device could give if all were there, healthy and unheld, in quanta."""
-        offering = self.inventory.by_slot.get(self.slot_type.name, ())
-        parts = (self.partition.potential(device) for device in offering if self.may_give(device))
-        return [part // self.slot_type.quantum for part in parts]
+        """What each device could give if all were there, healthy and empty, in quanta."""
+        return [part for part in self.potential_by_device if part]
+
+    @property
+    def potential_by_device(self) -> list[int]:
+        """The same for every device of the primary slot, 0 of those that could give nothing."""
+        devices = self.inventory.by_slot.get(self.slot_type.family, ())
+        quantum = self.slot_type.quantum
+        return [
+            self.partition.potential(device, self.slot) // quantum if self.may_give(device) else 0
+            for device in devices
+        ]
 
     @property
     def is_too_unequal(self) -> bool:
         """Whether equal parts are asked for, and no number of devices could ever hold them."""
+        if self.are_several:
+            return not self._parts_if_empty
         if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
             return False
         return not fewest(alike(self.potentials), self.amount // self.slot_type.quantum)
 
+    @cached_property
+    def parts(self) -> int:
+        """On how many devices several named slots are given in equal parts; 0 if on none."""
+        found = [self.of(slot) for slot in self.asked]
+        wanted = [each.amount // each.slot_type.quantum for each in found]
+        return fewest_together([each.index.sizes for each in found], wanted)
+
+    @property
+    def _parts_if_empty(self) -> int:
+        """The same, if all devices were there, healthy and empty."""
+        found = [self.of(slot) for slot in self.asked]
+        wanted = [each.amount // each.slot_type.quantum for each in found]
+        return fewest_together([sizes(each.potential_by_device) for each in found], wanted)
+
     @property
     def total(self) -> int:
-        """What the devices could give if all were there, healthy and unheld, in base units."""
+        """What the devices could give if all were there, healthy and empty, in base units."""
         return sum(self.potentials) * self.slot_type.quantum
 
     @property
     def never(self) -> str | None:
         """Why the request can never be granted, beyond its amounts; None if it can."""
         limit = self.partition.limits.get(self.name)
-        is_over = limit is not None and self.earlier + self.amount > limit.amount
-        if is_over or self.amount > self.total:
+        is_over = limit is not None and self.earlier + self.least_counts > limit.amount
+        if is_over or any(each.amount > each.total for each in map(self.of, self.asked)):
             return ""
         return "the devices are too unequal for equal parts" if self.is_too_unequal else None
 
     @property
     def name(self) -> str:
         """The device name of the slot."""
-        return device_name_of(self.slot_type.name)
+        return device_name_of(self.slot)
+
+    @property
+    def least_counts(self) -> int:
+        """The least that the request can count towards the agent's limit."""
+        return max(
+            -(-amount // ratio) if (ratio := self.of(slot).per_primary) else 0
+            for slot, amount in self.asked.items()
+        )
+
+    @property
+    def per_primary(self) -> Fraction:
+        """The largest amount of the slot that goes with one base unit of its primary slot."""
+        return per_primary(self.slot, self.inventory.by_slot.get(self.slot, ()), self.inventory)
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether it is the agent's limit that the request does not keep."""
+        """Whether the request is refused for the agent's limit."""
         left = self.ledger.within_limit(self.partition, self.name)
-        return left is not None and self.earlier + self.amount > left
+        return left is not None and self.earlier + max(self.counts, self.least_counts) > left
 
     @property
     def limit_line(self) -> str:
         """What the agent may hold, and what it holds."""
-        held = self.written(self.ledger.held_of(self.partition.agent_id, self.name))
         agent, limit = self.partition.agent_id, self.partition.limits[self.name]
+        held = format_amount(self.ledger.held_of(agent, self.name), limit.kind)
         return f"limit: {agent} may hold {limit} of {self.name}, and holds {held}"
 
     def written(self, amount: int) -> str:
@@ -99,16 +186,31 @@ class Question(msgspec.Struct, frozen=True):
         return format_amount(amount, self.slot_type.kind)
 
 
+def per_primary(slot: SlotName, devices: Iterable[Device], inventory: Inventory) -> Fraction:
+    """Return the largest ratio of the usable capacities of a slot and its primary one; 0 if none.
+
+    An agent that may hold so much of the primary slot may hold so many times that of the slot.
+    """
+    ratios = [Fraction(0)]
+    for device in devices:
+        usable = inventory.usable(device)
+        if usable[0]:
+            ratios.append(Fraction(usable[device.slot_names.index(slot)], usable[0]))
+    return max(ratios)
+
+
 def refusal(question: Question) -> InsufficientResource:
-    """Return the error that refuses a slot, with how every device was looked at."""
-    offering = question.inventory.by_slot.get(question.slot_type.name, ())
+    """Return the error that refuses a step of a request, with a row for each device."""
+    question = question.of(_short_slot(question))
+    offering = question.inventory.by_slot.get(question.slot, ())
     free = sum(question.room(device) for device in offering)
     left = question.ledger.within_limit(question.partition, question.name)
     if left is not None:
         quantum = question.slot_type.quantum
-        free = min(free, max(0, left - question.earlier) // quantum * quantum)
+        most = int(max(0, left - question.earlier) * question.per_primary)
+        free = min(free, most // quantum * quantum)
     return InsufficientResource(
-        question.slot_type.name,
+        question.slot,
         question.written(question.amount),
         question.written(free),
         explain(question),
@@ -118,11 +220,31 @@ def refusal(question: Question) -> InsufficientResource:
     )
 
 
+def _short_slot(question: Question) -> SlotName:
+    """Return the slot that is to blame: the deciding one, or the first other that is short."""
+    count = question.parts if question.are_several else 0
+    if not count:
+        return question.deciding
+    deciding, *others = [question.of(slot) for slot in question.asked]
+    fitting = _with_room(deciding, count)
+    if fitting.bit_count() >= count:
+        for other in others:
+            fitting &= _with_room(other, count)
+            if fitting.bit_count() < count:
+                return other.slot
+    return question.deciding
+
+
+def _with_room(question: Question, count: int) -> int:
+    wanted = question.amount // question.slot_type.quantum
+    return question.index.with_room_for(-(-wanted // count))
+
+
 def explain(question: Question) -> list[dict[str, object]]:
     """Return a row for each device of the slot's device name.
 
-    `free` and `given` are plain decimals; `considered` tells whether it could have given
-    something, `reason` why it gave nothing, or not enough.
+    `free` and `given` are plain decimals; `considered` says whether it had room for some of the
+    slot, `reason` why it gave nothing, or not enough.
     """
     devices = question.inventory.by_name.get(question.name, ())
     parts = _equal_parts(question)
@@ -143,6 +265,17 @@ def _row(question: Question, device: Device, room: int, parts: _EqualParts) -> d
     }
 
 
+def _suspended(device: Device) -> str:
+    """Return why nothing is allocated from a device that is there; empty if it may be."""
+    if device.withheld:
+        return f"withheld: {device.withheld}"
+    if device.awaited:
+        return f"withheld until engine {device.awaited} is ready"
+    if device.busy:
+        return f"busy: {device.busy}"
+    return "drained by an operator" if device.drained else ""
+
+
 def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     question: Question, device: Device
 ) -> str:
@@ -156,16 +289,14 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
-    if device.withheld:
-        return f"withheld: {device.withheld}"
-    if device.drained:
-        return "drained by an operator"
-    if device.slot != question.slot_type.name:
-        return f"offers {device.slot}"
+    if suspended := _suspended(device):
+        return suspended
+    if not {question.slot, *question.asked} <= set(device.slot_names):
+        return f"offers {' and '.join(device.slot_names)}"
     if holders := ledger.kept_back_by(device):
         held = ledger.holders(device.device_id)
         shown = [
-            f"{_named(question, k)} holds {held[k].slot or 'an unreadable share'} of it"
+            f"{_named(question, k)} holds {' and '.join(held[k].slot_names) or UNREADABLE} of it"
             for k in holders
         ]
         return f"kept back: {', '.join(shown)}"
@@ -175,26 +306,33 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     return ""
 
 
-def _named(question: Question, kernel_id: str) -> str:
-    """Return what a kernel is called to whoever asks."""
-    holding = question.ledger.holdings.get(kernel_id)
+UNREADABLE = "an unreadable share"
+
+
+def _named(question: Question, holder: Holder) -> str:
+    """Return the name of a holder that the caller may see."""
+    holding = question.ledger.holdings.get(holder)
     is_own = holding is not None and holding.agent_id == question.partition.agent_id
-    return f"kernel {kernel_id}" if is_own or not question.policy.is_discreet else OTHER
+    return holder_text(holder) if is_own or not question.policy.is_discreet else OTHER
 
 
-def _listed(question: Question, kernels: Iterable[str]) -> str:
-    named = (_named(question, kernel_id).removeprefix("kernel ") for kernel_id in kernels)
+def _listed(question: Question, holders: Iterable[Holder]) -> str:
+    named = (_named(question, holder).removeprefix("kernel ") for holder in holders)
     return ", ".join(dict.fromkeys(named))
 
 
-def _did_not_do(question: Question, device: Device, room: int, parts: _EqualParts) -> str:
+def _did_not_do(  # noqa: PLR0911 - one line for each reason, the gravest first
+    question: Question, device: Device, room: int, parts: _EqualParts
+) -> str:
     """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
     if device.device_id in question.given:
         return ""
+    if question.given:
+        return _not_chosen(question, device, room) if room else _used_up(question, device)
+    if short := _short_of(question, device, parts):
+        return short
     if not room:
         return _used_up(question, device)
-    if question.given:
-        return _not_chosen(question, device, room)
     if question.is_over_limit:
         return question.limit_line
     has = f"has {question.written(room)} of the {question.written(question.amount)}"
@@ -210,6 +348,40 @@ def _did_not_do(question: Question, device: Device, room: int, parts: _EqualPart
     return has + _rest(question, device)
 
 
+def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
+    """Return which slot a device has too little of, if it offers several; empty if of none.
+
+    Of one that is derived, or named beside the one that is explained.
+    """
+    measures = measured(device, question.inventory)
+    deciding = measures[question.deciding]
+    part = parts.amounts.get(question.deciding) or min(
+        parts.least or question.asked[question.deciding], deciding.usable
+    )
+    left = question.ledger.left(device, question.partition)
+    if question.slot == question.deciding and left[deciding.place] < part:
+        return ""  # a device with one slot has this reason alone
+    slot_types = question.inventory.slot_types
+    for slot, measure in measures.items():
+        kind, why = slot_types[slot].kind, ""
+        if slot in question.asked:
+            needed = parts.amounts.get(slot, part if slot == question.deciding else 0)
+        else:
+            needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
+            shown = readable_amount(part, slot_types[question.deciding].kind)
+            why = f" (in proportion to {question.deciding} {shown})"
+        free = left[measure.place] // measure.quantum * measure.quantum
+        if free < needed:
+            holders = question.ledger.holders(device.device_id)
+            return (
+                f"insufficient {slot}: requested {readable_amount(needed, kind)}{why},"
+                f" {readable_amount(free, kind)} free"
+                f" ({readable_amount(measure.usable, kind)} in total)"
+                + (f"; held by {_listed(question, holders)}" if holders else "")
+            )
+    return ""
+
+
 def _used_up(question: Question, device: Device) -> str:
     holders = question.ledger.holders(device.device_id)
     if not holders:
@@ -218,21 +390,21 @@ def _used_up(question: Question, device: Device) -> str:
     if mine is None:
         return f"held by {_listed(question, holders)}"
     limit = question.written(question.partition.limit(device))
-    return f"the agent's part of {limit} is held by {', '.join(mine)}"
+    return f"the agent's part of {limit} is held by {', '.join(map(str, mine))}"
 
 
 def _rest(question: Question, device: Device) -> str:
-    """Say what the device would have beyond its room, and who has that."""
+    """Return what the device would have beyond its room, and which kernels hold it."""
     holders = question.ledger.holders(device.device_id)
     limit = question.partition.limit(device)
     mine = _mine(question, device)
     if mine is None:
         return f"; the rest is held by {_listed(question, holders)}" if holders else ""
     part = f"; the agent's part of it is {question.written(limit)}"
-    return part + (f", the rest held by {', '.join(mine)}" if mine else "")
+    return part + (f", the rest held by {', '.join(map(str, mine))}" if mine else "")
 
 
-def _mine(question: Question, device: Device) -> list[str] | None:
+def _mine(question: Question, device: Device) -> list[Holder] | None:
     """Return the agent's own holders if its part, and not the device, is what is used up."""
     ledger, agent = question.ledger, question.partition.agent_id
     limit = question.partition.limit(device)
@@ -243,26 +415,43 @@ def _mine(question: Question, device: Device) -> list[str] | None:
 
 
 class _EqualParts(NamedTuple):
-    """The equal parts of a refused request; both are about all devices, so they are found once."""
+    """The equal parts of a refused request; they are about all devices, so they are found once.
+
+    `amounts` are the larger parts where several slots are named.
+    """
 
     are_impossible: bool = False
     least: int = 0
+    amounts: Mapping[SlotName, int] = {}
 
 
 def _equal_parts(question: Question) -> _EqualParts:
     """Return the least equal part, if it is for want of equal parts that a slot is refused."""
     slot_type = question.slot_type
-    if question.given or question.policy.allow_fragmentation or not is_divisible(slot_type):
+    if question.given:
+        return _EqualParts()
+    if question.are_several:
+        return _parts_of_several(question)
+    if question.policy.allow_fragmentation or not is_divisible(slot_type):
         return _EqualParts()
     if question.is_too_unequal:
         return _EqualParts(are_impossible=True)
-    index = question.ledger.index(question.inventory, question.partition, slot_type)
-    if question.only is not None:
-        index = index.only(question.only)
     wanted = question.amount // slot_type.quantum
+    index = question.index
     if total(index.buckets) < wanted or not (count := fewest(index.capacities, wanted)):
         return _EqualParts()
     return _EqualParts(least=wanted // count * slot_type.quantum)
+
+
+def _parts_of_several(question: Question) -> _EqualParts:
+    if not (count := question.parts):
+        return _EqualParts(are_impossible=True)
+    quanta = {slot: question.inventory.quantum(slot) for slot in question.asked}
+    larger = {
+        slot: -(-amount // (count * quanta[slot])) * quanta[slot]
+        for slot, amount in question.asked.items()
+    }
+    return _EqualParts(least=larger[question.slot], amounts=larger)
 
 
 def _not_chosen(question: Question, device: Device, room: int) -> str:

@@ -1,4 +1,8 @@
-"""The free index: the devices that may give one slot to one agent, by what is free on them (room).
+"""The free index: the devices that may give one slot to one agent, by room.
+
+Room is the largest amount of the slot for which a device also has the amounts of its other slots
+free that are derived from it. All indexes of the slots of one primary slot have the same devices at
+the same positions, so that their sets of bits can be intersected.
 
 Devices alike (the same room, the same NUMA node) are one set of bits: bit i is the device
 at position i of the natural order. The first of them is the lowest bit, how many there are
@@ -14,12 +18,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from agentd.core.allocation.distribute import Portion, Rooms, alike
+from agentd.core.allocation.derivation import SlotMeasure
+from agentd.core.allocation.distribute import Portion, Rooms
 from agentd.core.devices import Device, DeviceId
 
 _T = TypeVar("_T")
 Buckets: TypeAlias = dict[int | None, dict[int, int]]
 """By NUMA node and by room in quanta: the positions of the devices, as bits."""
+Sizes: TypeAlias = Sequence[tuple[int, int]]
+"""By the most that the agent may hold, in quanta, smallest first: the positions, as bits."""
 Siblings: TypeAlias = Sequence[int]
 """Devices that are parts of one (the threads of a core), as bits, where there are several."""
 
@@ -28,31 +35,39 @@ Siblings: TypeAlias = Sequence[int]
 class FreeIndex:
     """Devices in natural order, and the room on each in quanta.
 
-    `limits` is the most that the agent may hold of each, `capacities` the same by size;
-    `siblings` are those that are parts of one physical device.
+    `sizes` are the devices, as bits, by the most that the agent may hold of each, smallest first.
+    `siblings` are those that are parts of one physical device. `measures` has for each device its
+    slot and those that are derived from it; a device without the slot has none.
     """
 
     devices: tuple[Device, ...]
     positions: Mapping[DeviceId, int]
-    limits: tuple[int, ...]
-    capacities: Rooms
+    sizes: Sizes
     quantum: int
     buckets: Buckets
     siblings: Siblings = ()
+    measures: tuple[tuple[SlotMeasure, ...], ...] = ()
 
     def only(self, device_ids: Collection[DeviceId]) -> FreeIndex:
         """Return the index of some of the devices."""
         there = [self.positions[d] for d in device_ids if d in self.positions]
         bits = sum(1 << position for position in there)
-        buckets = {
-            node: {room: some for room, found in by_room.items() if (some := found & bits)}
-            for node, by_room in self.buckets.items()
-        }
-        return replace(
-            self,
-            capacities=alike(self.limits[position] for position in there),
-            buckets={node: found for node, found in buckets.items() if found},
-        )
+        sizes = tuple((size, some) for size, found in self.sizes if (some := found & bits))
+        return replace(self, sizes=sizes, buckets=among(self.buckets, bits))
+
+    @property
+    def capacities(self) -> Rooms:
+        """How many devices have which limit."""
+        return [(size, found.bit_count()) for size, found in self.sizes]
+
+    def with_room_for(self, quanta: int) -> int:
+        """Return the positions of the devices that have so much room, as bits."""
+        bits = 0
+        for by_room in self.buckets.values():
+            for room, found in by_room.items():
+                if room >= quanta:
+                    bits |= found
+        return bits
 
     def with_rooms(self, changes: Iterable[tuple[int, int, int]]) -> FreeIndex:
         """Return the index after changes: position, room before, room now."""
@@ -69,6 +84,15 @@ class FreeIndex:
         return replace(self, buckets={node: found for node, found in buckets.items() if found})
 
 
+def sizes(limits: Iterable[int]) -> Sizes:
+    """Return devices by the most that the agent may hold of them; those with nothing left out."""
+    found: dict[int, int] = {}
+    for position, limit in enumerate(limits):
+        if limit:
+            found[limit] = found.get(limit, 0) | 1 << position
+    return tuple(sorted(found.items()))
+
+
 def siblings(devices: Iterable[Device]) -> Siblings:
     """Return the devices that have the same parent, where there are several."""
     masks: dict[str, int] = {}
@@ -76,6 +100,20 @@ def siblings(devices: Iterable[Device]) -> Siblings:
         if device.parent is not None:
             masks[device.parent] = masks.get(device.parent, 0) | 1 << position
     return [mask for mask in masks.values() if mask.bit_count() > 1]
+
+
+def among(buckets: Buckets, positions: int) -> Buckets:
+    """Return the part of the buckets that is at these positions (bits)."""
+    found = {
+        node: {room: some for room, bits in by_room.items() if (some := bits & positions)}
+        for node, by_room in buckets.items()
+    }
+    return {node: by_room for node, by_room in found.items() if by_room}
+
+
+def count_of(buckets: Buckets) -> int:
+    """Return how many devices there are."""
+    return sum(bits.bit_count() for by_room in buckets.values() for bits in by_room.values())
 
 
 def rooms(buckets: Buckets) -> Rooms:

@@ -2,20 +2,32 @@
 
 A kernel holds the devices of its record and those of its second statement; where they differ,
 its reason names both. A record never creates, renames, moves or frees a device, and a difference
-never charges more of a device than there is. A device of which the two name different slots is
-held whole, under one of them. Where only one of the two can be read, that one counts; where
+never charges more of a slot than there is. A device of which the two name different primary slots
+is held whole, under one of them. Where only one of the two can be read, that one counts; where
 neither can, everything that the kernel might hold is charged.
+
+Recorded amounts are never computed again. A slot that a device offers now and the record lacks is
+derived and charged. An amount of a slot that the device no longer offers stays in the share, and is
+charged again once the device offers it. Where both hold, the slot may have been renamed, and the
+device is held whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share
-from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.allocation.ledger import (
+    UNREADABLE_SLOT,
+    Allocation,
+    Share,
+    SlotAmount,
+    completed,
+)
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, SecondarySlot
 from agentd.core.kernel.observation import ObservedKernel, ObservedState
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.record import (
@@ -138,20 +150,33 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(sorted(words)) or "nothing else"
 
 
-def _larger(one: Share, other: Share, device: Device) -> Share:
-    """Return the larger share, or all of the device where that is more than there is."""
-    less, more = sorted((other, one), key=lambda share: share.amount)
-    if more.slot == device.slot:
-        more = more._replace(kind=device.kind, amount=min(more.amount, device.capacity))
-    return max(more, less, key=lambda share: share.amount)
+Merge: TypeAlias = Callable[[int, int, int], int]
+"""From two amounts of a slot, and the most that there is of it, to one."""
 
 
-def _sum(one: Share, other: Share, device: Device) -> Share:
-    """Return two shares of devices that are one now, or all of it where that is more."""
-    both = other._replace(amount=one.amount + other.amount)
-    if both.slot == device.slot:
-        both = both._replace(amount=min(both.amount, device.capacity))
-    return max(both, one, other, key=lambda share: share.amount)
+def _larger(one: int, other: int, most: int) -> int:
+    """Return the larger amount, or all of the slot where that is more than there is."""
+    return max(min(max(one, other), most), min(one, other))
+
+
+def _sum(one: int, other: int, most: int) -> int:
+    """Return the sum of the amounts of devices that are one now, or all where that is more."""
+    return max(min(one + other, most), one, other)
+
+
+def _merged(one: Share, other: Share, device: Device, merge: Merge) -> Share:
+    """Return one share of two of the same device, slot by slot."""
+    offers = {offer.slot: offer for offer in device.slots}
+    amounts: dict[str, SlotAmount] = {}
+    for slot, kind, amount in (*one.amounts, *other.amounts):
+        offer = offers.get(slot)
+        merged = amount
+        if (before := amounts.get(slot)) is not None:
+            most = offer.capacity if offer else before.amount + amount
+            merged = merge(before.amount, amount, most)
+        amounts[slot] = SlotAmount(slot, offer.kind if offer else kind, merged)
+    primary, *secondary = amounts.values()
+    return one._replace(kind=primary.kind, amount=primary.amount, secondary=tuple(secondary))
 
 
 def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
@@ -224,11 +249,8 @@ def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
 
 
 def _slots_of(stated: Allocation) -> dict[str, str]:
-    amounts: dict[str, int] = {}
-    kinds = {share.slot: share.kind for share in stated.shares}
-    for share in stated.shares:
-        amounts[share.slot] = amounts.get(share.slot, 0) + share.amount
-    return {name: format_amount(amount, kinds[name]) for name, amount in amounts.items()}
+    totals = stated.totals().values()
+    return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
 
 
 def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
@@ -281,18 +303,25 @@ def _whole(device: Device) -> Share:
 
 
 def _one_for_each_device(
-    shares: Iterable[Share], inventory: Inventory, merge: Callable[[Share, Share, Device], Share]
+    shares: Iterable[Share], inventory: Inventory, merge: Merge
 ) -> tuple[Share, ...]:
-    """Merge the shares of one device; it is held whole where they are of two slots."""
+    """Merge the shares of one device, each with an amount of every slot of it.
+
+    The device is held whole where they are of two primary slots.
+    """
     merged: dict[DeviceId, Share] = {}
     for share in shares:
         device_id = share.device_id
         if (other := merged.get(device_id)) is None:
             merged[device_id] = share
-            continue
-        merge_two = merge if other.slot == share.slot else _held_whole
-        merged[device_id] = merge_two(other, share, inventory.by_id[device_id])
-    return tuple(merged.values())
+        elif other.slot == share.slot:
+            merged[device_id] = _merged(other, share, inventory.by_id[device_id], merge)
+        else:
+            merged[device_id] = _held_whole(other, share, inventory.by_id[device_id])
+    return tuple(
+        completed(share, inventory.by_id[device_id], inventory)
+        for device_id, share in merged.items()
+    )
 
 
 def _held_whole(one: Share, other: Share, device: Device) -> Share:
@@ -321,6 +350,7 @@ def _gone(share: Share, inventory: Inventory) -> Device:
         slot=share.slot,
         kind=share.kind,
         capacity=share.amount,
+        secondary=tuple(SecondarySlot(*other) for other in share.secondary),
         gone=True,
         reason="known only from a kernel that holds it",
         is_hearsay=True,

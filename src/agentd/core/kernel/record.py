@@ -5,6 +5,10 @@ second time, so that a damaged record does not lose them:
 
     cuda/cuda0/cuda.device=1@GPU-5f2c cpu/3/cpu=1@cpu-3
 
+Both have one entry for each slot of a device, the primary one first:
+
+    cuda/cuda0/cuda.shares=0.5@GPU-5f2c cuda/cuda0/cuda.mem=42949672960B@GPU-5f2c
+
 A reader accepts its own schema and older ones and ignores members that it does not know.
 """
 
@@ -16,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
-from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share, SlotAmount
 from agentd.core.allocation.ports import Port
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel.edits import Mount
@@ -71,7 +75,7 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "spec_hash": kernel.spec_hash,
             "created_at": kernel.created_at,
             "slots": dict(kernel.slots),
-            "allocation": [_encode_share(share) for share in kernel.allocation.shares],
+            "allocation": written_allocation(kernel.allocation),
             "not_enforced": list(kernel.not_enforced),
             "ports": [asdict(port) for port in kernel.ports],
             "created_by": kernel.created_by,
@@ -80,8 +84,24 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "env_names": list(kernel.env_names),
             "mounts": [_encode_mount(mount) for mount in kernel.mounts],
             "labels": dict(kernel.labels),
+            **({"claim_id": kernel.claim_id} if kernel.claim_id is not None else {}),
+            **({"keep_claim": True} if kernel.keeps_claim else {}),
         }
     )
+
+
+def written_allocation(allocation: Allocation) -> list[dict[str, str]]:
+    """Return an allocation as it stands in a record."""
+    return [entry for share in allocation.shares for entry in _encode_share(share)]
+
+
+def read_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
+    """Read the allocation of a record; inverse of `written_allocation`.
+
+    Raises:
+        RecordError: a share is malformed, or a slot of a device is there twice.
+    """
+    return _allocation(_decode_share(item) for item in raw)
 
 
 def _encode_mount(mount: Mount) -> dict[str, object]:
@@ -92,15 +112,18 @@ def _decode_mount(raw: Mapping[str, object]) -> Mount:
     return Mount(_text(raw["source"]), _text(raw["target"]), raw["read_only"] is not False)
 
 
-def _encode_share(share: Share) -> dict[str, str]:
-    return {
-        "device_name": share.device_id.name,
-        "id": share.device_id.id,
-        "stable_id": share.stable_id,
-        "slot": share.slot,
-        "kind": share.kind.value,
-        "amount": format_amount(share.amount, share.kind),
-    }
+def _encode_share(share: Share) -> list[dict[str, str]]:
+    return [
+        {
+            "device_name": share.device_id.name,
+            "id": share.device_id.id,
+            "stable_id": share.stable_id,
+            "slot": slot,
+            "kind": kind.value,
+            "amount": format_amount(amount, kind),
+        }
+        for slot, kind, amount in share.amounts
+    ]
 
 
 def decode(text: str) -> Record:
@@ -108,7 +131,7 @@ def decode(text: str) -> Record:
 
     Raises:
         RecordError: it is empty, not JSON, of a newer schema, lacks a member, has one of another
-            shape, or names a device twice.
+            shape, or names a slot of a device twice.
     """
     if not text:
         raise MissingRecordError("it is missing")
@@ -126,7 +149,7 @@ def decode(text: str) -> Record:
             created_at=parse_time(raw["created_at"]),
             runtime=_text(raw["runtime"]),
             slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
-            allocation=_allocation(_decode_share(item) for item in raw["allocation"]),
+            allocation=read_allocation(raw["allocation"]),
             not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
             created_by=_text(raw.get("created_by", "")),
@@ -135,6 +158,8 @@ def decode(text: str) -> Record:
             env_names=tuple(_text(name) for name in raw.get("env_names", ())),
             mounts=tuple(_decode_mount(item) for item in raw.get("mounts", ())),
             labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
+            claim_id=None if raw.get("claim_id") is None else _name(raw["claim_id"]),
+            keeps_claim=raw.get("keep_claim") is True,
         )
         return Record(_name(raw["node_id"]), kernel)
     except RecordError:
@@ -178,19 +203,24 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
         raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
 
 
-def _allocation(shares: Iterable[Share]) -> Allocation:
-    """Return an allocation.
+def _allocation(entries: Iterable[Share]) -> Allocation:
+    """Return an allocation of entries for one slot each; the first of a device is its primary slot.
 
     Raises:
-        RecordError: a device is there twice, which agentd never writes.
+        RecordError: a slot of a device is there twice, or beside a share of the whole device, which
+            agentd never writes.
     """
-    found = tuple(shares)
-    seen: set[str] = set()
-    for share in found:
-        if share.stable_id in seen:
-            raise RecordError(f"duplicate device {share.device_id} ({share.stable_id})")
-        seen.add(share.stable_id)
-    return Allocation(found)
+    found: dict[str, Share] = {}
+    for entry in entries:
+        share = found.setdefault(entry.stable_id, entry)
+        if share is entry:
+            continue
+        is_whole = UNREADABLE_SLOT in (share.slot, entry.slot)
+        if share.device_id != entry.device_id or is_whole or entry.slot in share.slot_names:
+            raise RecordError(f"duplicate device {entry.device_id} ({entry.stable_id})")
+        secondary = SlotAmount(entry.slot, entry.kind, entry.amount)
+        found[entry.stable_id] = share._replace(secondary=(*share.secondary, secondary))
+    return Allocation(tuple(found.values()))
 
 
 def _decode_share(raw: Mapping[str, object]) -> Share:
@@ -266,9 +296,10 @@ def _name(raw: object) -> str:
 def statement(allocation: Allocation) -> str:
     """Return the devices plainly: `name/id/slot=amount@stable-id`, separated by blanks."""
     return " ".join(
-        f"{share.device_id}/{share.slot}={format_amount(share.amount, share.kind)}"
-        f"{'B' if share.kind is SlotKind.BYTES else ''}@{share.stable_id}"
+        f"{share.device_id}/{slot}={format_amount(amount, kind)}"
+        f"{'B' if kind is SlotKind.BYTES else ''}@{share.stable_id}"
         for share in allocation.shares
+        for slot, kind, amount in share.amounts
     )
 
 
@@ -276,8 +307,8 @@ def parse_statement(text: str) -> Allocation:
     """Read a statement back.
 
     Raises:
-        RecordError: a word of it is damaged, gives nothing of a device, or is of a device that was
-            named before.
+        RecordError: a word of it is damaged, gives nothing of a slot, or is of a slot of a device
+            that was named before.
     """
     return _allocation(_parse_word(word) for word in text.split())
 

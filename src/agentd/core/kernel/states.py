@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from agentd.core.access import Caller
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
@@ -125,6 +126,11 @@ class KernelSpec(msgspec.Struct, frozen=True):
     created_by: str = ""
     is_discreet: bool = False
     """Whether the caller must not learn of other agents."""
+    claim_id: str | None = None
+    """The claim whose devices it takes over, if it names one."""
+    keeps_claim: bool = False
+    """Whether the claim outlives the kernel."""
+    caller: Caller | None = None
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -164,7 +170,8 @@ class Kernel(msgspec.Struct, frozen=True):
     `slots` are plain decimals as they were granted; `handle` is the runtime's name for it (a
     container id, a process id); `created_by` is the caller's name; `degraded` lists limits that
     were changed outside of agentd. `pid` is that of its first process on the host, if its runtime
-    starts processes; `unit` is the unit of the systemd runtime.
+    starts processes; `unit` is the unit of the systemd runtime. `claim_id` is the claim
+    that it took its devices from, which outlives it if it `keeps_claim`.
     """
 
     kernel_id: str
@@ -191,6 +198,8 @@ class Kernel(msgspec.Struct, frozen=True):
     labels: Mapping[str, str] = {}
     pid: int | None = None
     unit: str | None = None
+    claim_id: str | None = None
+    keeps_claim: bool = False
 
     @property
     def holds(self) -> bool:

@@ -1,19 +1,22 @@
 """Auto-split: dealing a node's devices to its agents, from the front.
 
-What offers the same slot is dealt together, so that everybody gets of each; the parts of one
+What offers the same slots is dealt together, so that everybody gets of each; the parts of one
 device stay side by side. Cores are dealt as physical cores, in the order NUMA node, core, thread,
 as long as there are enough for everybody. With `auto-split-order = "numa"` devices are dealt
-node by node, and each agent's cores come from the nodes of its devices.
+node by node, and each agent's cores come from the nodes of its devices. With `"plugin"` cores are
+dealt in the same way, and devices as their plugin deals them, else in the order of their ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 from agentd.core.devices import Device, DeviceId, natural_key
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitOrder
-from agentd.core.slots import CPU
+from agentd.core.slots import CPU, SlotName
 
 Unit: TypeAlias = tuple[Device, ...]
 """What is not taken apart: a device, or the threads of a physical core."""
@@ -34,17 +37,27 @@ def split_units(total: int, parts: int) -> list[int]:
 
 
 def deal(
-    by_name: Mapping[str, Sequence[Device]], agents: Sequence[str], order: SplitOrder
+    by_name: Mapping[str, Sequence[Device]],
+    agents: Sequence[str],
+    order: SplitOrder,
+    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
 ) -> dict[str, list[DeviceId]]:
-    """Return each agent's devices; `by_name` are in natural order, memory apart."""
+    """Return each agent's devices; `by_name` are in natural order, memory apart.
+
+    `dealings` are those of plugins, by device name. Devices whose dealing is None go to no agent.
+    """
     dealt: dict[str, list[Device]] = {agent: [] for agent in agents}
     for name, devices in by_name.items():
-        for alike in _by_slot(devices) if name != CPU else ():
-            units = [(device,) for device in _side_by_side(alike, order)]
-            for agent, mine in _dealt(units, agents):
-                dealt[agent] += mine
+        if name == CPU:
+            continue
+        shares = shares_in_order(devices, agents, order)
+        if name in dealings:
+            dealing = dealings[name]
+            shares = dealing.shares(devices) if dealing else {}
+        for agent, share in shares.items():
+            dealt[agent] += share
     cores = [*_core_units(by_name.get(CPU, ()), len(agents))]
-    if order is SplitOrder.NUMA:
+    if order is not SplitOrder.ID:
         near = {agent: {d.numa_node for d in devices} - {None} for agent, devices in dealt.items()}
         shares = _near(cores, near)
     else:
@@ -53,6 +66,18 @@ def deal(
         agent: [d.device_id for d in (*_natural(shares[agent]), *_natural(dealt[agent]))]
         for agent in agents
     }
+
+
+def shares_in_order(
+    devices: Iterable[Device], agents: Sequence[str], order: SplitOrder = SplitOrder.ID
+) -> dict[str, list[Device]]:
+    """Return each agent's share of devices in natural order, dealt from the front."""
+    shares: dict[str, list[Device]] = {agent: [] for agent in agents}
+    for alike in _by_slots(devices):
+        units = [(device,) for device in _side_by_side(alike, order)]
+        for agent, share in _dealt(units, agents):
+            shares[agent] += share
+    return shares
 
 
 def _natural(devices: Iterable[Device]) -> list[Device]:
@@ -65,11 +90,11 @@ def _dealt(units: Sequence[Unit], agents: Sequence[str]) -> Iterator[tuple[str, 
         yield agent, [device for _ in range(count) for device in next(rest)]
 
 
-def _by_slot(devices: Iterable[Device]) -> list[list[Device]]:
-    groups: dict[str, list[Device]] = {}
+def _by_slots(devices: Iterable[Device]) -> list[list[Device]]:
+    groups: dict[tuple[SlotName, ...], list[Device]] = {}
     for device in devices:
-        groups.setdefault(device.slot, []).append(device)
-    return [groups[slot] for slot in sorted(groups, key=natural_key)]
+        groups.setdefault(device.slot_names, []).append(device)
+    return [groups[slots] for slots in sorted(groups, key=lambda slots: [*map(natural_key, slots)])]
 
 
 def _side_by_side(devices: Sequence[Device], order: SplitOrder) -> list[Device]:

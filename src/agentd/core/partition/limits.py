@@ -1,10 +1,12 @@
 """Limits: the most that an agent may hold of the node in shared mode, by device name.
 
-An amount counts in the device name's own units (half a GPU is 0.5, of all of its slots together),
-a percentage is of what the node has after the reservation. Where every agent has a limit
-and they add up to no more than the node has, each agent's is *guaranteed*: nobody else can hold
-so much that it could not have its own. What a limit says is checked when something is given;
-what runs already is never touched by one that shrank.
+An amount counts in the units of the device name's primary slots (half a GPU is 0.5). A kernel
+counts on each device with the largest of its fractions of the device's slots, so that no limit is
+passed by way of another slot. A percentage is of what the node has after the reservation.
+
+Where every agent has a limit and they add up to no more than the node has, each agent's is
+*guaranteed*: the others cannot hold so much that it could not have its own. A limit is checked when
+devices are allocated. A limit that shrank does not touch running kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class Limitable(msgspec.Struct, frozen=True):
     def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> Limitable:
         """Return what these devices of one name are together."""
         devices = tuple(devices)
-        types = [t for slot, t in inventory.slot_types.items() if device_name_of(slot) == name]
+        types = [
+            slot_type
+            for slot, slot_type in inventory.slot_types.items()
+            if device_name_of(slot) == name and slot_type.primary is None
+        ]
         are_bytes = {slot.kind is SlotKind.BYTES for slot in types}
         is_bytes = are_bytes == {True}
         return cls(

@@ -34,6 +34,7 @@ class SplitOrder(StrEnum):
 
     ID = "id"
     NUMA = "numa"
+    PLUGIN = "plugin"
 
 
 class Ids(msgspec.Struct, frozen=True):
@@ -102,6 +103,12 @@ class SplitRules(msgspec.Struct, frozen=True):
     reserved_mem: int = 0
     align: int = 1
     order: SplitOrder = SplitOrder.ID
+
+    @property
+    def are_plugins_asked(self) -> bool:
+        """Whether plugins may deal their devices themselves."""
+        is_split = self.mode is AllocationMode.AUTO_SPLIT and bool(self.agents)
+        return is_split and self.order is SplitOrder.PLUGIN
 
 
 def parse_device_rule(raw: object) -> DeviceRule:

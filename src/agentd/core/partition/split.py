@@ -27,6 +27,7 @@ from agentd.core.devices import (
     warnings_by_name,
 )
 from agentd.core.partition.auto_split import deal, split_units, torn_cores
+from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.partition.rules import AllocationMode, SplitRules
@@ -60,9 +61,15 @@ class Partition:
         """Return the most that this agent may hold of `device`, in base units."""
         return self._part(device, device.offered)
 
-    def potential(self, device: Device) -> int:
-        """Return the same, if the device were there and healthy."""
-        return self._part(device, device.capacity)
+    def limits_of(self, device: Device) -> tuple[int, ...]:
+        """Return the same for each slot of `device`, the primary one first."""
+        if not device.secondary:
+            return (self.limit(device),)
+        return device.offers if device.device_id in self.members else (0,) * len(device.slots)
+
+    def potential(self, device: Device, slot: SlotName) -> int:
+        """Return the most of a slot of `device`, if the device were there and healthy."""
+        return self._part(device, device.capacity_of(slot))
 
     def _part(self, device: Device, amount: int) -> int:
         if device.device_id not in self.members:
@@ -90,14 +97,14 @@ class Split:
     def slots_of(self, agent_id: str) -> ResourceSlots:
         """Return the amounts that an agent's healthy devices offer; never configured."""
         part = self.partitions[agent_id]
-        return _slots(self.inventory.devices, part.limit)
+        return _slots(self.inventory.devices, part.limits_of)
 
     def node_slots(self) -> ResourceSlots:
         """Return what the whole node offers after the reservation."""
         withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
         return _slots(
             (d for d in self.inventory.devices if d.device_id not in withheld),
-            lambda device: device.offered,
+            lambda device: device.offers,
         )
 
     @cached_property
@@ -167,6 +174,7 @@ def joined(
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
+    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
 ) -> Split:
     """Divide device names that came late; everything else stays where it is.
 
@@ -177,7 +185,7 @@ def joined(
     """
     memory = inventory.by_id[MEMORY]
     whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
-    fresh = split(inventory.with_device(whole), rules, unlisted)
+    fresh = split(inventory.with_device(whole), rules, unlisted, dealings)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
         kept = (device_id for device_id in old if device_id.name not in names)
@@ -197,10 +205,11 @@ def joined(
     )
 
 
-def _slots(devices: Iterable[Device], limit: Callable[[Device], int]) -> ResourceSlots:
+def _slots(devices: Iterable[Device], limits: Callable[[Device], Iterable[int]]) -> ResourceSlots:
     amounts: dict[SlotName, int] = {}
     for device in devices:
-        amounts[device.slot] = amounts.get(device.slot, 0) + limit(device)
+        for slot, amount in zip(device.slot_names, limits(device), strict=True):
+            amounts[slot] = amounts.get(slot, 0) + amount
     return ResourceSlots(amounts)
 
 
@@ -212,8 +221,12 @@ def split(
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
+    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
 ) -> Split:
     """Divide the node; `unlisted` holds device names whose plugin listed nothing, and why.
+
+    `dealings` holds, by device name, how its plugin deals the devices in auto-split; None where
+    it cannot be asked yet.
 
     The split's inventory has the reserved memory taken off its memory device. No agents
     in `rules` means one, `main`, that owns everything.
@@ -221,6 +234,7 @@ def split(
     Raises:
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
+    warnings: tuple[str, ...] = ()
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
     left = max(0, memory.capacity - rules.reserved_mem)
@@ -241,7 +255,8 @@ def split(
         everything = [device.device_id for device in pool.devices]
         assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
-        assignment = _deal(pool, rules)
+        assignment = _deal(pool, rules, dealings)
+        warnings = (*_dealing_warnings(pool, rules, dealings),)
     else:
         assignment, wrong = assign_manually(pool, rules)
         problems += wrong
@@ -251,6 +266,7 @@ def split(
     if problems:
         raise ConfigRefused(problems)
     divided = _split(inventory, rules, reserved, pool, assignment)
+    divided = replace(divided, warnings=(*divided.warnings, *warnings))
     return _limited(divided, limits, available) if rules.mode is AllocationMode.SHARED else divided
 
 
@@ -311,14 +327,31 @@ def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId
     return reserved, problems
 
 
-def _deal(pool: AssignableDevices, rules: SplitRules) -> Assignment:
+def _deal(
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+) -> Assignment:
     agents = [rule.agent_id for rule in rules.agents]
-    dealt = deal(pool.by_name, agents, rules.order)
+    dealt = deal(pool.by_name, agents, rules.order, dealings)
     if len(agents) == 1:
         return Assignment(dealt, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // rules.align, len(agents))
     sizes = {agent: unit * rules.align for agent, unit in zip(agents, units, strict=True)}
     return Assignment(dealt, sizes)
+
+
+def _dealing_warnings(
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+) -> Iterator[str]:
+    if rules.are_plugins_asked and not dealings and not pool.unlisted:
+        yield (
+            'auto-split-order is "plugin", but no plugin of this node deals its devices;'
+            ' they are dealt as with "id"'
+        )
+    for name, dealing in dealings.items():
+        if dealing is None:
+            yield f"{name}: its plugin is not ready to deal its devices, so no agent has them"
+        elif dealing.reason:
+            yield f"{name}: its plugin deals unequal numbers of devices: {dealing.reason}"
 
 
 def _split(

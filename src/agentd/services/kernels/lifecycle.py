@@ -135,7 +135,7 @@ class KernelService:
     def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
-        asked = self._planner.read(spec, self._default, problems)
+        asked = self._planner.read(spec, self._default, problems, self._state)
         self._creates.require_open()
         self._state.require_runtime(self._default.name)
         return asked
@@ -292,6 +292,8 @@ def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> 
         env_names=_kept(tuple(spec.env), map(len, spec.env)),
         mounts=_kept(spec.mounts, (len(mount.source) + len(mount.target) for mount in spec.mounts)),
         labels=spec.labels,
+        claim_id=spec.claim_id,
+        keeps_claim=spec.keeps_claim,
     )
 
 

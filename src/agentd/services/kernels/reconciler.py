@@ -23,6 +23,7 @@ from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, rec
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Observed
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
+from agentd.services.claims.records import located_claim
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_found
@@ -69,7 +70,10 @@ class Reconciler:
         self._partial_again = 0.0
 
     def relocate(self) -> None:
-        """Charge kernels to devices that were known only from their records so far."""
+        """Charge kernels and claims to devices that were known only from their records so far."""
+        for claim in list(self._state.claims.values()):
+            if (now := located_claim(claim, self._devices)) is not claim:
+                self._state.put_claim(now)
         for kernel in list(self._state):
             allocation, missing = located(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)

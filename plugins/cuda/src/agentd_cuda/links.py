@@ -1,0 +1,51 @@
+"""Groups of GPUs that are close to each other: joined by NVLink, else under one host bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any
+
+import pynvml
+
+from agentd_cuda import nvml
+
+
+def close_groups(handles: Mapping[str, Any]) -> list[set[str]]:
+    """Return the groups of GPUs, by UUID; a GPU that is close to no other is a group alone.
+
+    Host bridges count only if the node has no NVLink at all.
+    """
+    groups = _groups(handles, _has_nvlink)
+    if len(groups) == len(handles):
+        groups = _groups(handles, _has_common_bridge)
+    return groups
+
+
+def _groups(handles: Mapping[str, Any], are_joined: Callable[[Any, Any], bool]) -> list[set[str]]:
+    """Return the connected components; a pair that NVML says nothing about is not joined."""
+    group_of = {uuid: {uuid} for uuid in handles}
+    for one, other in combinations(handles, 2):
+        if group_of[one] is group_of[other]:
+            continue
+        try:
+            is_pair = are_joined(handles[one], handles[other])
+        except pynvml.NVMLError as error:
+            nvml.note(f"whether GPUs {one} and {other} are linked is unknown: {error}")
+            continue
+        if is_pair:
+            group_of[one] |= group_of[other]
+            group_of |= dict.fromkeys(group_of[other], group_of[one])
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _has_nvlink(one: Any, other: Any) -> bool:
+    """Return whether NVLink joins two GPUs, also by way of an NVSwitch."""
+    index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+    status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, one, other, index)
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
+def _has_common_bridge(one: Any, other: Any) -> bool:
+    level = nvml.asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+    return level is not None and int(level) <= pynvml.NVML_TOPOLOGY_HOSTBRIDGE

@@ -1,0 +1,181 @@
+"""The commands `agentctl claim`, `claims`, `renew` and `release`: devices for other engines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.options import (
+    listed,
+    pairs,
+    remove_each,
+    suggesting_agents,
+)
+from agentd.cli.output import output_option, print_answer, say
+from agentd.client import Client
+
+NOT_EXECUTED = 127
+"""Exit status where the command cannot be executed."""
+_SCOPE = "AGENTCTL_SCOPE"
+"""Names the scope of systemd that this process was moved into; not passed on."""
+CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def slot_options(command: _F) -> _F:
+    """Add the options that choose devices."""
+    slot = click.option(
+        "--slot",
+        "-s",
+        "slot",
+        multiple=True,
+        metavar="NAME=AMOUNT",
+        help="Amount of a slot, such as cuda.device=1.",
+    )
+    device = click.option(
+        "--device",
+        multiple=True,
+        metavar="NAME=ID",
+        help="Only from these devices, such as cuda=cuda0.",
+    )
+    return slot(device(command))
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("agent", shell_complete=completion.agents)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--id", "claim_id", help="Id of the claim. Default: a generated one.")
+@slot_options
+@click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the claim.")
+@click.option("--scope", is_flag=True, help="Hold for children too: a scope of systemd.")
+@click.pass_obj
+def claim(
+    client: Client,
+    agent: str,
+    command: Sequence[str],
+    claim_id: str | None,
+    slot: Sequence[str],
+    device: Sequence[str],
+    label: Sequence[str],
+    scope: bool,
+) -> None:
+    """Run a command on claimed devices.
+
+    COMMAND replaces this process and finds its devices in its environment. The claim ends with the
+    process; with --scope, with the last process that it started.
+
+    Exit status: the command's; 1 the claim was refused, 127 the command cannot be executed.
+
+    \b
+    agentctl claim agent-1 -s cuda.device=1 -- jupyter lab
+    agentctl claim agent-1 --scope -s cuda.device=4 -- ray start --block
+    """
+    unit = os.environ.pop(_SCOPE, "")
+    if scope and not unit:
+        _enter_scope()
+    body: dict[str, Any] = {
+        "slots": pairs(slot),
+        "devices": listed(device),
+        "labels": pairs(label),
+        "holder": {"cgroup": _own_cgroup()} if scope else {"pid": os.getpid()},
+    }
+    if claim_id:
+        body["claim_id"] = claim_id
+    with suggesting_agents(client, agent):
+        made = client.create_claim(agent, body)
+    own = {"AGENTD_CLAIM": made["claim_id"], "AGENTD_AGENT": agent}
+    _execute(command, {**os.environ, **made["edits"]["env"], **own})
+
+
+def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
+    try:
+        os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
+    except (OSError, ValueError) as error:
+        say(f"agentctl: cannot execute {command[0]}: {error}", err=True)
+        sys.exit(NOT_EXECUTED)
+
+
+def _enter_scope() -> None:
+    """Execute this command again in a transient scope of systemd."""
+    unit = f"agentd-claim-{uuid.uuid4().hex[:12]}.scope"
+    entry = "from agentd.cli.agentctl.main import agentctl; agentctl(prog_name='agentctl')"
+    again = [sys.executable, "-c", entry, *sys.argv[1:]]
+    words = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--", *again]
+    _execute(words, {**os.environ, _SCOPE: unit})
+
+
+def _own_cgroup() -> str:
+    """Return this process's cgroup of version 2.
+
+    Raises:
+        ClickException: it has none.
+    """
+    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    found = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    if found == "/":
+        raise click.ClickException("no cgroup of version 2: this host has none, or no systemd")
+    return found
+
+
+@click.command()
+@click.option("--agent", help="Only claims of this agent.", shell_complete=completion.agents)
+@click.option(
+    "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only claims with this label."
+)
+@output_option
+@click.pass_obj
+def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
+    """List the claims."""
+    rows = client.claims(agent, labels=pairs(label))
+    print_answer(rows, CLAIM_COLUMNS, claim_row, wide=["labels", "created_by", "expires_at"])
+
+
+def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a claim with its columns for people."""
+    from agentd.cli.tables import age, compact
+
+    devices = [
+        f"{name} {compact(list(ids))}"
+        for name, by_slot in claim["allocation"].items()
+        for ids in by_slot.values()
+        if name != "mem"
+    ]
+    holder = next(
+        f"{kind} {claim['holder'][kind]}"
+        for kind in ("pid", "cgroup", "ttl", "name")
+        if kind in claim["holder"]
+    )
+    return {
+        **claim,
+        "claim": claim["claim_id"],
+        "agent": claim["agent_id"],
+        "devices": devices,
+        "holder": holder,
+        "age": age(claim["created_at"]),
+    }
+
+
+@click.command()
+@click.argument("claim", shell_complete=completion.claims)
+@click.option("--ttl", type=click.IntRange(min=1), help="Seconds; default: the time it had.")
+@output_option
+@click.pass_obj
+def renew(client: Client, claim: str, ttl: int | None) -> None:
+    """Give a claim its whole time again."""
+    print_answer(client.renew_claim(claim, ttl), [*CLAIM_COLUMNS, "expires_at"], claim_row)
+
+
+@click.command()
+@click.argument("claims", nargs=-1, required=True, shell_complete=completion.claims)
+@output_option
+@click.pass_obj
+def release(client: Client, claims: Sequence[str]) -> None:
+    """Release claims."""
+    remove_each(claims, client.release_claim)

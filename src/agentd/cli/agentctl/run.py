@@ -1,0 +1,226 @@
+"""The command `agentctl run`: one kernel as if it were a command of the caller's shell."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO, TypeAlias
+
+import click
+
+from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.create import kernel_body, kernel_options
+from agentd.cli.agentctl.follow import ENDED
+from agentd.cli.agentctl.options import RpcProblem
+from agentd.cli.output import say
+from agentd.client import Client
+from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Unavailable, UnknownKernel
+from agentd.views import KernelView
+
+NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
+"""Exit statuses, as of a shell and of `docker run`; that of a signal is added to the last."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PAUSE_S = 0.2
+CREATE_PATIENCE_S = 15.0
+"""How long a create is repeated while the daemon does not answer."""
+_Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("agent", shell_complete=completion.agents)
+@kernel_options
+@click.option("--claim", "claim_id", help="Take the devices from this claim.")
+@click.option("--rm", "removes", is_flag=True, help="Delete the kernel in the end.")
+@click.pass_obj
+def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **options: Any) -> None:
+    """Run a kernel and wait for its end.
+
+    Its output is printed as it comes. INT, TERM and HUP stop the kernel; a second one kills it. A
+    restart of the daemon does not matter.
+
+    Exit status: the kernel's; 125 it was not created or was lost, 126 the command cannot be
+    executed, 127 there is no such command.
+
+    \b
+    agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi
+    agentctl run agent-1 --claim slurm-17 --rm -- ./train
+    """
+    body = kernel_body(options)
+    body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
+    if claim_id:
+        body |= {"claim": claim_id, "keep_claim": True}
+    sys.exit(Run(client, agent, body).until_end(removes=removes))
+
+
+class Run:
+    """One kernel, from its create to its end.
+
+    Threads create it, follow it and stop it, so that a signal is taken at any time.
+    """
+
+    def __init__(self, client: Client, agent: str, body: Mapping[str, Any]) -> None:
+        self._client = client
+        self._agent = agent
+        self._body = body
+        self._kernel_id = str(body["kernel_id"])
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._is_created = False
+
+    def until_end(self, *, removes: bool) -> int:
+        """Run the kernel, and return the exit status."""
+        for number in FORWARDED:
+            signal.signal(number, lambda number, _: self._events.put(signal.Signals(number)))
+        self._start(self._create_and_follow)
+        try:
+            return self._status()
+        finally:
+            if removes:
+                self._remove()
+
+    def _status(self) -> int:
+        signals: list[signal.Signals] = []
+        while True:
+            match self._events.get():
+                case signal.Signals() as number:
+                    signals.append(number)
+                    self._start(self._forward, 0.0 if len(signals) > 1 else None)
+                case AgentdError() as error:
+                    if signals and not self._is_created:
+                        return SIGNALLED + signals[0]
+                    RpcProblem.of(error).show()
+                    return _status_of(error)
+                case kernel:
+                    if kernel["exit_code"] is None:
+                        say(f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True)
+                        return NOT_CREATED
+                    return kernel["exit_code"]
+
+    def _start(self, act: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=act, args=arguments, daemon=True).start()
+
+    def _create_and_follow(self) -> None:
+        try:
+            self._create()
+            self._is_created = True
+            streams = [
+                threading.Thread(target=self._follow, args=(name, output), daemon=True)
+                for name, output in self._outputs().items()
+            ]
+            for stream in streams:
+                stream.start()
+            kernel = self._ended()
+            for stream in streams:
+                stream.join()
+        except AgentdError as error:
+            self._events.put(error)
+        else:
+            self._events.put(kernel)
+
+    def _outputs(self) -> Mapping[str, BinaryIO]:
+        """Return where each stream is printed; a runtime that joins the two has one."""
+        apart = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+        while True:
+            try:
+                for _ in self._client.logs(self._kernel_id, tail=0, stream="stdout"):
+                    pass
+            except InvalidRequest:
+                return {"both": sys.stdout.buffer}
+            except Unavailable:
+                time.sleep(PAUSE_S)
+            else:
+                return apart
+
+    def _create(self) -> None:
+        """Create the kernel; the same request is repeated while nothing answers.
+
+        Raises:
+            AgentdError: it was refused, or nothing answered in time.
+        """
+        end = time.monotonic() + CREATE_PATIENCE_S
+        while True:
+            try:
+                self._client.create_kernel(self._agent, self._body)
+            except Unavailable:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(PAUSE_S)
+            else:
+                return
+
+    def _ended(self) -> KernelView:
+        """Wait for the end of the kernel, also while the daemon is away.
+
+        Raises:
+            UnknownKernel: it was removed.
+        """
+        while True:
+            with suppress(Unavailable):
+                kernel = self._client.kernel(self._kernel_id)
+                if kernel["state"] in ENDED:
+                    return kernel
+            time.sleep(PAUSE_S)
+
+    def _follow(self, stream: str, output: BinaryIO) -> None:
+        """Print one stream to its end; after a lost connection, what was not printed yet."""
+        printed = 0
+        while True:
+            skipped, is_over = 0, False
+            try:
+                for chunk in self._client.logs(self._kernel_id, follow=True, stream=stream):
+                    rest = chunk[max(0, printed - skipped) :]
+                    skipped += len(chunk)
+                    printed += len(rest)
+                    output.write(rest)
+                    output.flush()
+                is_over = self._client.kernel(self._kernel_id)["state"] in ENDED
+            except Unavailable:
+                pass
+            except (AgentdError, OSError):
+                return
+            if is_over:
+                return
+            time.sleep(PAUSE_S)
+
+    def _forward(self, timeout: float | None) -> None:
+        """Stop the kernel, or cancel its create."""
+        while True:
+            try:
+                if self._is_created:
+                    self._client.stop_kernel(self._kernel_id, timeout)
+                else:
+                    self._client.delete_kernel(self._kernel_id)
+            except Unavailable:
+                time.sleep(PAUSE_S)
+            except UnknownKernel:
+                if self._is_created:
+                    return
+                time.sleep(PAUSE_S)
+            except AgentdError:
+                return
+            else:
+                return
+
+    def _remove(self) -> None:
+        end = time.monotonic() + CREATE_PATIENCE_S
+        while time.monotonic() < end:
+            try:
+                self._client.delete_kernel(self._kernel_id, 0.0)
+            except Unavailable:
+                time.sleep(PAUSE_S)
+            except AgentdError:
+                return
+            else:
+                return
+        say(f"agentctl: kernel {self._kernel_id} was not removed", err=True)
+
+
+def _status_of(error: AgentdError) -> int:
+    if not isinstance(error, CommandNotFound):
+        return NOT_CREATED
+    return NOT_EXECUTABLE if "permission denied" in str(error).lower() else NOT_FOUND

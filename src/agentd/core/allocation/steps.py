@@ -1,0 +1,56 @@
+"""Steps: the order in which the slots of a request are decided.
+
+Accelerators come first by device name, then cpu, then mem. Named slots of the same devices, those
+of one primary slot, are one step: the primary slot decides if it is named, else the first in
+natural order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from agentd.core.devices import natural_key
+from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, SlotType, device_name_of
+
+
+class SlotStep(NamedTuple):
+    """Slots of the same devices that a request names, with amounts in base units.
+
+    The first is the deciding `slot`, the others are in natural order.
+    """
+
+    slot: SlotName
+    amounts: Mapping[SlotName, int]
+
+    @property
+    def amount(self) -> int:
+        """The amount of the deciding slot."""
+        return self.amounts[self.slot]
+
+    @property
+    def indexes(self) -> Iterator[tuple[SlotName, tuple[SlotName, ...] | None]]:
+        """The slots, each with those that are not derived from it (None: all)."""
+        deciding, *others = self.amounts
+        yield deciding, tuple(others)
+        for slot in others:
+            yield slot, None
+
+
+def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
+    """Return the steps of a request in the order in which they are decided."""
+    families: dict[SlotName, list[SlotName]] = {}
+    for slot in slots:
+        families.setdefault(types[slot].family, []).append(slot)
+    found = []
+    for primary, names in families.items():
+        if len(names) > 1:
+            names.sort(key=lambda name: (name != primary, natural_key(name)))
+        found.append(SlotStep(names[0], {name: slots[name] for name in names}))
+    return sorted(found, key=_order)
+
+
+def _order(step: SlotStep) -> tuple[int, object, object]:
+    name = device_name_of(step.slot)
+    rank = (CPU, MEM).index(name) + 1 if name in (CPU, MEM) else 0
+    return rank, natural_key(name), step.slot

@@ -1,0 +1,1 @@
+"""Claims: devices that other engines take from the ledger."""

@@ -1,0 +1,96 @@
+"""Choosing devices from a claim, and for an observed one: the allocator over other inventories.
+
+A claim is read as a small node: its shares are the devices, and each has the capacity that the
+claim holds of it. So the rules for placement and for derived amounts are those of any create.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger, completed
+from agentd.core.allocation.policy import AllocationPolicy
+from agentd.core.claim.claim import amounts_of
+from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.partition.split import Partition
+from agentd.core.slots import MEM, ResourceSlots, device_name_of
+
+
+def names_of(claimed: Allocation) -> frozenset[str]:
+    """Return the device names of which a claim holds something."""
+    return frozenset(share.device_id.name for share in claimed.shares)
+
+
+def default_amounts(claimed: Allocation, named: frozenset[str]) -> dict[str, int]:
+    """Return all that a claim holds of the device names that a request does not name.
+
+    They are amounts of primary slots, from which the others follow.
+    """
+    rest = (share for share in claimed.shares if share.device_id.name not in named)
+    return amounts_of(share._replace(secondary=()) for share in rest)
+
+
+def allocate_from(
+    claimed: Allocation,
+    inventory: Inventory,
+    agent_id: str,
+    slots: ResourceSlots,
+    policy: AllocationPolicy,
+    only: Mapping[str, frozenset[DeviceId]],
+) -> Allocation:
+    """Choose from the devices of a claim; a drained one can be used, a missing one cannot.
+
+    Raises:
+        InsufficientResource: the claim holds less of a slot.
+    """
+    devices = [
+        replace(
+            device,
+            capacity=share.amount,
+            secondary=tuple(
+                replace(offer, capacity=share.amount_of(offer.slot)) for offer in device.secondary
+            ),
+            drained=False,
+            withheld="",
+        )
+        for share in claimed.shares
+        if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
+    ]
+    amounts = amounts_of(claimed.shares)
+    partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
+    small = Inventory.of(inventory.slot_types.values(), devices)
+    given = allocate(Ledger(), small, partition, slots, policy, only)
+    by_id = inventory.by_id
+    return Allocation(
+        tuple(completed(share, by_id[share.device_id], inventory) for share in given.shares)
+    )
+
+
+def allocate_observed(
+    inventory: Inventory,
+    partition: Partition,
+    slots: ResourceSlots,
+    policy: AllocationPolicy,
+    only: Mapping[str, frozenset[DeviceId]],
+) -> Allocation:
+    """Choose devices that an engine uses already, whoever holds them and in whatever state.
+
+    Raises:
+        InsufficientResource: the devices of the agent that the request names are too few.
+    """
+    there = Inventory.of(inventory.slot_types.values(), map(_in_use, inventory.devices))
+    return allocate(Ledger(), there, partition, slots, policy, only)
+
+
+def _in_use(device: Device) -> Device:
+    return replace(device, health=Health.HEALTHY, gone=False, drained=False, withheld="")
+
+
+def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSlots, ResourceSlots]:
+    """Return the slots of devices that a claim holds, and the others."""
+    mine = {slot: amount for slot, amount in slots.items() if device_name_of(slot) in names}
+    others = {slot: amount for slot, amount in slots.items() if slot not in mine}
+    return ResourceSlots(mine), ResourceSlots(others)

@@ -1,0 +1,219 @@
+"""Claims: devices that an engine takes from the ledger for work of its own.
+
+A claim holds its devices as a kernel does, and runs nothing. It ends with its holder: a process, a
+cgroup, a time limit, or nobody but the caller who names it. A create can take the devices of a
+claim over; what the claim still holds meanwhile follows from the kernels (`remaining`), so that no
+order of changes charges a device twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from agentd.core.access import Caller, Role
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Holder, Share
+from agentd.core.devices import DeviceId
+from agentd.core.kernel.edits import ContainerEdits
+
+MOST_CLAIMS = 4096
+"""Claims that a node has at most."""
+MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
+
+
+class EditsFor(StrEnum):
+    """What the edits of a claim are applied to."""
+
+    PROCESS = "process"
+    CONTAINER = "container"
+
+
+class EndReason(StrEnum):
+    """Why a claim ended."""
+
+    RELEASED = "released"
+    PROCESS = "process"
+    CGROUP = "cgroup"
+    TIME = "time"
+    REBOOT = "reboot"
+    USED = "used"
+
+
+class ProcessHolder(msgspec.Struct, frozen=True, tag="process"):
+    """A process, by its id and its start time in ticks since the boot."""
+
+    pid: int
+    start_time: int
+
+
+class CgroupHolder(msgspec.Struct, frozen=True, tag="cgroup"):
+    """A cgroup of version 2, by its path and the inode of its folder."""
+
+    cgroup: str
+    inode: int
+
+
+class TimeHolder(msgspec.Struct, frozen=True, tag="ttl"):
+    """A time limit in seconds, to be renewed."""
+
+    ttl: int
+
+
+class NameHolder(msgspec.Struct, frozen=True, tag="name"):
+    """A name: only a caller ends the claim, or a reboot that it does not survive."""
+
+    name: str
+    survives_reboot: bool = False
+
+
+ClaimOwner: TypeAlias = ProcessHolder | CgroupHolder | TimeHolder | NameHolder
+"""Whose end is the end of a claim."""
+
+
+class ClaimSpec(msgspec.Struct, frozen=True):
+    """A claim request after it was read; `request_hash` is equal for equal requests.
+
+    `slots`, `devices` and `is_discreet` are as in `KernelSpec`. `holder` is verified.
+    """
+
+    claim_id: str
+    agent_id: str
+    holder: ClaimOwner
+    request_hash: str
+    slots: Mapping[str, object] = {}
+    devices: Mapping[str, tuple[str, ...]] = {}
+    edits_for: EditsFor = EditsFor.PROCESS
+    labels: Mapping[str, str] = {}
+    owner_uid: int | None = None
+    is_observed: bool = False
+    created_by: str = ""
+    is_discreet: bool = False
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """One claim; `created_at` is in seconds since the epoch.
+
+    `slots` are plain decimals as they were granted, `allocation` the devices of the whole claim,
+    also those that its kernels hold. `boot_id` is the boot in which it was made. `problem` is the
+    reason why its record cannot be read: it then holds every device.
+    """
+
+    claim_id: str
+    agent_id: str
+    holder: ClaimOwner
+    request_hash: str
+    created_at: float
+    boot_id: str
+    slots: Mapping[str, str] = {}
+    allocation: Allocation = msgspec.field(default_factory=Allocation)
+    edits_for: EditsFor = EditsFor.PROCESS
+    edits: ContainerEdits = msgspec.field(default_factory=ContainerEdits)
+    labels: Mapping[str, str] = {}
+    created_by: str = ""
+    owner_uid: int | None = None
+    is_observed: bool = False
+    problem: str = ""
+
+    def ends_with(self, boot_id: str) -> bool:
+        """Return whether a reboot has ended it, given the id of the boot now."""
+        survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot
+        return not (survives or self.problem or self.boot_id == boot_id)
+
+    def may_be_used_by(self, caller: Caller) -> bool:
+        """Return whether a caller may create from it, renew it and release it.
+
+        The uid of a caller is that of its unix socket's peer. A gateway passes callers on, whose
+        uid is not known.
+        """
+        if not caller.sees(self.agent_id):
+            return False
+        is_owner = caller.uid == self.owner_uid and not caller.via
+        return self.owner_uid is None or is_owner or caller.role is Role.ADMIN
+
+
+class ClaimStatus(msgspec.Struct, frozen=True):
+    """A claim as it is now; `expires_at` is in seconds since the epoch, if it has a time limit."""
+
+    claim: Claim
+    is_used: bool = False
+    expires_at: float | None = None
+
+
+class Collision(msgspec.Struct, frozen=True):
+    """A device that an observed claim holds beside others, who hold more than there is together."""
+
+    device_id: DeviceId
+    holders: tuple[Holder, ...]
+
+
+class EndedClaim(msgspec.Struct, frozen=True):
+    """A claim that has ended, and why."""
+
+    claim: Claim
+    reason: EndReason
+
+
+def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation:
+    """Return an allocation without the shares that others hold of the same devices.
+
+    Each slot has its own rest. A device that is held whole of an unreadable record stays.
+    """
+    others = united(taken)
+    of_device = {(share.stable_id, share.slot): share for share in others.shares}
+    rests = (
+        _rest(share, of_device.get((share.stable_id, share.slot))) for share in allocation.shares
+    )
+    return Allocation(
+        tuple(
+            rest
+            for rest in rests
+            if rest.slot == UNREADABLE_SLOT or any(each.amount for each in rest.amounts)
+        )
+    )
+
+
+def _rest(share: Share, taken: Share | None) -> Share:
+    if taken is None or share.slot == UNREADABLE_SLOT:
+        return share
+    amount = max(0, share.amount - taken.amount)
+    counts = max(0, share.counts - taken.counts)
+    return share._replace(
+        amount=amount,
+        secondary=tuple(
+            each._replace(amount=max(0, each.amount - taken.amount_of(each.slot)))
+            for each in share.secondary
+        ),
+        limit_excess=counts - amount,
+    )
+
+
+def united(allocations: Iterable[Allocation]) -> Allocation:
+    """Return several allocations as one, with one share of each device and primary slot."""
+    found: dict[tuple[str, str], Share] = {}
+    for allocation in allocations:
+        for share in allocation.shares:
+            key = share.stable_id, share.slot
+            before = found.get(key)
+            found[key] = _sum(before, share) if before else share
+    return Allocation(tuple(found.values()))
+
+
+def _sum(one: Share, other: Share) -> Share:
+    slots = {each.slot: each for each in one.secondary}
+    for each in other.secondary:
+        before = slots[each.slot].amount if each.slot in slots else 0
+        slots[each.slot] = each._replace(amount=before + each.amount)
+    return other._replace(
+        amount=one.amount + other.amount,
+        secondary=tuple(slots.values()),
+        limit_excess=one.limit_excess + other.limit_excess,
+    )
+
+
+def amounts_of(shares: Iterable[Share]) -> dict[str, int]:
+    """Return the amounts of shares together, in base units by slot."""
+    totals = Allocation(tuple(shares)).totals()
+    return {slot: each.amount for slot, each in totals.items()}

@@ -1,0 +1,119 @@
+"""Asking a plugin to deal its devices: what it is asked about, and its answer, checked.
+
+An answer that breaks the contract is a lie. It is never mended: the plugin fails with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from agentd.core.devices import (
+    Device,
+    Health,
+    natural_key,
+    with_remembered,
+    with_shared_health,
+)
+from agentd.core.names import shortened
+from agentd.core.partition.auto_split import shares_in_order
+from agentd.core.partition.dealing import Dealing
+from agentd.core.slots import format_amount
+from agentd.plugin_api import DeviceInfo, PartitionInfo
+from agentd.pluginhost.output import one_line
+from agentd.pluginhost.validation import InvalidAnswer
+from agentd.services.protocols import PluginListing
+
+
+class Remembered(Protocol):
+    """The devices and dealings that a node remembers."""
+
+    def load_devices(self) -> Sequence[Device]: ...
+    def load_dealings(self) -> Mapping[str, Dealing]: ...
+
+
+class DealingRules(NamedTuple):
+    """The agents that plugins deal to, and what is remembered of earlier dealings."""
+
+    agents: tuple[str, ...]
+    remembered: Remembered
+
+    def known(self, listing: PluginListing) -> list[Device]:
+        """Return listed and missing devices with their ids, in natural order."""
+        name = listing.name
+        past = [d for d in self.remembered.load_devices() if d.device_id.name == name]
+        known = with_remembered(with_shared_health(listing.devices), past)
+        return sorted(known, key=lambda device: natural_key(device.device_id.id))
+
+    def kept(self, name: str, known: Sequence[Device]) -> Dealing | None:
+        """Return the dealing that was made for the same agents and devices."""
+        dealing = self.remembered.load_dealings().get(name)
+        return dealing if dealing and dealing.is_for(self.agents, known) else None
+
+
+def asked_devices(known: Sequence[Device]) -> list[DeviceInfo]:
+    """Return devices as a plugin is asked about them."""
+    return [
+        DeviceInfo(
+            device.device_id.id,
+            device.stable_id,
+            device.slot,
+            format_amount(device.capacity, device.kind),
+            device.aliases,
+            device.parent,
+            device.model,
+            device.numa_node,
+            (Health.UNKNOWN if device.gone else device.health).value,
+            device.reason,
+            device.attributes,
+            device.is_simulated,
+            {other.slot: format_amount(other.capacity, other.kind) for other in device.secondary},
+        )
+        for device in known
+    ]
+
+
+def checked_dealing(
+    info: PartitionInfo | None, known: Sequence[Device], agents: Sequence[str]
+) -> Dealing:
+    """Return a plugin's answer as a dealing of the devices that it was asked about.
+
+    Raises:
+        InvalidAnswer: the answer breaks the contract.
+    """
+    if info is None:
+        return Dealing.of(shares_in_order(known, agents), known)
+    by_id = {device.device_id.id: device for device in known}
+    for agent in info.devices:
+        if agent not in agents:
+            raise InvalidAnswer(
+                f"it deals devices to an unknown agent {shortened(agent)}"
+                f" (there are: {', '.join(agents)})"
+            )
+    given = Counter(device_id for ids in info.devices.values() for device_id in ids)
+    for device_id, times in given.items():
+        if device_id not in by_id:
+            raise InvalidAnswer(f"it deals an unknown device {shortened(device_id)}")
+        if times > 1:
+            raise InvalidAnswer(f"it deals {device_id} more than once")
+    shares = {agent: [by_id[n] for n in info.devices.get(agent, ())] for agent in agents}
+    reason = one_line(info.reason)
+    if not reason:
+        _refuse_unequal(shares)
+    return Dealing.of(shares, known, reason)
+
+
+def _refuse_unequal(shares: Mapping[str, Sequence[Device]]) -> None:
+    """Refuse numbers of devices with the same slots that differ by more than one."""
+    counts = {
+        agent: Counter(device.slot_names for device in share) for agent, share in shares.items()
+    }
+    for slots in sorted({slots for mine in counts.values() for slots in mine}):
+        numbers = {agent: mine[slots] for agent, mine in counts.items()}
+        if max(numbers.values()) - min(numbers.values()) > 1:
+            shown = ", ".join(f"{agent} {number}" for agent, number in numbers.items())
+            raise InvalidAnswer(
+                f"it deals unequal numbers of devices with {', '.join(slots)} without a reason:"
+                f" {shown}"
+            )

@@ -1,0 +1,164 @@
+"""Routes of claims: create, list, renew, release, and edits of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from aiohttp import web
+
+from agentd.core.access import Caller, Role
+from agentd.core.claim.claim import (
+    ClaimOwner,
+    ClaimStatus,
+    EditsFor,
+    NameHolder,
+    TimeHolder,
+)
+from agentd.errors import Forbidden, InvalidRequest, Problem
+from agentd.http.answers import answer
+from agentd.http.bodies import read_body
+from agentd.http.callers import caller_of, note_claim, peer_of
+from agentd.http.queries import body_of, read_labels, read_limit
+from agentd.rpc import rendering
+from agentd.rpc.requests import (
+    CreateClaimRequest,
+    EditsRequest,
+    HolderRequest,
+    RenewRequest,
+)
+from agentd.services.claims.lifecycle import ClaimService
+from agentd.services.claims.protocols import Holders, NoSuchHolder
+from agentd.services.devices import NodeDevices
+
+
+class ClaimHandlers:
+    """Claims of the node.
+
+    `kernel_marks` returns the processes of kernels, and the names of their cgroups.
+    """
+
+    def __init__(
+        self,
+        devices: NodeDevices,
+        service: ClaimService,
+        holders: Holders,
+        kernel_pids: Callable[[], Collection[int]],
+    ) -> None:
+        self._devices = devices
+        self._service = service
+        self._holders = holders
+        self._kernel_pids = kernel_pids
+
+    async def create_claim(self, request: web.Request) -> web.Response:
+        """Take devices for work of an engine, or return the claim that the same request made."""
+        agent_id = self._devices.partition(request.match_info["agent"]).agent_id
+        body = read_body(CreateClaimRequest, await body_of(request))
+        caller = caller_of(request)
+        if body.claim_id is not None:
+            note_claim(request, body.claim_id)
+        _require_admin_for(body, caller)
+        spec = body.to_spec(agent_id, caller, self._holder(request, body.holder, caller))
+        note_claim(request, spec.claim_id)
+        status, is_new = await self._service.create(spec)
+        headers = {"Location": f"/v1/claims/{spec.claim_id}"}
+        return answer(rendering.claim_view(status), 201 if is_new else 200, headers)
+
+    def _holder(self, request: web.Request, wanted: HolderRequest, caller: Caller) -> ClaimOwner:
+        """Verify the holder that a caller names.
+
+        Raises:
+            InvalidRequest: it is not there, not the caller's, or cannot be named over TCP.
+        """
+        if wanted.ttl is not None:
+            return TimeHolder(wanted.ttl)
+        if wanted.name is not None:
+            return NameHolder(wanted.name, wanted.survives_reboot)
+        where = "pid" if wanted.pid is not None else "cgroup"
+        peer = peer_of(request)
+        if peer is None:
+            why = "expected a caller on a unix socket of this node; over TCP: ttl or name"
+            raise InvalidRequest([Problem(f"holder.{where}", why)])
+        try:
+            if wanted.cgroup is not None:
+                return self._holders.cgroup(wanted.cgroup, self._kernel_pids())
+            return self._holders.process(
+                wanted.pid or 0,
+                wanted.start_time,
+                caller_pid=peer.pid,
+                caller_uid=None if caller.role is Role.ADMIN else peer.uid,
+            )
+        except NoSuchHolder as error:
+            raise InvalidRequest([Problem(f"holder.{where}", str(error))]) from None
+
+    async def list_claims(self, request: web.Request) -> web.Response:
+        """List the claims that hold devices, the oldest first."""
+        query, caller = request.query, caller_of(request)
+        labels, limit = read_labels(query), read_limit(query)
+        visible = [s for s in self._service.all() if caller.sees(s.claim.agent_id)]
+        if (agent := query.get("agent")) is not None:
+            visible = [status for status in visible if status.claim.agent_id == agent]
+        if (after := query.get("after")) is not None:
+            visible = _after(visible, after)
+        found = [
+            status
+            for status in visible
+            if all(status.claim.labels.get(name) == value for name, value in labels)
+        ]
+        headers = {}
+        if limit is not None and len(found) > limit:
+            found = found[:limit]
+            url = request.rel_url.update_query(after=found[-1].claim.claim_id)
+            headers["Link"] = f'<{url}>; rel="next"'
+        return answer([rendering.claim_view(status) for status in found], headers=headers)
+
+    async def get_claim(self, request: web.Request) -> web.Response:
+        """Show one claim."""
+        return answer(rendering.claim_view(self._service.get(request.match_info["claim"])))
+
+    async def renew_claim(self, request: web.Request) -> web.Response:
+        """Give a claim its whole time again."""
+        body = read_body(RenewRequest, await body_of(request))
+        claim_id = request.match_info["claim"]
+        status = self._service.renew(claim_id, body.ttl, caller_of(request))
+        return answer(rendering.claim_view(status))
+
+    async def delete_claim(self, request: web.Request) -> web.Response:
+        """Release a claim."""
+        self._service.release(request.match_info["claim"], caller_of(request))
+        return web.Response(status=204)
+
+    async def get_edits(self, request: web.Request) -> web.Response:
+        """Return the edits for the devices of several claims together."""
+        body = read_body(EditsRequest, await body_of(request))
+        edits_for = EditsFor(body.edits_for)
+        edits = await self._service.edits_of(body.claims, edits_for, caller_of(request))
+        return answer(rendering.edits_view(edits))
+
+
+def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
+    """Refuse what only an admin may ask for.
+
+    Raises:
+        Forbidden: the caller is none.
+    """
+    wanted: dict[str, Any] = {
+        "name a cgroup": body.holder.cgroup,
+        "set owner_uid": body.owner_uid,
+        "make observed claims": body.observed or None,
+    }
+    for right, value in wanted.items():
+        if value is not None and caller.role is not Role.ADMIN:
+            raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
+
+
+def _after(visible: list[ClaimStatus], after: str) -> list[ClaimStatus]:
+    """Return the claims behind one of a list.
+
+    Raises:
+        InvalidRequest: it is not in the list; a claim that ended has no place in it.
+    """
+    for place, status in enumerate(visible):
+        if status.claim.claim_id == after:
+            return visible[place + 1 :]
+    raise InvalidRequest([Problem("after", f"unknown claim {after!r}")])

@@ -1,0 +1,1 @@
+"""Claims of the node: creating, renewing and ending them."""

@@ -1,0 +1,412 @@
+"""Creating, renewing and ending claims.
+
+The record of a claim is in place before the create is answered, and removed before its devices are
+free. Deciding and charging happen without an `await` between them. A claim that kernels use ends
+once they let go of it; whether a create from it succeeded shows in the kernel (`_note_kernel`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from weakref import WeakValueDictionary
+
+import structlog
+from msgspec.structs import replace
+
+from agentd.concurrency import is_set_within
+from agentd.core.access import Caller
+from agentd.core.allocation.ledger import holder_text
+from agentd.core.claim.claim import (
+    MOST_CLAIMS,
+    CgroupHolder,
+    Claim,
+    ClaimSpec,
+    ClaimStatus,
+    Collision,
+    EditsFor,
+    EndedClaim,
+    EndReason,
+    NameHolder,
+    ProcessHolder,
+    TimeHolder,
+    united,
+)
+from agentd.core.claim.record import encode
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.states import STARTING, Kernel, KernelState
+from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
+from agentd.events import EventKind, EventLog
+from agentd.failpoints import reach
+from agentd.plugin_api import Features
+from agentd.services.claims.counts import ClaimCounts
+from agentd.services.claims.protocols import ClaimStore, Holders
+from agentd.services.devices import NodeDevices
+from agentd.services.planner import Planner
+from agentd.services.protocols import Clock, Plugins
+from agentd.services.state import NodeState
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+"""Pause before an end that could not be recorded, or a holder that could not be observed, is
+tried again."""
+IDLE_S = 3600.0
+TICK_S = 0.25
+"""Longest pause between two looks at time limits: timers of the loop stop in a suspend."""
+FEATURES: Mapping[EditsFor, Features] = {
+    EditsFor.PROCESS: Features("process"),
+    EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
+}
+"""The ways to devices that are asked for."""
+_WATCHED = {ProcessHolder: EndReason.PROCESS, CgroupHolder: EndReason.CGROUP}
+
+
+class ClaimService:
+    """The claims of the node, and the ends of their holders."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        planner: Planner,
+        plugins: Plugins,
+        store: ClaimStore,
+        holders: Holders,
+        clock: Clock,
+        uptime: Callable[[], float],
+        node_id: str,
+        boot_id: str,
+        events: EventLog,
+        counts: ClaimCounts,
+    ) -> None:
+        """`uptime` counts seconds since the boot, a suspend included."""
+        self._state = state
+        self._devices = devices
+        self._planner = planner
+        self._plugins = plugins
+        self._store = store
+        self._holders = holders
+        self._clock = clock
+        self._uptime = uptime
+        self._node_id = node_id
+        self._boot_id = boot_id
+        self._events = events
+        self._counts = counts
+        self._pending: set[str] = set()
+        self._deadlines: dict[str, float] = {}
+        self._watches: dict[str, Callable[[], None]] = {}
+        self._unwatched: set[str] = set()
+        self._ends: dict[str, EndReason] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._woken = asyncio.Event()
+
+    def get(self, claim_id: str) -> ClaimStatus:
+        """Return a claim as it is now.
+
+        Raises:
+            UnknownClaim: there is none of that id.
+        """
+        claim = self._state.claim(claim_id)
+        if claim_id in self._pending:
+            raise UnknownClaim(f"unknown claim {claim_id}")
+        return self.status(claim)
+
+    def all(self) -> list[ClaimStatus]:
+        """Return every claim, the oldest first."""
+        found = [c for c in self._state.claims.values() if c.claim_id not in self._pending]
+        return [
+            self.status(claim)
+            for claim in sorted(found, key=lambda claim: (claim.created_at, claim.claim_id))
+        ]
+
+    def status(self, claim: Claim) -> ClaimStatus:
+        """Return a claim with the time that it has left, and whether kernels use it."""
+        deadline = self._deadlines.get(claim.claim_id)
+        expires = None
+        if deadline is not None:
+            expires = self._clock.wall() + max(0.0, deadline - self._uptime())
+        return ClaimStatus(claim, bool(self._state.users_of(claim.claim_id)), expires)
+
+    def existing(self, spec: ClaimSpec) -> Claim | None:
+        """Return the claim that the same request made before.
+
+        Raises:
+            UnknownAgent: there is no such agent.
+            ClaimConflict: another request made it.
+        """
+        self._devices.partition(spec.agent_id)
+        known = self._state.claims.get(spec.claim_id)
+        if known is not None and known.request_hash != spec.request_hash:
+            if known.agent_id != spec.agent_id:
+                raise ClaimConflict(f"claim id {spec.claim_id} is taken")
+            raise ClaimConflict(f"claim {spec.claim_id} exists, made by another request")
+        return known
+
+    async def create(self, spec: ClaimSpec) -> tuple[ClaimStatus, bool]:
+        """Take devices for a claim, or return the claim that the same request made before.
+
+        Raises:
+            RequestError: it cannot be granted.
+            PluginUnavailable, StateUnavailable: nothing is held.
+        """
+        async with self._locks.setdefault(spec.claim_id, asyncio.Lock()):
+            if (known := self.existing(spec)) is not None:
+                return self.status(known), False
+            with self._counts.counted(spec.agent_id):
+                claim = await self._recorded(self._decided(spec))
+        log.info("claim.created", claim_id=claim.claim_id, agent_id=claim.agent_id)
+        self._announce_collisions(claim)
+        return self.status(claim), True
+
+    def _decided(self, spec: ClaimSpec) -> Claim:
+        """Choose the devices of a claim; changes nothing.
+
+        Raises:
+            RequestError: it cannot be granted.
+        """
+        asked = self._planner.read_claim(spec)
+        if len(self._state.claims) >= MOST_CLAIMS:
+            raise TooManyClaims(f"this node has {MOST_CLAIMS} claims, the most it may have")
+        decision = self._planner.decide_claim(spec, asked, self._state)
+        return Claim(
+            claim_id=spec.claim_id,
+            agent_id=spec.agent_id,
+            holder=spec.holder,
+            request_hash=spec.request_hash,
+            created_at=self._clock.wall(),
+            boot_id=self._boot_id,
+            slots=decision.slots,
+            allocation=decision.allocation,
+            edits_for=spec.edits_for,
+            labels=spec.labels,
+            created_by=spec.created_by,
+            owner_uid=spec.owner_uid,
+            is_observed=spec.is_observed,
+        )
+
+    async def _recorded(self, claim: Claim) -> Claim:
+        """Charge a claim, ask the plugins for its edits, and record it; or hold nothing."""
+        claim_id = claim.claim_id
+        self._pending.add(claim_id)
+        self._state.close_claim(claim_id)
+        self._state.put_claim(claim)
+        try:
+            await reach("claim.after_commit")
+            features = FEATURES[claim.edits_for]
+            edits = await self._plugins.container_edits(claim.allocation, features)
+            claim = replace(claim, edits=edits)
+            self._save(claim)
+        except BaseException:
+            self._state.drop_claim(claim_id)
+            raise
+        finally:
+            self._pending.discard(claim_id)
+        self._state.put_claim(claim)
+        self._begin(claim)
+        self._publish(claim_id)
+        return claim
+
+    def _save(self, claim: Claim) -> None:
+        is_lasting = isinstance(claim.holder, NameHolder) and claim.holder.survives_reboot
+        text = encode(claim, self._node_id)
+        self._store.save_claim(claim.claim_id, text, is_lasting=is_lasting)
+
+    async def edits_of(
+        self, claim_ids: Sequence[str], edits_for: EditsFor, caller: Caller
+    ) -> ContainerEdits:
+        """Ask the plugins for the edits of several claims together, each device once.
+
+        Raises:
+            UnknownClaim: there is no such claim, or it is not the caller's.
+            PluginUnavailable: a plugin did not answer.
+        """
+        claims = [self._owned(claim_id, caller) for claim_id in dict.fromkeys(claim_ids)]
+        allocation = united([claim.allocation for claim in claims])
+        return await self._plugins.container_edits(allocation, FEATURES[edits_for])
+
+    def renew(self, claim_id: str, ttl: int | None, caller: Caller) -> ClaimStatus:
+        """Give a claim its whole time again, or another time limit.
+
+        Raises:
+            UnknownClaim: there is none, or it is not the caller's.
+            ClaimConflict: it has no time limit, or its time is over.
+            StateUnavailable: nothing changed.
+        """
+        claim = self._owned(claim_id, caller)
+        if not isinstance(claim.holder, TimeHolder):
+            raise ClaimConflict(f"claim {claim_id} has no time limit")
+        if claim_id in self._ends:
+            raise ClaimConflict(f"the time of claim {claim_id} is over")
+        ttl = claim.holder.ttl if ttl is None else ttl
+        claim = replace(claim, holder=TimeHolder(ttl))
+        self._save(claim)
+        self._state.put_claim(claim)
+        self._deadlines[claim_id] = self._uptime() + ttl
+        self._woken.set()
+        self._publish(claim_id)
+        return self.status(claim)
+
+    def release(self, claim_id: str, caller: Caller) -> None:
+        """End a claim for its caller.
+
+        Raises:
+            UnknownClaim: there is none, or it is not the caller's.
+            ClaimConflict: kernels use it.
+            StateUnavailable: nothing changed.
+        """
+        self._owned(claim_id, caller)
+        if users := self._state.users_of(claim_id):
+            raise ClaimConflict(f"claim {claim_id} is used by kernel {', '.join(users)}")
+        self._end(claim_id, EndReason.RELEASED)
+
+    def _owned(self, claim_id: str, caller: Caller) -> Claim:
+        claim = self._state.claim(claim_id)
+        if claim_id in self._pending or not claim.may_be_used_by(caller):
+            raise UnknownClaim(f"unknown claim {claim_id}")
+        return claim
+
+    def _begin(self, claim: Claim) -> None:
+        """Observe the holder of a claim from now on, and allow creates from it."""
+        claim_id = claim.claim_id
+        self._state.open_claim(claim_id)
+        if isinstance(claim.holder, TimeHolder):
+            self._deadlines[claim_id] = self._uptime() + claim.holder.ttl
+            self._woken.set()
+        elif type(claim.holder) in _WATCHED:
+            self._watch(claim)
+
+    def _watch(self, claim: Claim) -> None:
+        claim_id = claim.claim_id
+        ended = partial(self._holder_ended, claim_id, _WATCHED[type(claim.holder)])
+        try:
+            self._watches[claim_id] = self._holders.watch(claim.holder, ended)
+        except OSError as error:
+            log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
+            self._unwatched.add(claim_id)
+            self._woken.set()
+
+    def _holder_ended(self, claim_id: str, reason: EndReason) -> None:
+        """End a claim now if no kernel uses it, else when none does any more."""
+        if claim_id not in self._state.claims:
+            return
+        self._ends.setdefault(claim_id, reason)
+        self._state.close_claim(claim_id)
+        self._try_end(claim_id)
+
+    def _try_end(self, claim_id: str) -> None:
+        """End a claim whose holder has ended or whose devices a kernel took over, if that can be.
+
+        A record that cannot be removed keeps the claim, and is tried again.
+        """
+        reason = self._ends.get(claim_id)
+        if reason is None or (reason is not EndReason.USED and self._state.users_of(claim_id)):
+            return
+        try:
+            self._end(claim_id, reason)
+        except StateUnavailable as error:
+            log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
+            self._woken.set()
+
+    def _end(self, claim_id: str, reason: EndReason) -> None:
+        """Remove the record of a claim, then free its devices.
+
+        Raises:
+            StateUnavailable: the record is still there; nothing changed.
+        """
+        claim = self._state.claim(claim_id)
+        self._store.drop_claim(claim_id)
+        if (stop := self._watches.pop(claim_id, None)) is not None:
+            stop()
+        self._deadlines.pop(claim_id, None)
+        self._ends.pop(claim_id, None)
+        self._unwatched.discard(claim_id)
+        self._state.drop_claim(claim_id)
+        self._counts.ended(reason)
+        log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
+        ended = EndedClaim(claim, reason)
+        self._events.publish(EventKind.CLAIM_REMOVED, ended, is_of_shares=True)
+
+    def note_kernel(self, before: Kernel | None, now: Kernel | None) -> None:
+        """Follow a kernel that takes its devices from a claim.
+
+        One that ran has taken them over, unless the claim outlives it.
+        """
+        kernel = now or before
+        if kernel is None or kernel.claim_id is None:
+            return
+        claim = self._state.claims.get(kernel.claim_id)
+        if claim is None or claim.claim_id in self._pending:
+            return
+        if now is not None and not now.keeps_claim and has_run(now):
+            self._ends[claim.claim_id] = EndReason.USED
+            self._state.close_claim(claim.claim_id)
+        is_step = now is None or before is None or before.holds != now.holds
+        self._try_end(claim.claim_id)
+        if is_step and claim.claim_id in self._state.claims:
+            self._publish(claim.claim_id)
+
+    def resume(self, claims: Iterable[Claim]) -> None:
+        """Go on with the claims of the state folder, with kernels that are known already.
+
+        Each has its whole time again, since its holder could not renew it.
+        """
+        for claim in claims:
+            if claim.ends_with(self._boot_id):
+                self._holder_ended(claim.claim_id, EndReason.REBOOT)
+            else:
+                self._begin(claim)
+        for kernel in list(self._state):
+            self.note_kernel(kernel, kernel)
+
+    async def run(self) -> None:
+        """End claims whose time is over, and retry what could not be done; until cancelled."""
+        while True:
+            self._end_due()
+            self._woken.clear()
+            await is_set_within(self._woken, self._pause_s())
+
+    def _end_due(self) -> None:
+        now = self._uptime()
+        for claim_id, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                self._holder_ended(claim_id, EndReason.TIME)
+        for claim_id in list(self._ends):
+            self._try_end(claim_id)
+        for claim_id in list(self._unwatched):
+            self._unwatched.discard(claim_id)
+            self._watch(self._state.claim(claim_id))
+
+    def _pause_s(self) -> float:
+        """Return how long nothing is due: the time of no claim is over, nothing failed."""
+        now = self._uptime()
+        pauses = [IDLE_S]
+        pauses += [max(0.0, min(TICK_S, deadline - now)) for deadline in self._limited()]
+        if self._ends or self._unwatched:
+            pauses.append(RETRY_S)
+        return min(pauses)
+
+    def _limited(self) -> Iterable[float]:
+        return (at for claim_id, at in self._deadlines.items() if claim_id not in self._ends)
+
+    def _announce_collisions(self, claim: Claim) -> None:
+        """Publish the devices of an observed claim that others hold too."""
+        if not claim.is_observed:
+            return
+        for share in claim.allocation.shares:
+            device = self._devices.inventory.by_id[share.device_id]
+            if self._state.ledger.used(device.device_id) > device.capacity:
+                holders = tuple(self._state.ledger.holders(device.device_id))
+                names = ", ".join(map(holder_text, holders))
+                log.warning("claim.collided", device=str(device.device_id), holders=names)
+                self._events.publish(EventKind.COLLISION, Collision(device.device_id, holders))
+
+    def _publish(self, claim_id: str) -> None:
+        status = self.status(self._state.claim(claim_id))
+        self._events.publish(EventKind.CLAIM, status, is_of_shares=True)
+
+
+def has_run(kernel: Kernel) -> bool:
+    """Return whether a kernel ran: its create succeeded."""
+    return kernel.state not in STARTING | {KernelState.FAILED}

@@ -1,0 +1,68 @@
+"""The Protocols that claims require of the state folder and of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
+
+
+class ClaimStore(Protocol):
+    """The records of claims, over restarts."""
+
+    def load_claims(self) -> Mapping[str, str]:
+        """Return the record of each claim by its id; empty text where it cannot be read."""
+        ...
+
+    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        """Put a record in its place; a lasting one survives a loss of power.
+
+        Raises:
+            StateUnavailable: the record there before is still there.
+        """
+        ...
+
+    def drop_claim(self, claim_id: str) -> None:
+        """Remove a record; one that is not there is removed.
+
+        Raises:
+            StateUnavailable: it is still there.
+        """
+        ...
+
+
+class NoSuchHolder(Exception):
+    """A process or cgroup that is not there, or not the caller's to name."""
+
+
+class Holders(Protocol):
+    """The processes and cgroups of the host that claims end with."""
+
+    def process(
+        self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
+    ) -> ProcessHolder:
+        """Return a process that a caller names; `caller_uid` None may name any.
+
+        Without a start time it is the caller itself, or a child of it.
+
+        Raises:
+            NoSuchHolder: there is none, or it is not the caller's to name.
+        """
+        ...
+
+    def cgroup(self, path: str, kernel_pids: Collection[int]) -> CgroupHolder:
+        """Return a cgroup of version 2 that has processes, by its path in agentd's namespace.
+
+        Raises:
+            NoSuchHolder: there is none, it has no process, or it holds agentd or a kernel.
+        """
+        ...
+
+    def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
+        """Call `ended` once when a process or cgroup has ended, at once if it has; return a stop.
+
+        Raises:
+            OSError: it cannot be observed now.
+        """
+        ...

@@ -1,0 +1,42 @@
+"""The claims of the state folder, as they are when the daemon starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from agentd.core.claim.claim import Claim
+from agentd.core.claim.record import decode, unreadable
+from agentd.core.kernel.adoption import kept_back, located
+from agentd.core.kernel.record import RecordError
+from agentd.services.devices import NodeDevices
+from agentd.services.state import NodeState
+
+
+def recall_claims(
+    state: NodeState, devices: NodeDevices, records: Mapping[str, str], now: float
+) -> list[Claim]:
+    """Charge every recorded claim to the physical devices, and return the claims.
+
+    One whose record cannot be read holds every device.
+    """
+    found = []
+    for claim_id, text in records.items():
+        try:
+            claim = decode(claim_id, text)
+        except RecordError as error:
+            held = kept_back(devices.inventory)
+            claim = unreadable(claim_id, f"its record cannot be read: {error}", held, now)
+        else:
+            claim = located_claim(claim, devices)
+        state.put_claim(claim)
+        found.append(claim)
+    return found
+
+
+def located_claim(claim: Claim, devices: NodeDevices) -> Claim:
+    """Return a claim charged to the devices of now; missing ones join the inventory."""
+    allocation, missing = located(claim.allocation, devices.inventory)
+    devices.add_missing(missing)
+    return claim if allocation == claim.allocation else replace(claim, allocation=allocation)

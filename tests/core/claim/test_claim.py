@@ -1,0 +1,275 @@
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from agentd.core.access import Caller, Role
+from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger, Share, holder_text
+from agentd.core.allocation.policy import AllocationPolicy
+from agentd.core.claim.allocation import (
+    allocate_from,
+    allocate_observed,
+    default_amounts,
+    split_slots,
+)
+from agentd.core.claim.claim import (
+    CgroupHolder,
+    Claim,
+    ClaimOwner,
+    EditsFor,
+    NameHolder,
+    ProcessHolder,
+    TimeHolder,
+    remaining,
+    united,
+)
+from agentd.core.claim.record import decode, encode
+from agentd.core.devices import DeviceId
+from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
+from agentd.core.kernel.record import NewerRecordError, RecordError
+from agentd.core.partition.split import Partition
+from agentd.core.slots import ONE, ResourceSlots, SlotKind
+from agentd.errors import InsufficientResource
+from core import several_slots
+from core.machines import cores, gpus, machine, memory
+
+HOLDERS: list[ClaimOwner] = [
+    ProcessHolder(17, 4711),
+    CgroupHolder("/system.slice/x.scope", 12),
+    TimeHolder(60),
+    NameHolder("slurm-17"),
+    NameHolder("k8s", survives_reboot=True),
+]
+
+
+def share(number: int, amount: int = ONE) -> Share:
+    return Share(
+        DeviceId("cuda", f"cuda{number}"),
+        f"GPU-cuda-{number}",
+        "cuda.device",
+        SlotKind.COUNT,
+        amount,
+    )
+
+
+def allocation(*numbers: int) -> Allocation:
+    return Allocation(tuple(share(number) for number in numbers))
+
+
+def claim(holder: ClaimOwner = HOLDERS[3], **changes: object) -> Claim:
+    made = Claim(
+        claim_id="c1",
+        agent_id="a",
+        holder=holder,
+        request_hash="h",
+        created_at=1.5,
+        boot_id="boot-1",
+        slots={"cuda.device": "2"},
+        allocation=allocation(0, 1),
+        edits_for=EditsFor.CONTAINER,
+        edits=ContainerEdits(
+            env={"A": "1"},
+            device_nodes=(DeviceNode("/dev/x", "/dev/y"),),
+            mounts=(Mount("/a", "/b"),),
+            cdi=("nvidia.com/gpu=0",),
+        ),
+        labels={"engine": "slurm"},
+        created_by="agentd",
+        owner_uid=1000,
+        is_observed=True,
+    )
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=str)
+def test_a_record_is_read_back(holder: ClaimOwner) -> None:
+    made = claim(holder)
+    assert decode("c1", encode(made, "n")) == made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"claim_id": "c2"},
+        {"agent_id": "../x"},
+        {"holder": {"type": "process", "pid": "17", "start_time": 1}},
+        {"holder": {"type": "unknown"}},
+        {"allocation": [{"device_name": "cuda"}]},
+        {"created_at": "yesterday"},
+        {"labels": ["x"]},
+        {"edits": {"env": 1}},
+        {"schema": True},
+    ],
+    ids=str,
+)
+def test_a_damaged_record_is_refused(changes: dict[str, object]) -> None:
+    text = json.dumps(json.loads(encode(claim(), "n")) | changes)
+    with pytest.raises(RecordError):
+        decode("c1", text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "1", "[" * 100_000], ids=len)
+def test_a_text_that_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(RecordError):
+        decode("c1", text)
+
+
+def test_a_newer_record_is_told_apart_and_unknown_members_are_ignored() -> None:
+    content = json.loads(encode(claim(), "n"))
+    assert decode("c1", json.dumps(content | {"more": 1})) == claim()
+    with pytest.raises(NewerRecordError):
+        decode("c1", json.dumps(content | {"schema": 2}))
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=str)
+def test_a_reboot_ends_all_but_what_survives_it(holder: ClaimOwner) -> None:
+    made = claim(holder)
+    survives = isinstance(holder, NameHolder) and holder.survives_reboot
+    assert not made.ends_with("boot-1")
+    assert made.ends_with("boot-2") is not survives
+
+
+@pytest.mark.parametrize(
+    ("caller", "may"),
+    [
+        (Caller("x", Role.AGENT, frozenset({"a"}), uid=1000), True),
+        (Caller("x", Role.AGENT, frozenset({"a"}), uid=1001), False),
+        (Caller("x", Role.AGENT, frozenset({"a"})), False),
+        (Caller("x", Role.AGENT, frozenset({"b"}), uid=1000), False),
+        (Caller("x", Role.AGENT, frozenset({"a"}), uid=1000, via="gateway"), False),
+        (Caller("x", Role.ADMIN), True),
+        (Caller("x", Role.ADMIN, via="gateway"), True),
+    ],
+    ids=str,
+)
+def test_an_owned_claim_is_used_by_its_owner_and_admins(caller: Caller, may: bool) -> None:
+    assert claim().may_be_used_by(caller) is may
+    assert claim(owner_uid=None).may_be_used_by(caller) is caller.sees("a")
+
+
+amounts = st.integers(0, 5 * ONE)
+
+
+@given(st.lists(amounts, min_size=1, max_size=4), st.lists(amounts, max_size=4))
+def test_what_remains_and_what_was_taken_are_the_whole(held: list[int], taken: list[int]) -> None:
+    def of(numbers: Iterable[int]) -> Allocation:
+        return Allocation(tuple(share(n, amount) for n, amount in enumerate(numbers) if amount))
+
+    left = {s.stable_id: s.amount for s in remaining(of(held), [of(taken)]).shares}
+    for number, amount in enumerate(held):
+        gone = taken[number] if number < len(taken) else 0
+        assert left.get(f"GPU-cuda-{number}", 0) == max(0, amount - gone)
+    assert all(left.values())
+
+
+def test_a_union_has_each_device_once() -> None:
+    found = united([allocation(0, 1), allocation(2), allocation(1)])
+    assert [(s.device_id.id, s.amount) for s in found.shares] == [
+        ("cuda0", ONE),
+        ("cuda1", 2 * ONE),
+        ("cuda2", ONE),
+    ]
+
+
+def test_a_kernel_and_a_claim_of_one_id_are_two_holders() -> None:
+    both = (
+        Ledger().with_held("x", "a", allocation(0)).with_held(ClaimHolder("x"), "a", allocation(1))
+    )
+    assert len(both.holdings) == 2
+    assert both.without("x").holdings.keys() == {ClaimHolder("x")}
+    assert [holder_text(holder) for holder in both.holdings] == ["kernel x", "claim x"]
+
+
+INVENTORY = machine(*gpus(1, 1, 1, 1))
+
+
+def from_claim(wanted: int, *numbers: int, only: Iterable[str] = ()) -> list[str]:
+    named = {"cuda": frozenset(DeviceId("cuda", name) for name in only)} if only else {}
+    found = allocate_from(
+        allocation(*numbers),
+        INVENTORY,
+        "a",
+        ResourceSlots({"cuda.device": wanted * ONE}),
+        AllocationPolicy(),
+        named,
+    )
+    return [s.device_id.id for s in found.shares]
+
+
+def test_devices_come_from_the_claim_alone() -> None:
+    assert from_claim(2, 1, 3) == ["cuda1", "cuda3"]
+    assert from_claim(1, 1, 3, only=["cuda3"]) == ["cuda3"]
+    with pytest.raises(InsufficientResource):
+        from_claim(3, 1, 3)
+    with pytest.raises(InsufficientResource):
+        from_claim(1, 1, 3, only=["cuda0"])
+
+
+def test_a_drained_device_of_a_claim_can_be_used_and_a_missing_one_cannot() -> None:
+    for changes, is_usable in (({"drained": True}, True), ({"gone": True}, False)):
+        devices = [replace(device, **changes) for device in gpus(1)]
+        wanted = ResourceSlots({"cuda.device": ONE})
+        arguments = (
+            allocation(0),
+            machine(*devices),
+            "a",
+            wanted,
+            AllocationPolicy(),
+            {},
+        )
+        if is_usable:
+            assert allocate_from(*arguments).shares
+        else:
+            with pytest.raises(InsufficientResource):
+                allocate_from(*arguments)
+
+
+def test_all_of_a_claim_is_the_default_of_what_is_not_named() -> None:
+    assert default_amounts(allocation(0, 1), frozenset()) == {"cuda.device": 2 * ONE}
+    assert default_amounts(allocation(0, 1), frozenset({"cuda"})) == {}
+    mine, others = split_slots(ResourceSlots({"cuda.device": ONE, "cpu": ONE}), frozenset({"cuda"}))
+    assert (dict(mine), dict(others)) == ({"cuda.device": ONE}, {"cpu": ONE})
+
+
+def test_an_observed_claim_takes_devices_in_any_state() -> None:
+    devices = [replace(device, drained=True, gone=True) for device in gpus(1)]
+    inventory = machine(*cores(1), *devices, memory())
+    found = allocate_observed(
+        inventory,
+        Partition("a", tuple(device.device_id for device in devices), 0),
+        ResourceSlots({"cuda.device": ONE}),
+        AllocationPolicy(),
+        {},
+    )
+    assert [s.device_id.id for s in found.shares] == ["cuda0"]
+
+
+def test_several_slots_are_taken_from_a_claim_and_left_in_it() -> None:
+    """A kernel of half a claim has half of what the claim has of each slot."""
+    split = several_slots.node(several_slots.gpu(0))
+    part = split.partitions["a"]
+    claimed = several_slots.place(split, several_slots.asked(cuda_shares="0.1", cuda_mem="60g"))
+    half = several_slots.asked(cuda_shares="0.05")
+    taken = allocate_from(claimed, split.inventory, "a", half, AllocationPolicy(), {})
+    assert several_slots.charged(taken) == {"cuda0": ("0.05", "30g")}
+    rest = remaining(claimed, [taken])
+    assert several_slots.charged(rest) == {"cuda0": ("0.05", "30g")}
+    ledger = Ledger().with_held("k1", "a", taken).with_held(ClaimHolder("c1"), "a", rest)
+    assert ledger.held_of("a", "cuda") == 3 * ONE // 4, "it counts as the claim alone did"
+    (device,) = split.inventory.by_name["cuda"]
+    assert ledger.free(device, part, "cuda.mem") == 20 * 2**30
+    assert default_amounts(claimed, frozenset()) == {"cuda.shares": ONE // 10}
+    whole = ResourceSlots(default_amounts(claimed, frozenset()))
+    everything = allocate_from(claimed, split.inventory, "a", whole, AllocationPolicy(), {})
+    assert remaining(claimed, [everything]) == Allocation()
+
+
+def test_a_record_of_a_claim_has_every_slot() -> None:
+    split = several_slots.node(several_slots.gpu(0))
+    held = several_slots.place(split, several_slots.asked(cuda_mem="20g"))
+    made = claim(allocation=held)
+    read = decode("c1", encode(made, "n")).allocation
+    assert [share.amounts for share in read.shares] == [share.amounts for share in held.shares]

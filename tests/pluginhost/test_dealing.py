@@ -1,0 +1,158 @@
+"""Plugins that deal their devices: the answer kept, late, lying and unsteady ones."""
+
+from pathlib import Path
+
+import pytest
+
+from agentd.config.plugins import PluginTable
+from agentd.core.partition.dealing import Dealing
+from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.validation import checked_listing
+from agentd.services.protocols import PluginListing, PluginState
+from core.machines import gpus
+from fakes import FakeMemory
+from pluginhost.rig import opened, states, until
+from zoo import Deals
+
+FAIR = {"a": ("S-one0", "S-one2"), "b": ("S-one1", "S-one3")}
+ALONE = DealingRules(("a", "b"), FakeMemory())
+
+
+def rules(memory: FakeMemory, *agents: str) -> DealingRules:
+    return DealingRules(agents or ("a", "b"), memory)
+
+
+def listing_of(made) -> PluginListing:
+    (listing,) = made.listings()
+    return listing
+
+
+def table(file: Path, word: str, target: str = "Deals") -> PluginTable:
+    file.write_text(word)
+    return PluginTable(name="one", plugin=target, settings={"file": str(file)})
+
+
+def listed() -> PluginListing:
+    """Return the listing of `Deals`."""
+    plugin = Deals("one", {})
+    return checked_listing("one", plugin.slot_types(), plugin.list_devices())
+
+
+async def test_dealing_gives_agents_what_the_plugin_says(host, tmp_path) -> None:
+    made = host([table(tmp_path / "word", "fair")], Deals="Deals", dealing_rules=ALONE)
+    assert (await opened(made))["one"] == (PluginState.READY, "")
+    dealing = listing_of(made).dealing
+    assert dealing is not None
+    assert (dealing.devices, dealing.reason) == (FAIR, "")
+    assert [*dealing.slots] == [f"S-one{n}" for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("target", "dealing_rules"), [("Deals", None), ("Good", ALONE)], ids=["not asked", "has none"]
+)
+async def test_dealing_is_absent_where_nobody_deals(host, tmp_path, target, dealing_rules) -> None:
+    given = table(tmp_path / "word", "fair", target)
+    made = host([given], dealing_rules=dealing_rules, **{target: target})
+    assert (await opened(made))["one"][0] is PluginState.READY
+    assert listing_of(made).dealing is None
+
+
+async def test_dealing_of_none_is_in_the_order_of_ids(host, tmp_path) -> None:
+    made = host([table(tmp_path / "word", "none")], Deals="Deals", dealing_rules=ALONE)
+    await opened(made)
+    dealing = listing_of(made).dealing
+    assert dealing is not None
+    assert dealing.devices == {
+        "a": ("S-one0", "S-one1", "S-one2"),
+        "b": ("S-one3", "S-one4"),
+    }
+
+
+async def test_dealing_may_be_unequal_with_a_reason(host, tmp_path) -> None:
+    made = host([table(tmp_path / "word", "reasoned")], Deals="Deals", dealing_rules=ALONE)
+    await opened(made)
+    dealing = listing_of(made).dealing
+    assert dealing is not None
+    assert (len(dealing.devices["a"]), dealing.reason) == (4, "one board has four")
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("agent", "partition: it deals devices to an unknown agent 'c' (there are: a, b)"),
+        ("device", "partition: it deals an unknown device 'one9'"),
+        ("twice", "partition: it deals one0 more than once"),
+        (
+            "unequal",
+            "partition: it deals unequal numbers of devices with one.device without a reason: a 4",
+        ),
+        ("shape", "partition: its answer to partition is invalid: Expected `array`, got `int`"),
+    ],
+)
+async def test_dealing_that_is_a_lie_fails_the_plugin(host, tmp_path, word, why) -> None:
+    made = host([table(tmp_path / "word", word)], Deals="Deals", dealing_rules=ALONE)
+    state, reason = (await opened(made))["one"]
+    assert (state, made.listings()) == (PluginState.FAILED, [])
+    assert reason.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("raise", "partition: OSError: the links cannot be read; next try in 1 s"),
+        ("hang", "partition: partition: no answer within 0.5 s; next try in 1 s"),
+    ],
+)
+async def test_dealing_that_fails_is_tried_again(host, tmp_path, word, why) -> None:
+    file = tmp_path / "word"
+    made = host([table(file, word)], Deals="Deals", dealing_rules=ALONE, call_timeout_s=0.5)
+    await made.open(10)
+    await until(made, lambda: "next try" in made.statuses()[0].reason)
+    assert (states(made)["one"], made.statuses()[0].reason) == (PluginState.PENDING, why)
+    file.write_text("fair")
+    await until(made, lambda: states(made)["one"] is PluginState.READY)
+    dealing = listing_of(made).dealing
+    assert dealing is not None
+    assert dealing.devices == FAIR
+
+
+async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:
+    memory = FakeMemory()
+    kept = Dealing.of({"a": (), "b": listed().devices[:1]}, listed().devices)
+    memory.devices, memory.dealings = listed().devices, {"one": kept}
+    made = host([table(tmp_path / "word", "raise")], Deals="Deals", dealing_rules=rules(memory))
+    assert (await opened(made))["one"][0] is PluginState.READY
+    assert listing_of(made).dealing == kept
+
+
+@pytest.mark.parametrize(
+    ("agents", "known"),
+    [(("b", "a"), 5), (("a", "b", "c"), 5), (("a", "b"), 4)],
+    ids=["other order", "one agent more", "one device more"],
+)
+async def test_dealing_is_asked_for_again_after_a_change(host, agents, known) -> None:
+    memory = FakeMemory()
+    before = listed().devices[:known]
+    memory.devices, memory.dealings = before, {"one": Dealing.of({"a": before, "b": ()}, before)}
+    in_turn = PluginTable(name="one", plugin="Deals", settings={})
+    made = host([in_turn], Deals="Deals", dealing_rules=rules(memory, *agents))
+    await opened(made)
+    dealing = listing_of(made).dealing
+    assert dealing is not None
+    ids = [f"S-one{n}" for n in range(5)]
+    assert dealing.devices == {
+        agent: tuple(ids[n :: len(agents)]) for n, agent in enumerate(agents)
+    }
+
+
+def test_known_devices_have_their_ids_and_the_missing_ones() -> None:
+    memory = FakeMemory()
+    found = gpus(1, 1, 1)
+    memory.devices = [found[2], *gpus(1, slot="npu.device")]
+    listing = PluginListing("cuda", (), tuple(found[:2]))
+    known = rules(memory).known(listing)
+    assert [(d.device_id.id, d.gone) for d in known] == [
+        ("cuda0", False),
+        ("cuda1", False),
+        ("cuda2", True),
+    ]

@@ -1,0 +1,365 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentd.core.access import Caller, Role
+from agentd.core.allocation.ledger import ClaimHolder
+from agentd.core.claim.claim import (
+    MOST_CLAIMS,
+    ClaimOwner,
+    ClaimSpec,
+    EndReason,
+    NameHolder,
+    ProcessHolder,
+    TimeHolder,
+)
+from agentd.core.kernel.states import KernelSpec
+from agentd.core.slots import ONE
+from agentd.errors import (
+    ClaimConflict,
+    InsufficientResource,
+    InvalidRequest,
+    OutcomeUnknown,
+    PluginUnavailable,
+    RuntimeFailure,
+    StateUnavailable,
+    TooManyClaims,
+    UnknownClaim,
+)
+from agentd.events import EventKind
+from services.node import Rig, settled
+
+ADMIN = Caller("admin", Role.ADMIN)
+PROCESS = ProcessHolder(17, 1)
+
+
+def spec(
+    claim_id: str = "c1", holder: ClaimOwner | None = None, gpus: int = 1, **more
+) -> ClaimSpec:
+    holder = holder or NameHolder(claim_id)
+    agent = more.pop("agent", "a")
+    slots = {"cuda.device": gpus} if gpus else {"cpu": 1}
+    identity = f"{agent} {holder} {gpus} {more}"
+    return ClaimSpec(claim_id, agent, holder, identity, slots=slots, **more)
+
+
+def kernel(kernel_id: str = "k1", claim_id: str = "c1", *, keeps: bool = False, **slots):
+    amounts = {name.replace("_", "."): amount for name, amount in slots.items()}
+    words = ("sleep", "1000")
+    identity = f"{claim_id} {keeps} {amounts}"
+    return KernelSpec(
+        kernel_id, "a", words, identity, slots=amounts, claim_id=claim_id, keeps_claim=keeps
+    )
+
+
+def reasons(rig: Rig) -> list[EndReason]:
+    kept = rig.events._past
+    return [event.value.reason for event in kept if event.kind is EventKind.CLAIM_REMOVED]
+
+
+def held(rig: Rig, claim_id: str = "c1") -> int:
+    holding = rig.state.ledger.holdings.get(ClaimHolder(claim_id))
+    return sum(s.amount for s in holding.allocation.shares) // ONE if holding else 0
+
+
+@contextlib.asynccontextmanager
+async def ticking(rig: Rig) -> AsyncIterator[None]:
+    """With the loop that ends claims."""
+    task = asyncio.create_task(rig.claims.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_a_claim_holds_from_its_create_to_its_release(rig: Rig) -> None:
+    status, is_new = await rig.claims.create(spec(gpus=2))
+    assert is_new
+    assert (rig.free_gpus, [*rig.memory.claims]) == (0, ["c1"])
+    again, is_new = await rig.claims.create(spec(gpus=2))
+    assert (again, is_new) == (status, False)
+    rig.claims.release("c1", ADMIN)
+    assert (rig.free_gpus, rig.memory.claims) == (2, {})
+    assert reasons(rig) == [EndReason.RELEASED]
+    with pytest.raises(UnknownClaim):
+        rig.claims.release("c1", ADMIN)
+
+
+@pytest.mark.parametrize("failure", ["plugin", "store", "gone"])
+async def test_a_failed_claim_holds_nothing(rig: Rig, failure: str) -> None:
+    if failure == "plugin":
+        rig.plugins.failure = PluginUnavailable("hung")
+    elif failure == "store":
+        rig.memory.is_read_only = True
+    else:
+        rig.plugins.failure = asyncio.CancelledError()
+    with pytest.raises((PluginUnavailable, StateUnavailable, asyncio.CancelledError)):
+        await rig.claims.create(spec())
+    assert (rig.free_gpus, rig.memory.claims, rig.claims.all()) == (2, {}, [])
+
+
+async def test_a_claim_that_is_not_recorded_yet_cannot_be_seen(rig: Rig) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def edits(allocation, features):
+        asked.set()
+        await answered.wait()
+        return rig.plugins.edits
+
+    rig.plugins.container_edits = edits
+    creating = asyncio.create_task(rig.claims.create(spec()))
+    await asked.wait()
+    assert rig.free_gpus == 1
+    assert rig.claims.all() == []
+    for act in (
+        lambda: rig.claims.get("c1"),
+        lambda: rig.claims.release("c1", ADMIN),
+        lambda: rig.claims.renew("c1", 5, ADMIN),
+    ):
+        with pytest.raises(UnknownClaim):
+            act()
+    with pytest.raises(UnknownClaim):
+        await rig.service.create(kernel())
+    second = asyncio.create_task(rig.claims.create(spec()))
+    answered.set()
+    assert (await creating)[1]
+    assert not (await second)[1]
+
+
+async def test_other_requests_of_one_id_conflict(rig: Rig) -> None:
+    await rig.claims.create(spec())
+    for other in (spec(gpus=2), spec(agent="b"), spec(holder=TimeHolder(5))):
+        with pytest.raises(ClaimConflict):
+            await rig.claims.create(other)
+    with pytest.raises(InvalidRequest):
+        await rig.claims.create(ClaimSpec("c2", "a", NameHolder("x"), "h"))
+    with pytest.raises(InsufficientResource):
+        await rig.claims.create(spec("c2", gpus=3))
+
+
+async def test_there_are_only_so_many_claims(rig: Rig) -> None:
+    made = (await rig.claims.create(spec()))[0].claim
+    for number in range(MOST_CLAIMS - 1):
+        rig.state._claims[f"x{number}"] = made
+    with pytest.raises(TooManyClaims):
+        await rig.claims.create(spec("c2"))
+
+
+async def test_a_holder_that_ends_ends_its_claim(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=PROCESS))
+    rig.holders.ended[PROCESS]()
+    assert (rig.free_gpus, rig.memory.claims, rig.holders.ended) == (2, {}, {})
+    assert reasons(rig) == [EndReason.PROCESS]
+
+
+async def test_a_record_that_stays_keeps_the_devices(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=PROCESS))
+    rig.memory.is_read_only = True
+    with pytest.raises(StateUnavailable):
+        rig.claims.release("c1", ADMIN)
+    rig.holders.ended[PROCESS]()
+    assert rig.free_gpus == 1
+    with pytest.raises(UnknownClaim):
+        await rig.service.create(kernel())
+    rig.memory.is_read_only = False
+    async with ticking(rig), asyncio.timeout(5):
+        while rig.free_gpus == 1:
+            await asyncio.sleep(0)
+    assert reasons(rig) == [EndReason.PROCESS]
+
+
+async def test_time_ends_a_claim_unless_it_is_renewed(rig: Rig) -> None:
+    status, _ = await rig.claims.create(spec(holder=TimeHolder(60)))
+    assert status.expires_at == rig.now + 60
+    rig.now += 50
+    assert rig.claims.renew("c1", None, ADMIN).expires_at == rig.now + 60
+    rig.now += 50
+    async with ticking(rig):
+        await asyncio.sleep(0)
+        assert rig.free_gpus == 1
+        assert rig.claims.renew("c1", 1, ADMIN).claim.holder == TimeHolder(1)
+        rig.now += 1
+        async with asyncio.timeout(5):
+            while rig.free_gpus == 1:
+                await asyncio.sleep(0)
+    assert reasons(rig) == [EndReason.TIME]
+
+
+async def test_a_renewal_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=TimeHolder(60)))
+    rig.memory.is_read_only = True
+    rig.now += 10
+    with pytest.raises(StateUnavailable):
+        rig.claims.renew("c1", 600, ADMIN)
+    assert rig.claims.get("c1").expires_at == rig.now + 50
+
+
+@pytest.mark.parametrize("holder", [PROCESS, NameHolder("x")], ids=str)
+async def test_only_a_time_limit_is_renewed(rig: Rig, holder: ClaimOwner) -> None:
+    await rig.claims.create(spec(holder=holder))
+    with pytest.raises(ClaimConflict):
+        rig.claims.renew("c1", 5, ADMIN)
+
+
+async def test_another_user_does_not_find_an_owned_claim(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=TimeHolder(60), owner_uid=1000))
+    stranger = Caller("x", Role.AGENT, frozenset({"a"}), uid=1001)
+    for act in (
+        lambda: rig.claims.release("c1", stranger),
+        lambda: rig.claims.renew("c1", 5, stranger),
+    ):
+        with pytest.raises(UnknownClaim):
+            act()
+
+
+async def test_a_kernel_takes_a_claim_over(rig: Rig) -> None:
+    await rig.claims.create(spec(gpus=2))
+    rig.runtime.gate = asyncio.Event()
+    creating = asyncio.create_task(rig.service.create(kernel(cuda_device=1)))
+    await settled(rig, "k1", "creating")
+    assert (held(rig), rig.free_gpus) == (1, 0)
+    assert rig.claims.get("c1").is_used
+    for refused in (kernel("k2"), kernel("k2", keeps=True)):
+        with pytest.raises(ClaimConflict):
+            await rig.service.create(refused)
+    with pytest.raises(ClaimConflict):
+        rig.claims.release("c1", ADMIN)
+    rig.runtime.gate.set()
+    await creating
+    assert (held(rig), rig.free_gpus, rig.memory.claims) == (0, 1, {})
+    assert reasons(rig) == [EndReason.USED]
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 2
+
+
+async def test_a_failed_create_gives_a_claim_its_devices_back(rig: Rig) -> None:
+    status, _ = await rig.claims.create(spec(gpus=2, holder=TimeHolder(60)))
+    rig.runtime.fail_create = RuntimeFailure("no space left")
+    rig.now += 10
+    with pytest.raises(RuntimeFailure):
+        await rig.service.create(kernel())
+    assert rig.claims.get("c1") == status
+    assert (held(rig), rig.free_gpus) == (2, 0)
+
+
+async def test_a_holder_that_ends_during_a_create_waits_for_its_outcome(rig: Rig) -> None:
+    for fails in (True, False):
+        await rig.claims.create(spec(gpus=2, holder=PROCESS))
+        rig.runtime.gate = asyncio.Event()
+        rig.runtime.fail_create = RuntimeFailure("full") if fails else None
+        creating = asyncio.create_task(rig.service.create(kernel()))
+        await settled(rig, "k1", "creating")
+        rig.holders.ended[PROCESS]()
+        assert (rig.free_gpus, [*rig.memory.claims]) == (0, ["c1"])
+        rig.runtime.gate.set()
+        await asyncio.wait([creating])
+        assert rig.memory.claims == {}
+        assert rig.free_gpus == (2 if fails else 0)
+    assert reasons(rig) == [EndReason.PROCESS, EndReason.USED]
+
+
+async def test_a_create_of_unknown_outcome_keeps_its_claim(rig: Rig) -> None:
+    await rig.claims.create(spec(gpus=2, holder=PROCESS))
+    rig.runtime.fail_create = OutcomeUnknown("lost")
+    with pytest.raises(OutcomeUnknown):
+        await rig.service.create(kernel(cuda_device=1))
+    rig.holders.ended[PROCESS]()
+    assert (rig.free_gpus, [*rig.memory.claims]) == (0, ["c1"])
+    rig.now += 3600
+    await rig.relist()
+    assert (rig.free_gpus, rig.memory.claims, rig.states) == (2, {}, {})
+
+
+async def test_a_kept_claim_takes_its_devices_back(rig: Rig) -> None:
+    await rig.claims.create(spec(gpus=2))
+    await rig.service.create(kernel("k1", keeps=True, cuda_device=1))
+    await rig.service.create(kernel("k2", keeps=True))
+    assert (held(rig), rig.free_gpus) == (0, 0)
+    with pytest.raises(ClaimConflict):
+        await rig.service.create(kernel("k3"))
+    with pytest.raises(InsufficientResource):
+        await rig.service.create(kernel("k3", keeps=True, cuda_device=1))
+    with pytest.raises(ClaimConflict):
+        rig.claims.release("c1", ADMIN)
+    await rig.service.remove("k1")
+    assert (held(rig), rig.free_gpus) == (1, 0)
+    rig.runtime.end("k2")
+    await rig.relist()
+    assert (held(rig), rig.claims.get("c1").is_used) == (2, False)
+    rig.claims.release("c1", ADMIN)
+    assert rig.free_gpus == 2
+
+
+async def test_the_holder_of_a_kept_claim_ends_once_no_kernel_lives(rig: Rig) -> None:
+    await rig.claims.create(spec(gpus=2, holder=PROCESS))
+    await rig.service.create(kernel(keeps=True, cuda_device=1))
+    rig.holders.ended[PROCESS]()
+    assert (rig.free_gpus, [*rig.memory.claims]) == (0, ["c1"])
+    await rig.service.remove("k1")
+    assert (rig.free_gpus, rig.memory.claims) == (2, {})
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_restart_charges_a_device_once(rig: Rig, keeps: bool) -> None:
+    await rig.claims.create(spec(gpus=2))
+    claims = dict(rig.memory.claims)
+    await rig.service.create(kernel(keeps=keeps, cuda_device=1))
+    rig.memory.claims = claims  # as after a death between the two records
+    again = Rig(rig.memory)
+    again.runtime.kernels = rig.runtime.kernels
+    again.recall()
+    if keeps:
+        assert (held(again), again.free_gpus, [*rig.memory.claims]) == (1, 0, ["c1"])
+    else:
+        assert (held(again), again.free_gpus, rig.memory.claims) == (0, 1, {})
+    await again.relist()
+    assert again.free_gpus == (0 if keeps else 1)
+
+
+async def test_a_restart_gives_each_its_whole_time_again(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=TimeHolder(60)))
+    rig.now += 50
+    again = Rig(rig.memory)
+    again.now = 5.0
+    again.recall()
+    assert again.claims.get("c1").expires_at == 65.0
+
+
+async def test_a_reboot_ends_what_does_not_survive_it(rig: Rig) -> None:
+    await rig.claims.create(spec("c1", holder=PROCESS))
+    await rig.claims.create(spec("c2", holder=NameHolder("x", survives_reboot=True)))
+    again = Rig(rig.memory)
+    again.claims._boot_id = "boot-2"
+    again.recall()
+    assert ([*rig.memory.claims], again.free_gpus) == (["c2"], 1)
+    assert reasons(again) == [EndReason.REBOOT]
+
+
+async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
+    rig.memory.claims["c1"] = "{"
+    rig.recall()
+    assert rig.free_gpus == 0
+    rig.claims.release("c1", ADMIN)
+    assert (rig.free_gpus, rig.memory.claims) == (2, {})
+
+
+async def test_a_holder_that_cannot_be_observed_now_is_tried_again(rig: Rig) -> None:
+    rig.holders.failure = OSError(24, "Too many open files")
+    await rig.claims.create(spec(holder=PROCESS))
+    rig.holders.failure = None
+    async with ticking(rig), asyncio.timeout(5):
+        while PROCESS not in rig.holders.ended:
+            await asyncio.sleep(0)
+    rig.holders.ended[PROCESS]()
+    assert rig.free_gpus == 2
+
+
+async def test_an_observed_claim_is_charged_beside_others(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    await rig.claims.create(spec(is_observed=True))
+    (collision,) = [e.value for e in rig.events._past if e.kind is EventKind.COLLISION]
+    assert collision.holders == ("k1", ClaimHolder("c1"))
+    await rig.service.remove("k1")
+    assert rig.free_gpus == 1

@@ -1,0 +1,135 @@
+"""Plugins that deal their devices: what becomes of their answer, and what stands in for it."""
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.devices import DeviceId
+from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
+from agentd.services.protocols import PluginListing
+from core.machines import gpus
+from fakes import FakeMemory
+from services.node import CUDA, Rig
+
+GPUS = tuple(gpus(1, 1, 1, 1))
+CROSSED = Dealing.of({"a": GPUS[::2], "b": GPUS[1::2]}, GPUS)
+NOT_READY = "cuda: its plugin is not ready to deal its devices, so no agent has them"
+NO_PLUGIN = (
+    'auto-split-order is "plugin", but no plugin of this node deals its devices;'
+    ' they are dealt as with "id"'
+)
+
+
+def node(
+    *listings: PluginListing,
+    memory: FakeMemory | None = None,
+    agents: Sequence[str] = "ab",
+    order: SplitOrder = SplitOrder.PLUGIN,
+    pending: Sequence[str] = (),
+) -> Rig:
+    found = tuple(AgentRule(agent) for agent in agents)
+    rules = SplitRules(AllocationMode.AUTO_SPLIT, found, order=order)
+    return Rig(memory, rules=rules, pending=pending, listings=listings)
+
+
+def dealt(rig: Rig) -> list[str]:
+    """The digits of each agent's GPUs."""
+    return [
+        "".join(i.id.removeprefix("cuda") for i in part.devices if i.name == "cuda")
+        for part in rig.devices.split.partitions.values()
+    ]
+
+
+def listing(dealing: Dealing | None = CROSSED, devices=GPUS) -> PluginListing:
+    return PluginListing("cuda", (CUDA,), devices, dealing)
+
+
+def remembering(dealing: Dealing = CROSSED) -> FakeMemory:
+    memory = FakeMemory()
+    memory.devices, memory.dealings = GPUS, {"cuda": dealing}
+    return memory
+
+
+def test_dealing_decides_the_partition_and_is_remembered() -> None:
+    rig = node(listing())
+    assert dealt(rig) == ["02", "13"]
+    assert rig.memory.dealings == {"cuda": CROSSED}
+    assert rig.devices.warnings == ()
+
+
+def test_dealing_may_leave_devices_out() -> None:
+    rig = node(listing(Dealing.of({"a": GPUS[:1], "b": GPUS[3:]}, GPUS)))
+    assert dealt(rig) == ["0", "3"]
+    assert rig.devices.split.unassigned == {"cuda": ("cuda1", "cuda2")}
+    assert "cuda1, cuda2 are assigned to no agent" in rig.devices.warnings
+
+
+def test_dealing_with_a_reason_is_a_warning() -> None:
+    rig = node(listing(Dealing.of({"a": GPUS[:3], "b": GPUS[3:]}, GPUS, "three are linked")))
+    assert dealt(rig) == ["012", "3"]
+    assert rig.devices.warnings == (
+        "cuda: its plugin deals unequal numbers of devices: three are linked",
+    )
+
+
+def test_devices_are_dealt_by_id_if_no_plugin_deals() -> None:
+    rig = node(listing(None))
+    assert dealt(rig) == ["01", "23"]
+    assert rig.devices.warnings == (NO_PLUGIN,)
+
+
+@pytest.mark.parametrize("order", [SplitOrder.ID, SplitOrder.NUMA])
+def test_dealing_is_not_used_and_kept_in_another_order(order: SplitOrder) -> None:
+    memory = remembering()
+    rig = node(listing(None), memory=memory, order=order)
+    assert dealt(rig) == ["01", "23"]
+    assert memory.dealings == {"cuda": CROSSED}
+
+
+def test_dealing_of_a_plugin_that_deals_no_more_is_forgotten() -> None:
+    memory = remembering()
+    assert dealt(node(listing(None), memory=memory)) == ["01", "23"]
+    assert memory.dealings == {}
+
+
+def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
+    rig = node(memory=remembering(), pending=["cuda"])
+    assert dealt(rig) == ["02", "13"]
+    assert all(device.gone for device in rig.devices.inventory.by_name["cuda"])
+    rig.plugins.ready, rig.plugins.pending = [listing()], []
+    assert rig.devices.refresh("cuda")
+    assert dealt(rig) == ["02", "13"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "agents"),
+    [(remembering(Dealing({}, {})), "ab"), (remembering(), "abc")],
+    ids=["of other devices", "to other agents"],
+)
+def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None:
+    rig = node(memory=memory, agents=agents, pending=["cuda"])
+    assert set(dealt(rig)) == {""}
+    assert NOT_READY in rig.devices.warnings
+    new = Dealing.of(dict.fromkeys(agents, ()) | {"b": GPUS[:1]}, GPUS)
+    rig.plugins.ready, rig.plugins.pending = [listing(new)], []
+    rig.devices.refresh("cuda")
+    assert dealt(rig)[:2] == ["", "0"]
+    assert NOT_READY not in rig.devices.warnings
+    assert memory.dealings == {"cuda": new}
+
+
+def test_missing_device_keeps_its_agent() -> None:
+    rig = node(listing(devices=GPUS[1:]), memory=remembering())
+    assert dealt(rig) == ["02", "13"]
+    assert rig.devices.find("cuda", "cuda0").gone
+
+
+def test_device_that_appears_belongs_to_nobody_before_a_restart() -> None:
+    rig = node(listing())
+    fifth = replace(GPUS[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
+    rig.plugins.ready = [listing(devices=(*GPUS, fifth))]
+    rig.devices.refresh("cuda")
+    assert dealt(rig) == ["02", "13"]
+    assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}

@@ -1,0 +1,138 @@
+"""Real Slurm clusters, each node with an agentd of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from daemon import Daemon, gpus
+from slurm_cluster import SlurmCluster, gres_lines
+
+BIN = Path(sys.executable).parent
+AGENTS = '[[agents]]\nid = "slurm"\n[[agents]]\nid = "notebooks"\n'
+SCRIPTS = ("prolog", "epilog", "task-prolog")
+
+
+class SlurmNodes:
+    """A cluster whose nodes each have an agentd with some simulated GPUs."""
+
+    def __init__(self, folder: Path, nodes: int, gpu_count: int) -> None:
+        (folder / "slurm").mkdir()
+        self.folder = folder
+        self.cluster = SlurmCluster(folder / "slurm", nodes)
+        self.daemons: dict[str, Daemon] = {}
+        self._syncs: list[subprocess.Popen[bytes]] = []
+        for node in self.cluster.nodes:
+            (folder / node).mkdir()
+            self.daemons[node] = Daemon(folder / node, "process")
+        self.text = AGENTS + gpus(gpu_count)
+        self.gpu_count = gpu_count
+
+    @property
+    def node(self) -> str:
+        """The first node."""
+        return self.cluster.nodes[0]
+
+    @property
+    def daemon(self) -> Daemon:
+        """The agentd of the first node."""
+        return self.daemons[self.node]
+
+    async def start(self, only: list[str] | None = None) -> None:
+        """Start all agentds, write what `agentctl slurm gres` says, and start Slurm.
+
+        `only` leaves devices out of gres.conf and the map.
+        """
+        for node, daemon in self.daemons.items():
+            await daemon.start(self.text)
+            content = json.loads(self.agentctl(node, "slurm", "gres", "--agent=slurm", "--json"))
+            kept = [row for row in content["devices"].values() if not only or row["id"] in only]
+            content["devices"] = {str(index): row for index, row in enumerate(kept)}
+            self.map_file(node).write_text(json.dumps(content))
+            stand_ins = self.folder / node / "dev"
+            self.cluster.gres[node] = gres_lines(stand_ins, [row["id"] for row in kept])
+        for name in SCRIPTS:
+            file = self.folder / name
+            file.write_text(
+                f'#!/bin/sh\nexport AGENTD_SOCKET="{self.folder}/$SLURMD_NODENAME/agentd.sock"\n'
+                f'export AGENTD_SLURM_MAP="{self.folder}/$SLURMD_NODENAME/map.json"\n'
+                f"exec {BIN}/agentd-slurm-{name}\n"
+            )
+            file.chmod(0o755)
+        self.cluster.extra |= {
+            "Prolog": str(self.folder / "prolog"),
+            "Epilog": str(self.folder / "epilog"),
+            "TaskProlog": str(self.folder / "task-prolog"),
+        }
+        await asyncio.to_thread(self.cluster.start)
+
+    def map_file(self, node: str) -> Path:
+        """The map of a node's devices."""
+        return self.folder / node / "map.json"
+
+    def environment(self, node: str) -> dict[str, str]:
+        """What the engine's commands take from the environment."""
+        socket = self.folder / node / "agentd.sock"
+        named = {"AGENTD_SOCKET": str(socket), "AGENTD_SLURM_MAP": str(self.map_file(node))}
+        return {**self.cluster.environment, **named}
+
+    def agentctl(self, node: str, *words: str) -> str:
+        """Run agentctl on a node."""
+        command = [BIN / "agentctl", *words]
+        return subprocess.check_output(command, text=True, env=self.environment(node))
+
+    def engine(self, node: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the engine on a node."""
+        command = self.cluster.inside(BIN / "agentd-slurm", *words)
+        environment = self.environment(node)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    def start_sync(self, node: str) -> subprocess.Popen[bytes]:
+        """Start `agentd-slurm sync` for a node."""
+        with (self.cluster.folder / "log" / f"sync-{node}").open("ab") as log:
+            command = self.cluster.inside(BIN / "agentd-slurm", "sync", "--node", node)
+            environment = self.environment(node)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        self._syncs.append(process)
+        return process
+
+    async def claims(self, node: str | None = None) -> dict[str, list[str]]:
+        """Return the devices of each claim of a node."""
+        rows = await self.daemons[node or self.node].get("/v1/claims")
+        return {
+            row["claim_id"]: sorted(
+                device
+                for slots in row["allocation"].values()
+                for amounts in slots.values()
+                for device in amounts
+            )
+            for row in rows
+        }
+
+    async def until_claims(
+        self, wanted: dict[str, list[str]], node: str | None = None, within_s: float = 60
+    ) -> None:
+        """Wait until the claims of a node are these."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while await self.claims(node) != wanted:
+                    await asyncio.sleep(0.1)
+        assert await self.claims(node) == wanted, self.cluster.logs()
+
+    async def close(self) -> None:
+        """Stop everything."""
+        for process in self._syncs:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        await asyncio.to_thread(self.cluster.stop)
+        for daemon in self.daemons.values():
+            await daemon.close()
+
+
+NodesOf = Callable[..., Awaitable[SlurmNodes]]
