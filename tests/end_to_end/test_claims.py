@@ -161,7 +161,7 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         child.wait()
 
 
-async def test_an_unreadable_claim_withholds_everything_until_released(
+async def test_unreadable_claim_withholds_devices_until_its_release(
     node: Daemon,
 ) -> None:
     await claimed(node, "c1")

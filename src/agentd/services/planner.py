@@ -339,7 +339,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
 
 
 def _named_in(spec: KernelSpec) -> frozenset[str]:
-    """Return the names of devices that a request lists; zero counts for cpu and mem."""
+    """Return the device names that a request has an amount for; cpu and mem may be zero."""
     return frozenset(
         device_name_of(slot)
         for slot, amount in spec.slots.items()

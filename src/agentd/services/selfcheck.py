@@ -145,7 +145,7 @@ class SelfCheck:
 
 
 def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
-    """Return the amounts that each kernel or claim holds, per device and slot."""
+    """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
         for holder, share in holders.items():

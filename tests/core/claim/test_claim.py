@@ -117,7 +117,7 @@ def test_a_text_that_is_no_record_is_refused(text: str) -> None:
         decode("c1", text)
 
 
-def test_a_newer_record_is_detected_and_unknown_members_ignored() -> None:
+def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
     content = json.loads(encode(claim(), "n"))
     assert decode("c1", json.dumps(content | {"more": 1})) == claim()
     with pytest.raises(NewerRecordError):
@@ -208,7 +208,7 @@ def test_devices_come_from_the_claim_alone() -> None:
         from_claim(1, 1, 3, only=["cuda0"])
 
 
-def test_a_claims_drained_device_is_usable_and_a_missing_one_not() -> None:
+def test_claimed_device_can_be_used_drained_but_not_missing() -> None:
     for changes, is_usable in (({"drained": True}, True), ({"gone": True}, False)):
         devices = [replace(device, **changes) for device in gpus(1)]
         wanted = ResourceSlots({"cuda.device": ONE})

@@ -28,7 +28,7 @@ NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 CREATE_PATIENCE_S = 15.0
-"""Seconds during which a create is repeated while the daemon does not answer."""
+"""Seconds that a create is repeated while the daemon does not answer."""
 _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 
 
