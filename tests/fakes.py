@@ -57,7 +57,7 @@ class FakeRuntime:
     async def support(self, spec: KernelSpec) -> Support:
         return Support(Features(self.name))
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         raise RuntimeUnavailable("the fake runs nothing inside its kernels")
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:

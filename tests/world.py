@@ -312,7 +312,7 @@ def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
 
 
 def _holdings(devices: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return who holds how much of which slot of which device; a whole device of the slot ""."""
+    """Return the holders with their amounts, by device and slot; a whole device has the slot ""."""
     holdings: dict[str, dict[str, int]] = {}
     for device in devices:
         for holder in device["holders"]:

@@ -94,7 +94,7 @@ class DeviceRequestView(TypedDict):
 
 
 class EditsView(TypedDict):
-    """What a process or a container needs in order to use devices."""
+    """Changes to a process or a container that let it use devices."""
 
     env: dict[str, str]
     device_nodes: list[DeviceNodeView]

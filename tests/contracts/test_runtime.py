@@ -251,13 +251,13 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     asked = ExecSpec(("sh", "-c", "id -u; echo $MINE; cat; exit 5"))
     if isinstance(rig.runtime, FakeRuntime):
         with pytest.raises(RuntimeUnavailable):
-            await rig.runtime.run_inside(kernel, asked)
+            await rig.runtime.start_exec(kernel, asked)
         return
     said = b""
     async with asyncio.timeout(30):
         while not said.endswith(b"\n"):
             said = b"".join([chunk async for chunk in rig.runtime.logs(K1, LogQuery())])
-    session = await rig.runtime.run_inside(kernel, asked)
+    session = await rig.runtime.start_exec(kernel, asked)
     await session.write(b"in")
     await session.close_input()
     async with asyncio.timeout(30):
@@ -266,14 +266,14 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
         assert await session.ended() == 5
     await session.close()
     with pytest.raises(CommandNotFound):
-        await rig.runtime.run_inside(kernel, ExecSpec(("no-such-command",)))
-    waiting = await rig.runtime.run_inside(kernel, ExecSpec(("sleep", "1000"), tty=True))
+        await rig.runtime.start_exec(kernel, ExecSpec(("no-such-command",)))
+    waiting = await rig.runtime.start_exec(kernel, ExecSpec(("sleep", "1000"), tty=True))
     await waiting.resize(80, 25)
     await waiting.close()
     assert (await rig.runtime.find(K1)).state is ObservedState.RUNNING
     await rig.runtime.stop(K1, 0)
     with pytest.raises((KernelConflict, RuntimeFailure)):
-        await rig.runtime.run_inside(kernel, asked)
+        await rig.runtime.start_exec(kernel, asked)
 
 
 def as_known(found: ObservedKernel) -> Kernel:

@@ -67,7 +67,9 @@ async def test_a_claim_holds_devices_until_it_is_released(node: Daemon) -> None:
     assert made["edits"]["env"] == {"CUDA_VISIBLE_DEVICES": "cuda0,cuda1"}
     assert made["holder"] == {"name": "c1", "survives_reboot": False}
     assert made["expires_at"] is None
-    assert (await node.device("cuda0"))["holders"] == [{"claim_id": "c1", "amount": "1"}]
+    assert (await node.device("cuda0"))["holders"] == [
+        {"claim_id": "c1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
     assert await free(node) == "2"
     assert await node.get("/v1/claims/c1") == made
     assert await node.get("/v1/claims?label=engine=test&agent=agent-1") == [made]
@@ -159,7 +161,7 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         child.wait()
 
 
-async def test_an_unreadable_claim_withholds_everything_until_it_is_released(
+async def test_unreadable_claim_withholds_devices_until_its_release(
     node: Daemon,
 ) -> None:
     await claimed(node, "c1")
@@ -199,7 +201,9 @@ async def test_a_failed_create_gives_the_claim_its_devices_back(node: Daemon) ->
     await node.call("POST", "/v1/devices/cuda/cuda0/undrain")
     assert failed.status == 422, failed.content
     assert await node.get("/v1/claims/c1") == before
-    assert (await node.device("cuda0"))["holders"] == [{"claim_id": "c1", "amount": "1"}]
+    assert (await node.device("cuda0"))["holders"] == [
+        {"claim_id": "c1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
     await node.running(kernel_id="k2", claim="c1")
 
 
@@ -248,8 +252,8 @@ async def test_an_observed_claim_collides_and_both_are_named(node: Daemon) -> No
     device = await node.device("cuda0")
     assert device["state"] == "overcommitted"
     assert device["holders"] == [
-        {"kernel_id": "k1", "amount": "1"},
-        {"claim_id": "c1", "amount": "1"},
+        {"kernel_id": "k1", "amount": "1", "amounts": {"cuda.device": "1"}},
+        {"claim_id": "c1", "amount": "1", "amounts": {"cuda.device": "1"}},
     ]
     (warning,) = [w for w in (await node.get("/v1/node"))["warnings"] if "cuda/cuda0" in w]
     assert "kernel k1" in warning

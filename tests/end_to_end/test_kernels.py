@@ -37,7 +37,9 @@ async def test_a_kernel_gets_its_devices_its_cores_and_its_memory(serving: Servi
     env = (await environment(pid)).split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=cuda0" in env
     device = await daemon.device("cuda0")
-    assert device["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    assert device["holders"] == [
+        {"kernel_id": "k1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
     assert (device["allocated"], device["free"], device["state"]) == ("1", "0", "ok")
     assert await daemon.free("cuda.device") == "1"
     assert await daemon.get("/v1/kernels/k1") == kernel

@@ -51,7 +51,9 @@ async def assert_the_rest_works(daemon: Daemon, before: list[dict[str, Any]]) ->
     assert {kernel["state"] for kernel in after} == {"running"}
     other = await daemon.running("agent-2", slots={"npu.device": 1})
     assert other["allocation"]["npu"]["npu.device"] == {"npu1": "1"}
-    assert (await daemon.device("cuda0"))["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    assert (await daemon.device("cuda0"))["holders"] == [
+        {"kernel_id": "k1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ async def test_kernels_run_on_and_are_adopted(daemon: Daemon, number: int) -> No
     after = await daemon.get("/v1/kernels")
     assert after == before
     assert [daemon.main_pid(kernel, daemon.test_engine) for kernel in after] == pids
-    assert (await daemon.device("cuda0"))["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    assert (await daemon.device("cuda0"))["holders"] == [
+        {"kernel_id": "k1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
     again = await daemon.create(kernel_id="k1", slots={"cuda.device": 1})
     assert (again.status, again.json) == (200, before[0])
 
@@ -60,7 +62,9 @@ async def test_a_changed_mode_holds_the_device_until_its_kernel_ends(daemon: Dae
     device = await daemon.device("cuda0")
     assert device["state"] == "held"
     assert "k1" in device["reason"]
-    assert device["holders"] == [{"kernel_id": "k1", "amount": "0.5"}]
+    assert device["holders"] == [
+        {"kernel_id": "k1", "amount": "0.5", "amounts": {"cuda.shares": "0.5"}}
+    ]
     assert (device["slot"], device["free"]) == ("cuda.device", "0")
     assert await daemon.free("cuda.device") == "1"
     other = await daemon.running(slots={"cuda.device": 1})
@@ -84,7 +88,9 @@ async def test_a_plugin_that_is_gone_leaves_its_kernels_alone(daemon: Daemon) ->
     assert after["degraded"]
     device = await daemon.device("cuda0")
     assert (device["state"], device["free"]) == ("gone", "0")
-    assert device["holders"] == [{"kernel_id": "k1", "amount": "1"}]
+    assert device["holders"] == [
+        {"kernel_id": "k1", "amount": "1", "amounts": {"cuda.device": "1"}}
+    ]
     refused = await daemon.create(slots={"cuda.device": 1})
     assert refused.json["code"] == "UnsupportedResource"
     await daemon.restart(AGENTS + gpus(2))

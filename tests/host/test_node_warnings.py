@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.node_warnings import node_remarks
+from agentd.host.node_warnings import host_warnings
 
 
 def machine(root: Path, **files: str) -> Path:
@@ -47,6 +47,6 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
 def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path) -> None:
     root = machine(tmp_path, **files)
     socket = machine(tmp_path, **{"docker.sock": ""}) / "docker.sock" if engine else None
-    found = node_remarks(socket, plugins, root)
+    found = host_warnings(socket, plugins, root)
     assert len(found) == len(said), found
     assert all(part in text for part, text in zip(said, found, strict=True))

@@ -127,7 +127,7 @@ def test_exec_on_units(node: Node) -> None:
     node.must(f"python3 -m zipfile -e /payload/agentd_plugin_sim-*.whl {SITE}")
     done = node.run(
         f"cd /tmp && {LIBRARIES} /opt/agentd/bin/python -m pytest -o addopts= -q"
-        " tests/end_to_end/test_inside.py tests/end_to_end/test_inside_attacks.py"
+        " tests/end_to_end/test_exec.py tests/end_to_end/test_exec_attacks.py"
         f" -k '{chosen}' -p no:hypothesispytest --timeout 240 2>&1 | tail -60",
         1100,
     )

@@ -250,7 +250,7 @@ async def test_entry_point_with_a_built_in_name_is_not_loaded(host: Hosts, name:
 async def test_missing_entry_points_are_reported_together(host: Hosts) -> None:
     tables = [PluginTable(name="a", plugin="goood")]
     made = host(tables, allow=["good", "gud"], block=["cdua"], good="Good")
-    assert [doubt.where for doubt in made.doubts()] == [
+    assert [missing.where for missing in made.missing_entry_points()] == [
         "plugins.a.plugin", "plugins.allow", "plugins.block",
     ]  # fmt: skip
     assert made.warnings()[0].endswith("did you mean good? installed: good")

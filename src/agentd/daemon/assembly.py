@@ -303,7 +303,7 @@ class Assembly:
             services.unclaimed,
             is_per_kernel=settings.metrics.per_kernel,
         )
-        lasting = runtime_factory.remarks(settings)
+        lasting = runtime_factory.settings_warnings(settings)
         handlers = NodeHandlers(
             partial(node_view, self._node_id, settings.node.runtime, state, devices, plugins),
             state,
@@ -313,7 +313,7 @@ class Assembly:
             metrics,
             reload,
             lambda: [*lasting, *services.unclaimed.warnings(), *warnings()],
-            partial(runtime_factory.checkup, settings, plugins),
+            partial(runtime_factory.runtime_warnings, settings, plugins),
         )
         kernels = KernelHandlers(
             site,

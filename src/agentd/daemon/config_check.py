@@ -65,7 +65,7 @@ class _Check:
         self._examined = examined
         self._problems: list[Problem] = []
         self._warnings: list[str] = []
-        self._status = self._status_of_doubts = 0
+        self._status = self._status_of_tolerated = 0
 
     async def checked(self) -> Checked:
         """Check all parts in the order of a start."""
@@ -82,7 +82,7 @@ class _Check:
             await self._check_plugins(examined.loaded, store)
             self._check_rpc(settings.rpc)
         problems = tuple(dict.fromkeys(self._problems))
-        status = self._status or self._status_of_doubts
+        status = self._status or self._status_of_tolerated
         return Checked(problems, tuple(self._warnings), examined.source, status)
 
     async def _check_node(self, settings: Settings, store: ReadOnlyState) -> None:
@@ -106,7 +106,7 @@ class _Check:
             return
         settings = loaded.settings.plugins
         host = assembly.plugin_host(loaded.settings, store)
-        self._add_doubts(ExitStatus.CONFIG, host.doubts())
+        self._add_tolerated(ExitStatus.CONFIG, host.missing_entry_points())
         if not self._may_open(loaded):
             self._add(ExitStatus.CONFIG, host.problems())
             return
@@ -117,7 +117,7 @@ class _Check:
             wrong = host.problems()
             self._add(ExitStatus.CONFIG, wrong)
             self._check_partition(loaded, host, store)
-            self._add_doubts(ExitStatus.FAILED, unvalidated)
+            self._add_tolerated(ExitStatus.FAILED, unvalidated)
             reported = {problem.where.split(".")[1] for problem in wrong}
             for name, why in host.failed_required().items():
                 if name not in reported:
@@ -188,11 +188,11 @@ class _Check:
             self._problems += found
             self._status = self._status or status
 
-    def _add_doubts(self, status: int, problems: Iterable[Problem]) -> None:
+    def _add_tolerated(self, status: int, problems: Iterable[Problem]) -> None:
         """Add problems that no start refuses; any other problem decides the exit status."""
         if found := list(problems):
             self._problems += found
-            self._status_of_doubts = self._status_of_doubts or status
+            self._status_of_tolerated = self._status_of_tolerated or status
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ import msgspec
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import existing_cgroups, find_cgroups
-from agentd.host.node_warnings import node_remarks
+from agentd.host.node_warnings import host_warnings
 from agentd.host.systemd.availability import (
     failed_units,
     has_manager,
@@ -202,18 +202,18 @@ def _accounts(
     return default, accounts
 
 
-def checkup(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
+def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
     """Return warnings about this host for the `used` and the configured runtimes."""
     runtimes = {*used, settings.node.runtime}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     now = time.time()
     found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
-    found += node_remarks(engine, loaded)
+    found += host_warnings(engine, loaded)
     if "systemd" in runtimes and is_booted():
-        from agentd.runtimes.systemd.slices import journal_remarks
+        from agentd.runtimes.systemd.slices import journal_warnings
 
-        found += journal_remarks(failed_units("systemd-journald@*"))
+        found += journal_warnings(failed_units("systemd-journald@*"))
     return found
 
 
@@ -281,10 +281,10 @@ async def _live_kernels(
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
-def remarks(settings: Settings) -> list[str]:
+def settings_warnings(settings: Settings) -> list[str]:
     """Return warnings about rights that these settings give to kernels."""
     wanted = os.ST_NOSUID | os.ST_NODEV
-    found = _systemd_remarks() if settings.node.runtime == "systemd" else []
+    found = _systemd_warnings() if settings.node.runtime == "systemd" else []
     for folder in settings.runtime.docker.allowed_mounts:
         with suppress(OSError):
             if os.statvfs(folder).f_flag & wanted != wanted:
@@ -295,7 +295,7 @@ def remarks(settings: Settings) -> list[str]:
     return found
 
 
-def _systemd_remarks() -> list[str]:
+def _systemd_warnings() -> list[str]:
     from agentd.runtimes.systemd.bundle import static_busybox
 
     found = []

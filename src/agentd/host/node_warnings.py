@@ -19,7 +19,7 @@ _DRIVERS = {"NVIDIA": "nvidia", "AMD": "amdgpu"}
 _PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
 
 
-def node_remarks(
+def host_warnings(
     docker_socket: Path | None, plugins: Iterable[str], root: Path = Path("/")
 ) -> list[str]:
     """Return warnings about the host; `docker_socket` is None if no engine is used.

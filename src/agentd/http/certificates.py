@@ -90,30 +90,30 @@ def validity_of(pem: bytes) -> Validity | None:
         return None
     try:
         der = ssl.PEM_cert_to_DER_cert(found[0].decode("ascii"))
-        at = _inside(der, _inside(der, 0))  # Certificate, TBSCertificate
+        at = _content_at(der, _content_at(der, 0))  # Certificate, TBSCertificate
         skipped = 4 if der[at] == _VERSION else 3  # version, serial number, signature, issuer
         for _ in range(skipped):
-            at = _behind(der, at)
-        first = _inside(der, at)
-        return Validity(_time(der, first), _time(der, _behind(der, first)))
+            at = _end_at(der, at)
+        first = _content_at(der, at)
+        return Validity(_time(der, first), _time(der, _end_at(der, first)))
     except (ValueError, IndexError):
         return None
 
 
-def _inside(der: bytes, at: int) -> int:
+def _content_at(der: bytes, at: int) -> int:
     """Return the offset of a DER value's content."""
     size = der[at + 1]
     return at + 2 + (size - _LONG if size > _LONG else 0)
 
 
-def _behind(der: bytes, at: int) -> int:
+def _end_at(der: bytes, at: int) -> int:
     """Return the offset after a DER value."""
-    size, content = der[at + 1], _inside(der, at)
+    size, content = der[at + 1], _content_at(der, at)
     return content + (int.from_bytes(der[at + 2 : content], "big") if size > _LONG else size)
 
 
 def _time(der: bytes, at: int) -> float:
-    text = der[_inside(der, at) : _behind(der, at)].decode("ascii")
+    text = der[_content_at(der, at) : _end_at(der, at)].decode("ascii")
     if der[at] == _UTC_TIME:
         text = ("19" if int(text[:2]) >= _CENTURY else "20") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

@@ -137,7 +137,7 @@ class PluginHost:
         ]
         return [*clashes, *(problem for i in self._instances.values() for problem in i.problems)]
 
-    def doubts(self) -> list[Problem]:
+    def missing_entry_points(self) -> list[Problem]:
         """Return the entry points that the configuration names and that are not installed.
 
         They do not prevent a start: a configuration may be shared by nodes of different kinds.
@@ -190,7 +190,7 @@ class PluginHost:
         }
 
     def warnings(self) -> list[str]:
-        return [f"{doubt.where}: {doubt.why}" for doubt in self.doubts()]
+        return [f"{missing.where}: {missing.why}" for missing in self.missing_entry_points()]
 
     async def retry(self, name: str) -> PluginStatus:
         instance = self._instances.get(name)

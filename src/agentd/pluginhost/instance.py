@@ -82,7 +82,7 @@ class PluginTimeouts:
     most_memory_bytes: int = 1 << 30
 
 
-class Pauses:
+class Backoff:
     """The backoff between attempts, which an operator can cut short."""
 
     def __init__(self) -> None:
@@ -90,13 +90,13 @@ class Pauses:
         self._is_cut = asyncio.Event()
         self._said = ""
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         self.next_s = FIRST_PAUSE_S
 
     def cut_short(self) -> None:
         self._is_cut.set()
 
-    def is_news(self, reason: str) -> bool:
+    def is_new(self, reason: str) -> bool:
         """Return whether a reason differs from the previous one."""
         before, self._said = self._said, reason
         return reason != before
@@ -162,7 +162,7 @@ class PluginInstance:
         self._process: PluginProcess | None = None
         self._left_behind: list[PluginProcess] = []
         self._woken = asyncio.Event()
-        self._pauses = Pauses()
+        self._backoff = Backoff()
         self._ready_since: float | None = None
         self._seen: tuple[DeviceListing, PluginListing] | None = None
         self._events_waiting = 0
@@ -212,7 +212,7 @@ class PluginInstance:
                     state = PluginState.ABSENT if is_absent else PluginState.FAILED
                     await self._give_up(str(error), state)
                     self._tell_changed(self.wanted.name)
-                    await self._pauses.wait(for_good=True)
+                    await self._backoff.wait(for_good=True)
                     continue
                 await self._give_up(str(error))
             except (PluginRefused, PluginLost) as error:
@@ -223,17 +223,17 @@ class PluginInstance:
             if self.is_silent:
                 return
             if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
-                self._pauses.start_anew()
-            if self._pauses.is_news(self.reason):
+                self._backoff.reset()
+            if self._backoff.is_new(self.reason):
                 log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
-            self.reason += f"; next try in {self._pauses.next_s:g} s"
+            self.reason += f"; next try in {self._backoff.next_s:g} s"
             self._tell_changed(self.wanted.name)
-            await self._pauses.wait()
+            await self._backoff.wait()
 
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
         before = self.tries
-        self._pauses.cut_short()
+        self._backoff.cut_short()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.state is not PluginState.READY and self.settled_tries <= before:

@@ -268,7 +268,7 @@ class Planner:
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
-        missing = support.not_enforced | _unheld(kernel.allocation, self._devices.inventory)
+        missing = support.not_enforced | _unenforced(kernel.allocation, self._devices.inventory)
         partition, real = self._devices.partition(spec.agent_id), self._rules.real_cores
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
@@ -287,7 +287,7 @@ def _charged(allocation: Allocation) -> dict[SlotName, str]:
     return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
 
 
-def _unheld(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
+def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
         slot
@@ -339,7 +339,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
 
 
 def _named_in(spec: KernelSpec) -> frozenset[str]:
-    """Return the device names of which a request names an amount; zero counts for cpu and mem."""
+    """Return the device names that a request has an amount for; cpu and mem may be zero."""
     return frozenset(
         device_name_of(slot)
         for slot, amount in spec.slots.items()

@@ -266,7 +266,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         """Start a command in a running kernel, with the kernel's resources and no more.
 
         Raises:

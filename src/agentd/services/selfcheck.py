@@ -145,7 +145,7 @@ class SelfCheck:
 
 
 def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
-    """Return who holds how much of which slot of which device."""
+    """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
         for holder, share in holders.items():

@@ -33,7 +33,8 @@ from agentd.core.kernel.record import NewerRecordError, RecordError
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
-from core.machines import gpus, machine
+from core import several_slots
+from core.machines import cores, gpus, machine, memory
 
 HOLDERS: list[ClaimOwner] = [
     ProcessHolder(17, 4711),
@@ -116,7 +117,7 @@ def test_a_text_that_is_no_record_is_refused(text: str) -> None:
         decode("c1", text)
 
 
-def test_a_newer_record_is_told_apart_and_unknown_members_are_ignored() -> None:
+def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
     content = json.loads(encode(claim(), "n"))
     assert decode("c1", json.dumps(content | {"more": 1})) == claim()
     with pytest.raises(NewerRecordError):
@@ -207,7 +208,7 @@ def test_devices_come_from_the_claim_alone() -> None:
         from_claim(1, 1, 3, only=["cuda0"])
 
 
-def test_a_drained_device_of_a_claim_can_be_used_and_a_missing_one_cannot() -> None:
+def test_claimed_device_can_be_used_drained_but_not_missing() -> None:
     for changes, is_usable in (({"drained": True}, True), ({"gone": True}, False)):
         devices = [replace(device, **changes) for device in gpus(1)]
         wanted = ResourceSlots({"cuda.device": ONE})
@@ -235,7 +236,7 @@ def test_all_of_a_claim_is_the_default_of_what_is_not_named() -> None:
 
 def test_an_observed_claim_takes_devices_in_any_state() -> None:
     devices = [replace(device, drained=True, gone=True) for device in gpus(1)]
-    inventory = machine(*devices)
+    inventory = machine(*cores(1), *devices, memory())
     found = allocate_observed(
         inventory,
         Partition("a", tuple(device.device_id for device in devices), 0),
@@ -244,3 +245,31 @@ def test_an_observed_claim_takes_devices_in_any_state() -> None:
         {},
     )
     assert [s.device_id.id for s in found.shares] == ["cuda0"]
+
+
+def test_several_slots_are_taken_from_a_claim_and_left_in_it() -> None:
+    """A kernel of half a claim has half of what the claim has of each slot."""
+    split = several_slots.node(several_slots.gpu(0))
+    part = split.partitions["a"]
+    claimed = several_slots.place(split, several_slots.asked(cuda_shares="0.1", cuda_mem="60g"))
+    half = several_slots.asked(cuda_shares="0.05")
+    taken = allocate_from(claimed, split.inventory, "a", half, AllocationPolicy(), {})
+    assert several_slots.charged(taken) == {"cuda0": ("0.05", "30g")}
+    rest = remaining(claimed, [taken])
+    assert several_slots.charged(rest) == {"cuda0": ("0.05", "30g")}
+    ledger = Ledger().with_held("k1", "a", taken).with_held(ClaimHolder("c1"), "a", rest)
+    assert ledger.held_of("a", "cuda") == 3 * ONE // 4, "it counts as the claim alone did"
+    (device,) = split.inventory.by_name["cuda"]
+    assert ledger.free(device, part, "cuda.mem") == 20 * 2**30
+    assert default_amounts(claimed, frozenset()) == {"cuda.shares": ONE // 10}
+    whole = ResourceSlots(default_amounts(claimed, frozenset()))
+    everything = allocate_from(claimed, split.inventory, "a", whole, AllocationPolicy(), {})
+    assert remaining(claimed, [everything]) == Allocation()
+
+
+def test_a_record_of_a_claim_has_every_slot() -> None:
+    split = several_slots.node(several_slots.gpu(0))
+    held = several_slots.place(split, several_slots.asked(cuda_mem="20g"))
+    made = claim(allocation=held)
+    read = decode("c1", encode(made, "n")).allocation
+    assert [share.amounts for share in read.shares] == [share.amounts for share in held.shares]

@@ -18,7 +18,7 @@ from agentd.errors import Forbidden, KernelConflict
 from daemon import gone
 from end_to_end.browser import NODES_MS, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
-from end_to_end.test_inside_attacks import hang_up_behind_input, tcp_listener
+from end_to_end.test_exec_attacks import hang_up_behind_input, tcp_listener
 from hostile.attacks import FRAMES, Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -75,7 +75,7 @@ class Engine:
 async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp_path) -> None:
     engine = Engine(answer)
     with pytest.raises(EngineAnswerLost, match="invalid exec id"):
-        await docker_exec.run_inside(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
+        await docker_exec.start_exec(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
     assert engine.asked == [f"POST /containers/{CONTAINERS[0]}/exec"]
 
 
@@ -86,7 +86,7 @@ async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp
 )  # fmt: skip
 async def test_malformed_process_id_is_never_signalled(shown, marked) -> None:
     """Every cgroup has an empty name in it: a lie must not be a way to root's processes."""
-    session = docker_exec.Inside(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
+    session = docker_exec.DockerExec(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
     with pytest.raises(RuntimeUnavailable):
         await session.send_signal(9)
     await session.close()
@@ -94,7 +94,7 @@ async def test_malformed_process_id_is_never_signalled(shown, marked) -> None:
 
 
 async def test_an_engine_s_reason_for_no_process_is_cut(monkeypatch) -> None:
-    session = docker_exec.Inside(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
+    session = docker_exec.DockerExec(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
     session._reader.feed_data((b"\2\0\0\0" + (1 << 20).to_bytes(4, "big") + b"x" * (1 << 20)) * 4)
     session._reader.feed_eof()
     refused = await session._not_started(126)

@@ -34,7 +34,7 @@ from agentd.runtimes.systemd.bundle import (
 )
 from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.observer import UnitObserver
-from agentd.runtimes.systemd.slices import journal_remarks
+from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
     SystemdRules,
     kernel_of,
@@ -184,8 +184,8 @@ def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     bundle = UnitBundle(tmp_path / "k1")
     for own, cpu_seconds, peak in ((tmp_path, None, None), (group, 2.5, 4096)):
         bundle.make("{}", {})
-        bundle.enter(own)
-        bundle.enter(tmp_path / "another of that name, later")
+        bundle.save_group(own)
+        bundle.save_group(tmp_path / "another of that name, later")
         run_drop_in(tmp_path, "running", SERVICE_RESULT="success", EXIT_CODE="killed",
                     EXIT_STATUS="TERM")  # fmt: skip
         assert bundle.has_usage() is (cpu_seconds is not None)
@@ -374,7 +374,7 @@ def test_a_journal_that_has_failed_or_has_no_limits_is_told(tmp_path: Path) -> N
         limits.parent.mkdir()
         limits.touch()
     failed = {"systemd-journald@agentd-b.service", "systemd-journald@other.service"}
-    found = journal_remarks(failed, tmp_path)
+    found = journal_warnings(failed, tmp_path)
     assert [remark.partition(":")[0] for remark in found] == [
         "systemd-journald@agentd-b.service has failed", "the journal agentd-c has no limits",
     ]  # fmt: skip

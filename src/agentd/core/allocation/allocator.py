@@ -51,7 +51,7 @@ from agentd.core.allocation.ledger import (
     share_of,
 )
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.allocation.steps import Step, steps
+from agentd.core.allocation.steps import SlotStep, steps
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotType, device_name_of, is_divisible
@@ -122,7 +122,7 @@ def _chosen(
     ledger: Ledger,
     inventory: Inventory,
     partition: Partition,
-    step: Step,
+    step: SlotStep,
     near: frozenset[int],
     policy: AllocationPolicy,
     named: frozenset[DeviceId] | None,
@@ -173,7 +173,7 @@ def _groups(tiers: list[Buckets], buckets: Buckets, near: frozenset[int]) -> lis
 def _together(
     inventory: Inventory,
     indexes: Sequence[FreeIndex],
-    step: Step,
+    step: SlotStep,
     near: frozenset[int],
     policy: AllocationPolicy,
 ) -> list[Share] | None:

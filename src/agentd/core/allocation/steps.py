@@ -14,7 +14,7 @@ from agentd.core.devices import natural_key
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, SlotType, device_name_of
 
 
-class Step(NamedTuple):
+class SlotStep(NamedTuple):
     """Slots of the same devices that a request names, with amounts in base units.
 
     The first is the deciding `slot`, the others are in natural order.
@@ -37,7 +37,7 @@ class Step(NamedTuple):
             yield slot, None
 
 
-def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[Step]:
+def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
     """Return the steps of a request in the order in which they are decided."""
     families: dict[SlotName, list[SlotName]] = {}
     for slot in slots:
@@ -46,11 +46,11 @@ def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[Step
     for primary, names in families.items():
         if len(names) > 1:
             names.sort(key=lambda name: (name != primary, natural_key(name)))
-        found.append(Step(names[0], {name: slots[name] for name in names}))
+        found.append(SlotStep(names[0], {name: slots[name] for name in names}))
     return sorted(found, key=_order)
 
 
-def _order(step: Step) -> tuple[int, object, object]:
+def _order(step: SlotStep) -> tuple[int, object, object]:
     name = device_name_of(step.slot)
     rank = (CPU, MEM).index(name) + 1 if name in (CPU, MEM) else 0
     return rank, natural_key(name), step.slot

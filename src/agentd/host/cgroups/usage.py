@@ -119,7 +119,7 @@ def groups_of(pid: int) -> set[str]:
     return found
 
 
-def account_of(pid: int, mark: str) -> CgroupCounters:
+def counters_of(pid: int, mark: str) -> CgroupCounters:
     """Return the counters of a process, only of groups whose path contains `mark`."""
     parts = (group.partition(":") for group in groups_of(pid))
     groups = {name: path for name, _, path in parts}

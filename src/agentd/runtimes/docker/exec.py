@@ -47,7 +47,7 @@ MARK = "AGENTD_EXEC"
 """A variable of each command, with the node id as its value."""
 
 
-class Inside:
+class DockerExec:
     """One exec in a container; see `Session`."""
 
     def __init__(self, engine: EngineClient, exec_id: str, spec: ExecSpec) -> None:
@@ -236,9 +236,9 @@ def _strike(look: Callable[[], set[int]]) -> None:
             pass
 
 
-async def run_inside(
+async def start_exec(
     engine: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
-) -> Inside:
+) -> DockerExec:
     """Start a command in a container of a node."""
     env = {**spec.env, MARK: node_id}
     asked = {
@@ -252,7 +252,7 @@ async def run_inside(
         **({"WorkingDir": spec.working_dir} if spec.working_dir else {}),
     }
     made = await engine.call("POST", f"/containers/{container}/exec", None, asked)
-    session = Inside(engine, exec_id(made.get("Id") if isinstance(made, dict) else None), spec)
+    session = DockerExec(engine, exec_id(made.get("Id") if isinstance(made, dict) else None), spec)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)

@@ -16,7 +16,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedStat
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.states import LIVE, Kernel, KernelRef
 from agentd.core.names import shortened
-from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, CgroupCounters, account_of, is_v2
+from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, CgroupCounters, counters_of, is_v2
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import EngineClient
@@ -178,7 +178,7 @@ class ContainerObserver:
         """Return a container's cgroup counters from its process, None if unknown."""
         shown = await self._found(container)
         pid = process_id(shown["State"].get("Pid", 0)) if shown is not None else 0
-        found = account_of(pid, container) if pid else CgroupCounters()
+        found = counters_of(pid, container) if pid else CgroupCounters()
         return replace(found, has_network=True) if found.folders else None
 
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:

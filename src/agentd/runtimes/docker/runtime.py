@@ -41,7 +41,7 @@ from agentd.runtimes.docker.error_translation import (
     translating,
     unknown,
 )
-from agentd.runtimes.docker.exec import end_left_behind, run_inside
+from agentd.runtimes.docker.exec import end_left_behind, start_exec
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify
@@ -316,10 +316,10 @@ class DockerRuntime:
         finally:
             self._own.stop_listening()
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         container = self._container(kernel.ref)
         with translating():
-            return await run_inside(self._engine, self._socket, self._node_id, container, spec)
+            return await start_exec(self._engine, self._socket, self._node_id, container, spec)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         with proving():

@@ -55,7 +55,7 @@ class ExecTarget(NamedTuple):
     cgroup_procs: Sequence[Path]
 
 
-class Entered:
+class HostExec:
     """An exec in a kernel, through its helper program; see `Session`."""
 
     def __init__(self, spec: ExecSpec) -> None:
@@ -272,7 +272,9 @@ def exec_unit(name: str) -> str:
     return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
 
 
-async def enter(place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str) -> Entered:
+async def start_exec_beside(
+    place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str
+) -> HostExec:
     """Start a command in a kernel, as a unit if there is a manager.
 
     Raises:
@@ -280,7 +282,7 @@ async def enter(place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit
     """
     made = None
     try:
-        made = Entered(spec)
+        made = HostExec(spec)
         async with asyncio.timeout(START_TIMEOUT_S):
             await made.begin(place, manager, unit)
     except BaseException as error:

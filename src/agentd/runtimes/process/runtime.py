@@ -40,7 +40,7 @@ from agentd.host.cgroups.usage import CgroupCounters, counted
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
-from agentd.runtimes.host.exec import ExecTarget, enter, exec_unit
+from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import looking
 from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.process.bundle import LOG, Bundle
@@ -253,13 +253,13 @@ class ProcessRuntime:
         while True:
             yield await self._events.get()
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         with looking():
             proof = self._bundles.proof(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
         files = self._cgroups.group(self._name(kernel)).procs_files if self._cgroups else []
         place = ExecTarget(members, files)
-        return await enter(place, spec, self._manager, exec_unit(self._name(kernel)))
+        return await start_exec_beside(place, spec, self._manager, exec_unit(self._name(kernel)))
 
     def _name(self, kernel: Kernel) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)

@@ -156,7 +156,7 @@ class UnitBundle(PrivateFolder):
         except MALFORMED:
             return None
 
-    def enter(self, group: Path) -> None:
+    def save_group(self, group: Path) -> None:
         """Save the id of the kernel's cgroup, unless it is saved.
 
         When a unit ends by itself, its cgroup is removed, and systemd creates another of the same

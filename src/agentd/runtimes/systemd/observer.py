@@ -120,7 +120,7 @@ class UnitObserver:
                 with suppress(OSError):  # a full disk; the next observation tries again
                     bundle.identify(identity)
             if record and seen["Unit.SubState"] == "running":
-                bundle.enter(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
+                bundle.save_group(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
             if state is ObservedState.EXITED:
                 bundle.finish(end_of(seen))
                 bundle.used(usage_of(seen))

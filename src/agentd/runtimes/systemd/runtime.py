@@ -36,7 +36,7 @@ from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import Manager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import environment
-from agentd.runtimes.host.exec import ExecTarget, enter, exec_unit
+from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import JournalSource, read_lines
@@ -239,7 +239,7 @@ class SystemdRuntime:
         finally:
             await changes.aclose()
 
-    async def run_inside(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         unit = unit_name(self._node_id, kernel.kernel_id)
         seen = await self._manager.properties(unit, ("ControlGroup",))
         if seen is None or not seen["ControlGroup"]:
@@ -248,7 +248,7 @@ class SystemdRuntime:
         with looking():
             members = await asyncio.to_thread(_members, procs)
         name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
-        return await enter(ExecTarget(members, [procs]), spec, self._manager, name)
+        return await start_exec_beside(ExecTarget(members, [procs]), spec, self._manager, name)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await self._observer.usages(kernels)

@@ -134,7 +134,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def journal_remarks(failed: Collection[str], root: Path = Path("/")) -> list[str]:
+def journal_warnings(failed: Collection[str], root: Path = Path("/")) -> list[str]:
     """Return warnings about the journals of agents; `failed` are units of systemd.
 
     A namespace is in use while journald has a folder for it.

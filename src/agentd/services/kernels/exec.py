@@ -32,7 +32,7 @@ class Execs:
         self._require(kernel)
         if spec.env:
             await self._refuse_reserved(kernel, spec)
-        session = await self._runtimes[kernel.runtime].run_inside(kernel, spec)
+        session = await self._runtimes[kernel.runtime].start_exec(kernel, spec)
         try:
             self._require(kernel)
         except AgentdError:
