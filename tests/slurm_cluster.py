@@ -55,7 +55,6 @@ KillWait=2
 CompleteWait=0
 MessageTimeout=20
 UnkillableStepTimeout=20
-{extra}
 """
 
 
@@ -88,9 +87,9 @@ class SlurmCluster:
             address=ADDRESS,
             controller_port=CONTROLLER_PORT,
             folder=self.folder,
-            extra="\n".join(f"{key}={value}" for key, value in self.extra.items()),
         )
-        lines = [filled]
+        kept = (line for line in filled.splitlines() if line.partition("=")[0] not in self.extra)
+        lines = [*kept, *(f"{key}={value}" for key, value in self.extra.items())]
         for number, node in enumerate(self.nodes):
             gres = self.gres.get(node, ("", ""))[1]
             where = f"NodeAddr={ADDRESS} Port={18001 + number} NodeHostname={socket.gethostname()}"
@@ -315,9 +314,14 @@ class SlurmCluster:
 
 def gres_lines(folder: Path, devices: Sequence[str]) -> tuple[str, str]:
     """Return gres.conf and `Gres=` for devices with stand-in files below a folder."""
-    folder.mkdir(exist_ok=True)
     lines = []
     for device in devices:
-        os.mknod(folder / device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        make_device(folder / device)
         lines.append(f"Name=gpu Type={device} File={folder / device}")
     return "\n".join(lines), "Gres=" + ",".join(f"gpu:{device}:1" for device in devices)
+
+
+def make_device(file: Path) -> None:
+    """Make a stand-in of a device file: Slurm wants a character device."""
+    file.parent.mkdir(exist_ok=True)
+    os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from daemon import Daemon, gpus
-from slurm_cluster import SlurmCluster, gres_lines
+from slurm_cluster import SlurmCluster, gres_lines, make_device
 
 BIN = Path(sys.executable).parent
 AGENTS = '[[agents]]\nid = "slurm"\n[[agents]]\nid = "notebooks"\n'
@@ -44,11 +45,27 @@ class SlurmNodes:
         """The agentd of the first node."""
         return self.daemons[self.node]
 
-    async def start(self, only: list[str] | None = None) -> None:
+    async def start(
+        self,
+        only: list[str] | None = None,
+        text: str | None = None,
+        settings: str | None = None,
+        here: Callable[[str, SlurmNodes], str] | None = None,
+    ) -> None:
         """Start all agentds, write what `agentctl slurm gres` says, and start Slurm.
 
-        `only` leaves devices out of gres.conf and the map.
+        `only` leaves devices out of gres.conf and the map. With `settings` of slurm.conf nothing is
+        switched on: it is left to the test. `here` puts the places of this cluster into a text.
         """
+        if settings is not None and here is not None:
+            self._write_scripts()
+            for name in ("prolog.d", "epilog.d"):
+                (self.folder / name).mkdir()
+            lines = here(settings, self).splitlines()
+            self.cluster.extra |= dict(line.split("=", 1) for line in lines)
+            await self.daemon.start(here(text or self.text, self))
+            await asyncio.to_thread(self.cluster.start)
+            return
         for node, daemon in self.daemons.items():
             await daemon.start(self.text)
             content = json.loads(self.agentctl(node, "slurm", "gres", "--agent=slurm", "--json"))
@@ -57,6 +74,27 @@ class SlurmNodes:
             self.map_file(node).write_text(json.dumps(content))
             stand_ins = self.folder / node / "dev"
             self.cluster.gres[node] = gres_lines(stand_ins, [row["id"] for row in kept])
+        self._write_scripts()
+        self.cluster.extra |= {
+            "Prolog": str(self.folder / "prolog"),
+            "Epilog": str(self.folder / "epilog"),
+            "TaskProlog": str(self.folder / "task-prolog"),
+        }
+        await asyncio.to_thread(self.cluster.start)
+
+    def give_gres(self, lines: str, gres: str) -> None:
+        """Write gres.conf and the node's `Gres=`, make the stand-ins, and restart Slurm."""
+        for file in re.findall(r"File=(\S+)", lines):
+            make_device(Path(file))
+        self.cluster.gres[self.node] = (lines, gres)
+        self.cluster.configure()
+        for name in (self.node, "slurmctld"):
+            self.cluster.kill(name, signal.SIGTERM)
+        self.cluster.start_controller()
+        self.cluster.start_node(self.node)
+        self.cluster.until(self.cluster.are_idle, "the node is not idle")
+
+    def _write_scripts(self) -> None:
         for name in SCRIPTS:
             file = self.folder / name
             file.write_text(
@@ -65,12 +103,6 @@ class SlurmNodes:
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )
             file.chmod(0o755)
-        self.cluster.extra |= {
-            "Prolog": str(self.folder / "prolog"),
-            "Epilog": str(self.folder / "epilog"),
-            "TaskProlog": str(self.folder / "task-prolog"),
-        }
-        await asyncio.to_thread(self.cluster.start)
 
     def map_file(self, node: str) -> Path:
         """The map of a node's devices."""

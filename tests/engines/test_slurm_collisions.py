@@ -41,7 +41,10 @@ exec flock --no-fork -n -E 99 "$locks/${devices%%,*}" "$0" "$locks" "$seconds" "
 JOB = """
 for index in $(echo "$CUDA_VISIBLE_DEVICES" | tr , " "); do devices="$devices,cuda$index"; done
 {workload} {locks} {seconds} "${{devices#,}}"
-[ $? -ne 99 ] || echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions
+case $? in
+0) echo "$SLURM_JOB_ID" >>{locks}/jobs ;;
+99) echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions ;;
+esac
 """
 
 
@@ -200,6 +203,7 @@ async def test_no_device_ever_has_two_holders(slurm: NodesOf) -> None:
     assert all(row["holders"] == [] for row in await nodes.daemon.get("/v1/devices"))
     assert traffic.done["kernel 201"] > 0
     assert traffic.done["claimant 0"] > 0
+    assert (traffic.locks / "jobs").exists()
     nodes.cluster.until(
         lambda: not nodes.cluster.run("squeue", "-h", "-n", "agentd", check=False),
         "a placeholder is left",
