@@ -9,7 +9,8 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 3600
 PLUGINS := $(wildcard plugins/*)
-PARTS := $(PLUGINS) fleet
+ENGINES := $(wildcard engines/*)
+PARTS := $(PLUGINS) fleet $(ENGINES)
 SOURCES := pyproject.toml $(PARTS:%=%/pyproject.toml)
 
 WHEELS := .wheels
@@ -20,7 +21,7 @@ WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py t
 PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
-.PHONY: demo demo-fleet test test-docker test-fleet test-node test-hardware wheels deb check lint unit soak bench clean
+.PHONY: demo demo-fleet test test-docker test-fleet test-engines test-node test-hardware wheels deb check lint unit soak bench clean
 
 demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/start/demo.sh
@@ -37,6 +38,10 @@ test-docker: $(VENV)/.installed-dev
 
 test-fleet: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
+
+# Engines that take their devices from agentd, for real: Slurm (slurmctld, slurmd, slurm-client, munge; root).
+test-engines: $(VENV)/.installed-dev
+	AGENTD_TEST_ENGINES=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines --timeout 400 $(ARGS)
 
 # On two virtual machines that are compute nodes: takes qemu-system-x86, qemu-utils, mmdebstrap and root.
 test-node: $(VENV)/.installed-dev

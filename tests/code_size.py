@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("src", "fleet/src", "plugins/*/src")
+SOURCES = ("src", "fleet/src", "plugins/*/src", "engines/*/src")
 
 
 class _WithoutDocstrings(ast.NodeTransformer):

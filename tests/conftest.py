@@ -39,6 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         terminalreporter.write_line("not run: tests/node; enable with: make test-node")
+        terminalreporter.write_line("not run: tests/engines; enable with: make test-engines")
     for test, failure in unsteady(terminalreporter).items():
         terminalreporter.write_line(f"run again: {test}: {failure}")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")

@@ -76,6 +76,10 @@ NEEDS = {
     "curl": Need(_programs("curl"), "sudo apt-get install curl"),
     "gcc": Need(_programs("gcc"), "sudo apt-get install gcc libc6-dev"),
     "openssl": Need(_programs("openssl"), "sudo apt-get install openssl"),
+    "slurm": Need(
+        _programs("slurmctld", "slurmd", "squeue", "munged"),
+        "sudo apt-get install slurmctld slurmd slurm-client munge",
+    ),
     "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),
     "older-version": Need(_commit(OLDER), "git fetch --unshallow"),
     "venv": Need(

@@ -19,6 +19,7 @@ from agentd.pluginhost.conformance import _parsed as parsed
 from agentd.rpc.routes import ROUTES
 from agentd.service.sd_notify import Notifier
 from agentd_fleet.cli import agentd_fleet
+from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 from code_size import class_names, modules_of
 from needs import require
 
@@ -28,6 +29,7 @@ SOURCES = sorted(
         *ROOT.glob("src/**/*.py"),
         *ROOT.glob("plugins/*/src/**/*.py"),
         *ROOT.glob("fleet/src/**/*.py"),
+        *ROOT.glob("engines/*/src/**/*.py"),
     ]
 )
 
@@ -111,7 +113,10 @@ def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Com
             yield from commands(below, f"{path} {name}")
 
 
-@pytest.mark.parametrize("program", [agentctl, agentd, agentd_fleet], ids=lambda it: it.name)
+PROGRAMS = [agentctl, agentd, agentd_fleet, agentctl_slurm, agentd_slurm]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda it: it.name)
 def test_help_fits_its_line_and_every_option_has_a_text(program: click.Group) -> None:
     for path, command in commands(program, program.name or ""):
         assert len((command.help or "").split("\n")[0]) in range(1, 46), path
@@ -130,6 +135,7 @@ UNITS = {
         "WatchdogSec=",
     ),
     "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
+    "agentd-slurm": ("Type=notify", "Wants=agentd.service munge.service"),
     "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
 }
 """Some required lines of each unit file."""

@@ -21,6 +21,7 @@ import aiohttp
 from agentd.core.invariants import (
     NodeSnapshot,
     Present,
+    RecordedClaim,
     RecordedKernel,
     Violation,
     changes,
@@ -125,6 +126,14 @@ class World:
         except (aiohttp.ClientError, OSError):
             return None
 
+    async def claim(self, claim_id: str, **body: Any) -> Answer | None:
+        """Claim a device by name; None where the daemon dies over it."""
+        content = {"claim_id": claim_id, "holder": {"name": claim_id}, "slots": ONE, **body}
+        return await self.ask("POST", "/v1/agents/agent-1/claims", content)
+
+    async def release(self, claim_id: str) -> Answer | None:
+        return await self.ask("DELETE", f"/v1/claims/{claim_id}")
+
     async def remove(self, kernel_id: str) -> Answer | None:
         return await self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
 
@@ -152,6 +161,10 @@ class World:
             present=present,
             strays=tuple(self._strays(accounted, processes)),
             divisible=frozenset({"mem/root"}),
+            claims={
+                f"claim {claim['claim_id']}": RecordedClaim(claim["agent_id"])
+                for claim in await self.daemon.get("/v1/claims")
+            },
         )
 
     async def check(
@@ -299,13 +312,16 @@ def _given(record: str, by_stable_id: dict[str, str]) -> dict[str, int] | None:
 
 
 def _holdings(devices: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return who holds how much of which slot of which device; a whole device of the slot ""."""
+    """Return the holders with their amounts, by device and slot; a whole device has the slot ""."""
     holdings: dict[str, dict[str, int]] = {}
     for device in devices:
         for holder in device["holders"]:
             for slot, amount in (holder["amounts"] or {"": "0"}).items():
                 place = f"{device['device_name']}/{device['id']}/{slot}"
-                holdings.setdefault(place, {})[holder["kernel_id"]] = units(slot, amount)
+                name = (
+                    f"claim {holder['claim_id']}" if "claim_id" in holder else holder["kernel_id"]
+                )
+                holdings.setdefault(place, {})[name] = units(slot, amount)
     return holdings
 
 

@@ -81,6 +81,8 @@ _ALL = (
     Point("claim.after_replace", "the record of a claim is in its place, nobody was answered"),
     Point("claim.before_drop", "a claim has ended, its record is still there"),
     Point("claim.after_drop", "the record of a claim is gone, its devices are held"),
+    Point("engines.before_replace", "the ready engines are written beside their place"),
+    Point("engines.after_replace", "the ready engines are in their place, nobody was answered"),
     Point("devices.before_replace", "the inventory is written beside its place"),
     Point("devices.after_replace", "the inventory is in its place"),
     Point("node.before_replace", "the node's id and runtimes are written beside their place"),

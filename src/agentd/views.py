@@ -94,7 +94,7 @@ class DeviceRequestView(TypedDict):
 
 
 class EditsView(TypedDict):
-    """What a process or a container needs in order to use devices."""
+    """Changes to a process or a container that let it use devices."""
 
     env: dict[str, str]
     device_nodes: list[DeviceNodeView]
@@ -208,7 +208,9 @@ class DeviceView(TypedDict):
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal["ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"]
+    state: Literal[
+        "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
+    ]
     reason: str
     numa_node: int | None
     model: str

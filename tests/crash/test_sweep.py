@@ -28,7 +28,10 @@ from world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
 PARTS = 3
 """The number of tests that share the lives; each has a node of its own."""
 NODE = (
-    '[resource]\nallocation-mode = "auto-split"\n[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(32)
+    '[resource]\nallocation-mode = "auto-split"\n'
+    'engine-devices = { test = { cuda = ["cuda31"] } }\n[plugins]\nallow = ["sim"]\n'
+    + AGENTS
+    + gpus(32)
 )
 AT_START = (
     *(p for p in POINTS if p.split(".")[0] in ("start", "devices", "node", "adopt")),
@@ -47,7 +50,7 @@ UNBORN = ("adopt.before_discard", "adopt.after_discard")
 """Reached where a start finds what never ran."""
 
 
-OF_NO_RUNTIME = ("start", "devices", "node", "drain", "shutdown", "plugin")
+OF_NO_RUNTIME = ("start", "devices", "node", "drain", "shutdown", "plugin", "claim", "engines")
 """Steps without a runtime are tried on one of them, in a soak on both."""
 
 
@@ -133,6 +136,7 @@ class Sweep:
             assert await world.start()
         await world.check(before, touched)
         await self.same_again(kernel_id)
+        await world.release(f"c-{kernel_id}")
         now = world.lives()
         assert {k: now.get(k) for k in self.lives} == self.lives, (point, second)
         await world.kill()
@@ -171,6 +175,11 @@ class Sweep:
             case "reconcile":
                 await self.daemon.running(kernel_id=kernel_id, **self._body)
                 os.kill(self.world.lives()[kernel_id][0], signal.SIGKILL)
+            case "claim":
+                await self.world.claim(f"c-{kernel_id}")
+                await self.world.release(f"c-{kernel_id}")
+            case "engines":
+                await self.world.ask("PUT", "/v1/engines/test", {"ready": True})
             case "drain":
                 is_drained = (await self.daemon.device("cuda15"))["state"] == "drained"
                 verb = "undrain" if is_drained else "drain"

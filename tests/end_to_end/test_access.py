@@ -36,6 +36,9 @@ RIGHTS = {
     "get_kernel": "look", "stop_kernel": "kernels", "delete_kernel": "kernels",
     "exec_kernel": "output", "list_refusals": "look", "get_stats": "look", "list_stats": "look",
     "get_logs": "output", "get_events": "look", "whoami": "look", "get_openapi": "look",
+    "create_claim_of_agent": "kernels", "list_claims": "look", "get_claim": "look",
+    "renew_claim": "kernels", "delete_claim": "kernels", "get_edits": "kernels",
+    "list_engines": "look", "put_engine": "node",
     "get_metrics": "look", "livez": "look", "readyz": "look",
 }  # fmt: skip
 """The right of each operation; a missing one fails."""
@@ -64,9 +67,13 @@ async def call(
 async def node(plain: Daemon) -> Daemon:
     """Two teams, each with two GPUs of its own, and a kernel of each on one of them."""
     sockets = SOCKETS.format(folder=plain.folder)
-    await plain.start(f'[resource]\nallocation-mode = "auto-split"\n{TEAMS}{gpus(4)}{sockets}')
+    resource = '[resource]\nallocation-mode = "auto-split"\nengine-devices = { test = {} }\n'
+    await plain.start(f"{resource}{TEAMS}{gpus(4)}{sockets}")
     for agent, kernel_id in (("team-a", OWN), ("secret-team", FOREIGN)):
         await plain.running(agent, kernel_id=kernel_id, slots={"cuda.device": 1})
+        claim = {"claim_id": kernel_id, "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
+        made = await plain.call("POST", f"/v1/agents/{agent}/claims", claim)
+        assert made.status == 201, made.content
     return plain
 
 
@@ -74,6 +81,8 @@ def filled(path: str, *, own: bool) -> str:
     places = {
         "{agent}": "team-a" if own else "secret-team",
         "{kernel}": OWN if own else FOREIGN,
+        "{claim}": OWN if own else FOREIGN,
+        "{engine}": "test",
         "{device_name}": "cuda",
         "{id}": "cuda0" if own else "cuda3",
         "{plugin}": "cuda",
@@ -86,7 +95,7 @@ def filled(path: str, *, own: bool) -> str:
 
 def expected(role: str, right: str, path: str, *, own: bool) -> set[int] | None:
     """The statuses that refuse; None if the call is to be carried out."""
-    is_placed = any(place in path for place in ("{agent}", "{kernel}", "{id}"))
+    is_placed = any(place in path for place in ("{agent}", "{kernel}", "{claim}", "{id}"))
     if role in SCOPED and is_placed and not own:
         return {404}
     return None if right in MAY[role] else {403}

@@ -33,7 +33,7 @@ def table(file: Path, word: str, target: str = "Deals") -> PluginTable:
 
 
 def listed() -> PluginListing:
-    """What `Deals` lists."""
+    """Return the listing of `Deals`."""
     plugin = Deals("one", {})
     return checked_listing("one", plugin.slot_types(), plugin.list_devices())
 

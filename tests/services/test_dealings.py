@@ -94,7 +94,7 @@ def test_dealing_of_a_plugin_that_deals_no_more_is_forgotten() -> None:
     assert memory.dealings == {}
 
 
-def test_dealing_that_is_kept_holds_while_its_plugin_is_not_ready() -> None:
+def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
     rig = node(memory=remembering(), pending=["cuda"])
     assert dealt(rig) == ["02", "13"]
     assert all(device.gone for device in rig.devices.inventory.by_name["cuda"])
@@ -108,7 +108,7 @@ def test_dealing_that_is_kept_holds_while_its_plugin_is_not_ready() -> None:
     [(remembering(Dealing({}, {})), "ab"), (remembering(), "abc")],
     ids=["of other devices", "to other agents"],
 )
-def test_devices_are_dealt_to_nobody_before_their_plugin_is_asked(memory, agents) -> None:
+def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None:
     rig = node(memory=memory, agents=agents, pending=["cuda"])
     assert set(dealt(rig)) == {""}
     assert NOT_READY in rig.devices.warnings

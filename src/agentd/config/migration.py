@@ -57,12 +57,12 @@ class _Agent:
 
     @property
     def telling(self) -> dict[str, Any]:
-        """How many of its devices this agent had, by device name, where a slot says it."""
+        """The number of devices of this agent by device name, if a slot gives it."""
         return {name: self.amounts[slot] for name, slot in _telling(self.amounts)}
 
     @property
     def shared(self) -> list[str]:
-        """The device names of which this agent had shares, or a part."""
+        """The names of the devices that this agent had in shares or in part."""
         return [
             name
             for name, amount in self.telling.items()
@@ -169,7 +169,7 @@ def _is_whole(amount: object) -> bool:
 
 
 def _device_names(agents: list[_Agent]) -> list[str]:
-    """Return the device names of which an agent had something, cores and memory apart."""
+    """Return the device names that the agents had, except cores and memory."""
     names = (name for agent in agents for name in (*agent.telling, *agent.devices))
     return list(dict.fromkeys(names))
 

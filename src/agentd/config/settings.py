@@ -112,6 +112,13 @@ class ResourceSettings(Section):
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."
     )
+    engine_devices: Mapping[Name, Literal["all"] | Mapping[str, tuple[str, ...]]] = Field(
+        default={},
+        description="Devices withheld after a boot until an engine is ready, by engine.",
+    )
+    withhold_busy: bool = Field(
+        default=False, description="Withhold devices that an unclaimed process uses."
+    )
 
     @field_validator("reserved_cpu", mode="before")
     @classmethod
@@ -230,7 +237,8 @@ class Settings(BaseSettings):
         for key, entries in (("tokens", self.rpc.tokens), ("sockets", self.rpc.sockets)):
             for index, entry in enumerate(entries):
                 if unknown := sorted(set(entry.agents) - known):
-                    why = f"unknown {', '.join(unknown)} (configured: {', '.join(sorted(known))})"
+                    have = f"(configured: {', '.join(sorted(known))})"
+                    why = f"unknown agent {', '.join(unknown)} {have}"
                     yield Problem(f"rpc.{key}.{index}.agents", why)
 
     def split_rules(self) -> SplitRules:

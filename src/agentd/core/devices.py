@@ -90,6 +90,10 @@ class Device(msgspec.Struct, frozen=True):
     reason: str = ""
     gone: bool = False
     drained: bool = False
+    awaited: str = ""
+    """The engine that has to compare its devices before this one is allocated, if any."""
+    busy: str = ""
+    """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
     """The other agentd on this host that serves it; empty if none does."""
     attributes: Mapping[str, str] = {}
@@ -121,7 +125,7 @@ class Device(msgspec.Struct, frozen=True):
     @property
     def usable(self) -> bool:
         """Whether it can be allocated, apart from free capacity."""
-        return self._is_there and not self.drained
+        return self._is_there and not (self.drained or self.awaited or self.busy)
 
     @property
     def offered(self) -> int:
@@ -297,6 +301,18 @@ class Inventory:
             if device.withheld != reasons.get(device.device_id, "")
             else device
             for device in self.devices
+        )
+
+    def with_suspended(
+        self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
+    ) -> Inventory:
+        """Return the inventory in which exactly these devices wait for an engine, or are busy."""
+        return self._with(
+            replace(device, awaited=wanted[0], busy=wanted[1])
+            if (device.awaited, device.busy) != wanted
+            else device
+            for device in self.devices
+            for wanted in [(awaited.get(device.device_id, ""), busy.get(device.device_id, ""))]
         )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:

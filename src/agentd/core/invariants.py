@@ -62,11 +62,19 @@ class Present(msgspec.Struct, frozen=True):
     held_to: Mapping[str, int] | None = None
 
 
+class RecordedClaim(msgspec.Struct, frozen=True):
+    """A claim as the ledger has it; an observed one may meet other holders."""
+
+    agent_id: str
+    is_observed: bool = False
+
+
 class NodeSnapshot(msgspec.Struct, frozen=True):
     """One snapshot of a node; several agents may share `divisible` devices (memory) in any mode.
 
     `capacities` are by device and slot. A kernel may hold another slot than a device offers: the
-    device is held whole, and there is no capacity to compare with.
+    device is held whole, and there is no capacity to compare with. Claims are holders by the name
+    `claim ID`.
     """
 
     is_shared: bool
@@ -76,6 +84,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     present: Mapping[str, Present]
     strays: tuple[str, ...] = ()
     divisible: frozenset[str] = msgspec.field(default_factory=frozenset)
+    claims: Mapping[str, RecordedClaim] = {}
 
 
 def violations(snapshot: NodeSnapshot) -> list[Violation]:
@@ -92,25 +101,40 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
 
 def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for place, holders in snapshot.holdings.items():
-        held, capacity = sum(holders.values()), snapshot.capacities.get(place)
+        granted = _granted(holders, snapshot)
+        held, capacity = sum(granted.values()), snapshot.capacities.get(place)
         if capacity is not None and held > capacity:
             who = ", ".join(sorted(holders))
             yield Violation("capacity", f"{place}: {held} of {capacity} are held, by {who}")
+
+
+def _granted(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str, int]:
+    """Return the holders without observed claims, whose devices an engine gave."""
+    claims = snapshot.claims
+    return {
+        holder: amount
+        for holder, amount in holders.items()
+        if not (holder in claims and claims[holder].is_observed)
+    }
 
 
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
     by_device: dict[str, dict[str, int]] = {}
     for place, amounts in snapshot.holdings.items():
         held = by_device.setdefault(_device_of(place), {})
-        for kernel, amount in amounts.items():
-            held[kernel] = held.get(kernel, 0) + amount
+        for holder, amount in _granted(amounts, snapshot).items():
+            held[holder] = held.get(holder, 0) + amount
     for device, holders in by_device.items():
         if snapshot.is_shared or device in snapshot.divisible:
             continue
+        recorded: dict[str, RecordedKernel | RecordedClaim] = {
+            **snapshot.accounted,
+            **snapshot.claims,
+        }
         owners = {
-            snapshot.accounted[kernel].agent_id
-            for kernel, amount in holders.items()
-            if amount and kernel in snapshot.accounted
+            recorded[holder].agent_id
+            for holder, amount in holders.items()
+            if amount and holder in recorded
         }
         if len(owners) > 1:
             who = ", ".join(sorted(holders))
@@ -170,7 +194,7 @@ def _listed(amounts: Mapping[str, int]) -> str:
 
 def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
     holders = {kernel for by_kernel in snapshot.holdings.values() for kernel in by_kernel}
-    for kernel_id in sorted(holders):
+    for kernel_id in sorted(holders - snapshot.claims.keys()):
         accounted = snapshot.accounted.get(kernel_id)
         if accounted is None or accounted.state in ENDED:
             state = accounted.state if accounted else "unknown"

@@ -43,6 +43,7 @@ from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import Engines
 from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
@@ -54,6 +55,7 @@ from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
+from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
 from agentd.state.peers import HostPeers, PeerPaths
 
@@ -174,6 +176,8 @@ class Services(NamedTuple):
     execs: Execs
     claims: ClaimService
     claim_counts: ClaimCounts
+    engines: Engines
+    unclaimed: UnclaimedProcesses
     holders: HostHolders
 
 
@@ -233,6 +237,17 @@ class Assembly:
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
         shared = SharedDevices(devices, state, self._peers, *self._real())
         holders, claim_counts = HostHolders(), ClaimCounts()
+        engines = Engines(devices, store, boot_id(), self._settings.resource.engine_devices)
+        unclaimed = UnclaimedProcesses(
+            state,
+            devices,
+            self._plugins,
+            clock.steady,
+            withholds=self._settings.resource.withhold_busy,
+        )
+        devices.suspend_by(
+            lambda inventory: inventory.with_suspended(engines.awaited(inventory), unclaimed.busy)
+        )
         claims = ClaimService(
             state,
             devices,
@@ -259,6 +274,8 @@ class Assembly:
             Execs(state, runtimes, self._plugins),
             claims,
             claim_counts,
+            engines,
+            unclaimed,
             holders,
         )
 
@@ -283,6 +300,7 @@ class Assembly:
             services.statistics,
             node.counts,
             services.claim_counts,
+            services.unclaimed,
             is_per_kernel=settings.metrics.per_kernel,
         )
         lasting = runtime_factory.settings_warnings(settings)
@@ -294,7 +312,7 @@ class Assembly:
             services.check,
             metrics,
             reload,
-            lambda: [*lasting, *warnings()],
+            lambda: [*lasting, *services.unclaimed.warnings(), *warnings()],
             partial(runtime_factory.runtime_warnings, settings, plugins),
         )
         kernels = KernelHandlers(
@@ -311,7 +329,7 @@ class Assembly:
             site,
             handlers,
             PartHandlers(state, devices, plugins, services.reconciler),
-            DeviceHandlers(state, devices, access, visibility),
+            DeviceHandlers(state, devices, access, visibility, services.engines),
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),
             ClaimHandlers(

@@ -160,6 +160,7 @@ class Daemon:
         stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
         background.run("reconciler", node.services.loops.run())
         background.run("claims", node.services.claims.run())
+        background.run("unclaimed", node.services.unclaimed.run())
         await self._until_listed(node)
         await reach("start.before_ready")
         self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)

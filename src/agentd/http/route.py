@@ -91,6 +91,11 @@ def post(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: A
     return Route("POST", path, handler, _by_status(answers), takes, **more)
 
 
+def put(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+    """Return a PUT route; `answers` by status, or the model of a 200."""
+    return Route("PUT", path, handler, _by_status(answers), takes, **more)
+
+
 def delete(path: str, handler: Handler, *takes: Parameter, **more: Any) -> Route:
     """Return a DELETE route, answered with 204."""
     return Route("DELETE", path, handler, {204: None}, takes, **more)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from aiohttp import web
 
 from agentd.http.answers import answer
+from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of
+from agentd.http.queries import body_of
 from agentd.rpc import rendering
+from agentd.rpc.requests import EngineRequest
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import Engines
 from agentd.services.state import NodeState
 
 
@@ -17,12 +21,28 @@ class DeviceHandlers:
     """Agents and their partitions; devices, their drains and missing devices."""
 
     def __init__(
-        self, state: NodeState, devices: NodeDevices, access: Access, visibility: Visibility
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        access: Access,
+        visibility: Visibility,
+        engines: Engines,
     ) -> None:
         self._state = state
         self._devices = devices
         self._access = access
         self._visibility = visibility
+        self._engines = engines
+
+    async def list_engines(self, _: web.Request) -> web.Response:
+        """List the engines that devices wait for after a boot."""
+        return answer([rendering.engine_view(status) for status in self._engines.all()])
+
+    async def put_engine(self, request: web.Request) -> web.Response:
+        """Set whether an engine has compared its devices with the claims of this node."""
+        body = read_body(EngineRequest, await body_of(request))
+        status = self._engines.set_ready(request.match_info["engine"], is_ready=body.ready)
+        return answer(rendering.engine_view(status))
 
     async def list_agents(self, request: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""

@@ -24,6 +24,7 @@ from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
 from agentd.services.statistics import KernelUse, Statistics
+from agentd.services.unclaimed import UnclaimedProcesses
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -67,6 +68,7 @@ class Metrics:
         statistics: Statistics,
         counts: NodeCounts,
         claim_counts: ClaimCounts,
+        unclaimed: UnclaimedProcesses,
         *,
         is_per_kernel: bool,
     ) -> None:
@@ -79,6 +81,7 @@ class Metrics:
         self._statistics = statistics
         self._counts = counts
         self._claim_counts = claim_counts
+        self._unclaimed = unclaimed
         self._is_per_kernel = is_per_kernel
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
@@ -109,6 +112,7 @@ class Metrics:
         yield from _slots(state, devices.split, agents)
         yield from _limits(state, devices.split, agents)
         yield from _devices(state, devices.split, plugins, seen, agents)
+        yield _unclaimed(self._unclaimed, seen)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -223,6 +227,16 @@ def _claims(
     for reason in EndReason:
         ends.add_metric([reason.value], counts.ends.get(reason, 0))
     yield from (held, results, ends)
+
+
+def _unclaimed(unclaimed: UnclaimedProcesses, seen: Iterable[Device]) -> Metric:
+    text = "Processes that use a device which no kernel or claim holds"
+    processes = _gauge("unclaimed_processes", text, "device_name", "id")
+    ids = {device.device_id for device in seen}
+    for device_id, pids in unclaimed.found.items():
+        if device_id in ids:
+            processes.add_metric([*device_id], len(pids))
+    return processes
 
 
 def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount
 from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
+from agentd.services.engines import EngineStatus
 from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
@@ -32,6 +33,7 @@ from agentd.views import (
     ClaimView,
     DeviceView,
     EditsView,
+    EngineView,
     HolderView,
     KernelView,
     LimitView,
@@ -44,7 +46,7 @@ from agentd.views import (
 )
 
 DeviceState: TypeAlias = Literal[
-    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted"
+    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
 ]
 
 
@@ -111,6 +113,12 @@ def claim_view(status: ClaimStatus) -> ClaimView:
         "expires_at": wire_time(status.expires_at),
         "created_by": claim.created_by,
     }
+
+
+def engine_view(status: EngineStatus) -> EngineView:
+    """Return an engine and the devices that wait for it."""
+    devices = {name: list(ids) for name, ids in status.devices.items()}
+    return {"engine": status.engine, "ready": status.is_ready, "devices": devices}
 
 
 def edits_view(edits: ContainerEdits) -> EditsView:
@@ -257,8 +265,8 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
-    if device.withheld:
-        return "withheld", device.withheld
+    if device.withheld or device.awaited:
+        return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
         shares = {holder: ledger.holders(device.device_id)[holder] for holder in holders}
         held = [
@@ -275,6 +283,8 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     ]
     if over:
         return "overcommitted", f"over-allocated by {', '.join(over)}"
+    if device.busy:
+        return "busy", device.busy
     if device.drained:
         return "drained", "drained by an operator"
     return "ok", ""

@@ -8,7 +8,7 @@ from typing import Any
 from agentd.core.access import Right
 from agentd.core.kernel.states import KERNEL_ID, KernelState
 from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S
-from agentd.http.route import SWITCHED, Media, Parameter, Route, delete, get, post
+from agentd.http.route import SWITCHED, Media, Parameter, Route, delete, get, post, put
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
@@ -18,6 +18,7 @@ from agentd.rpc.requests import (
     CreateClaimRequest,
     CreateKernelRequest,
     EditsRequest,
+    EngineRequest,
     RenewRequest,
     StopRequest,
 )
@@ -29,6 +30,7 @@ from agentd.views import (
     DecisionView,
     DeviceView,
     EditsView,
+    EngineView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -114,7 +116,7 @@ def routes(
     """Return the table of routes, bound to objects for a server or to classes for a document."""
     create = {200: KernelView | DecisionView, 201: KernelView, 202: KernelView}
     device, kernel = "/v1/devices/{device_name}/{id}", "/v1/kernels/{kernel}"
-    claim = "/v1/claims/{claim}"
+    claim, engine = "/v1/claims/{claim}", "/v1/engines/{engine}"
     of_agent = "/v1/agents/{agent}/kernels"
     change, use, nobody = Right.NODE, Right.KERNELS, None
     return (
@@ -129,6 +131,8 @@ def routes(
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
         post(f"{device}/undrain", devices.undrain_device, DeviceView, right=change),
         delete(device, devices.forget_device, right=change),
+        get("/v1/engines", devices.list_engines, list[EngineView]),
+        put(engine, devices.put_engine, EngineView, body=EngineRequest, right=change),
         get("/v1/agents", devices.list_agents, list[AgentView]),
         get("/v1/agents/{agent}", devices.get_agent, AgentView),
         post(

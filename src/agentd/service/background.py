@@ -19,6 +19,7 @@ log = structlog.get_logger()
 VITAL: Mapping[str, bool] = {
     "reconciler": True,  # the state would no longer follow the runtimes
     "claims": True,  # claims would outlive their holders
+    "unclaimed": False,  # processes without a claim go unnoticed
     "reload": True,  # a revoked token would stay valid
     "retention": False,  # ended kernels pile up
     "status": False,  # systemd shows an old status

@@ -7,7 +7,7 @@ kernels change the inventory, and each change raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -69,6 +69,7 @@ class NodeDevices:
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, Dealing] = {}
         self._generation = 0
+        self._suspended: Callable[[Inventory], Inventory] = _unchanged
 
     @property
     def split(self) -> Split:
@@ -189,6 +190,7 @@ class NodeDevices:
         self._dealings = dealings
         for listing in listings:
             self._note_served(listing, kept)
+        self._split = self._split.with_inventory(self._suspended(self._split.inventory))
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
@@ -304,8 +306,18 @@ class NodeDevices:
         self._take(inventory)
         self._save()
 
+    def suspend_by(self, suspended: Callable[[Inventory], Inventory]) -> None:
+        """Register a function that marks the devices which are not allocated for now."""
+        self._suspended = suspended
+        self.update_suspended()
+
+    def update_suspended(self) -> None:
+        """Mark the devices that are not allocated for now."""
+        if self._suspended(self.inventory) is not self.inventory:
+            self._take(self.inventory)
+
     def _take(self, inventory: Inventory) -> None:
-        before = self.inventory
+        before, inventory = self.inventory, self._suspended(inventory)
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
         _publish_changes(self._events, before, inventory)
@@ -325,6 +337,10 @@ class NodeDevices:
         if self._unsaved:
             self._save()
         self._store.retry()
+
+
+def _unchanged(inventory: Inventory) -> Inventory:
+    return inventory
 
 
 def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:

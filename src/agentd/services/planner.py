@@ -69,13 +69,22 @@ class Decision(msgspec.Struct, frozen=True):
     ports: tuple[Port, ...] = ()
 
 
+class ClaimedDevices(NamedTuple):
+    """The claim of a request: its device names, and the devices that no other kernel holds.
+
+    Slots of these device names come from the claim alone.
+    """
+
+    names: frozenset[str] = frozenset()
+    left: Allocation = Allocation()
+
+
 class Asked(NamedTuple):
     """The slots of a request with defaults, and the named devices by device name."""
 
     slots: ResourceSlots
     only: Mapping[str, frozenset[DeviceId]]
-    claimed: Allocation = Allocation()
-    """The devices of the claim that the request takes over."""
+    claimed: ClaimedDevices = ClaimedDevices()
 
 
 class Planner:
@@ -144,10 +153,12 @@ class Planner:
         """
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        mine, free = split_slots(asked.slots, names_of(asked.claimed))
+        mine, free = split_slots(asked.slots, asked.claimed.names)
         taken = Allocation()
         if mine:
-            taken = allocate_from(asked.claimed, inventory, spec.agent_id, mine, policy, asked.only)
+            taken = allocate_from(
+                asked.claimed.left, inventory, spec.agent_id, mine, policy, asked.only
+            )
         given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
         allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, _holders(spec, state))
@@ -218,16 +229,16 @@ class Planner:
             absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
         )
 
-    def _reading(self, spec: KernelSpec, runtime: Runtime, claimed: Allocation) -> SlotReading:
-        held, types = names_of(claimed), self._devices.inventory.slot_types
+    def _reading(self, spec: KernelSpec, runtime: Runtime, claimed: ClaimedDevices) -> SlotReading:
+        types = self._devices.inventory.slot_types
         defaults = {
             slot: amount
             for slot, amount in self._rules.default_slots.items()
-            if device_name_of(slot) not in held
+            if device_name_of(slot) not in claimed.names
         }
         rest_of_claim = {
             slot: format_amount(amount, types[slot].kind)
-            for slot, amount in default_amounts(claimed, _named_in(spec)).items()
+            for slot, amount in default_amounts(claimed.left, _named_in(spec)).items()
             if slot in types
         }
         reading = self._read_slots({**defaults, **spec.slots, **rest_of_claim})
@@ -302,8 +313,8 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
     }
 
 
-def _claimed(spec: KernelSpec, state: NodeState) -> Allocation:
-    """Return the devices of a request's claim that no other kernel holds.
+def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
+    """Return the devices of a request's claim.
 
     Raises:
         UnknownClaim: there is none, or it is not the caller's to use.
@@ -311,7 +322,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> Allocation:
         ClaimConflict: another kernel uses it.
     """
     if spec.claim_id is None:
-        return Allocation()
+        return ClaimedDevices()
     claim = state.claims.get(spec.claim_id)
     is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
     if claim is None or not is_known or spec.claim_id in state.closed_claims:
@@ -323,11 +334,12 @@ def _claimed(spec: KernelSpec, state: NodeState) -> Allocation:
     if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
         who = ", ".join(users)
         raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {who}")
-    return remaining(claim.allocation, (kernel.allocation for kernel in users.values()))
+    left = remaining(claim.allocation, (kernel.allocation for kernel in users.values()))
+    return ClaimedDevices(names_of(claim.allocation), left)
 
 
 def _named_in(spec: KernelSpec) -> frozenset[str]:
-    """Return the device names of which a request names an amount; zero counts for cpu and mem."""
+    """Return the device names that a request has an amount for; cpu and mem may be zero."""
     return frozenset(
         device_name_of(slot)
         for slot, amount in spec.slots.items()

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
-from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.ledger import ClaimHolder, Ledger
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
     NodeSnapshot,
     Present,
+    RecordedClaim,
     RecordedKernel,
     Violation,
     violations,
@@ -26,6 +28,7 @@ from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
+from agentd.services.claims.protocols import ClaimStore
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
@@ -41,6 +44,10 @@ class Check(msgspec.Struct, frozen=True):
     findings: Sequence[str] = ()
 
 
+class RecordStore(StateStore, ClaimStore, Protocol):
+    """The records of kernels and claims."""
+
+
 class SelfCheck:
     """Checks the node against every rule of `agentd.core.invariants`."""
 
@@ -49,7 +56,7 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        store: StateStore,
+        store: RecordStore,
     ) -> None:
         self._state = state
         self._devices = devices
@@ -102,7 +109,12 @@ class SelfCheck:
             if kernel_id not in kernels or not kernels[kernel_id].holds
         )
         saved = {record.kernel_id for record in self._store.load_records()}
-        return [*(f"record of kernel {k}" for k in sorted(saved - kernels.keys())), *sorted(ports)]
+        claims = self._store.load_claims().keys() - self._state.claims.keys()
+        return [
+            *(f"record of kernel {kernel_id}" for kernel_id in sorted(saved - kernels.keys())),
+            *(f"record of claim {claim_id}" for claim_id in sorted(claims)),
+            *sorted(ports),
+        ]
 
     def _node(
         self, found: Sequence[ObservedKernel], strays: Sequence[str], settled: Collection[str]
@@ -125,15 +137,19 @@ class SelfCheck:
             present={i.kernel_id: _present(i, inventory) for i in found if i.kernel_id in settled},
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
+            claims={
+                str(ClaimHolder(claim.claim_id)): RecordedClaim(claim.agent_id, claim.is_observed)
+                for claim in self._state.claims.values()
+            },
         )
 
 
 def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
-    """Return who holds how much of which slot of which device."""
+    """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
         for holder, share in holders.items():
-            if holder in settled:
+            if isinstance(holder, ClaimHolder) or holder in settled:
                 for slot, _, amount in share.amounts:
                     holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
     return holdings

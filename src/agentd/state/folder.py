@@ -38,14 +38,14 @@ from agentd.failpoints import hit
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.removed_kernels import RemovedKernelsFile
-from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedNode
+from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedEngines, SavedNode
 from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 log = structlog.get_logger()
 _MOST_STATE_BYTES = 64 << 20
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
-_S = TypeVar("_S", SavedNode, SavedDevices)
+_S = TypeVar("_S", SavedEngines, SavedNode, SavedDevices)
 
 
 class StateFolder:
@@ -150,7 +150,15 @@ class StateFolder:
         saved = self._load("devices.json", SavedDevices)
         devices = saved.devices if saved else ()
         return [
-            replace(device, health=Health.UNKNOWN, gone=False, reason="", withheld="")
+            replace(
+                device,
+                health=Health.UNKNOWN,
+                gone=False,
+                reason="",
+                withheld="",
+                awaited="",
+                busy="",
+            )
             for device in devices
         ]
 
@@ -160,6 +168,13 @@ class StateFolder:
 
     def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
         self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
+
+    def load_ready_engines(self) -> Mapping[str, str]:
+        saved = self._load("engines.json", SavedEngines)
+        return saved.ready if saved else {}
+
+    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
         return [

@@ -33,3 +33,10 @@ class SavedDevices(msgspec.Struct):
     devices: Sequence[Device]
     schema: int = SCHEMA
     dealings: Mapping[str, Dealing] = {}
+
+
+class SavedEngines(msgspec.Struct):
+    """`engines.json`: the boot in which each engine was last ready."""
+
+    ready: dict[str, str]
+    schema: int = SCHEMA

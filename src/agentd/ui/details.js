@@ -71,7 +71,13 @@ export class Details {
     const isDrained = device.state === "drained";
     const word = isDrained ? "undrain" : "drain";
     const title = isDrained ? "Give it out again" : "Drain: give it to no other kernel";
-    this.#setActions(this.store.may("node") ? [[title, "POST", `${path}/${word}`, undefined, false]] : []);
+    const claims = device.holders.filter((holder) => this.store.claims.has(holder.claim_id));
+    const release = ({ claim_id: id }) =>
+      [`Release claim ${id}`, "DELETE", `/v1/claims/${encodeURIComponent(id)}`, undefined, true];
+    this.#setActions([
+      ...(this.store.may("node") ? [[title, "POST", `${path}/${word}`, undefined, false]] : []),
+      ...(this.store.may("kernels") ? claims.map(release) : []),
+    ]);
   }
 
   #drawKernel(id) {

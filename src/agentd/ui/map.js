@@ -2,15 +2,16 @@
 
 import { byId, fill, h } from "./dom.js";
 import { amount } from "./format.js";
-import { grouped, keyOf, natural, order } from "./store.js";
+import { grouped, keyOf, nameOf, natural, order } from "./store.js";
 
 const COLOURS = 8;
 const GLYPHS = {
-  ok: "", held: "h", unhealthy: "!", drained: "d", gone: "×", withheld: "w", overcommitted: "+",
+  ok: "", held: "h", unhealthy: "!", drained: "d", gone: "×", withheld: "w", overcommitted: "+", busy: "b",
 };
 const MEANINGS = {
   held: "held by what still runs", unhealthy: "unhealthy", drained: "drained",
-  gone: "gone", withheld: "another daemon's", overcommitted: "more given than there is",
+  gone: "gone", withheld: "withheld", overcommitted: "more given than there is",
+  busy: "used without a claim",
 };
 const LARGE = 16;
 const MEDIUM = 64;
@@ -103,7 +104,7 @@ export class DeviceMap {
     const capacity = Number(device.capacity);
     const shares = new Map();
     for (const holder of device.holders) {
-      const agent = this.store.kernels.get(holder.kernel_id)?.agent_id ?? "";
+      const agent = this.store.holder(holder)?.agent_id ?? "";
       shares.set(agent, (shares.get(agent) ?? 0) + Number(holder.amount));
     }
     const version = JSON.stringify([device, [...shares]]);
@@ -156,7 +157,7 @@ export class DeviceMap {
     const below = box.bottom + 6 + this.tip.offsetHeight < innerHeight;
     this.tip.style.left = `${Math.max(8, left)}px`;
     this.tip.style.top = `${below ? box.bottom + 6 : box.top - this.tip.offsetHeight - 6}px`;
-    this.pointed(new Set(device.holders.map((holder) => holder.kernel_id)));
+    this.pointed(new Set(device.holders.flatMap((holder) => holder.kernel_id ?? [])));
   }
 
   #leave() {
@@ -183,7 +184,7 @@ export function describe(device, store) {
   const kindOf = (name) => store.slots.get(name)?.kind;
   const slots = Object.entries(device.slots);
   const had = (holder) => Object.entries(holder.amounts).map(([name, held]) => amount(held, kindOf(name))).join(" and ");
-  const holders = device.holders.slice(0, 6).map((holder) => `${holder.kernel_id} has ${had(holder) || "all"}`);
+  const holders = device.holders.slice(0, 6).map((holder) => `${nameOf(holder)} has ${had(holder) || "all"}`);
   const more = device.holders.length - holders.length;
   return [
     `${device.device_name} ${device.id}${device.model ? ` (${device.model})` : ""}`,

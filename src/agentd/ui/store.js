@@ -22,6 +22,7 @@ export function grouped(things, key) {
   return groups;
 }
 
+export const nameOf = (held) => (held.claim_id === undefined ? held.kernel_id : `claim ${held.claim_id}`);
 export const keyOf = (name, id) => `${name}\n${id}`;
 export const isEnded = (kernel) => ENDED.has(kernel.state);
 
@@ -33,6 +34,7 @@ export class Store {
     this.agents = [];
     this.slots = new Map();
     this.kernels = new Map();
+    this.claims = new Map();
     this.refusals = [];
     this.figures = new Map();
     /** Counts changes of what is free, which most of the page hangs on. */
@@ -41,19 +43,21 @@ export class Store {
 
   /** Look at everything anew. */
   async load() {
-    const [caller, node, devices, agents, slots, kernels, refusals] = await Promise.all([
+    const [caller, node, devices, agents, slots, kernels, claims, refusals] = await Promise.all([
       get("/v1/whoami"),
       get("/v1/node"),
       get("/v1/devices"),
       get("/v1/agents"),
       get("/v1/slot-types"),
       list("/v1/kernels?limit=1000"),
+      list("/v1/claims?limit=1000"),
       get("/v1/refusals"),
     ]);
     Object.assign(this, { caller, node, refusals });
     this.slots = new Map(slots.map((slot) => [slot.name, slot]));
     this.#keep(devices, agents);
     this.kernels = new Map(kernels.map((kernel) => [kernel.kernel_id, kernel]));
+    this.claims = new Map(claims.map((claim) => [claim.claim_id, claim]));
     for (const id of this.figures.keys()) if (!this.kernels.has(id)) this.figures.delete(id);
   }
 
@@ -85,6 +89,12 @@ export class Store {
       case "kernel-removed":
         this.kernels.delete(content.kernel_id);
         this.figures.delete(content.kernel_id);
+        return "free";
+      case "claim":
+        this.claims.set(content.claim_id, content);
+        return "free";
+      case "claim-removed":
+        this.claims.delete(content.claim_id);
         return "free";
       case "device":
         this.version += 1;
@@ -127,6 +137,11 @@ export class Store {
       now.last = use;
       this.figures.set(use.kernel_id, now);
     }
+  }
+
+  /** Return the kernel or claim that holds part of a device. */
+  holder(held) {
+    return held.claim_id === undefined ? this.kernels.get(held.kernel_id) : this.claims.get(held.claim_id);
   }
 
   latest(id, figure) {

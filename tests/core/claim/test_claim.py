@@ -30,10 +30,11 @@ from agentd.core.claim.record import decode, encode
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.record import NewerRecordError, RecordError
+from agentd.core.partition.split import Partition
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
 from core import several_slots
-from core.machines import cores, gpus, machine, memory, shared
+from core.machines import cores, gpus, machine, memory
 
 HOLDERS: list[ClaimOwner] = [
     ProcessHolder(17, 4711),
@@ -116,7 +117,7 @@ def test_a_text_that_is_no_record_is_refused(text: str) -> None:
         decode("c1", text)
 
 
-def test_a_newer_record_is_told_apart_and_unknown_members_are_ignored() -> None:
+def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
     content = json.loads(encode(claim(), "n"))
     assert decode("c1", json.dumps(content | {"more": 1})) == claim()
     with pytest.raises(NewerRecordError):
@@ -182,8 +183,7 @@ def test_a_kernel_and_a_claim_of_one_id_are_two_holders() -> None:
     assert [holder_text(holder) for holder in both.holdings] == ["kernel x", "claim x"]
 
 
-INVENTORY = machine(*cores(1), *gpus(1, 1, 1, 1), memory())
-PARTITION = shared(INVENTORY, "a").partitions["a"]
+INVENTORY = machine(*gpus(1, 1, 1, 1))
 
 
 def from_claim(wanted: int, *numbers: int, only: Iterable[str] = ()) -> list[str]:
@@ -208,13 +208,13 @@ def test_devices_come_from_the_claim_alone() -> None:
         from_claim(1, 1, 3, only=["cuda0"])
 
 
-def test_a_drained_device_of_a_claim_can_be_used_and_a_missing_one_cannot() -> None:
+def test_claimed_device_can_be_used_drained_but_not_missing() -> None:
     for changes, is_usable in (({"drained": True}, True), ({"gone": True}, False)):
         devices = [replace(device, **changes) for device in gpus(1)]
         wanted = ResourceSlots({"cuda.device": ONE})
         arguments = (
             allocation(0),
-            machine(*devices, memory()),
+            machine(*devices),
             "a",
             wanted,
             AllocationPolicy(),
@@ -239,7 +239,7 @@ def test_an_observed_claim_takes_devices_in_any_state() -> None:
     inventory = machine(*cores(1), *devices, memory())
     found = allocate_observed(
         inventory,
-        shared(inventory, "a").partitions["a"],
+        Partition("a", tuple(device.device_id for device in devices), 0),
         ResourceSlots({"cuda.device": ONE}),
         AllocationPolicy(),
         {},

@@ -244,7 +244,7 @@ async def test_a_failed_create_gives_a_claim_its_devices_back(rig: Rig) -> None:
     assert (held(rig), rig.free_gpus) == (2, 0)
 
 
-async def test_a_holder_that_ends_during_a_create_waits_for_its_outcome(rig: Rig) -> None:
+async def test_holder_that_ends_during_a_create_waits_for_its_outcome(rig: Rig) -> None:
     for fails in (True, False):
         await rig.claims.create(spec(gpus=2, holder=PROCESS))
         rig.runtime.gate = asyncio.Event()
@@ -279,6 +279,8 @@ async def test_a_kept_claim_takes_its_devices_back(rig: Rig) -> None:
     assert (held(rig), rig.free_gpus) == (0, 0)
     with pytest.raises(ClaimConflict):
         await rig.service.create(kernel("k3"))
+    with pytest.raises(InsufficientResource):
+        await rig.service.create(kernel("k3", keeps=True, cuda_device=1))
     with pytest.raises(ClaimConflict):
         rig.claims.release("c1", ADMIN)
     await rig.service.remove("k1")

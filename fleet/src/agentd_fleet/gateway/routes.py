@@ -69,7 +69,7 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
         get(f"{kernel}/logs", site.get_logs, LOG, *LOGS, NODE, right=Right.OUTPUT),
         get(f"{kernel}/exec", site.exec_kernel, {SWITCHED: None}, NODE, right=Right.OUTPUT),
         get(f"{kernel}/stats", site.get_use, views.FleetKernelUseView, NODE),
-        *(_passed(method, site.pass_to_node) for method in ("GET", "POST", "DELETE")),
+        *(_passed(method, site.pass_to_node) for method in ("GET", "POST", "PUT", "DELETE")),
         get("/v1/whoami", site.whoami, CallerView),
         get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),
         get("/metrics", site.get_metrics, METRICS),

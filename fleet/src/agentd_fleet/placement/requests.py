@@ -42,6 +42,7 @@ class PlacementRequest:
     kernel_id: str
     request_hash: str
     slots: Mapping[str, object]
+    """Amounts to be free; none for a claim, whose node alone knows its devices."""
     constraints: Constraints
     policy: PlacementPolicy | None
     body: bytes
@@ -56,12 +57,14 @@ def order_of(
     """Convert a client's request; only the caller's own agents are suitable.
 
     Raises:
-        InvalidRequest: it names devices without naming exactly one node.
+        InvalidRequest: it names devices or a claim without naming exactly one node.
     """
     wanted = request.placement
-    if request.devices and (wanted.nodes is None or len(wanted.nodes) != 1):
-        why = "devices belong to one node: name exactly that node in placement.nodes"
-        raise InvalidRequest([Problem("devices", why)])
+    for member, given in (("devices", request.devices), ("claim", request.claim)):
+        if given and (wanted.nodes is None or len(wanted.nodes) != 1):
+            why = f"{member} belong{'s' * (member == 'claim')} to one node"
+            why += ": name exactly that node in placement.nodes"
+            raise InvalidRequest([Problem(member, why)])
     agents = None if wanted.agents is None else frozenset(wanted.agents)
     if caller.agents is not None:
         agents = caller.agents if agents is None else agents & caller.agents
@@ -73,7 +76,7 @@ def order_of(
     return PlacementRequest(
         kernel_id=kernel_id,
         request_hash=sha256(said).hexdigest()[:32],
-        slots=request.slots,
+        slots={} if request.claim else request.slots,
         constraints=Constraints(
             nodes=None if wanted.nodes is None else frozenset(wanted.nodes),
             agents=agents,

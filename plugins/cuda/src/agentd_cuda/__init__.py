@@ -239,8 +239,12 @@ class CudaPlugin(AcceleratorPlugin):
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
     ) -> PartitionInfo | None:
-        found = nvml.handles()
-        close = links.close_groups({self._last[n].uuid: handle for n, handle in found})
+        handles = {
+            self._last[index].uuid: handle
+            for index, handle in nvml.handles()
+            if index in self._last
+        }
+        close = links.close_groups(handles)
         group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
         dealt: dict[str, list[str]] = {agent: [] for agent in agents}
         for slots in sorted({_slots(device) for device in devices}):

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from agentd import __version__
 from agentd.cli.agentctl import completion
+from agentd.cli.agentctl.added import added_command, added_commands
 from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
 from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
@@ -70,11 +71,13 @@ class NodeOrFleet(RpcGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         if fleet_of(ctx) is None:
-            return super().list_commands(ctx)
+            return sorted({*super().list_commands(ctx), *added_commands()})
         return sorted({*fleet_group.commands, *AT_A_GATEWAY})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)
+        if found is None:
+            found = added_command(cmd_name)
         if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
             return found
         of_fleet = fleet_group.get_command(ctx, cmd_name)

@@ -20,7 +20,7 @@ from agentd.cli.agentctl.follow import ENDED
 from agentd.cli.agentctl.options import RpcProblem
 from agentd.cli.output import say
 from agentd.client import Client
-from agentd.errors import AgentdError, CommandNotFound, Unavailable, UnknownKernel
+from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Unavailable, UnknownKernel
 from agentd.views import KernelView
 
 NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
@@ -28,7 +28,7 @@ NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 CREATE_PATIENCE_S = 15.0
-"""How long a create is repeated while the daemon does not answer."""
+"""Seconds that a create is repeated while the daemon does not answer."""
 _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 
 
@@ -110,7 +110,7 @@ class Run:
             self._is_created = True
             streams = [
                 threading.Thread(target=self._follow, args=(name, output), daemon=True)
-                for name, output in (("stdout", sys.stdout.buffer), ("stderr", sys.stderr.buffer))
+                for name, output in self._outputs().items()
             ]
             for stream in streams:
                 stream.start()
@@ -121,6 +121,20 @@ class Run:
             self._events.put(error)
         else:
             self._events.put(kernel)
+
+    def _outputs(self) -> Mapping[str, BinaryIO]:
+        """Return where each stream is printed; a runtime that joins the two has one."""
+        apart = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+        while True:
+            try:
+                for _ in self._client.logs(self._kernel_id, tail=0, stream="stdout"):
+                    pass
+            except InvalidRequest:
+                return {"both": sys.stdout.buffer}
+            except Unavailable:
+                time.sleep(PAUSE_S)
+            else:
+                return apart
 
     def _create(self) -> None:
         """Create the kernel; the same request is repeated while nothing answers.

@@ -265,6 +265,17 @@ def _row(question: Question, device: Device, room: int, parts: _EqualParts) -> d
     }
 
 
+def _suspended(device: Device) -> str:
+    """Return why nothing is allocated from a device that is there; empty if it may be."""
+    if device.withheld:
+        return f"withheld: {device.withheld}"
+    if device.awaited:
+        return f"withheld until engine {device.awaited} is ready"
+    if device.busy:
+        return f"busy: {device.busy}"
+    return "drained by an operator" if device.drained else ""
+
+
 def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     question: Question, device: Device
 ) -> str:
@@ -278,10 +289,8 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
-    if device.withheld:
-        return f"withheld: {device.withheld}"
-    if device.drained:
-        return "drained by an operator"
+    if suspended := _suspended(device):
+        return suspended
     if not {question.slot, *question.asked} <= set(device.slot_names):
         return f"offers {' and '.join(device.slot_names)}"
     if holders := ledger.kept_back_by(device):

@@ -20,7 +20,7 @@ from agentd.core.slots import MEM, ResourceSlots, device_name_of
 
 
 def names_of(claimed: Allocation) -> frozenset[str]:
-    """Return the device names of which a claim holds something."""
+    """Return the device names that a claim holds devices under."""
     return frozenset(share.device_id.name for share in claimed.shares)
 
 
@@ -76,7 +76,7 @@ def allocate_observed(
     policy: AllocationPolicy,
     only: Mapping[str, frozenset[DeviceId]],
 ) -> Allocation:
-    """Choose devices that an engine uses already, whoever holds them and in whatever state.
+    """Choose devices that an engine uses already, in any state and with any holder.
 
     Raises:
         InsufficientResource: the devices of the agent that the request names are too few.

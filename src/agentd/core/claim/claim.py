@@ -25,7 +25,7 @@ MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 
 
 class EditsFor(StrEnum):
-    """What the edits of a claim are applied to."""
+    """The target of the edits of a claim."""
 
     PROCESS = "process"
     CONTAINER = "container"

@@ -1,0 +1,130 @@
+"""How long a claim takes, and what many claims cost a start: `python benchmarks/claims.py`.
+
+Starts a daemon on a folder of its own with the sim plugin, claims and releases one device at a
+time, and prints JSON: milliseconds of a claim and of a release, seconds from the end of a process
+to its free device, and seconds of a start with and without 1,000 claims.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from agentd.client.asynchronous import AsyncClient
+from agentd.errors import AgentdError
+
+CONFIG = """
+[node]
+id = "claims"
+state-dir = "{folder}/state"
+runtime = "process"
+[rpc]
+socket = "{folder}/agentd.sock"
+[host]
+cpus = 8
+mem = "8g"
+[plugins]
+allow = ["sim"]
+[plugins.cuda]
+plugin = "sim"
+count = {devices}
+"""
+
+
+class Node:
+    """A daemon on a folder."""
+
+    def __init__(self, folder: Path, devices: int) -> None:
+        self.folder = folder
+        self.socket = folder / "agentd.sock"
+        (folder / "agent.toml").write_text(CONFIG.format(folder=folder, devices=devices))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> float:
+        """Start it, and return the seconds until it is ready."""
+        begun = time.monotonic()
+        words = [sys.executable, "-m", "agentd", "run", "--config", str(self.folder / "agent.toml")]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log)
+        async with AsyncClient(self.socket, retry_s=0) as client:
+            while True:
+                try:
+                    await client.ready()
+                    return time.monotonic() - begun
+                except AgentdError:
+                    await asyncio.sleep(0.01)
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+async def one_at_a_time(client: AsyncClient, count: int) -> dict[str, float]:
+    claimed, released = [], []
+    for number in range(count):
+        begun = time.perf_counter()
+        body = {"claim_id": f"c{number}", "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
+        await client.create_claim("main", body)
+        between = time.perf_counter()
+        await client.release_claim(f"c{number}")
+        claimed.append(between - begun)
+        released.append(time.perf_counter() - between)
+    return {
+        "claim_ms": statistics.median(claimed) * 1000,
+        "release_ms": statistics.median(released) * 1000,
+    }
+
+
+async def until_free(client: AsyncClient, count: int) -> float:
+    took = []
+    for _ in range(count):
+        child = subprocess.Popen(["sleep", "1000"])
+        body = {"holder": {"pid": child.pid}, "slots": {"cuda.device": 1}}
+        claim = await client.create_claim("main", body)
+        child.kill()
+        begun = time.monotonic()
+        child.wait()
+        while any(c["claim_id"] == claim["claim_id"] for c in await client.claims()):
+            await asyncio.sleep(0.001)
+        took.append(time.monotonic() - begun)
+    return max(took)
+
+
+async def measured(count: int, many: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        node = Node(Path(folder), many)
+        try:
+            empty_s = await node.start()
+            async with AsyncClient(node.socket) as client:
+                figures = await one_at_a_time(client, count)
+                figures["free_after_s"] = await until_free(client, 10)
+                for number in range(many):
+                    body = {"holder": {"name": f"n{number}"}, "slots": {"cuda.device": 1}}
+                    await client.create_claim("main", body)
+            node.stop()
+            full_s = await node.start()
+            node.stop()
+        finally:
+            if node.process is not None and node.process.poll() is None:
+                os.kill(node.process.pid, signal.SIGKILL)
+    return {**figures, "start_s": empty_s, "start_with_many_s": full_s, "many": many}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--many", type=int, default=1000)
+    arguments = parser.parse_args()
+    print(json.dumps(asyncio.run(measured(arguments.count, arguments.many)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Engines that this node waits for after a boot.
+
+What an engine gave to its own work before a boot is unknown until it has compared. Its devices are
+not allocated meanwhile; the engine can claim them as observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import msgspec
+
+from agentd.core.devices import DeviceId, Inventory
+from agentd.core.slots import CPU, MEM
+from agentd.errors import UnknownEngine
+from agentd.services.devices import NodeDevices
+
+EngineDevices: TypeAlias = Literal["all"] | Mapping[str, Sequence[str]]
+"""All accelerators, or ids, stable ids or aliases by device name."""
+
+
+class EngineStore(Protocol):
+    """The engines that were ready, over restarts."""
+
+    def load_ready_engines(self) -> Mapping[str, str]:
+        """Return the boot in which each engine was last ready."""
+        ...
+
+    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        """Replace these.
+
+        Raises:
+            StateUnavailable: nothing changed.
+        """
+        ...
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """An engine, whether it is ready in this boot, and its devices by device name."""
+
+    engine: str
+    is_ready: bool
+    devices: Mapping[str, tuple[str, ...]]
+
+
+class Engines:
+    """The engines of the configuration."""
+
+    def __init__(
+        self,
+        devices: NodeDevices,
+        store: EngineStore,
+        boot_id: str,
+        wanted: Mapping[str, EngineDevices],
+    ) -> None:
+        self._devices = devices
+        self._store = store
+        self._boot_id = boot_id
+        self._wanted = dict(wanted)
+        self._ready = dict(store.load_ready_engines())
+
+    def all(self) -> list[EngineStatus]:
+        """Return every engine, in the order of the configuration."""
+        return [self._status(engine) for engine in self._wanted]
+
+    def _status(self, engine: str) -> EngineStatus:
+        found: dict[str, list[str]] = {}
+        for device_id in self._devices_of(engine, self._devices.inventory):
+            found.setdefault(device_id.name, []).append(device_id.id)
+        devices = {name: tuple(ids) for name, ids in found.items()}
+        return EngineStatus(engine, self._is_ready(engine), devices)
+
+    def _is_ready(self, engine: str) -> bool:
+        return self._ready.get(engine) == self._boot_id
+
+    def set_ready(self, engine: str, *, is_ready: bool) -> EngineStatus:
+        """Set whether an engine has compared its devices with the claims.
+
+        Raises:
+            UnknownEngine: the configuration has none of that name.
+            StateUnavailable: nothing changed.
+        """
+        if engine not in self._wanted:
+            have = ", ".join(self._wanted) or "none"
+            raise UnknownEngine(f"unknown engine {engine} (this node has: {have})")
+        ready = {name: boot for name, boot in self._ready.items() if name != engine}
+        if is_ready:
+            ready[engine] = self._boot_id
+        self._store.save_ready_engines(ready)
+        self._ready = ready
+        self._devices.update_suspended()
+        return self._status(engine)
+
+    def awaited(self, inventory: Inventory) -> dict[DeviceId, str]:
+        """Return the devices that wait for an engine, and which one."""
+        return {
+            device_id: engine
+            for engine in self._wanted
+            if not self._is_ready(engine)
+            for device_id in self._devices_of(engine, inventory)
+        }
+
+    def _devices_of(self, engine: str, inventory: Inventory) -> list[DeviceId]:
+        wanted = self._wanted[engine]
+        return [
+            device.device_id
+            for device in inventory.devices
+            if device.device_id.name not in (CPU, MEM)
+            and (
+                wanted == "all"
+                or any(map(device.answers_to, wanted.get(device.device_id.name, ())))
+            )
+        ]

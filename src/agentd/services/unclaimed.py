@@ -1,0 +1,98 @@
+"""Processes on devices that no kernel or claim holds, as the driver of the device lists them.
+
+A process counts once it has been there for `PATIENCE_S`, since a holder may end a moment before its
+processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import structlog
+
+from agentd.core.devices import DeviceId
+from agentd.services.devices import NodeDevices
+from agentd.services.protocols import Plugins
+from agentd.services.state import NodeState
+
+log = structlog.get_logger()
+
+PATIENCE_S = 10.0
+"""Seconds that a process uses a device before it counts."""
+PERIOD_S = 1.0
+"""Seconds between two looks."""
+
+
+class UnclaimedProcesses:
+    """The unclaimed processes by device, at the last look."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        devices: NodeDevices,
+        plugins: Plugins,
+        clock: Callable[[], float],
+        *,
+        withholds: bool,
+    ) -> None:
+        """With `withholds` their devices are not allocated."""
+        self._state = state
+        self._devices = devices
+        self._plugins = plugins
+        self._clock = clock
+        self._withholds = withholds
+        self._since: dict[tuple[DeviceId, int], float] = {}
+        self._found: dict[DeviceId, tuple[int, ...]] = {}
+
+    @property
+    def found(self) -> Mapping[DeviceId, Sequence[int]]:
+        """Process ids by device."""
+        return self._found
+
+    @property
+    def busy(self) -> Mapping[DeviceId, str]:
+        """The reasons why devices are not allocated; none unless they are to be withheld."""
+        if not self._withholds:
+            return {}
+        return {device_id: _reason(pids) for device_id, pids in self._found.items()}
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each device."""
+        return [f"device {device_id}: {_reason(pids)}" for device_id, pids in self._found.items()]
+
+    async def run(self) -> None:
+        """Look again and again; until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(PERIOD_S)
+
+    def look(self) -> None:
+        """Compare the processes that drivers list with the ledger."""
+        now = self._clock()
+        self._since = {key: self._since.get(key, now) for key in self._unclaimed()}
+        found: dict[DeviceId, tuple[int, ...]] = {}
+        for (device_id, pid), since in sorted(self._since.items()):
+            if now - since >= PATIENCE_S:
+                found[device_id] = (*found.get(device_id, ()), pid)
+        if found == self._found:
+            return
+        for device_id in found.keys() - self._found.keys():
+            pids = list(found[device_id])
+            log.warning("device.used_unclaimed", device=str(device_id), pids=pids)
+        self._found = found
+        self._devices.update_suspended()
+
+    def _unclaimed(self) -> Iterator[tuple[DeviceId, int]]:
+        """Yield each device without a holder with each process that uses it."""
+        by_stable_id, held = self._devices.inventory.by_stable_id, self._state.ledger.held
+        for listed in self._plugins.measurements().values():
+            for item in listed:
+                device = by_stable_id.get(item.stable_id)
+                if device is not None and device.device_id not in held:
+                    yield from ((device.device_id, use.pid) for use in item.processes or ())
+
+
+def _reason(pids: Sequence[int]) -> str:
+    word = "process" if len(pids) == 1 else "processes"
+    return f"used by {word} {', '.join(map(str, pids))} without a claim"

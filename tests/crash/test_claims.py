@@ -1,0 +1,143 @@
+"""Claims under deaths of the daemon: whole or not at all, and never two holders of a device."""
+
+import asyncio
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from agentd.failpoints import POINTS
+from daemon import AGENTS, gpus
+from world import ONE, SEED, SOAK_S, World
+
+NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8)
+CLAIMS = 100_000 if SOAK_S else 2_000
+POINTS_OF_CLAIMS = [point for point in POINTS if point.startswith("claim.")]
+AFTER_RECORD = {"claim.after_replace", "claim.before_drop"}
+"""Points at which the record of a claim is in its place."""
+
+
+async def claim_ids(world: World) -> set[str]:
+    return {claim["claim_id"] for claim in await world.daemon.get("/v1/claims")}
+
+
+@pytest.mark.parametrize("point", POINTS_OF_CLAIMS)
+async def test_claim_is_whole_or_absent_after_a_death(plain_world: World, point: str) -> None:
+    world = plain_world
+    await world.start(f"{point}=kill", NODE)
+    await world.claim("c1")
+    await world.release("c1")
+    assert await world.died() == -signal.SIGKILL
+    assert await world.start()
+    await world.check()
+    assert await claim_ids(world) == ({"c1"} if point in AFTER_RECORD else set())
+    again = await world.claim("c1")
+    assert again is not None
+    assert again.status == (200 if point in AFTER_RECORD else 201)
+    await world.release("c1")
+    assert await world.daemon.free("cuda.device") == "8"
+
+
+@pytest.mark.parametrize("point", ["claim.before_drop", "claim.after_drop", "record.before_move"])
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_create_from_claim_charges_once_after_a_death(
+    plain_world: World, point: str, keeps: bool
+) -> None:
+    world = plain_world
+    await world.start(f"{point}=kill", NODE)
+    await world.claim("c1", slots={"cuda.device": 2})
+    body = {"claim": "c1", **({"keep_claim": True} if keeps else {})}
+    answer = await world.create("k1", slots=ONE, **body)
+    has_died = not keeps or point == "record.before_move"
+    assert (answer is None) == has_died
+    if has_died:
+        await world.died()
+        assert await world.start()
+    await world.daemon.until("k1", "running")
+    await world.check()
+    assert await claim_ids(world) == ({"c1"} if keeps else set())
+    assert await world.daemon.free("cuda.device") == ("6" if keeps else "7")
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
+async def test_claim_fails_at_every_step_and_leaves_nothing(plain_world: World, error: str) -> None:
+    world = plain_world
+    armed = ";".join(f"{point}=1*error({error})" for point in POINTS_OF_CLAIMS)
+    await world.start(armed, NODE)
+    statuses = []
+    for _ in range(len(POINTS_OF_CLAIMS)):
+        answer = await world.claim("c1")
+        assert answer is not None
+        statuses.append(answer.status)
+        if answer.status == 201:
+            break
+        await world.check()
+    assert statuses[-1] == 201
+    assert set(statuses[:-1]) <= {500, 503}
+    while (answer := await world.release("c1")) is not None and answer.status != 204:
+        assert answer.status == 503
+        assert await claim_ids(world) == {"c1"}
+    await world.check()
+    assert await world.daemon.free("cuda.device") == "8"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300 + 2 * SOAK_S)
+async def test_random_kills_leak_no_claim_and_give_no_device_twice(plain_world: World) -> None:
+    world, chance = plain_world, random.Random(SEED)
+    assert await world.start(text=NODE)
+    done, number, held = 0, 0, set()
+    end = time.monotonic() + (SOAK_S or 150)
+    while done < CLAIMS and time.monotonic() < end:
+        until = done + chance.randrange(100, 800)
+        while done < until and done < CLAIMS:
+            if held and (len(held) == 8 or chance.random() < 0.5):
+                claim_id = chance.choice(sorted(held))
+                answer = await world.release(claim_id)
+                assert answer is not None
+                assert answer.status == 204, answer.content
+                held.discard(claim_id)
+            else:
+                number += 1
+                child = chance.random() < 0.1
+                answer = await world.claim(
+                    f"c{number}", **({"holder": {"ttl": 600}} if child else {})
+                )
+                assert answer is not None
+                assert answer.status == 201, answer.content
+                held.add(f"c{number}")
+            done += 1
+        dying = asyncio.create_task(world.claim("dying"))
+        await asyncio.sleep(0)
+        await world.kill()
+        await dying
+        assert await world.start()
+        await world.release("dying")
+        await world.check()
+        assert await claim_ids(world) == held
+    for claim_id in held:
+        await world.release(claim_id)
+    assert await world.daemon.free("cuda.device") == "8"
+    assert not list((world.daemon.folder / "state/claims").iterdir())
+    print(f"\n{done} claims and releases, {world.deaths} deaths, seed {SEED}")
+
+
+async def test_process_that_ends_while_the_daemon_is_dead_frees(plain_world: World) -> None:
+    world = plain_world
+    assert await world.start(text=NODE)
+    child = subprocess.Popen(["sleep", "1000"])
+    try:
+        answer = await world.claim("c1", holder={"pid": child.pid})
+        assert answer is not None
+        assert answer.status == 201
+        await world.kill()
+    finally:
+        child.kill()
+        child.wait()
+    assert await world.start()
+    async with asyncio.timeout(5):
+        while await claim_ids(world):
+            await asyncio.sleep(0.01)
+    assert await world.daemon.free("cuda.device") == "8"

@@ -1,0 +1,131 @@
+"""Claims of several callers: what each may name, see and take over."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon import AGENTS, Answer, Daemon, gpus
+from end_to_end.test_access import call
+
+ONE = {"cuda.device": 1}
+SOCKET = """
+[[rpc.sockets]]
+path = "{folder}/a.sock"
+mode = "0666"
+role = "agent"
+agents = ["agent-1"]
+[[rpc.sockets]]
+path = "{folder}/b.sock"
+role = "agent"
+agents = ["agent-2"]
+"""
+USER = 4711
+SCRIPT = """
+import http.client, json, os, socket, sys
+path, method, target, body = sys.argv[1:]
+os.setuid(4711)
+connection = http.client.HTTPConnection("agentd")
+connection.sock = socket.socket(socket.AF_UNIX)
+connection.sock.connect(path)
+content = body.replace("SELF", str(os.getpid())).replace("PARENT", str(os.getppid()))
+connection.request(method, target, content, {"Content-Type": "application/json"})
+answer = connection.getresponse()
+print(answer.status, json.loads(answer.read() or "{}").get("code", ""))
+"""
+
+
+@pytest.fixture
+async def node(plain: Daemon) -> Daemon:
+    """agentd with a socket of each of two teams."""
+    await plain.start(AGENTS + gpus(4) + SOCKET.format(folder=plain.folder))
+    return plain
+
+
+async def claim(node: Daemon, role: str, claim_id: str, agent="agent-1", **body: Any) -> Answer:
+    content = {"claim_id": claim_id, "holder": {"name": "x"}, "slots": ONE, **body}
+    return await call(node, role, "POST", f"/v1/agents/{agent}/claims", content)
+
+
+def as_user(node: Daemon, method: str, path: str, body: str = "{}") -> str:
+    """Call as another user on the socket of the first team."""
+    words = [sys.executable, "-c", SCRIPT, str(node.folder / "a.sock"), method, path, body]
+    return subprocess.run(words, capture_output=True, check=True, text=True).stdout.strip()
+
+
+async def test_only_admins_name_cgroups_owners_and_observed_claims(node: Daemon) -> None:
+    for body in (
+        {"holder": {"cgroup": "/x"}},
+        {"owner_uid": USER},
+        {"observed": True},
+    ):
+        answer = await claim(node, "a", "c1", **body)
+        assert (answer.status, answer.json["code"]) == (403, "Forbidden")
+        assert answer.json["roles"] == ["admin"]
+
+
+async def test_claims_of_others_cannot_be_seen_or_used(node: Daemon) -> None:
+    assert (await claim(node, "b", "secret", "agent-2")).status == 201
+    for method, path in (
+        ("GET", "/v1/claims/secret"),
+        ("POST", "/v1/claims/secret/renew"),
+        ("DELETE", "/v1/claims/secret"),
+    ):
+        hidden = await call(node, "a", method, path)
+        absent = await call(node, "a", method, path.replace("secret", "nothing"))
+        assert hidden.status == absent.status == 404
+        assert hidden.json["detail"].replace("secret", "nothing") == absent.json["detail"]
+    assert (await call(node, "a", "GET", "/v1/claims")).json == []
+    taken = await claim(node, "a", "secret")
+    assert (taken.status, taken.json["code"]) == (409, "ClaimConflict")
+    devices = (await call(node, "a", "GET", "/v1/devices")).json
+    holders = [holder for device in devices for holder in device["holders"]]
+    assert [holder["claim_id"] for holder in holders] == ["other"]
+    body = {"command": ["true"], "claim": "secret"}
+    refused = await call(node, "a", "POST", "/v1/agents/agent-1/kernels", body)
+    assert (refused.status, refused.json["code"]) == (404, "UnknownClaim")
+
+
+async def test_gateway_names_no_process(node: Daemon) -> None:
+    named = '{"name": "x", "role": "agent", "agents": ["agent-1"]}'
+    body = {"claim_id": "c1", "holder": {"pid": os.getpid()}, "slots": ONE}
+    path = "/v1/agents/agent-1/claims"
+    answer = await call(node, "agentd", "POST", path, body, **{"Agentd-Caller": named})
+    assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
+
+
+@pytest.mark.needs("root")
+async def test_users_name_their_own_processes_alone(node: Daemon) -> None:
+    node.folder.chmod(0o755)
+    path = "/v1/agents/agent-1/claims"
+
+    def claimed(pid: str, more: str = "") -> str:
+        body = f'{{"holder": {{"pid": {pid}{more}}}, "slots": {{"cuda.device": 1}}}}'
+        return as_user(node, "POST", path, body)
+
+    assert claimed("SELF") == "201"
+    assert claimed("PARENT") == "422 InvalidRequest"
+    assert claimed("1") == "422 InvalidRequest"
+    start = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+    assert claimed("1", f', "start_time": {start}') == "422 InvalidRequest"
+
+
+@pytest.mark.needs("root")
+async def test_owned_claim_is_for_its_user_and_admins(node: Daemon) -> None:
+    node.folder.chmod(0o755)
+    for claim_id in ("mine", "other"):
+        owner = USER if claim_id == "mine" else USER + 1
+        made = await claim(node, "agentd", claim_id, owner_uid=owner, holder={"ttl": 600})
+        assert made.status == 201
+    assert as_user(node, "POST", "/v1/claims/mine/renew") == "200"
+    assert as_user(node, "POST", "/v1/claims/other/renew") == "404 UnknownClaim"
+    assert as_user(node, "DELETE", "/v1/claims/other") == "404 UnknownClaim"
+    body = '{"command": ["true"], "claim": "other"}'
+    kernels = "/v1/agents/agent-1/kernels"
+    assert as_user(node, "POST", kernels, body) == "404 UnknownClaim"
+    assert as_user(node, "POST", kernels, body.replace("other", "mine")) == "201"
+    assert (await call(node, "a", "DELETE", "/v1/claims/other")).status == 404
+    assert (await call(node, "agentd", "DELETE", "/v1/claims/other")).status == 204

@@ -1,0 +1,210 @@
+"""Kernels, claims by processes and Slurm's jobs on one node, under kills of every part.
+
+Each workload locks a file of each of its devices, without waiting. A device with two holders is
+seen from inside, at the moment at which it happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from slurm_nodes import NodesOf, SlurmNodes
+
+AGENTCTL = Path(sys.executable).parent / "agentctl"
+SECONDS = 600 if "AGENTD_SOAK" in os.environ else 120
+COLLISION = 99
+MOST_AT_ONCE = 5
+"""Workloads of one kind at once: together they want more than eight devices."""
+WORKLOAD = """#!/bin/sh
+locks=$1 seconds=$2 devices=$3
+case "$devices" in
+"") exec sleep "$seconds" ;;
+*,*) rest=${devices#*,} ;;
+*) rest= ;;
+esac
+exec flock --no-fork -n -E 99 "$locks/${devices%%,*}" "$0" "$locks" "$seconds" "$rest"
+"""
+JOB = """
+for index in $(echo "$CUDA_VISIBLE_DEVICES" | tr , " "); do devices="$devices,cuda$index"; done
+{workload} {locks} {seconds} "${{devices#,}}"
+case $? in
+0) echo "$SLURM_JOB_ID" >>{locks}/jobs ;;
+99) echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions ;;
+esac
+"""
+
+
+class Traffic:
+    """Everything that wants devices of one node at the same time, and what kills it."""
+
+    def __init__(self, nodes: SlurmNodes, choice: random.Random) -> None:
+        self._nodes = nodes
+        self._choice = choice
+        self.locks = nodes.folder / "locks"
+        self.locks.mkdir()
+        self.locks.chmod(0o777)
+        for number in range(8):
+            (self.locks / f"cuda{number}").touch()
+            (self.locks / f"cuda{number}").chmod(0o666)
+        self._workload = nodes.folder / "workload"
+        self._workload.write_text(WORKLOAD)
+        self._workload.chmod(0o755)
+        self._claimants: list[subprocess.Popen[bytes]] = []
+        self._sync = nodes.start_sync(nodes.node)
+        self.done: Counter[str] = Counter()
+        self.collisions: list[str] = []
+
+    @property
+    def _seconds(self) -> str:
+        return f"{self._choice.uniform(0.5, 6):.1f}"
+
+    async def kernel(self) -> None:
+        """Create a kernel."""
+        rows = await self._nodes.daemon.get("/v1/kernels")
+        await self.look_at(rows)
+        if sum(row["state"] == "running" for row in rows) >= MOST_AT_ONCE:
+            return
+        words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
+        slots = {"cuda.device": str(self._choice.randint(1, 2))}
+        made = await self._nodes.daemon.create(
+            "notebooks", slots=slots, command=["sh", "-c", words]
+        )
+        self.done[f"kernel {made.status}"] += 1
+
+    async def look_at(self, rows: list[dict[str, Any]]) -> None:
+        """Note kernels that met another holder, and delete the ended ones."""
+        for row in rows:
+            if row["exit_code"] == COLLISION:
+                self.collisions.append(f"kernel {row['kernel_id']}: {row['allocation']}")
+            if row["exit_code"] is not None:
+                await self._nodes.daemon.call("DELETE", f"/v1/kernels/{row['kernel_id']}")
+
+    async def claimant(self) -> None:
+        """Start a process that claims for itself."""
+        self.look_at_claimants()
+        if len(self._claimants) >= MOST_AT_ONCE:
+            return
+        slots = f"cuda.device={self._choice.randint(1, 2)}"
+        words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
+        command = [AGENTCTL, "claim", "notebooks", "-s", slots, "--", "sh", "-c", words]
+        environment = self._nodes.environment(self._nodes.node)
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
+        self._claimants.append(process)
+
+    def look_at_claimants(self) -> None:
+        """Note processes that met another holder."""
+        for process in [one for one in self._claimants if one.poll() is not None]:
+            self._claimants.remove(process)
+            self.done[f"claimant {process.returncode}"] += 1
+            if process.returncode == COLLISION:
+                self.collisions.append(f"claimant {process.pid}")
+
+    async def job(self) -> None:
+        """Submit a job."""
+        cluster = self._nodes.cluster
+        if len(cluster.run("squeue", "-h", "-n", "work", check=False).splitlines()) < MOST_AT_ONCE:
+            script = JOB.format(workload=self._workload, locks=self.locks, seconds=self._seconds)
+            gres = f"--gres=gpu:{self._choice.randint(1, 2)}"
+            file = self._nodes.folder / "job"
+            file.write_text(f"#!/bin/sh{script}")
+            words = ("sbatch", "--parsable", "--job-name=work", "--output=/dev/null", gres)
+            self.done["job"] += bool(cluster.run(*words, file, check=False))
+
+    async def cancel(self) -> None:
+        """Cancel one of the jobs that run."""
+        cluster = self._nodes.cluster
+        jobs = cluster.run("squeue", "-h", "-n", "work", "-t", "R", "-o", "%i", check=False).split()
+        if jobs:
+            cluster.run("scancel", self._choice.choice(jobs), check=False)
+
+    async def kill_agentd(self) -> None:
+        await self._nodes.daemon.restart(number=signal.SIGKILL)
+
+    async def kill_slurmd(self) -> None:
+        self._nodes.cluster.kill(self._nodes.node)
+        self._nodes.cluster.start_node(self._nodes.node)
+
+    async def kill_slurmctld(self) -> None:
+        self._nodes.cluster.kill("slurmctld")
+        self._nodes.cluster.start_controller()
+
+    async def kill_slurmstepd(self) -> None:
+        steps = list(self._nodes.cluster.steps())
+        if steps:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._choice.choice(steps), signal.SIGKILL)
+
+    async def kill_sync(self) -> None:
+        self._sync.kill()
+        self._sync.wait()
+        self._sync = self._nodes.start_sync(self._nodes.node)
+
+    async def kill_claimant(self) -> None:
+        if self._claimants:
+            self._choice.choice(self._claimants).kill()
+
+    async def run(self, seconds: float) -> None:
+        """Do one thing after the other."""
+        usual: list[Callable[[], Awaitable[None]]] = [self.kernel, self.claimant, self.job]
+        kills = [
+            self.cancel, self.kill_agentd, self.kill_slurmd, self.kill_slurmctld,
+            self.kill_slurmstepd, self.kill_sync, self.kill_claimant,
+        ]  # fmt: skip
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            act = self._choice.choice(usual if self._choice.random() < 0.85 else kills)
+            with contextlib.suppress(aiohttp.ClientError):
+                await act()
+            self.done[act.__name__] += 1
+            await asyncio.sleep(self._choice.uniform(0, 0.3))
+
+    async def end(self) -> None:
+        """End all work, and wait until nothing is held."""
+        cluster, daemon = self._nodes.cluster, self._nodes.daemon
+        cluster.run("scancel", "--name=work", check=False)
+        for process in self._claimants:
+            process.wait(60)
+        self.look_at_claimants()
+        for row in await daemon.get("/v1/kernels"):
+            await daemon.call("POST", f"/v1/kernels/{row['kernel_id']}/stop?timeout=0")
+        await self.look_at(await daemon.get("/v1/kernels"))
+        with contextlib.suppress(OSError):
+            self.collisions += (self.locks / "collisions").read_text().splitlines()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(SECONDS + 600)
+async def test_no_device_ever_has_two_holders(slurm: NodesOf) -> None:
+    nodes = await slurm()
+    traffic = Traffic(nodes, random.Random(os.environ.get("AGENTD_SEED", "0")))
+    await traffic.run(SECONDS)
+    await traffic.end()
+    print(dict(traffic.done))
+    assert traffic.collisions == []
+    for pid in nodes.cluster.members():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    await nodes.until_claims({}, within_s=120)
+    assert all(row["holders"] == [] for row in await nodes.daemon.get("/v1/devices"))
+    assert traffic.done["kernel 201"] > 0
+    assert traffic.done["claimant 0"] > 0
+    assert (traffic.locks / "jobs").exists()
+    nodes.cluster.until(
+        lambda: not nodes.cluster.run("squeue", "-h", "-n", "agentd", check=False),
+        "a placeholder is left",
+    )

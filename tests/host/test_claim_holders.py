@@ -1,0 +1,180 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentd.core.claim.claim import CgroupHolder, ProcessHolder
+from agentd.host.claim_holders import HostHolders
+from agentd.host.processes import read_stat
+from agentd.services.claims.protocols import NoSuchHolder
+
+OWN = os.getpid()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_of(pid: int) -> int:
+    stat = read_stat(pid)
+    assert stat is not None
+    return stat.start_time
+
+
+async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes]) -> None:
+    holders = HostHolders()
+    for pid in (OWN, child.pid):
+        found = holders.process(pid, None, caller_pid=OWN, caller_uid=os.getuid())
+        assert found == ProcessHolder(pid, start_of(pid))
+
+
+@pytest.mark.parametrize(
+    ("pid", "start", "uid"),
+    [
+        (os.getppid(), None, os.getuid()),
+        (os.getppid(), 1, os.getuid()),
+        (OWN, None, os.getuid() + 1),
+        (OWN, 1, os.getuid()),
+        (2**22, None, None),
+        (2**22, 5, None),
+    ],
+    ids=["parent", "parent-at-a-time", "other-uid", "other-start", "absent", "absent-at-a-time"],
+)
+async def test_other_processes_are_refused_alike(pid: int, start: int, uid: int) -> None:
+    with pytest.raises(NoSuchHolder, match=f"no process {pid} of yours"):
+        HostHolders().process(pid, start, caller_pid=OWN, caller_uid=uid)
+
+
+@pytest.mark.needs("root")
+async def test_process_of_another_pid_namespace_is_refused() -> None:
+    script = "import time; time.sleep(1000)"
+    outer = subprocess.Popen(["unshare", "--pid", "--fork", sys.executable, "-c", script])
+    try:
+        async with asyncio.timeout(10):
+            while not (inner := Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text()):
+                await asyncio.sleep(0.01)
+        pid = int(inner)
+        with pytest.raises(NoSuchHolder):
+            HostHolders().process(pid, start_of(pid), caller_pid=OWN, caller_uid=None)
+        with pytest.raises(NoSuchHolder):
+            HostHolders().process(OWN, start_of(OWN), caller_pid=pid, caller_uid=None)
+        os.kill(pid, signal.SIGKILL)
+    finally:
+        outer.wait()
+
+
+async def test_end_of_a_process_is_told_once(child: subprocess.Popen[bytes]) -> None:
+    ended: asyncio.Queue[str] = asyncio.Queue()
+    holder = ProcessHolder(child.pid, start_of(child.pid))
+    HostHolders().watch(holder, lambda: ended.put_nowait("ended"))
+    await asyncio.sleep(0)
+    assert ended.empty()
+    child.kill()
+    async with asyncio.timeout(10):
+        assert await ended.get() == "ended"
+    assert ended.empty()
+
+
+@pytest.mark.parametrize("start", [0, 1])
+async def test_process_with_another_start_has_ended(start: int) -> None:
+    ended = asyncio.Event()
+    HostHolders().watch(ProcessHolder(OWN, start), ended.set)
+    async with asyncio.timeout(10):
+        await ended.wait()
+
+
+async def test_stopped_watch_tells_nothing(child: subprocess.Popen[bytes]) -> None:
+    ended = asyncio.Event()
+    holder = ProcessHolder(child.pid, start_of(child.pid))
+    stop = HostHolders().watch(holder, ended.set)
+    stop()
+    stop()
+    child.kill()
+    child.wait()
+    await asyncio.sleep(0.05)
+    assert not ended.is_set()
+
+
+async def test_leader_that_exits_before_its_threads_has_not_ended() -> None:
+    script = (
+        "import ctypes, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "print('up', flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)"  # exit(2) of the leader alone, x86-64
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        async with asyncio.timeout(10):
+            while (stat := read_stat(process.pid)) is not None and stat.state != "Z":
+                await asyncio.sleep(0.01)
+        assert stat is not None
+        ended = asyncio.Event()
+        HostHolders().watch(ProcessHolder(process.pid, stat.start_time), ended.set)
+        await asyncio.sleep(0.05)
+        assert not ended.is_set()
+        process.kill()
+        async with asyncio.timeout(10):
+            await ended.wait()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def unified() -> Path | None:
+    return HostHolders()._root()
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    root = unified()
+    if root is None or os.getuid() != 0:
+        pytest.skip("needs root and a cgroup hierarchy of version 2")
+    folder = root / f"agentd-test-{OWN}"
+    folder.mkdir()
+    yield folder
+    if folder.exists():
+        folder.rmdir()
+
+
+async def test_cgroup_ends_with_its_last_process(
+    group: Path, child: subprocess.Popen[bytes]
+) -> None:
+    (group / "cgroup.procs").write_text(str(child.pid))
+    holders = HostHolders()
+    path = f"/{group.name}"
+    found = holders.cgroup(path, [])
+    assert found == CgroupHolder(path, group.stat().st_ino)
+    with pytest.raises(NoSuchHolder, match="holds agentd or a kernel"):
+        holders.cgroup(path, [child.pid])
+    ended = asyncio.Event()
+    holders.watch(found, ended.set)
+    await asyncio.sleep(0.05)
+    assert not ended.is_set()
+    child.kill()
+    child.wait()
+    async with asyncio.timeout(10):
+        await ended.wait()
+    holders.close()
+
+
+async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
+    holders = HostHolders()
+    for path in (f"/{group.name}", "/", "", "/../x", "//", f"/{group.name}/", "/nowhere", "x"):
+        with pytest.raises(NoSuchHolder):
+            holders.cgroup(path, [])
+    ended = asyncio.Event()
+    holders.watch(CgroupHolder(f"/{group.name}", 1), ended.set)
+    async with asyncio.timeout(10):
+        await ended.wait()
+    holders.close()

@@ -1,0 +1,94 @@
+import pytest
+
+from agentd.errors import StateUnavailable, UnknownEngine
+from agentd.plugin_api import Measurement, ProcessUse
+from agentd.services.engines import Engines
+from agentd.services.unclaimed import PATIENCE_S, UnclaimedProcesses
+from services.node import Rig
+
+
+class Store:
+    def __init__(self) -> None:
+        self.ready: dict[str, str] = {}
+        self.is_read_only = False
+
+    def load_ready_engines(self) -> dict[str, str]:
+        return dict(self.ready)
+
+    def save_ready_engines(self, ready: dict[str, str]) -> None:
+        if self.is_read_only:
+            raise StateUnavailable("read-only")
+        self.ready = dict(ready)
+
+
+def engines(rig: Rig, store: Store, boot: str = "boot-1", wanted="all") -> Engines:
+    made = Engines(rig.devices, store, boot, {"kubernetes": wanted})
+    rig.devices.suspend_by(lambda found: found.with_suspended(made.awaited(found), {}))
+    return made
+
+
+async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
+    store = Store()
+    made = engines(rig, store)
+    assert rig.free_gpus == 0
+    assert not made.all()[0].is_ready
+    assert made.set_ready("kubernetes", is_ready=True).is_ready
+    assert rig.free_gpus == 2
+    engines(rig, store)
+    assert rig.free_gpus == 2
+    engines(rig, store, "boot-2")
+    assert rig.free_gpus == 0
+
+
+async def test_only_named_devices_wait(rig: Rig) -> None:
+    made = engines(rig, Store(), wanted={"cuda": ["cuda1"]})
+    assert made.all()[0].devices == {"cuda": ("cuda1",)}
+    assert rig.free_gpus == 1
+
+
+async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
+    store = Store()
+    made = engines(rig, store)
+    store.is_read_only = True
+    with pytest.raises(StateUnavailable):
+        made.set_ready("kubernetes", is_ready=True)
+    assert rig.free_gpus == 0
+    with pytest.raises(UnknownEngine, match="this node has: kubernetes"):
+        made.set_ready("slurm", is_ready=True)
+
+
+@pytest.mark.parametrize("withholds", [True, False])
+async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool) -> None:
+    watch = UnclaimedProcesses(
+        rig.state, rig.devices, rig.plugins, rig.clock.steady, withholds=withholds
+    )
+    rig.devices.suspend_by(lambda found: found.with_suspended({}, watch.busy))
+    device = rig.devices.inventory.by_name["cuda"][0]
+    use = Measurement(device.stable_id, processes=[ProcessUse(17)])
+    rig.plugins.measured = {"cuda": [use]}
+    watch.look()
+    rig.now += PATIENCE_S - 1
+    watch.look()
+    assert watch.warnings() == []
+    rig.now += 1
+    watch.look()
+    assert watch.warnings() == ["device cuda/cuda0: used by process 17 without a claim"]
+    assert rig.free_gpus == (1 if withholds else 2)
+    rig.plugins.measured = {}
+    watch.look()
+    assert (watch.warnings(), rig.free_gpus) == ([], 2)
+
+
+async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:
+    watch = UnclaimedProcesses(
+        rig.state, rig.devices, rig.plugins, rig.clock.steady, withholds=True
+    )
+    await rig.create(cuda_device=2)
+    devices = rig.devices.inventory.by_name["cuda"]
+    rig.plugins.measured = {
+        "cuda": [Measurement(d.stable_id, processes=[ProcessUse(17)]) for d in devices]
+    }
+    for _ in range(2):
+        watch.look()
+        rig.now += PATIENCE_S
+    assert watch.found == {}

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentd_slurm.processes import find_processes, jobs_in_cgroup
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("6:freezer:/slurm/uid_0/job_12/step_batch", {12}),
+        ("6:freezer:/slurm_n1/uid_0/job_12/step_batch", {12}),
+        ("6:freezer:/slurm_n2/uid_0/job_12/step_batch", set()),
+        ("0::/system.slice/slurmstepd.scope/job_12/step_0/user/task_0", {12}),
+        ("0::/system.slice/n1_slurmstepd.scope/job_12/step_0", {12}),
+        ("0::/system.slice/n2_slurmstepd.scope/job_12/step_0", set()),
+        ("0::/user.slice/job_12", set()),
+        ("6:freezer:/slurm/uid_0", set()),
+    ],
+)
+def test_cgroup_names_its_job(line: str, wanted: set[int]) -> None:
+    assert jobs_in_cgroup(f"9:pids:/\n{line}\n", "n1") == wanted
+
+
+def process(proc: Path, pid: int, comm: str, cmdline: str, cgroup: str = "0::/") -> None:
+    (proc / f"{pid}").mkdir(parents=True)
+    for name, text in (("comm", comm), ("cmdline", cmdline), ("cgroup", cgroup)):
+        (proc / f"{pid}" / name).write_text(text)
+
+
+def test_processes_are_found_by_cgroup_and_by_stepd(tmp_path: Path) -> None:
+    process(tmp_path, 10, "sleep", "sleep", "6:freezer:/slurm/uid_0/job_3/step_batch")
+    process(tmp_path, 11, "slurmstepd", "slurmstepd: [4.batch]")
+    process(tmp_path, 12, "sh", "slurmstepd: [5.batch]")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "13").mkdir()
+    found = find_processes("n1", tmp_path)
+    assert [found.of(job) for job in (3, 4, 5)] == [True, True, False]
+
+
+def test_stepd_without_a_title_may_be_of_any_job(tmp_path: Path) -> None:
+    process(tmp_path, 11, "slurmstepd", "/usr/sbin/slurmstepd")
+    assert find_processes("n1", tmp_path).of(99)

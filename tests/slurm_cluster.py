@@ -1,0 +1,327 @@
+"""A real Slurm cluster of the test's own: munge, slurmctld and some slurmds on this machine.
+
+The daemons live in a network namespace, with keys, sockets and folders of their own, and node names
+that no other run has: they are part of the paths of cgroups. Every process is stopped by its pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+ADDRESS = "10.99.0.1"
+CONTROLLER_PORT = 6817
+WAIT_S = 60.0
+"""For what Slurm does within seconds on a quiet machine."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+CONFIG = """
+ClusterName=agentd
+SlurmctldHost={host}({address})
+SlurmctldPort={controller_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/%n.pid
+SlurmctldLogFile={folder}/log/slurmctld
+SlurmdLogFile={folder}/log/%n
+SlurmctldDebug=verbose
+SlurmdDebug=verbose
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+GresTypes=gpu
+ReturnToService=2
+PrologFlags=Alloc
+SlurmdParameters=config_overrides
+KillWait=2
+CompleteWait=0
+MessageTimeout=20
+UnkillableStepTimeout=20
+"""
+
+
+class SlurmCluster:
+    """One cluster below a folder; `gres` is a node's lines of gres.conf and its `Gres=`."""
+
+    def __init__(self, folder: Path, nodes: int = 1) -> None:
+        self.folder = folder
+        mark = secrets.token_hex(3)
+        self.nodes = [f"n{number}-{mark}" for number in range(1, nodes + 1)]
+        self.extra: dict[str, str] = {}
+        self.gres: dict[str, tuple[str, str]] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._namespace: subprocess.Popen[bytes] | None = None
+        for name in ("munge", "state", "spool", "run", "log", "etc"):
+            (folder / name).mkdir()
+        for node in self.nodes:
+            (folder / "spool" / node).mkdir()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the Slurm commands."""
+        return {**os.environ, "SLURM_CONF": str(self.folder / "etc/slurm.conf"), "LANG": "C"}
+
+    def configure(self) -> None:
+        """Write slurm.conf, gres.conf and cgroup.conf."""
+        etc = self.folder / "etc"
+        filled = CONFIG.format(
+            host=socket.gethostname(),
+            address=ADDRESS,
+            controller_port=CONTROLLER_PORT,
+            folder=self.folder,
+        )
+        kept = (line for line in filled.splitlines() if line.partition("=")[0] not in self.extra)
+        lines = [*kept, *(f"{key}={value}" for key, value in self.extra.items())]
+        for number, node in enumerate(self.nodes):
+            gres = self.gres.get(node, ("", ""))[1]
+            where = f"NodeAddr={ADDRESS} Port={18001 + number} NodeHostname={socket.gethostname()}"
+            lines.append(f"NodeName={node} {where} CPUs=16 {gres} State=UNKNOWN")
+        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
+        (etc / "gres.conf").write_text(
+            "".join(
+                f"NodeName={node} {line}\n"
+                for node, (text, _) in self.gres.items()
+                for line in text.splitlines()
+            )
+        )
+        (etc / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainDevices=no\n")
+
+    def start(self) -> None:
+        """Start everything and wait until each node is idle."""
+        self.configure()
+        self._enter_namespace()
+        self._start_munge()
+        self.start_controller()
+        for node in self.nodes:
+            self.start_node(node)
+        self.until(self.are_idle, f"nodes are not idle: {self.run('sinfo', '-N', '-l')}")
+
+    def _enter_namespace(self) -> None:
+        self._namespace = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
+        )
+        assert self._namespace.stdout
+        self._namespace.stdout.readline()
+        for command in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
+            self.run("ip", *command.split())
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        folder.chmod(0o711)
+        (folder / "key").write_bytes(secrets.token_bytes(128))
+        (folder / "key").chmod(0o600)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+        named = [f"--{option}={folder / name}" for option, name in files.items()]
+        self._daemons["munged"] = self.spawn(
+            "munged", "--foreground", "--force", "--num-threads=2",
+            f"--seed-file={folder / 'seed'}", *named,
+        )  # fmt: skip
+        self.until((folder / "socket").exists, "munged has no socket")
+
+    def start_controller(self) -> None:
+        """Start slurmctld and wait until it answers."""
+        self._daemons["slurmctld"] = self.spawn("slurmctld", "-D", "-f", self._config)
+        self.until(lambda: self.succeeds("scontrol", "ping"), "slurmctld does not answer")
+
+    def start_node(self, node: str) -> None:
+        """Start a slurmd."""
+        self._daemons[node] = self.spawn("slurmd", "-D", "-N", node, "-f", self._config)
+
+    @property
+    def _config(self) -> str:
+        return str(self.folder / "etc/slurm.conf")
+
+    def pid(self, name: str) -> int:
+        """Return the pid of a daemon: `munged`, `slurmctld` or a node."""
+        return self._daemons[name].pid
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Stop a daemon with a signal and wait for its end."""
+        daemon = self._daemons.pop(name)
+        daemon.send_signal(number)
+        daemon.wait(30)
+
+    def inside(self, *words: str | Path) -> list[str]:
+        """Return a command line that runs in the cluster's network namespace."""
+        assert self._namespace
+        return ["nsenter", f"--net=/proc/{self._namespace.pid}/ns/net", *map(str, words)]
+
+    def spawn(self, *words: str | Path) -> subprocess.Popen[bytes]:
+        """Start a daemon in the namespace."""
+        with (self.folder / "log/daemons").open("ab") as log:
+            return subprocess.Popen(
+                self.inside(*words),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self.environment, start_new_session=True,
+            )  # fmt: skip
+
+    def run(self, *words: str | Path, check: bool = True, user: int | None = None) -> str:
+        """Run a command in the namespace and return what it prints."""
+        command = self.inside(*words)
+        if user:
+            command = [*self.inside("setpriv", f"--reuid={user}", f"--regid={user}"),
+                       "--clear-groups", *map(str, words)]  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=self.environment,
+            stdin=subprocess.DEVNULL, timeout=WAIT_S, cwd=self.folder,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
+        return done.stdout
+
+    def succeeds(self, *words: str) -> bool:
+        """Return whether a command exits with 0."""
+        return (
+            subprocess.run(
+                self.inside(*words), capture_output=True, check=False, env=self.environment
+            ).returncode
+            == 0
+        )
+
+    def are_idle(self) -> bool:
+        """Return whether every node waits for jobs."""
+        states = self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+        return len(states) == len(self.nodes) and set(states) == {"idle"}
+
+    def node_state(self, node: str) -> str:
+        """Return a node's state and the reason for it."""
+        return self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T %E").strip()
+
+    def submit(self, *options: str, script: str = "sleep 1000", user: int | None = None) -> str:
+        """Submit a batch job and return its id."""
+        words = ["sbatch", "--parsable", f"--output={self.folder}/out-%j", *options]
+        return self.run(*words, "--wrap", script, user=user).strip()
+
+    def job(self, job: str) -> Mapping[str, str]:
+        """Return the fields of a job as `scontrol` shows them; empty once it is forgotten."""
+        text = self.run("scontrol", "-o", "show", "job", job, check=False)
+        return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+
+    def state(self, job: str) -> str:
+        """Return a job's state; empty once it is forgotten."""
+        return self.job(job).get("JobState", "")
+
+    def until_state(self, job: str, *states: str) -> Mapping[str, str]:
+        """Wait for a job to be in one of these states."""
+        self.until(lambda: self.state(job) in states, f"job {job} is not {states}")
+        return self.job(job)
+
+    def start_again(self, job: str) -> None:
+        """Start a requeued job now: Slurm holds it for two minutes."""
+        self.until_state(job, "PENDING")
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def until(self, holds: Callable[[], object], text: str, within_s: float = WAIT_S) -> None:
+        """Wait for something to hold."""
+        end = time.monotonic() + within_s
+        while not holds():
+            if time.monotonic() > end:
+                raise AssertionError(f"{text}\n{self.logs()}")
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        """Return the ends of all logs."""
+        parts = []
+        for file in sorted((self.folder / "log").iterdir()):
+            lines = file.read_text(errors="replace").splitlines()[-40:]
+            parts.append(f"--- {file.name}\n" + "\n".join(lines))
+        if (self.folder / "etc/slurm.conf").exists() and self._namespace:
+            queue = subprocess.run(
+                self.inside("squeue", "-o", "%i %T %r %N %k"), capture_output=True, text=True,
+                check=False, env=self.environment,
+            )  # fmt: skip
+            parts.append(queue.stdout)
+        return "\n".join(parts)
+
+    def job_cgroups(self) -> Iterator[Path]:
+        """Return the cgroups below which this cluster's jobs live."""
+        for node in self.nodes:
+            yield from CGROUPS.glob(f"*/slurm_{node}")
+            yield from CGROUPS.glob(f"system.slice/{node}_slurmstepd.scope")
+
+    def processes(self, job: str) -> list[int]:
+        """Return the processes in the cgroups of a job."""
+        return [
+            int(pid)
+            for cgroup in self.job_cgroups()
+            for file in cgroup.glob(f"**/job_{job}/**/cgroup.procs")
+            for pid in file.read_text().split()
+        ]
+
+    def stop(self) -> None:
+        """End every job, daemon and leftover of the cluster, and remove its cgroups."""
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
+            if "slurmctld" in self._daemons:
+                self.run("scancel", "--state=PENDING", check=False)
+                self.run("scancel", "--signal=KILL", "--full", "--state=RUNNING", check=False)
+        for name in [*self.nodes, "slurmctld", "munged"]:
+            if name in self._daemons:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.kill(name, signal.SIGTERM if name == "munged" else signal.SIGKILL)
+        for _ in range(50):
+            if not (left := [*self.steps(), *self.members()]):
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        for cgroup in list(self.job_cgroups()):
+            below = sorted(cgroup.glob("**/"), key=lambda path: len(path.parts), reverse=True)
+            for path in below:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+        if self._namespace:
+            self._namespace.kill()
+            self._namespace.wait()
+            if self._namespace.stdout:
+                self._namespace.stdout.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def members(self) -> Iterator[int]:
+        """Return the processes in the cgroups of this cluster's jobs."""
+        for cgroup in self.job_cgroups():
+            for file in cgroup.glob("**/cgroup.procs"):
+                yield from map(int, file.read_text().split())
+
+    def steps(self) -> Iterator[int]:
+        """Return the slurmstepds of this cluster: they are in its network namespace."""
+        assert self._namespace
+        own = Path(f"/proc/{self._namespace.pid}/ns/net").readlink()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                is_step = (process / "comm").read_text().startswith("slurmstepd")
+                if is_step and (process / "ns/net").readlink() == own:
+                    yield int(process.name)
+
+
+def gres_lines(folder: Path, devices: Sequence[str]) -> tuple[str, str]:
+    """Return gres.conf and `Gres=` for devices with stand-in files below a folder."""
+    lines = []
+    for device in devices:
+        make_device(folder / device)
+        lines.append(f"Name=gpu Type={device} File={folder / device}")
+    return "\n".join(lines), "Gres=" + ",".join(f"gpu:{device}:1" for device in devices)
+
+
+def make_device(file: Path) -> None:
+    """Make a stand-in of a device file: Slurm wants a character device."""
+    file.parent.mkdir(exist_ok=True)
+    os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))
