@@ -46,7 +46,7 @@ from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
 CENT = ONE // 100
 MIB, GPU_MEMORY = 2**20, 80 * 2**30
 BUDGET_S = 0.5
-TURNS, TURN_S = 20, 0.1
+TURNS, TURN_S = 10, 0.1
 ROOT = Path(__file__).parents[1]
 
 
