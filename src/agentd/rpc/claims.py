@@ -35,7 +35,7 @@ from agentd.services.devices import NodeDevices
 class ClaimHandlers:
     """Claims of the node.
 
-    `kernel_marks` returns the processes of kernels, and the names of their cgroups.
+    `kernel_pids` returns the first processes of kernels: no claim ends with a cgroup of theirs.
     """
 
     def __init__(
