@@ -15,18 +15,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
+import click
+
 from agentd import errors, plugin_api
+from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentd.main import agentd
 from agentd.config.schema import PACKAGED, schema_text
 from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
 from agentd.http.problems import STATUSES
 from agentd.service.exit_status import MEANINGS
+from agentd_fleet.cli import agentd_fleet
 
 DOCS = Path(__file__).parent
 STATES = DOCS / "reference" / "states.md"
 PLUGIN_API = DOCS / "plugins" / "plugin-api.md"
-EXIT_CODES = DOCS / "reference" / "exit-codes.md"
 LOG_EVENTS = DOCS / "reference" / "log-events.md"
 ERRORS = DOCS / "reference" / "errors.md"
+EXIT_CODES = DOCS / "reference" / "exit-codes.md"
+COMMANDS = DOCS / "reference" / "commands.md"
+COMMANDS_HEAD = DOCS / "commands-head.md"
+WIDTH = 100
 EVENT_TEXTS, ERROR_TEXTS = DOCS / "log-events.toml", DOCS / "errors.toml"
 SOURCES = (DOCS.parent / "src" / "agentd", DOCS.parent / "fleet" / "src" / "agentd_fleet")
 LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "exception": 3, "critical": 4}
@@ -91,7 +99,8 @@ def states_page() -> str:
     live = ", ".join(f"`{state}`" for state in KernelState if state in LIVE)
     lines += [
         "",
-        f"- Starting: {starting}. Before `creating` there is no observation: no runtime was asked yet.",
+        f"- Starting: {starting}.",
+        "- Before `creating` there is no observation: no runtime was asked yet.",
         f"- Live: {live}.",
         "- The observation `unreadable` is a live kernel whose record cannot be read.",
     ]
@@ -343,7 +352,54 @@ def _error_rows(codes: Iterable[str], texts: dict[str, dict[str, str]]) -> Itera
         yield f"| `{code}` | {STATUSES[code]} | {text['cause']} | {text['remedy']} |"
 
 
+def commands_page() -> str:
+    """Return the page of commands: `commands-head.md`, then the help of each command."""
+    lines = [COMMANDS_HEAD.read_text().rstrip()]
+    for program in (agentctl, agentd, agentd_fleet):
+        lines += ["", f"## {program.name}"]
+        for words, command in _commands(program, program.name or ""):
+            lines += _command(words, command)
+    return "\n".join(lines) + "\n"
+
+
+def _commands(command: click.Command, words: str) -> Iterator[tuple[str, click.Command]]:
+    """Yield the visible commands below one, with the words that call them."""
+    yield words, command
+    if isinstance(command, click.Group):
+        for name, below in sorted(command.commands.items()):
+            if not below.hidden:
+                yield from _commands(below, f"{words} {name}")
+
+
+def _command(words: str, command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=words)
+    if " " in words:
+        yield from ("", f"### {words}")
+    usage = f"{words} {' '.join(command.collect_usage_pieces(context))}"
+    yield from ("", "```text", *textwrap.wrap(usage, WIDTH, subsequent_indent="    "), "```")
+    for part in (command.help or "").replace("\f", "").split("\n\n"):
+        text = inspect.cleandoc(part)
+        if text.startswith(("\b", "agentctl ", "agentd ")):
+            yield from ("", "```text", text.removeprefix("\b").strip(), "```")
+        elif text:
+            text = re.sub(r'"(agent[^"]*)"', r"`\1`", text)
+            yield from ("", *textwrap.wrap(text, WIDTH, break_on_hyphens=False))
+    options = [
+        record
+        for item in command.params
+        if isinstance(item, click.Option)
+        and "--help" not in item.opts
+        and (record := item.get_help_record(context))
+    ]
+    if options:
+        yield from ("", "| option | |", "|---|---|")
+        for option, text in options:
+            shown, meaning = (item.replace("|", "\\|") for item in (option, text))
+            yield f"| `{shown}` | {meaning} |"
+
+
 PAGES = {
+    COMMANDS: commands_page,
     STATES: states_page,
     PLUGIN_API: plugin_api_page,
     LOG_EVENTS: log_events_page,

@@ -184,7 +184,7 @@ def take_fleet(folder: Path) -> None:
             name = f"train-{number + 1}"
             create = [*fleet, "create", "--agent", "research", "--id", name, "-s", slots]
             subprocess.run([*create, "--", "sleep", "1000"], stdout=subprocess.DEVNULL, check=True)
-        wide = {"viewport": {"width": 1440, "height": 900}}
+        wide = {"viewport": {"width": 1440, "height": 420}}
         asyncio.run(take([*fleet, "ui", "--print"], 10, {"page-fleet": wide}))
 
 

@@ -76,7 +76,7 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the commands of Slurm need."""
+        """Return the environment of the Slurm commands."""
         return {**os.environ, "SLURM_CONF": str(self.folder / "etc/slurm.conf"), "LANG": "C"}
 
     def configure(self) -> None:
@@ -225,7 +225,7 @@ class SlurmCluster:
         return self.job(job)
 
     def start_again(self, job: str) -> None:
-        """Let a requeued job start now: Slurm holds it for two minutes."""
+        """Start a requeued job now: Slurm holds it for two minutes."""
         self.until_state(job, "PENDING")
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 

@@ -107,7 +107,7 @@ class SlurmNodes:
         return self.folder / node / "map.json"
 
     def environment(self, node: str) -> dict[str, str]:
-        """What the engine's commands take from the environment."""
+        """Return the environment of the engine's commands."""
         socket = self.folder / node / "agentd.sock"
         named = {"AGENTD_SOCKET": str(socket), "AGENTD_SLURM_MAP": str(self.map_file(node))}
         return {**self.cluster.environment, **named}

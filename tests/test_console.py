@@ -24,7 +24,7 @@ from node.test_node_docs import PAGES as NODE_PAGES
 from test_docs import ROOT, Block, blocks
 
 LIMIT_S = 60
-MOST_NOT_RUN = 15
+MOST_NOT_RUN = 30
 PLACE = "/tmp/agentd-dev"
 """Where `configs/dev.toml` has everything; each test has a place of its own."""
 SHELLS = ("bash", "sh", "shell", "shell-session", "zsh")

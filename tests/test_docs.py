@@ -23,7 +23,8 @@ from agentd.http.problems import STATUSES
 from plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*/**/*.md"))]
+PAGES.append(ROOT / "docs" / "README.md")
 AGENTS = "".join(f'[[agents]]\nid = "agent-{number}"\n' for number in (1, 2))
 FLEET = '[fleet]\nnodes = ["https://node-1:6001"]\n'
 KINDS = {
@@ -130,12 +131,13 @@ def test_dead_anchors_and_images_are_found(tmp_path: Path) -> None:
 
 
 def prose_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a page that stand neither in a code block nor in a table."""
+    """Yield the numbered lines of a page that stand neither in code, a table nor an address."""
     parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text())
     kinds = ("fence", "code_block", "table_open", "html_block")
     skipped = {n for t in parsed if t.type in kinds and t.map for n in range(*t.map)}
-    lines = enumerate(page.read_text().splitlines())
-    yield from ((number + 1, line) for number, line in lines if number not in skipped)
+    for number, line in enumerate(page.read_text().splitlines()):
+        if number not in skipped and not re.fullmatch(r"\[\w+\]: \S+", line):
+            yield number + 1, line
 
 
 def texts(page: Path) -> Iterator[tuple[str, str]]:

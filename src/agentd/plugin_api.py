@@ -146,7 +146,7 @@ class AllocatedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What runs the kernel (`docker`, `systemd`, `process`), and which ways to devices it takes.
+    """The runtime of a kernel (`docker`, `systemd`, `process`), and its ways to devices.
 
     `cdi` says that names of the Container Device Interface are taken, from the specifications
     in `cdi_spec_dirs`; `device_requests` that those of a vendor's driver are.
@@ -168,7 +168,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a device does now; None is not known. Percent, bytes, degrees Celsius, watts.
+    """The measurements of a device; None is unknown. Percent, bytes, degrees Celsius, watts.
 
     `processes` are those that use it, as the driver tells; None where it does not.
     """
@@ -196,7 +196,7 @@ class KernelEvent:
 
 @dataclass(frozen=True, slots=True)
 class PartitionInfo:
-    """How a plugin divides its devices among agents: agents to ids of devices.
+    """A division of a plugin's devices: agents to ids of devices.
 
     Each device belongs to one agent at most. Devices that are left out belong to no agent. Agents
     get equal numbers of the devices with the same slots, or numbers that differ by one. If they
@@ -356,7 +356,7 @@ class AcceleratorPlugin(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - optional, and empty by default
-        """Let go of the driver or library."""
+        """Close the driver or library."""
 
     @abstractmethod
     def slot_types(self) -> Sequence[SlotTypeInfo]:
@@ -394,7 +394,7 @@ class AcceleratorPlugin(ABC):
         """Wait for something to happen to the devices; True if it did, within `timeout_s`.
 
         For libraries that tell of events. Called again and again, in a thread of its own beside
-        the other methods; after True the devices are listed anew. Without it they are listed
+        the other methods; after True the devices are listed again. Without it they are listed
         now and then.
         """
         del timeout_s

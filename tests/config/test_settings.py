@@ -125,7 +125,7 @@ count = 2
         ),
         (
             '[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["x"]',
-            "rpc.sockets.0.agents: no agent x; there are main",
+            "rpc.sockets.0.agents: unknown agent x (configured: main)",
         ),
         (
             '[[agents]]\nid = "a"\n[agents.resource]\nlimits = { cuda = "x" }',

@@ -224,7 +224,7 @@ def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
     assert warnings == ["cuda0, cuda1 list other secondary slots now; restart agentd to use them"]
 
 
-def test_a_missing_device_comes_back_without_a_slot_that_was_switched_off() -> None:
+def test_a_missing_device_returns_without_a_disabled_slot() -> None:
     remembered = gpu(0, gone=True)
     off = Inventory.of([SHARES], [remembered, gpu(1, None)])
     back, warnings = off.with_listing("cuda", [gpu(0, None), gpu(1, None)])
@@ -232,7 +232,7 @@ def test_a_missing_device_comes_back_without_a_slot_that_was_switched_off() -> N
     assert warnings == []
 
 
-def test_a_new_device_with_an_unknown_secondary_slot_waits_for_a_restart() -> None:
+def test_a_new_device_with_an_unknown_slot_waits_for_a_restart() -> None:
     inventory = with_memory(None)
     after, (warning,) = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None), gpu(2)])
     assert after is inventory

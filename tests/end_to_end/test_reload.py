@@ -91,7 +91,7 @@ async def test_reload_by_rpc_is_all_or_nothing_and_for_admins(tokens: Tokens) ->
     daemon.config_file.write_text(f"{good}\n[metrics]\nper-kernel = false\n")
     assert run("agentd", *command).stdout.splitlines() == [
         "reloaded",
-        "metrics.per-kernel differs, and needs a restart",
+        "metrics.per-kernel changed: restart agentd to apply it",
     ]
 
 

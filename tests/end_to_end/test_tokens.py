@@ -141,7 +141,7 @@ async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> N
     [
         (("team", "agent"), 'role "agent" requires agents'),
         (("team", "admin", "team-a"), 'role "admin" covers all agents'),
-        (("team", "agent", "nobody"), "unknown nobody"),
+        (("team", "agent", "nobody"), "unknown agent nobody"),
         (("team", "boss"), "Input should be"),
         (("absent", "read"), "cannot be read: No such file"),
         (("open", "read"), "has mode 0644: accessible by others; expected 0600 or 0640"),

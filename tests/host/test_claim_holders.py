@@ -47,6 +47,7 @@ async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes])
         (2**22, None, None),
         (2**22, 5, None),
     ],
+    ids=["parent", "parent-at-a-time", "other-uid", "other-start", "absent", "absent-at-a-time"],
 )
 async def test_other_processes_are_refused_alike(pid: int, start: int, uid: int) -> None:
     with pytest.raises(NoSuchHolder, match=f"no process {pid} of yours"):

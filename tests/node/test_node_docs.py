@@ -10,7 +10,12 @@ from node.conftest import CONFIG, Node
 from node.machine import Machine
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("how-to/run-a-node.md", "operations/troubleshoot.md")
+PAGES = (
+    "how-to/run-a-node.md",
+    "operations/hardening.md",
+    "operations/troubleshoot.md",
+    "operations/upgrade.md",
+)
 PROGRAMS = (
     "agentctl", "agentd", "systemctl", "journalctl", "systemd-cgls", "systemd-cgtop",
     "loginctl", "dpkg", "adduser", "python3", "stdbuf", "make",

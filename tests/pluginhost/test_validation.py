@@ -182,7 +182,7 @@ MEMORY = SlotTypeInfo("x.mem", "bytes", "1048576", primary="x.shares")
 GPU = DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "85899345920"})
 
 
-def test_secondary_slots_are_taken_with_the_group_of_their_primary() -> None:
+def test_secondary_slots_are_taken_with_their_primary() -> None:
     bare = DeviceInfo("x1", "S1", "x.shares")
     listing = checked_listing("x", [SHARES, MEMORY], [GPU, bare])
     assert {slot.name: (slot.primary, slot.exclusive_group) for slot in listing.slot_types} == {
@@ -266,7 +266,7 @@ LIES = {
         [DeviceInfo("x0", "S0", "x.shares", secondary={slot.name: "1" for slot in EIGHT})],
         "too many secondary slots of x0: got 8, expected at most 7",
     ),
-    "a capacity that is no amount": (
+    "a capacity that is not an amount": (
         [SHARES, MEMORY],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],
         "invalid capacity of x0",

@@ -26,7 +26,7 @@ ROW: dict[str, Any] = {
     ("detail", "wanted"),
     [
         pytest.param("gpu:cuda3:1(IDX:1),gpu:cuda7:1(IDX:3)", {1, 3}, id="two types"),
-        pytest.param("gpu:cuda3:0(IDX:),gpu:cuda5:1(IDX:2)", {2}, id="a type of which none"),
+        pytest.param("gpu:cuda3:0(IDX:),gpu:cuda5:1(IDX:2)", {2}, id="a type with none"),
         pytest.param("gpu:4(IDX:0-2,5)", {0, 1, 2, 5}, id="a range, untyped"),
         pytest.param("nic:1(IDX:4),gpu:1(IDX:0)", {0}, id="another gres"),
         pytest.param("mygpu:1(IDX:4)", set(), id="another gres that ends alike"),

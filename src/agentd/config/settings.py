@@ -237,7 +237,8 @@ class Settings(BaseSettings):
         for key, entries in (("tokens", self.rpc.tokens), ("sockets", self.rpc.sockets)):
             for index, entry in enumerate(entries):
                 if unknown := sorted(set(entry.agents) - known):
-                    why = f"unknown {', '.join(unknown)} (configured: {', '.join(sorted(known))})"
+                    have = f"(configured: {', '.join(sorted(known))})"
+                    why = f"unknown agent {', '.join(unknown)} {have}"
                     yield Problem(f"rpc.{key}.{index}.agents", why)
 
     def split_rules(self) -> SplitRules:

@@ -114,7 +114,7 @@ def _written(each) -> str:
     return str(each.amount) if each.kind is SlotKind.BYTES else f"{each.amount / ONE:g}"
 
 
-def test_a_slot_that_is_switched_off_is_charged_again_once_it_is_offered() -> None:
+def test_a_disabled_slot_is_charged_again_once_offered() -> None:
     off, _ = located(BOTH, inventory_of(gpu(0, None)))
     assert statement(off) == statement(BOTH)
     again, _ = located(off, inventory_of(gpu(0)))
@@ -156,7 +156,7 @@ def test_a_statement_that_names_a_slot_twice_is_refused(case: str) -> None:
         parse_statement(DAMAGED[case])
 
 
-def test_a_lost_entry_never_charges_less_than_the_other_statement() -> None:
+def test_a_lost_entry_never_charges_less_than_the_other() -> None:
     primary, secondary = statement(BOTH).split()
     inventory = inventory_of(gpu(0))
     text = encode(replace(KERNEL, allocation=BOTH), "n")

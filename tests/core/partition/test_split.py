@@ -180,7 +180,7 @@ def test_manual_mode_follows_the_rules() -> None:
         (
             [described("a", cuda=["cuda1"]), described("b", cuda=["GPU-cuda-1"])],
             "agents.1.resource.devices.cuda",
-            "GPU-cuda-1 is given to b, and the rules give it to a too",
+            "GPU-cuda-1 is assigned to b and to a, too",
         ),
         ([described("a", mem="20g"), described("b", mem="13g")], "agents", "mem adds up to"),
         ([described("a", cpu=None)], "agents.0.resource.cpu", "has no cpu"),
@@ -195,9 +195,9 @@ def test_manual_mode_follows_the_rules() -> None:
             "agents.0.resource.devices.cuda",
             "30% of 5 devices is not a whole number; the nearest counts are 1 (20%) and 2 (40%)",
         ),
-        ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 cuda devices for a, of 5"),
+        ([described("a", cuda=6)], "agents.0.resource.devices.cuda", "6 of 5 cuda devices for a"),
         ([described("a", cpu=9)], "agents.0.resource.cpu", "7 are left"),
-        ([described("a", cpu="99")], "agents.0.resource.cpu", "no cpu device '99'"),
+        ([described("a", cpu="99")], "agents.0.resource.cpu", "unknown cpu device '99'"),
     ],
 )
 def test_manual_mode_refusal_names_key_and_devices(rules, where, why) -> None:
@@ -227,7 +227,7 @@ def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
     node = machine(*cores(4), memory())
     node = dataclasses.replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
     assert split(node, manual(described("a", cuda="all"))).partitions
-    with pytest.raises(ConfigRefused, match="no cuda device 'cuda0'; available: none"):
+    with pytest.raises(ConfigRefused, match="unknown cuda device 'cuda0'; available: none"):
         split(node, manual(described("a", cuda=["cuda0"])))
 
 

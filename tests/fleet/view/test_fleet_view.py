@@ -299,7 +299,7 @@ def found_for(view: FleetView, **request: int) -> list[str]:
     return [candidate.node_id for candidate in chosen]
 
 
-def test_slots_that_a_request_leaves_out_are_derived_for_each_agent() -> None:
+def test_slots_left_out_of_a_request_are_derived_per_agent() -> None:
     view = fleet(gpu_node("large", 2, 80), gpu_node("small", 2, 40))
     half = ResourceSlots({"cuda.shares": ONE // 2})
     charged = {n: view.charged(view.nodes[n], "main", half)["cuda.mem"] for n in view.nodes}
@@ -335,7 +335,7 @@ def test_another_primary_slot_is_a_conflict() -> None:
     assert not is_same(MEMORY, coarse)
 
 
-def test_a_slot_that_means_something_else_on_a_node_is_not_derived_there() -> None:
+def test_a_slot_with_another_meaning_on_a_node_is_not_derived() -> None:
     stranger = gpu_node("b", 1, 80)
     types = {**stranger.slot_types, "cuda.mem": SlotType("cuda.mem", SlotKind.BYTES, 7)}
     stranger = FleetNode("b", types, stranger.offers)

@@ -1,4 +1,4 @@
-"""How devices are chosen where there is a choice."""
+"""The policy of allocation, for choices between suitable devices."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import msgspec
 
 
 class Strategy(StrEnum):
-    """How an amount is divided over equally near devices."""
+    """The division of an amount over equally near devices."""
 
     FILL = "fill"
     EVENLY = "evenly"
 
 
 class Affinity(StrEnum):
-    """Whether the first step looks for one NUMA node that holds it all."""
+    """Whether the first step looks for one NUMA node with enough devices."""
 
     INTERLEAVED = "interleaved"
     PREFER_SINGLE_NODE = "prefer-single-node"
 
 
 class AllocationPolicy(msgspec.Struct, frozen=True):
-    """How devices are chosen where there is a choice."""
+    """The operator's policy for choices between suitable devices."""
 
     strategy: Strategy = Strategy.EVENLY
     affinity: Affinity = Affinity.INTERLEAVED
     allow_fragmentation: bool = False
     is_discreet: bool = False
-    """Whether an explanation names nobody but the agent's own, and none of others' devices."""
+    """Whether an explanation hides other agents and their devices."""

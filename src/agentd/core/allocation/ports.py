@@ -1,4 +1,4 @@
-"""Host ports, handed out like any other share: one holder each, the lowest free one first."""
+"""Host ports, allocated like any other share: one holder each, the lowest free one first."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from msgspec.structs import replace
 from agentd.errors import InsufficientResource, Problem
 
 FIRST_CHOICE = 30_000
-"""Where the choice begins if the range allows it: above most registered services, and below
-the ports that Linux gives to outgoing connections (ip(7), ip_local_port_range)."""
+"""The first port of the choice, if the range contains it.
+
+It is above most registered services, and below the ports that Linux uses for outgoing connections
+(ip(7), ip_local_port_range).
+"""
 
 HostPort: TypeAlias = tuple[str, int]
-"""A protocol and a port of the node."""
+"""A protocol and a port of the host."""
 
 
 def host_ports(ports: Iterable[Port]) -> list[HostPort]:
-    """Return the node's ports among those of a kernel."""
+    """Return the host ports among a kernel's ports."""
     return [(port.protocol, port.host) for port in ports if port.host is not None]
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """The address on which ports are published, and which; both ends belong to it."""
+    """The address on which ports are published, and their range, both ends included."""
 
     address: str = "127.0.0.1"
     first: int = 1024
@@ -39,7 +42,7 @@ class PortRange(msgspec.Struct, frozen=True):
         return f"{self.first}-{self.last}"
 
     def in_order(self) -> Iterator[int]:
-        """Yield every port, in the order in which they are chosen."""
+        """Yield every port in the order of choice."""
         start = FIRST_CHOICE if FIRST_CHOICE in self else self.first
         return chain(range(start, self.last + 1), range(self.first, start))
 
@@ -52,7 +55,7 @@ def hand_out(
 ) -> tuple[Port, ...]:
     """Return the ports of a request with their host ports.
 
-    `holders` are ports that kernels hold, `busy` ports that others use.
+    `holders` are ports that kernels hold, `busy` ports that other processes use.
 
     Raises:
         InsufficientResource: a requested port is in use, or no port is free.
@@ -82,7 +85,7 @@ def _lowest(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> i
 
 
 def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Problem]:
-    """Yield the host ports that lie outside the range, or are asked for twice."""
+    """Yield problems of host ports outside of the range, and of duplicate ones."""
     counts = Counter((port.protocol, port.host) for port in requested)
     for index, port in enumerate(requested):
         if port.host is None:
@@ -95,9 +98,9 @@ def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Pro
 
 
 class Port(msgspec.Struct, frozen=True):
-    """A port of the kernel that the node forwards; `host` None leaves the choice to the node.
+    """A published port of the kernel; `host` None leaves the choice to the node.
 
-    `address` is where it is published, once it is.
+    `address` is the address on which it is published.
     """
 
     container: int

@@ -1,4 +1,4 @@
-"""What a runtime finds of a kernel, in words that all runtimes share."""
+"""Observations of kernels by runtimes, in common terms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentd.core.names import checked
 
 
 class ObservedState(StrEnum):
-    """What a runtime says of a kernel; a `created` one never ran."""
+    """The state of a kernel according to its runtime; a `created` one never ran."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -21,12 +21,12 @@ class ObservedState(StrEnum):
 
 
 class ObservedKernel(msgspec.Struct, frozen=True):
-    """A kernel of this node as a runtime found it; its ids are names, or it cannot be made.
+    """An observed kernel of this node; its ids are valid names, or construction fails.
 
-    `cores`, `memory_bytes` and `ports` are what the runtime holds it to, where it can tell;
-    they matter only if `record` cannot be read. One that `is_partial` was only listed, and
-    its times and ending are not known. `pid` and `unit` are as in `Kernel`. An empty `record` is
-    missing, unless `record_problem` says otherwise.
+    `cores`, `memory_bytes` and `ports` are the runtime's own limits, if known; they only matter if
+    `record` cannot be read. One that `is_partial` was only listed, and its times and ending are
+    unknown. `pid` and `unit` are as in `Kernel`. An empty `record` is missing, unless
+    `record_problem` says otherwise.
     """
 
     kernel_id: str
@@ -53,7 +53,7 @@ class ObservedKernel(msgspec.Struct, frozen=True):
 
     @property
     def ref(self) -> KernelRef:
-        """What its runtime knows it by."""
+        """Its reference for the runtime."""
         return KernelRef(self.kernel_id, self.handle)
 
     @property
@@ -63,16 +63,16 @@ class ObservedKernel(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """What is left of a kernel that is not listed, such as a folder or a cgroup, in words."""
+    """The remains of a kernel that is not listed, such as a folder or a cgroup, in words."""
 
     kernel_id: str
     what: str
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Everything that a runtime has of a node: its kernels, ended ones too, and leftovers.
+    """The kernels and remains of a node at one runtime, including ended kernels.
 
-    `ignored` describes, in words, what claims to be a kernel of this node and has no valid id.
+    `ignored` describes objects that claim to be kernels of this node without a valid id.
     """
 
     kernels: tuple[ObservedKernel, ...]

@@ -1,9 +1,9 @@
-"""Manual mode: assigning devices as the operator wrote it.
+"""Manual mode: the assignment of devices by the operator's rules.
 
-Two passes, so that the order of agents never matters for what is named: first the
-devices that rules name, then counts and percentages, filled in agent order from the
-devices that nobody names. What cannot be is refused, all of it at once; what may come
-back (a device that is gone, a plugin that failed) is only warned about, elsewhere.
+There are two passes, so that the order of agents does not matter for named devices: first the
+devices that rules name, then counts and percentages, filled in agent order from the remaining ones.
+Impossible rules are refused together. Devices that may return (a missing device, a failed plugin)
+only cause warnings, elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agentd.errors import Problem
 
 @dataclass(frozen=True)
 class AssignableDevices:
-    """What can be assigned: whole devices in natural order, and memory, reservation apart."""
+    """The assignable devices in natural order, and the memory, both without the reservation."""
 
     devices: tuple[Device, ...]
     memory_bytes: int
@@ -50,19 +50,19 @@ class AssignableDevices:
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """Who has which devices, and how many bytes of the memory."""
+    """The devices of each agent, and its bytes of memory."""
 
     devices: dict[str, list[DeviceId]]
     memory: dict[str, int]
 
 
 def assign_manually(pool: AssignableDevices, rules: SplitRules) -> tuple[Assignment, list[Problem]]:
-    """Assign devices as the rules say; return the assignment, and every rule that does not fit."""
+    """Assign devices by the rules; return the assignment, and the problem of each bad rule."""
     return _Assigning(pool, rules).run()
 
 
 class _Assigning:
-    """One run over the rules; collects problems instead of stopping at the first."""
+    """One pass over the rules, which collects problems instead of stopping at the first."""
 
     def __init__(self, pool: AssignableDevices, rules: SplitRules) -> None:
         self._pool = pool
@@ -102,13 +102,13 @@ class _Assigning:
             if rule.described:
                 yield f"agents.{index}.resource", rule
             else:
-                why = f"agent {rule.agent_id} has no [agents.resource]; manual mode needs one"
+                why = f"agent {rule.agent_id} has no [agents.resource]; manual mode requires one"
                 self._refuse(f"agents.{index}", f"{why}, with cpu, mem and its devices")
 
     def _device_rules(self, where: str, rule: AgentRule) -> Iterator[tuple[str, DeviceRule]]:
         if rule.cpu is None or _is_nothing(rule.cpu):
             self._refuse(
-                f"{where}.cpu", f"agent {rule.agent_id} has no cpu; give it one core or more"
+                f"{where}.cpu", f"agent {rule.agent_id} has no cpu, expected one core or more"
             )
         else:
             yield CPU, rule.cpu
@@ -130,8 +130,8 @@ class _Assigning:
             if device is None:
                 self._refuse(path, self._why_not_assigned(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
-                who = "it twice" if owner == agent else f"it to {owner} too"
-                self._refuse(path, f"{wanted} is given to {agent}, and the rules give {who}")
+                who = "again" if owner == agent else f"to {owner}, too"
+                self._refuse(path, f"{wanted} is assigned to {agent} and {who}")
             else:
                 self._give(device.device_id, agent)
 
@@ -140,7 +140,7 @@ class _Assigning:
             have = ", ".join(d.device_id.id for d in self._devices(name))
             return f"core {wanted} is reserved (resource.reserved-cpu); available: {have}"
         have = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
-        return f"no {name} device {wanted!r}; available: {have}"
+        return f"unknown {name} device {wanted!r}; available: {have}"
 
     def _assign_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
         path, devices = _path(where, name), self._devices(name)
@@ -154,7 +154,7 @@ class _Assigning:
             count = int(exact)
         free = [d.device_id for d in devices if d.device_id not in self._owner]
         if count > len(free):
-            why = f"{count} {name} devices for {agent}, of {len(devices)} that there are"
+            why = f"{count} of {len(devices)} {name} devices for {agent}"
             self._refuse(path, f"{why}; {len(free)} are left")
         for device_id in free[:count]:
             self._give(device_id, agent)
@@ -170,7 +170,7 @@ class _Assigning:
                 continue
             amount = self._memory_bytes(rule.mem)
             if not amount:
-                why = "give it a size or a percentage"
+                why = "expected a size or a percentage"
                 if isinstance(rule.mem, Percent):
                     why = f"{rule.mem} is less than memory-align-size, {self._rules.align} bytes"
                 where = f"agents.{index}.resource.mem"
@@ -180,7 +180,7 @@ class _Assigning:
             parts = " + ".join(f"{amount} for {agent}" for agent, amount in amounts.items())
             self._refuse(
                 "agents",
-                f"mem adds up to {sum(amounts.values())} bytes ({parts}); the node has"
+                f"mem adds up to {sum(amounts.values())} bytes ({parts}); this node has"
                 f" {self._pool.memory_bytes} after the reservation",
             )
         return amounts
@@ -211,7 +211,7 @@ def _nearest_counts(rule: Percent, exact: Fraction, total: int) -> str:
 
 
 def _with_percent(count: int, total: int) -> str:
-    """Return a count, with the percentage that means it if one can be written."""
+    """Return a count, with its percentage if there is a short one."""
     percent = Fraction(100 * count, total)
     decimals = format(float(percent), "g")
     return f"{count} ({decimals}%)" if Fraction(decimals) == percent else str(count)
