@@ -59,8 +59,6 @@ class SlurmNodes:
         """
         if settings is not None and here is not None:
             self._write_scripts()
-            for name in ("prolog.d", "epilog.d"):
-                (self.folder / name).mkdir()
             lines = here(settings, self).splitlines()
             self.cluster.extra |= dict(line.split("=", 1) for line in lines)
             await self.daemon.start(here(text or self.text, self))

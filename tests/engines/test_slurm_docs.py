@@ -69,7 +69,8 @@ async def test_page_switches_slurm_on_and_off(slurm: NodesOf) -> None:
     lines = re.findall(r"^Name=gpu .*$", gres, re.MULTILINE)
     assert [line.split("Type=")[1].split()[0] for line in lines] == ["cuda0", "cuda1"]
     nodes.give_gres("\n".join(lines), re.findall(r"^Gres=.*$", gres, re.MULTILINE)[0])
-    job = cluster.submit(script="true")
+    reader.types()
+    job = cluster.submit("--gres=gpu:1", script="true")
     cluster.until_state(job, "COMPLETED")
     reader.types()
 

@@ -1,8 +1,8 @@
 """Which jobs have processes on this node: their cgroups and their slurmstepds.
 
-proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v1 (`slurm_NODE` where
-one host runs several slurmds) or `slurmstepd.scope/job_J` on v2 (`NODE_slurmstepd.scope`). A kernel
-of agentd is in a cgroup of agentd's and is not counted.
+proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v1 and below
+`slurmstepd.scope/job_J` on v2; where one host runs several slurmds, below `slurm_NODE` and
+`NODE_slurmstepd.scope`. A kernel of agentd is in a cgroup of agentd's and is not counted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The kernels that the job ran are stopped and deleted first. A job whose slurmstepd was killed may
 leave processes behind. Its claim stays, and `agentd-slurm sync` ends it when they are gone. A claim
-stays too if agentd does not answer. The exit status is 0 in each case: Slurm must not drain the node.
+stays too if agentd does not answer. The exit status is 0 in each case: a drained node helps nobody.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Deciding what keeps Slurm and agentd in step.
 
 A GPU that Slurm's jobs cannot get is blocked in Slurm by a placeholder job for exactly that GPU:
-GRES cannot be reduced on a live node. A claim of a job ends once the job is over for certain: slurmctld
-knows no such job here, and neither a slurmstepd of it nor a process in its cgroup is left. What
-slurmctld says alone proves nothing, since a killed one forgets the jobs of its last seconds.
+GRES cannot be reduced on a live node. A claim of a job ends once the job is over for certain:
+slurmctld knows no such job here, and neither a slurmstepd of it nor a process in its cgroup is
+left. The answer of slurmctld alone proves nothing: a killed one forgets its last seconds.
 """
 
 from __future__ import annotations
