@@ -11,7 +11,7 @@ from agentd import failpoints
 from agentd.failpoints import POINTS, RUNTIMES, hit, reach
 
 SOURCE = Path(failpoints.__file__).parent
-KINDS = ("intent", "record", "devices", "node")
+KINDS = ("intent", "record", "claim", "engines", "devices", "node")
 
 
 @pytest.fixture(autouse=True)

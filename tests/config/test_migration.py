@@ -291,7 +291,7 @@ def test_the_command_prints_or_writes(tmp_path: Path) -> None:
     assert run(agentd, ["config", "migrate", str(old), "--output", str(output)]).exit_code == 0
     assert output.read_text() == printed.output
     again = run(agentd, ["config", "migrate", str(old), "--output", str(output)])
-    assert (again.exit_code, "--force replaces it" in again.output) == (1, True)
+    assert (again.exit_code, "replace it with --force" in again.output) == (1, True)
     refused = run(agentd, ["config", "migrate", str(output)])
     assert (refused.exit_code, "not of an older form" in refused.output) == (78, True)
 

@@ -178,7 +178,7 @@ count = 2
         ),
         (
             '[[agents]]\nid = "a"\n[agents.resource]\ndevices = { cpu = 1 }',
-            "write cpu beside devices",
+            "set cpu beside devices",
         ),
         ("[plugins]\nallw = 1", "plugins.allw: unknown key; did you mean allow? allowed: allow"),
         ("[plugins.cpu]\nx = 1", "cpu: built in"),

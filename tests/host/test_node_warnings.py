@@ -39,8 +39,8 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         (GPU, False, (), []),
         (GPU, False, ("cuda",), ["driver nvidia is not loaded"]),
         ({**GPU, **DRIVER}, False, ("cuda",), []),
-        ({**GPU, **DRIVER}, False, ("rocm",), ["plugin cuda is not"]),
-        ({"run/systemd/system/x": ""}, False, (), ["clock"]),
+        ({**GPU, **DRIVER}, False, ("rocm",), ["but plugin cuda is not"]),
+        ({"run/systemd/system/x": ""}, False, (), ["time synchronization"]),
         ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
     ],
 )  # fmt: skip

@@ -86,7 +86,7 @@ async def test_dealing_may_be_unequal_with_a_reason(host, tmp_path) -> None:
             "unequal",
             "partition: it deals unequal numbers of devices with one.device without a reason: a 4",
         ),
-        ("shape", "partition: its answer to partition is invalid: Expected `array`, got `int`"),
+        ("shape", "partition: invalid answer to partition: Expected `array`, got `int`"),
     ],
 )
 async def test_dealing_that_is_a_lie_fails_the_plugin(host, tmp_path, word, why) -> None:

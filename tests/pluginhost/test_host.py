@@ -52,7 +52,7 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
         ("OutsidePrefix", "slot 'cpu' is outside the prefix 'bad'"),
         ("NegativeAmount", "invalid capacity of d0: '-1' is negative"),
         ("NanAmount", "not finite"),
-        ("HugeAmount", "too large"),
+        ("HugeAmount", "exceeds the maximum"),
         ("HalfUnique", "a unique slot is indivisible"),
         ("OddId", "invalid id 'a/b c'"),
         ("UnknownSlot", "has the unlisted slot type 'x.y'"),

@@ -34,7 +34,7 @@ from core.machines import GIB, cores, memory
 from fakes import FakeMemory
 from pluginhost.rig import Hosts, given, opened, point, states, until_ready
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plugins.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "plugin-states.md"
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ ROWS = (
         UnsupportedResource, mends=False),
     Row("no driver yet, or its library raises", "raise", PluginState.PENDING,
         "the driver is not loaded; next try in 1 s", PluginUnavailable, mends=True),
-    Row("it hangs", "hang", PluginState.PENDING, "not open within 3 s",
+    Row("it hangs beyond `open-timeout`", "hang", PluginState.PENDING, "not open within 3 s",
         PluginUnavailable, mends=False),
     Row("its process dies", "crash", PluginState.PENDING, "killed by SIGSEGV; next try",
         PluginUnavailable, mends=True),
-    Row("it lies", "lie", PluginState.FAILED, "duplicate id moody0",
+    Row("it breaks the contract", "lie", PluginState.FAILED, "duplicate id moody0",
         UnsupportedResource, mends=False),
-    Row("wrong settings", "fine", PluginState.FAILED, "plugins.moody.wrong: unknown key",
+    Row("invalid settings", "fine", PluginState.FAILED, "plugins.moody.wrong: unknown key",
         UnsupportedResource, mends=False),
     Row("it is blocked", "fine", PluginState.BLOCKED, "blocked by plugins.block",
         UnsupportedResource, mends=False),
@@ -78,7 +78,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None
 
 def test_the_page_has_a_line_for_each_row() -> None:
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    said = {cells[1].strip(): cells for line in lines if len(cells := line.split("|")) > 6}
+    said = {cells[1].strip(): cells for line in lines if len(cells := line.split("|")) > 5}
     for row in ROWS:
         cells = said[row.name]
         assert f"`{row.state.value}`" in cells[2], row.name
@@ -109,7 +109,7 @@ def discovered(host: PluginHost, remembered: FakeMemory) -> NodeDevices:
 CASES = [
     pytest.param(row, loaded, id=f"{row.name}-{loaded}")
     for row, loaded in product(ROWS, ("by table", "by itself", "required"))
-    if row.name != "wrong settings" or loaded != "by itself"
+    if row.name != "invalid settings" or loaded != "by itself"
 ]
 
 
@@ -123,7 +123,7 @@ async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: st
     await before.close()
 
     say(row.mood)
-    settings = {"wrong": 1} if row.name == "wrong settings" else {}
+    settings = {"wrong": 1} if row.name == "invalid settings" else {}
     is_required = loaded == "required"
     table = PluginTable(name="moody", plugin="moody", required=is_required, settings=settings)
     made = host(
@@ -210,7 +210,7 @@ async def test_blocked_plugin_cannot_be_retried(host: Hosts) -> None:
 def test_the_pauses_grow_from_a_second_to_a_minute() -> None:
     assert (instance.FIRST_PAUSE_S, instance.LONGEST_PAUSE_S) == (1.0, 60.0)
     page = " ".join(PAGE.read_text().split())
-    assert re.search(r"after 1 s, then 2 s, and so on up to a minute", page)
+    assert re.search(r"after 1 s, 2 s and so on, up to a minute", page)
 
 
 def claimed(name: str, target: str, owner: str) -> EntryPoint:

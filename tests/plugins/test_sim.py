@@ -81,8 +81,8 @@ async def test_a_link_to_an_unknown_device_is_not_taken() -> None:
     table = PluginTable(name="cuda", plugin="sim", settings={"count": 2, "links": [["x", "cuda1"]]})
     host = PluginHost([table], features=Features("process"))
     await host.open(5)
-    (status,) = host.statuses()
-    assert "ValueError: links: unknown devices x" in status.reason
+    reasons = {status.name: status.reason for status in host.statuses()}
+    assert "ValueError: links: unknown devices x" in reasons["cuda"]
     await host.close()
 
 

@@ -120,7 +120,7 @@ def test_runtime_delays_only_its_own_creates(state: NodeState) -> None:
     assert not state.runtime("fake").is_listed
     state.forget_runtime("other")
     assert state.runtimes.keys() == {"fake"}
-    with pytest.raises(UnknownRuntime, match="it has fake"):
+    with pytest.raises(UnknownRuntime, match="this node has: fake"):
         state.runtime("other")
 
 

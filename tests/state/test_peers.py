@@ -234,7 +234,7 @@ def test_what_root_serves_and_cannot_be_read_is_said(machine: Machine) -> None:
     machine.publish(root, GPU)
     (machine.run / "served").chmod(0o700)
     assert machine.seen(bob) == {}
-    assert "cannot be read" in bob.warnings()[0]
+    assert "cannot read the devices" in bob.warnings()[0]
 
 
 @as_root

@@ -29,6 +29,7 @@ from agentd.views import (
     DecisionView,
     DeviceView,
     EditsView,
+    EngineView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -163,6 +164,12 @@ class AsyncClient(Transport):
 
     async def edits(self, claim_ids: Sequence[str], edits_for: str = "process") -> EditsView:
         return await self.carry_out(calls.edits(claim_ids, edits_for))
+
+    async def engines(self) -> list[EngineView]:
+        return await self.carry_out(calls.engines())
+
+    async def set_engine(self, engine: str, *, ready: bool) -> EngineView:
+        return await self.carry_out(calls.set_engine(engine, ready=ready))
 
     async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)

@@ -34,6 +34,7 @@ from agentd.views import (
     DecisionView,
     DeviceView,
     EditsView,
+    EngineView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -240,6 +241,12 @@ class Client:
 
     def edits(self, claim_ids: Sequence[str], edits_for: str = "process") -> EditsView:
         return self.carry_out(calls.edits(claim_ids, edits_for))
+
+    def engines(self) -> list[EngineView]:
+        return self.carry_out(calls.engines())
+
+    def set_engine(self, engine: str, *, ready: bool) -> EngineView:
+        return self.carry_out(calls.set_engine(engine, ready=ready))
 
     def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
         call = calls.delete_kernel(kernel_id, timeout)

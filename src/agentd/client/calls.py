@@ -19,6 +19,7 @@ from agentd.views import (
     DecisionView,
     DeviceView,
     EditsView,
+    EngineView,
     KernelUseView,
     KernelView,
     NodeView,
@@ -205,6 +206,16 @@ def release_claim(claim_id: str) -> Call[None]:
 def edits(claim_ids: Sequence[str], edits_for: str = "process") -> Call[EditsView]:
     """`POST /v1/edits`."""
     return Call("POST", at("edits"), {"claims": list(claim_ids), "for": edits_for})
+
+
+def engines() -> Call[list[EngineView]]:
+    """`GET /v1/engines`."""
+    return Call("GET", at("engines"))
+
+
+def set_engine(engine: str, *, ready: bool) -> Call[EngineView]:
+    """`PUT /v1/engines/{engine}`."""
+    return Call("PUT", at("engines", engine), {"ready": ready})
 
 
 def logs(

@@ -120,8 +120,9 @@ def create(client: Client, /, agent: str, **options: Any) -> None:
 
     The kernel runs COMMAND, which follows "--". Waits until the kernel runs.
 
-    \b agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py agentctl create
-    agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
+    \b
+    agentctl create agent-1 -s cuda.device=2 --image pytorch:2 -- python train.py
+    agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
     """
     body = kernel_body(options)
 

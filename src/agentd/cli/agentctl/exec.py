@@ -55,7 +55,9 @@ def run_inside(
 
     Exit status: the command's; 130 if agentctl was interrupted.
 
-    \b agentctl exec train-1 -- nvidia-smi agentctl exec -it train-1 -- bash
+    \b
+    agentctl exec train-1 -- nvidia-smi
+    agentctl exec -it train-1 -- bash
     """
     given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
     try:

@@ -172,8 +172,9 @@ def create(client: Client, /, **options: Any) -> None:
 
     The kernel runs COMMAND, which follows "--".
 
-    \b agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py agentctl
-    --fleet https://gateway:7001 create --on zone=a --policy pack -s tpu.chip=4 -- ./train
+    \b
+    agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
+    agentctl --fleet https://gateway:7001 create --on zone=a --policy pack -s tpu.chip=4 -- ./train
     """
     wanted = {
         "nodes": list(options["node"]),

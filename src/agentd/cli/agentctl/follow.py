@@ -46,7 +46,9 @@ def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
 
     With several kernels, each line begins with the kernel's id.
 
-    \b agentctl logs -f train-1 agentctl logs --tail 20 train-1 train-2
+    \b
+    agentctl logs -f train-1
+    agentctl logs --tail 20 train-1 train-2
     """
     wanted = {name: value for name, value in options.items() if value or value == 0}
     output = sys.stdout.buffer
@@ -120,7 +122,9 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
 
     Exit status: 0 all reached it, 1 one never will, 3 timed out.
 
-    \b agentctl wait train-1 agentctl wait --for running --timeout 60 train-1 train-2
+    \b
+    agentctl wait train-1
+    agentctl wait --for running --timeout 60 train-1 train-2
     """
     end = None if timeout is None else time.monotonic() + timeout
     states, failed = dict.fromkeys(kernels, ""), False

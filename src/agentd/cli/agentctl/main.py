@@ -268,8 +268,9 @@ def ls(
 ) -> None:
     """List kernels.
 
-    \b agentctl ls --state running --label queue=night agentctl rm $(agentctl ls -q --state
-    terminated)
+    \b
+    agentctl ls --state running --label queue=night
+    agentctl rm $(agentctl ls -q --state terminated)
     """
     with suggesting_agents(client, agent):
         rows = client.kernels(agent, state=state, labels=pairs(label))

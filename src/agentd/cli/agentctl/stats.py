@@ -35,7 +35,9 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 
     CPU is measured over one second; 100% is one core. "-" stands for an unknown value.
 
-    \b agentctl stats agentctl stats train-1 -o json
+    \b
+    agentctl stats
+    agentctl stats train-1 -o json
     """
 
     def look() -> list[KernelUseView]:
