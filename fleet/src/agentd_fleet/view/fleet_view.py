@@ -387,10 +387,11 @@ class FleetView:
     @cached_property
     def _secondary(self) -> Mapping[SlotName, Sequence[SlotName]]:
         """The secondary slots that the fleet knows by their primary one, in natural order."""
+        types = self.slot_types.values()
+        secondary = {slot.name: slot.primary for slot in types if slot.primary is not None}
         found: dict[SlotName, list[SlotName]] = {}
-        for name in sorted(self.slot_types, key=natural_key):
-            if (primary := self.slot_types[name].primary) is not None:
-                found.setdefault(primary, []).append(name)
+        for name in sorted(secondary, key=natural_key):
+            found.setdefault(secondary[name], []).append(name)
         return found
 
     def statistics(
