@@ -15,7 +15,6 @@ ONE = {"cuda.device": 1}
 SOCKET = """
 [[rpc.sockets]]
 path = "{folder}/a.sock"
-mode = "0666"
 role = "agent"
 agents = ["agent-1"]
 [[rpc.sockets]]
@@ -42,6 +41,8 @@ print(answer.status, json.loads(answer.read() or "{}").get("code", ""))
 async def node(plain: Daemon) -> Daemon:
     """agentd with a socket of each of two teams."""
     await plain.start(AGENTS + gpus(4) + SOCKET.format(folder=plain.folder))
+    plain.folder.chmod(0o755)
+    (plain.folder / "a.sock").chmod(0o666)
     return plain
 
 
@@ -99,7 +100,6 @@ async def test_gateway_names_no_process(node: Daemon) -> None:
 
 @pytest.mark.needs("root")
 async def test_users_name_their_own_processes_alone(node: Daemon) -> None:
-    node.folder.chmod(0o755)
     path = "/v1/agents/agent-1/claims"
 
     def claimed(pid: str, more: str = "") -> str:
@@ -115,7 +115,6 @@ async def test_users_name_their_own_processes_alone(node: Daemon) -> None:
 
 @pytest.mark.needs("root")
 async def test_owned_claim_is_for_its_user_and_admins(node: Daemon) -> None:
-    node.folder.chmod(0o755)
     for claim_id in ("mine", "other"):
         owner = USER if claim_id == "mine" else USER + 1
         made = await claim(node, "agentd", claim_id, owner_uid=owner, holder={"ttl": 600})
