@@ -33,7 +33,7 @@ LIMIT = 2
 
 
 class SeveralSlots(RuleBasedStateMachine):
-    """Two agents share four GPUs, of which one has no memory to offer; one agent has a limit."""
+    """Two agents share four GPUs, one without memory; one agent has a limit."""
 
     def __init__(self) -> None:
         super().__init__()

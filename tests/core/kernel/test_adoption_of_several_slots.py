@@ -1,4 +1,4 @@
-"""What a kernel is charged after a restart, where its devices offer other slots than before."""
+"""Charges of a kernel after a restart in which its devices offer other slots."""
 
 from dataclasses import replace as replaced
 
