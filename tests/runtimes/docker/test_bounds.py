@@ -192,7 +192,11 @@ def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
             RuntimeUnavailable,
             "interrupted",
         ),
-        ([b'{"status": "Downloading", "id": 7, "progressDetail": 3}'], RuntimeUnavailable, "interrupted"),
+        (
+            [b'{"status": "Downloading", "id": 7, "progressDetail": 3}'],
+            RuntimeUnavailable,
+            "interrupted",
+        ),
     ],
 )
 async def test_pull_progress_is_bounded(engine, client, lines, error, told) -> None:
