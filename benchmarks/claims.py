@@ -53,7 +53,7 @@ class Node:
         words = [sys.executable, "-m", "agentd", "run", "--config", str(self.folder / "agent.toml")]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log)
-        async with AsyncClient(self.socket, retry_s=0) as client:
+        async with AsyncClient(self.socket, timeout_s=5) as client:
             while True:
                 try:
                     await client.ready()

@@ -40,9 +40,7 @@ async def gang(nodes: list[Daemon], *, before_create: int | None = None) -> bool
     """
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(
-                AsyncClient(daemon.folder / "agentd.sock", retry_s=0, timeout_s=5)
-            )
+            await stack.enter_async_context(AsyncClient(daemon.folder / "agentd.sock", timeout_s=5))
             for daemon in nodes
         ]
         try:
