@@ -25,6 +25,7 @@ from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, Kerne
 from agentd.http.problems import STATUSES
 from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
+from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 
 DOCS = Path(__file__).parent
 STATES = DOCS / "reference" / "states.md"
@@ -355,9 +356,11 @@ def _error_rows(codes: Iterable[str], texts: dict[str, dict[str, str]]) -> Itera
 def commands_page() -> str:
     """Return the page of commands: `commands-head.md`, then the help of each command."""
     lines = [COMMANDS_HEAD.read_text().rstrip()]
-    for program in (agentctl, agentd, agentd_fleet):
-        lines += ["", f"## {program.name}"]
-        for words, command in _commands(program, program.name or ""):
+    added = {"agentd-slurm": agentd_slurm, "agentctl slurm": agentctl_slurm}
+    programs = {str(program.name): program for program in (agentctl, agentd, agentd_fleet)}
+    for name, program in (programs | added).items():
+        lines += [] if " " in name else ["", f"## {name}"]
+        for words, command in _commands(program, name):
             lines += _command(words, command)
     return "\n".join(lines) + "\n"
 

@@ -171,7 +171,7 @@ class SlurmCluster:
             return subprocess.Popen(
                 self.inside(*words),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self.environment, start_new_session=True,
+                env=self.environment, start_new_session=True, cwd=self.folder,
             )  # fmt: skip
 
     def run(self, *words: str | Path, check: bool = True, user: int | None = None) -> str:
