@@ -42,7 +42,7 @@ async def test_cancel_without_slurmd_releases_in_the_end(slurm: NodesOf) -> None
     await nodes.until_claims({}, within_s=120)
 
 
-async def test_job_that_slurmctld_forgot_keeps_its_claim_while_it_lives(slurm: NodesOf) -> None:
+async def test_job_that_slurmctld_forgot_keeps_its_claim(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=2)
     cluster = nodes.cluster
     job = cluster.submit("--gres=gpu:1")
