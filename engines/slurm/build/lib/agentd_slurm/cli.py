@@ -1,0 +1,143 @@
+"""The command `agentd-slurm`, and `agentctl slurm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from agentd.client import Client
+
+FAILED = 1
+
+
+@click.group()
+@click.option("--socket", metavar="PATH", help="Unix socket of agentd.")
+@click.option("--map", "map_file", metavar="FILE", help="Map of Slurm's GPUs to devices.")
+def agentd_slurm(socket: str | None, map_file: str | None) -> None:
+    """Give Slurm's jobs GPUs from agentd.
+
+    Exit status: 0 done, 1 failed, 2 wrong usage.
+    """
+    from agentd_slurm.gres_map import MAP_VARIABLE
+    from agentd_slurm.node_client import SOCKET_VARIABLE
+
+    for name, value in ((SOCKET_VARIABLE, socket), (MAP_VARIABLE, map_file)):
+        if value:
+            os.environ[name] = value
+
+
+@agentd_slurm.command()
+def prolog() -> None:
+    """Claim the GPUs of a job (Prolog=).
+
+    Exit status: 0 the job may start, or was sent back; 1 the node is to be drained.
+    """
+    from agentd_slurm.commands.prolog import run_prolog
+
+    sys.exit(run_prolog(os.environ))
+
+
+@agentd_slurm.command()
+def epilog() -> None:
+    """Release the GPUs of a job (Epilog=).
+
+    Exit status: 0 released or left to sync, 1 not run by slurmd.
+    """
+    from agentd_slurm.commands.epilog import run_epilog
+
+    sys.exit(run_epilog(os.environ))
+
+
+@agentd_slurm.command("task-prolog")
+def task_prolog() -> None:
+    """Name the claim of a job (TaskProlog=).
+
+    Exit status: 0.
+    """
+    from agentd_slurm.commands.task_prolog import run_task_prolog
+
+    sys.exit(run_task_prolog(os.environ))
+
+
+@agentd_slurm.command()
+@click.option("--node", metavar="NAME", help="Name of this node in slurm.conf.")
+@click.option("--once", is_flag=True, help="Take one look and end.")
+def sync(node: str | None, *, once: bool) -> None:
+    """Keep Slurm and agentd in step.
+
+    Exit status: 0 stopped, 1 the one look failed.
+    """
+    from agentd_slurm.commands.sync import run_sync
+
+    sys.exit(run_sync(node, once=once))
+
+
+@agentd_slurm.command()
+@click.option("--node", metavar="NAME", help="Name of this node in slurm.conf.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(node: str | None, *, as_json: bool) -> None:
+    """Check the settings of Slurm and the map.
+
+    Exit status: 0 all hold, 1 one does not or cannot be checked.
+    """
+    from agentd_slurm.commands.doctor import checks
+
+    found = list(checks(node))
+    if as_json:
+        rows = [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in found]
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        for check in found:
+            click.echo(f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}")
+    sys.exit(0 if all(check.passed for check in found) else FAILED)
+
+
+@click.group("slurm")
+def agentctl_slurm() -> None:
+    """Show what Slurm needs to know of a node."""
+
+
+@agentctl_slurm.command()
+@click.option("--agent", metavar="NAME", help="Whose devices; default: the only agent.")
+@click.option("--json", "as_json", is_flag=True, help="Print the map of devices alone.")
+@click.option("--files", metavar="FOLDER", help="Where stand-ins of device files are.")
+@click.pass_obj
+def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None) -> None:
+    """Print gres.conf, Gres= and the device map.
+
+    \b
+    agentctl slurm gres --agent slurm
+    agentctl slurm gres --agent slurm --json > /etc/agentd/slurm-gres.json
+
+    A device without a device file of its own is listed with a stand-in, which has to be made
+    (mknod FILE c 1 3) before slurmd starts.
+
+    Exit status: 0 printed, 1 there is no such agent or it has no accelerators.
+    """
+    from agentd_slurm.device_files import STAND_INS, files_of
+    from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres
+    from agentd_slurm.gres_map import DEFAULT_MAP
+
+    try:
+        chosen = choose_agent(agent, [row["agent_id"] for row in client.agents()])
+        devices = gpus_of(chosen, client.devices())
+    except NoGres as error:
+        raise click.ClickException(str(error)) from None
+    mapped = gres_map(chosen, devices)
+    content = json.dumps(mapped.as_json(), indent=1)
+    if as_json:
+        click.echo(content)
+        return
+    found, stand_ins = files_of(devices, files or STAND_INS)
+    click.echo("# gres.conf")
+    click.echo("\n".join(gres_conf(mapped, found)))
+    click.echo("\n# slurm.conf, in the NodeName= line of this node")
+    click.echo(node_gres(mapped))
+    click.echo(f"\n# {DEFAULT_MAP}\n{content}")
+    for file in stand_ins:
+        if not Path(file).exists():
+            click.echo(f"agentctl: {file} is missing; create it with: mknod {file} c 1 3", err=True)

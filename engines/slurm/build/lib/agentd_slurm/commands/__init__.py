@@ -1,0 +1,1 @@
+"""The commands that Slurm and operators run."""

@@ -1,0 +1,64 @@
+"""`agentd-slurm epilog`: release a job's GPUs once nothing of the job is left on this node.
+
+The kernels that the job ran are stopped and deleted first. A job whose slurmstepd was killed may
+leave processes behind. Its claim stays, and `agentd-slurm sync` ends it when they are gone. A claim
+stays too if agentd does not answer. The exit status is 0 in each case: a drained node helps nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+from agentd.errors import AgentdError
+from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
+from agentd_slurm.decisions.prolog import claim_id
+from agentd_slurm.node_client import NodeClient, socket_path
+from agentd_slurm.processes import find_processes
+
+LAST_PROCESSES_S = 2.0
+"""Seconds for killed processes to disappear."""
+PAUSE_S = 0.1
+
+
+def main() -> None:
+    """Run as Slurm's `Epilog=`."""
+    sys.exit(run_epilog(os.environ))
+
+
+def run_epilog(environ: Mapping[str, str]) -> int:
+    """Release the claim of the job that the environment names and return the exit status."""
+    try:
+        _epilog(JobEnvironment.of(environ), NodeClient(socket_path()))
+    except InvalidEnvironment as error:
+        note("epilog", str(error))
+        return 1
+    except AgentdError as error:
+        note("epilog", f"left to agentd-slurm sync: {error.code}: {error}")
+    except OSError as error:
+        note("epilog", f"left to agentd-slurm sync: {error.filename or ''} {error.strerror}")
+    return 0
+
+
+def _epilog(here: JobEnvironment, node: NodeClient) -> None:
+    claim = claim_id(here.job_id)
+    with node.locked(here.job_id):
+        if not node.has_claim(claim):
+            return
+        if _has_ended(here):
+            node.release(claim)
+        else:
+            node.delete_kernels(claim)
+            note("epilog", f"job {here.job_id} left processes; agentd-slurm sync ends its claim")
+
+
+def _has_ended(here: JobEnvironment) -> bool:
+    """Return whether nothing of the job runs here any more."""
+    end = time.monotonic() + LAST_PROCESSES_S
+    while here.job_id in (left := find_processes(here.node)).in_cgroup | left.stepds:
+        if time.monotonic() > end:
+            return False
+        time.sleep(PAUSE_S)
+    return True

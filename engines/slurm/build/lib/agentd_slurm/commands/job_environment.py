@@ -1,0 +1,47 @@
+"""What Slurm says of a job in the environment of a prolog or an epilog.
+
+There is no PATH, HOME or LANG in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST_LINE = 2000
+
+
+class InvalidEnvironment(Exception):
+    """A variable of Slurm's is missing or malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnvironment:
+    """A job on this node; `named_gpus` is Slurm's own, incomplete list of its GPUs."""
+
+    job_id: int
+    node: str
+    user: str
+    named_gpus: str
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> JobEnvironment:
+        """Read the environment.
+
+        Raises:
+            InvalidEnvironment: Slurm did not run this.
+        """
+        job_id, node = environ.get("SLURM_JOB_ID", ""), environ.get("SLURMD_NODENAME", "")
+        if not job_id.isdecimal() or not int(job_id):
+            raise InvalidEnvironment(f"SLURM_JOB_ID: got {job_id!r}, expected the id of a job")
+        if not node:
+            raise InvalidEnvironment("SLURMD_NODENAME is not set: expected to be run by slurmd")
+        user = environ.get("SLURM_JOB_USER") or environ.get("SLURM_JOB_UID") or "unknown"
+        return cls(int(job_id), node, user, environ.get("SLURM_JOB_GPUS", ""))
+
+
+def note(command: str, text: str) -> None:
+    """Write one line to standard error, which slurmd logs."""
+    line = " ".join(text.split())[:MOST_LINE]
+    sys.stderr.write(f"agentd-slurm {command}: {line}\n")

@@ -1,0 +1,120 @@
+"""`agentd-slurm sync`: keep Slurm and agentd in step, one look every few seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from agentd.errors import AgentdError
+from agentd.service.sd_notify import Notifier
+from agentd_slurm import controller
+from agentd_slurm.commands.job_environment import note
+from agentd_slurm.controller import SlurmFailed
+from agentd_slurm.decisions.sync import (
+    EndClaim,
+    EndPlaceholder,
+    RenamePlaceholder,
+    StartPlaceholder,
+    SyncAction,
+    SyncFacts,
+    decide_sync,
+)
+from agentd_slurm.gres_map import UnusableMap, map_path, read_map
+from agentd_slurm.jobs import UnreadableAnswer
+from agentd_slurm.node_client import NodeClient, socket_path
+from agentd_slurm.processes import find_processes
+
+EVERY_S = 4.0
+"""Seconds between two looks: placeholders follow within 12 s, and Slurm starts jobs 3 s late."""
+ENOUGH = (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError)
+"""What a look can fail with; the next one is taken as usual."""
+
+
+class Synchronizer:
+    """One node's look at agentd and Slurm, and what follows from it."""
+
+    def __init__(self, node: str, client: NodeClient) -> None:
+        self._node = node
+        self._client = client
+
+    def look(self) -> SyncFacts:
+        """Read everything; claims first, so that a job which starts meanwhile is known."""
+        claims = self._client.claims()
+        devices, kernels = self._client.devices(), self._client.kernels()
+        jobs = controller.jobs(self._node)
+        left = find_processes(self._node)
+        ids = (job for row in claims if (job := _job_id(row["claim_id"])) is not None)
+        return SyncFacts(
+            self._node,
+            read_map(map_path()),
+            claims,
+            kernels,
+            devices,
+            jobs,
+            frozenset(job for job in ids if left.of(job)),
+        )
+
+    def once(self) -> list[SyncAction]:
+        """Take one look, act on it, and return the actions."""
+        actions = decide_sync(self.look())
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: SyncAction) -> None:
+        match action:
+            case StartPlaceholder(gpu_type, holder):
+                note("sync", f"{gpu_type} is blocked in Slurm: {holder}")
+                controller.start_placeholder(self._node, gpu_type, holder)
+            case RenamePlaceholder(job_id, holder):
+                controller.rename_placeholder(job_id, holder)
+            case EndPlaceholder(job_id):
+                note("sync", f"placeholder {job_id} is ended: its GPU is free")
+                controller.cancel(job_id)
+            case EndClaim(claim_id, job_id):
+                self._end_claim(claim_id, job_id)
+
+    def _end_claim(self, claim_id: str, job_id: int) -> None:
+        """Release a claim if its job is still over now that no prolog can make it anew."""
+        with self._client.locked(job_id):
+            job = controller.job(job_id)
+            is_over = job is None or not job.is_on(self._node)
+            if is_over and not find_processes(self._node).of(job_id):
+                note("sync", f"claim {claim_id} is released: its job is over")
+                self._client.release(claim_id)
+
+
+def _job_id(claim_id: str) -> int | None:
+    number = claim_id.rpartition("-")[2]
+    return int(number) if number.isdecimal() else None
+
+
+def run_sync(node: str | None, *, once: bool = False) -> int:
+    """Look until SIGTERM or SIGINT and return the exit status."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stopped.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    notifier = Notifier(os.environ)
+    client = NodeClient(socket_path())
+    notifier.ready("starting")
+    while not stopped.is_set():
+        try:
+            Synchronizer(node or controller.own_node(), client).once()
+        except ENOUGH as error:
+            note("sync", str(error))
+            notifier.status(str(error)[:200])
+            if once:
+                return 1
+        else:
+            notifier.status("in step")
+        if once:
+            return 0
+        stopped.wait(EVERY_S)
+    return 0

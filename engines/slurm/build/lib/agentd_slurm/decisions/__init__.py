@@ -1,0 +1,1 @@
+"""Decisions as functions of values: facts in, actions out."""

@@ -1,0 +1,154 @@
+"""Deciding what a prolog does: claim all GPUs of the job on this node, or refuse the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from agentd_slurm.gres_map import GresDevice, GresMap
+from agentd_slurm.jobs import Job
+
+ENGINE = "slurm"
+PREFIX = "slurm-"
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToClaim:
+    """The job starts without a claim."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDevices:
+    """Create a claim; `ends_earlier` says that one of an earlier run is to be ended first."""
+
+    agent: str
+    request: Mapping[str, Any]
+    ends_earlier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseJob:
+    """The job goes back to the queue; the node stays in service."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailProlog:
+    """The job must not start and the node must not get others: Slurm drains it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrologFacts:
+    """What a prolog knows. `job` is None where slurmctld does not know the job.
+
+    `named_gpus` is Slurm's own `SLURM_JOB_GPUS`. `has_claim` and `has_processes` are about an
+    earlier run of the same job on this node.
+    """
+
+    job_id: int
+    node: str
+    user: str
+    job: Job | None
+    named_gpus: str = ""
+    gres_map: GresMap | None = None
+    devices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    has_claim: bool = False
+    has_processes: bool = False
+
+
+PrologAction = NothingToClaim | ClaimDevices | RefuseJob | FailProlog
+
+
+def claim_id(job_id: int) -> str:
+    """Return the id of a job's claim."""
+    return f"{PREFIX}{job_id}"
+
+
+def indices_to_claim(
+    job: Job | None, node: str, named_gpus: str
+) -> frozenset[int] | NothingToClaim | RefuseJob | FailProlog:
+    """Return the indices of the job's GPUs on this node, or why there is nothing to claim.
+
+    Slurm's own variable is no source: of a job that names two types it has the last one alone.
+    """
+    if job is None:
+        if named_gpus:
+            return FailProlog("slurmctld does not know the job, which has GPUs here")
+        return NothingToClaim("slurmctld does not know the job, which has no GPUs here")
+    if job.is_placeholder:
+        return NothingToClaim("the job is a placeholder")
+    if not job.is_on(node):
+        return NothingToClaim(f"the job is not on node {node} any more")
+    indices = job.gpus.get(node, frozenset[int]())
+    if indices is None:
+        return RefuseJob("Slurm names no indices of the job's GPUs: gres.conf needs File=")
+    return indices or NothingToClaim("the job has no GPUs here")
+
+
+def decide_prolog(facts: PrologFacts) -> PrologAction:
+    """Return what the prolog does."""
+    indices = indices_to_claim(facts.job, facts.node, facts.named_gpus)
+    if not isinstance(indices, frozenset):
+        return indices
+    assert facts.gres_map is not None  # noqa: S101 - a job with GPUs was found, so it was read
+    assert facts.job is not None  # noqa: S101 - the same
+    if facts.has_processes:
+        return RefuseJob("processes of an earlier run of the job are left on the node")
+    chosen = []
+    for index in sorted(indices):
+        found = find_device(index, facts.gres_map, facts.devices)
+        if isinstance(found, str):
+            return RefuseJob(found)
+        chosen.append(found)
+    request = {
+        "claim_id": claim_id(facts.job_id),
+        "slots": amounts(chosen),
+        "devices": ids_by_name(chosen),
+        "holder": {"name": claim_id(facts.job_id)},
+        "owner_uid": facts.job.user_id,
+        "labels": {"engine": ENGINE, "job": str(facts.job_id), "user": facts.user},
+    }
+    return ClaimDevices(facts.gres_map.agent, request, ends_earlier=facts.has_claim)
+
+
+def find_device(
+    index: int, gres_map: GresMap, devices: Iterable[Mapping[str, Any]]
+) -> Mapping[str, Any] | str:
+    """Return the device of an index as `/v1/devices` lists it, or why there is none."""
+    device = gres_map.devices.get(index)
+    if device is None:
+        return f"GPU {index} of Slurm is missing from the map of devices"
+    row = row_of(device, devices)
+    if row is None or row["state"] == "gone":
+        return f"device {device.device_id} ({device.stable_id}) is missing"
+    if gres_map.agent not in row["agents"]:
+        return f"device {device.device_id} does not belong to agent {gres_map.agent}"
+    return row
+
+
+def row_of(device: GresDevice, devices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the row of a device in `/v1/devices`; None if it is not listed."""
+    return next((row for row in devices if row["stable_id"] == device.stable_id), None)
+
+
+def amounts(devices: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the slots of whole devices, summed."""
+    sums: dict[str, Decimal] = {}
+    for device in devices:
+        sums[device["slot"]] = sums.get(device["slot"], Decimal()) + Decimal(device["capacity"])
+    return {slot: f"{amount:f}" for slot, amount in sums.items()}
+
+
+def ids_by_name(devices: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the ids of devices by their device name."""
+    ids: dict[str, list[str]] = {}
+    for device in devices:
+        ids.setdefault(device["device_name"], []).append(device["id"])
+    return ids

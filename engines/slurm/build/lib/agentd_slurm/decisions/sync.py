@@ -1,0 +1,142 @@
+"""Deciding what keeps Slurm and agentd in step.
+
+A GPU that Slurm's jobs cannot get is blocked in Slurm by a placeholder job for exactly that GPU:
+GRES cannot be reduced on a live node. A claim of a job ends once the job is over for certain:
+slurmctld knows no such job here, and neither a slurmstepd of it nor a process in its cgroup is
+left. The answer of slurmctld alone proves nothing: a killed one forgets its last seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentd_slurm.decisions.prolog import ENGINE, PREFIX, claim_id, row_of
+from agentd_slurm.gres_map import GresMap
+from agentd_slurm.jobs import ON_NODE, PLACEHOLDER, WAITING, Job
+
+_CLAIM = re.compile(rf"{re.escape(PREFIX)}([1-9][0-9]{{0,9}})")
+BLOCKING = frozenset({"unhealthy", "drained", "gone", "withheld"})
+"""States of a device in which agentd gives nothing from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlaceholder:
+    """Block a GPU in Slurm."""
+
+    gpu_type: str
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenamePlaceholder:
+    """Write the present holder into the comment of a placeholder."""
+
+    job_id: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndPlaceholder:
+    """Give a GPU back to Slurm."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndClaim:
+    """Stop the kernels of an ended job's claim and release it."""
+
+    claim_id: str
+    job_id: int
+
+
+SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFacts:
+    """What one round knows, read in this order: a job that appears in between changes nothing.
+
+    `alive` are the jobs with a slurmstepd or a process in their cgroup on this node.
+    """
+
+    node: str
+    gres_map: GresMap
+    claims: Sequence[Mapping[str, Any]]
+    kernels: Sequence[Mapping[str, Any]]
+    devices: Sequence[Mapping[str, Any]]
+    jobs: Sequence[Job]
+    alive: frozenset[int]
+
+
+def job_of_claim(claim: Mapping[str, Any]) -> int | None:
+    """Return the job that a claim was made for by a prolog; None for any other claim."""
+    match = _CLAIM.fullmatch(claim["claim_id"])
+    is_ours = match and claim["labels"].get("engine") == ENGINE
+    return int(match[1]) if match and is_ours else None
+
+
+def decide_sync(facts: SyncFacts) -> list[SyncAction]:
+    """Return what one round does."""
+    return [*_placeholders(facts), *_stale_claims(facts)]
+
+
+def _placeholders(facts: SyncFacts) -> Iterator[SyncAction]:
+    blocked = blocked_gpus(facts)
+    present: set[str] = set()
+    for job in sorted(_own_placeholders(facts), key=lambda job: job.state != "RUNNING"):
+        holder = blocked.get(job.gpu_type)
+        if holder is None or job.gpu_type in present:
+            yield EndPlaceholder(job.job_id)
+            continue
+        present.add(job.gpu_type)
+        if job.comment != PLACEHOLDER + holder:
+            yield RenamePlaceholder(job.job_id, holder)
+    for gpu_type, holder in blocked.items():
+        if gpu_type not in present:
+            yield StartPlaceholder(gpu_type, holder)
+
+
+def _own_placeholders(facts: SyncFacts) -> Iterator[Job]:
+    """Yield the placeholders of this node that were not ended yet."""
+    for job in facts.jobs:
+        is_open = job.state in WAITING or (job.state in ON_NODE and job.state != "COMPLETING")
+        if job.is_placeholder and is_open and facts.node in (*job.required_nodes, *job.nodes):
+            yield job
+
+
+def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
+    """Return the types of the GPUs that Slurm's jobs cannot get, with what holds each."""
+    own = {claim["claim_id"] for claim in facts.claims if job_of_claim(claim) is not None}
+    own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own}
+    blocked = {}
+    for device in facts.gres_map.devices.values():
+        row = row_of(device, facts.devices)
+        holders = [] if row is None else sorted(_others(row["holders"], own, own_kernels))
+        if holders:
+            blocked[device.gres_type] = holders[0]
+        elif row is None or row["state"] in BLOCKING:
+            blocked[device.gres_type] = "missing" if row is None else row["state"]
+    return blocked
+
+
+def _others(
+    holders: Sequence[Mapping[str, Any]], own: set[str], own_kernels: set[str]
+) -> Iterator[str]:
+    for holder in holders:
+        claim, kernel = holder.get("claim_id"), holder.get("kernel_id")
+        if claim is not None and claim not in own:
+            yield claim
+        if kernel is not None and kernel not in own_kernels:
+            yield kernel
+
+
+def _stale_claims(facts: SyncFacts) -> Iterator[EndClaim]:
+    here = {job.job_id for job in facts.jobs if job.is_on(facts.node)}
+    for claim in facts.claims:
+        job = job_of_claim(claim)
+        if job is not None and job not in here and job not in facts.alive:
+            yield EndClaim(claim_id(job), job)

@@ -1,0 +1,120 @@
+"""The map from Slurm's indices to agentd's devices.
+
+Slurm names a GPU by its position in gres.conf. The map is written together with gres.conf, and
+nothing else says which device a position is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MAP = "/etc/agentd/slurm-gres.json"
+MAP_VARIABLE = "AGENTD_SLURM_MAP"
+MOST_BYTES = 1 << 20
+_NO_TYPE = re.compile(r"[^A-Za-z0-9_.-]")
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+class UnusableMap(Exception):
+    """The map file is missing, unreadable or malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GresDevice:
+    """A device as agentd names it."""
+
+    device_id: str
+    stable_id: str
+
+    @property
+    def gres_type(self) -> str:
+        """The `Type=` of the device in gres.conf: its id without characters that Slurm refuses."""
+        return _NO_TYPE.sub("_", self.device_id)
+
+
+@dataclass(frozen=True, slots=True)
+class GresMap:
+    """The agent that Slurm's GPUs belong to, and the device of each index."""
+
+    agent: str
+    devices: Mapping[int, GresDevice]
+
+    @classmethod
+    def of(cls, agent: str, devices: Iterable[GresDevice]) -> GresMap:
+        """Return the map of devices in natural order, in which cuda2 precedes cuda10."""
+        ordered = sorted(devices, key=lambda device: natural(device.device_id))
+        return cls(agent, dict(enumerate(ordered)))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of the map file."""
+        devices = {
+            str(index): {"id": device.device_id, "stable_id": device.stable_id}
+            for index, device in self.devices.items()
+        }
+        return {"agent": self.agent, "devices": devices}
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers in text by their value."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(text) if part
+    ]
+
+
+def parse_map(text: str) -> GresMap:
+    """Read the content of a map file.
+
+    Raises:
+        UnusableMap: it is malformed.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UnusableMap(f"invalid JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("devices"), dict):
+        raise UnusableMap('expected {"agent": NAME, "devices": {INDEX: {"id", "stable_id"}}}')
+    agent = content.get("agent")
+    if not isinstance(agent, str) or not agent:
+        raise UnusableMap(f"invalid agent: got {agent!r}, expected a name")
+    return GresMap(agent, dict(_entry(key, value) for key, value in content["devices"].items()))
+
+
+def _entry(key: str, value: object) -> tuple[int, GresDevice]:
+    if not key.isdecimal() or str(int(key)) != key:
+        raise UnusableMap(f"invalid index: got {key!r}, expected a number such as 0")
+    if isinstance(value, dict):
+        device_id, stable_id = value.get("id"), value.get("stable_id")
+        if isinstance(device_id, str) and isinstance(stable_id, str) and device_id and stable_id:
+            return int(key), GresDevice(device_id, stable_id)
+    raise UnusableMap(f'invalid device {key}: got {value!r}, expected {{"id", "stable_id"}}')
+
+
+def map_path() -> Path:
+    """Return the path of the map file."""
+    return Path(os.environ.get(MAP_VARIABLE, DEFAULT_MAP))
+
+
+def read_map(path: Path) -> GresMap:
+    """Read the map file.
+
+    Raises:
+        UnusableMap: it cannot be read or is malformed.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        why = f"{error.strerror}; create it with: agentctl slurm gres --json"
+        raise UnusableMap(f"{path}: {why}") from None
+    if len(raw) > MOST_BYTES:
+        raise UnusableMap(f"{path}: exceeds the limit of {MOST_BYTES} bytes")
+    try:
+        return parse_map(raw.decode())
+    except (UnusableMap, UnicodeDecodeError) as error:
+        raise UnusableMap(f"{path}: {error}") from None

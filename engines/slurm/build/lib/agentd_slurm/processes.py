@@ -1,0 +1,70 @@
+"""Which jobs have processes on this node: their cgroups and their slurmstepds.
+
+proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v1 and below
+`slurmstepd.scope/job_J` on v2; where one host runs several slurmds, below `slurm_NODE` and
+`NODE_slurmstepd.scope`. A kernel of agentd is in a cgroup of agentd's and is not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
+_STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
+_PROGRAM = "slurmstepd"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProcesses:
+    """The jobs that have processes in a cgroup, and those that have a slurmstepd.
+
+    `has_unnamed` says that a slurmstepd does not show its job yet: it may be any.
+    """
+
+    in_cgroup: frozenset[int]
+    stepds: frozenset[int]
+    has_unnamed: bool = False
+
+    def of(self, job_id: int) -> bool:
+        """Return whether the job may have a process or a slurmstepd here."""
+        return self.has_unnamed or job_id in self.in_cgroup or job_id in self.stepds
+
+
+def jobs_in_cgroup(text: str, node: str) -> frozenset[int]:
+    """Return the jobs of this node's slurmd that `/proc/PID/cgroup` names."""
+    homes = ("/slurm/", f"/slurm_{node}/", "/slurmstepd.scope/", f"/{node}_slurmstepd.scope/")
+    return frozenset(
+        int(match[1])
+        for line in text.splitlines()
+        if any(home in line for home in homes) and (match := _JOB.search(line))
+    )
+
+
+def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
+    """Look at every process of this machine.
+
+    Raises:
+        OSError: a process could be neither read nor found to be gone.
+    """
+    in_cgroup: set[int] = set()
+    stepds: set[int] = set()
+    has_unnamed = False
+    for folder in _folders(proc):
+        try:
+            in_cgroup |= jobs_in_cgroup((folder / "cgroup").read_text(), node)
+            if (folder / "comm").read_text().strip() == _PROGRAM:
+                title = (folder / "cmdline").read_text(errors="replace")
+                if match := _STEPD.match(title):
+                    stepds.add(int(match[1]))
+                elif title:
+                    has_unnamed = True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return NodeProcesses(frozenset(in_cgroup), frozenset(stepds), has_unnamed)
+
+
+def _folders(proc: Path) -> Iterator[Path]:
+    return (folder for folder in proc.iterdir() if folder.name.isdecimal())
