@@ -1,1 +1,0 @@
-"""Decisions as functions of values: facts in, actions out."""
