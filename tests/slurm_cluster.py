@@ -225,9 +225,14 @@ class SlurmCluster:
         return self.job(job)
 
     def start_again(self, job: str) -> None:
-        """Start a requeued job now: Slurm holds it for two minutes."""
+        """Start a requeued job now: Slurm holds it for two minutes from the end of its epilogs."""
+
+        def is_started() -> bool:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            return self.state(job) != "PENDING"
+
         self.until_state(job, "PENDING")
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.until(is_started, f"job {job} does not start again")
 
     def until(self, holds: Callable[[], object], text: str, within_s: float = WAIT_S) -> None:
         """Wait for something to hold."""

@@ -51,8 +51,6 @@ def devices_of(row: dict[str, Any]) -> list[str]:
 async def test_job_on_three_nodes_runs_kernels_on_its_gpus(slurm: NodesOf) -> None:
     nodes = await slurm(nodes=3, gpu_count=2)
     cluster = nodes.cluster
-    for node in cluster.nodes:  # an epilog that sees a slurmstepd leaves the claim to it
-        nodes.start_sync(node)
     job = cluster.submit("-N3", "--gres=gpu:2", script=run_script(nodes))
     found = await until_kernels(nodes, 3)
     assert [devices_of(row) for row in found] == [["cuda0", "cuda1"]] * 3

@@ -34,10 +34,13 @@ def test_processes_are_found_by_cgroup_and_by_stepd(tmp_path: Path) -> None:
     process(tmp_path, 10, "sleep", "sleep", "6:freezer:/slurm/uid_0/job_3/step_batch")
     process(tmp_path, 11, "slurmstepd", "slurmstepd: [4.batch]")
     process(tmp_path, 12, "sh", "slurmstepd: [5.batch]")
+    process(tmp_path, 14, "slurmstepd", "slurmstepd: [6.batch]", "6:freezer:/slurm_n1/uid_0/job_6")
+    process(tmp_path, 15, "slurmstepd", "slurmstepd: [7.batch]", "6:freezer:/slurm_n2/uid_0/job_7")
+    process(tmp_path, 16, "slurmstepd", "", "0::/system.slice/n2_slurmstepd.scope/job_8")
     (tmp_path / "self").mkdir()
     (tmp_path / "13").mkdir()
     found = find_processes("n1", tmp_path)
-    assert [found.of(job) for job in (3, 4, 5)] == [True, True, False]
+    assert [found.of(job) for job in range(3, 9)] == [True, True, False, True, False, False]
 
 
 def test_stepd_without_a_title_may_be_of_any_job(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@
     node.json               the node id of the kernels here, and the runtimes that have some
     devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
     removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
+    engines.json            the engines that are ready in this boot
     intents/ID.json         the record of a kernel whose create is in progress
     records/ID.json         the record of a live kernel
     ended/ID.json           the record of a kernel that has ended and is not removed yet
+    claims/ID.json          the record of a claim
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
     units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
     docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)

@@ -2,7 +2,8 @@
 
 proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v1 and below
 `slurmstepd.scope/job_J` on v2; where one host runs several slurmds, below `slurm_NODE` and
-`NODE_slurmstepd.scope`. A kernel of agentd is in a cgroup of agentd's and is not counted.
+`NODE_slurmstepd.scope`. A slurmstepd is in the cgroup of its job. A kernel of agentd is in a cgroup
+of agentd's and is not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 _JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
 _STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
+_OF_ANY_NODE = re.compile(r"/(?:slurm_[^/\n]+|[^/\n]+_slurmstepd\.scope)/")
+"""The cgroups of one of several slurmds on this host."""
 _PROGRAM = "slurmstepd"
 
 
@@ -54,7 +57,11 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
     has_unnamed = False
     for folder in _folders(proc):
         try:
-            in_cgroup |= jobs_in_cgroup((folder / "cgroup").read_text(), node)
+            cgroups = (folder / "cgroup").read_text()
+            jobs = jobs_in_cgroup(cgroups, node)
+            if not jobs and _OF_ANY_NODE.search(cgroups):
+                continue
+            in_cgroup |= jobs
             if (folder / "comm").read_text().strip() == _PROGRAM:
                 title = (folder / "cmdline").read_text(errors="replace")
                 if match := _STEPD.match(title):

@@ -1,7 +1,8 @@
 """The ledger: who holds how much of which slot of which device, one for the node.
 
 Immutable; the owner of the state keeps the newest. What is free follows from it and from
-the devices as they are now, and is never stored.
+the devices as they are now. Neither is stored: a start builds the ledger from the records of
+kernels and claims.
 
 A kernel has one share of a device, with an amount of each slot of it. Each slot of a device has its
 own sum, which no allocation lets pass the capacity. A share that lacks a slot of its device, or has

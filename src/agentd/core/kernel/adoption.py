@@ -1,4 +1,7 @@
-"""Adopting: from what a runtime found to a kernel, charged to the physical devices.
+"""The kernel that an adoption makes of an observed one, charged to the physical devices.
+
+`reconcile` decides whether a kernel is adopted; the runtime's observer decides whether it belongs
+to this node.
 
 A kernel holds the devices of its record and those of its second statement; where they differ,
 its reason names both. A record never creates, renames, moves or frees a device, and a difference
