@@ -260,7 +260,7 @@ async def test_newer_state_files_are_read_as_far_as_known(plain_world: World) ->
     text = devices.read_text()
     await world.start()
     assert (await daemon.device("cuda7"))["state"] == "drained"
-    assert any("of a newer agentd" in w for w in (await daemon.get("/v1/node"))["warnings"])
+    assert any("by a newer agentd" in w for w in (await daemon.get("/v1/node"))["warnings"])
     assert (daemon.folder / "state" / "devices.json.schema-99").read_text() == text
 
 

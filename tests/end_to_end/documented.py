@@ -21,9 +21,22 @@ EXAMPLES = 200 if os.environ.get("AGENTD_SOAK") else 8
 SEED = int(os.environ.get("AGENTD_SEED", "13"))
 TOKEN = "secret"  # noqa: S105 - the tests' own
 GOOD = {"command": ["sleep", "1000"], "slots": {"cpu": 0, "mem": "16m"}}
+CLAIM = {"claim_id": "alive", "holder": {"ttl": 3600}, "slots": {"mem": "1m"}}
+BODIES: Mapping[str, Mapping[str, Any]] = {
+    "create_kernel": GOOD,
+    "create_claim": {name: CLAIM[name] for name in ("holder", "slots")},
+    "get_edits": {"claims": [CLAIM["claim_id"]]},
+    "put_engine": {"ready": True},
+}
+"""Bodies by the beginnings of the operations' names."""
 STREAMS = ("get_events", "exec_kernel")
 """Begin the names of operations whose answers have no end; of those only the status is read."""
 UNAVAILABLE = 503
+
+
+def good_body(operation: str) -> dict[str, Any] | None:
+    """Return a body that the operation accepts, None if it needs none."""
+    return next((dict(body) for name, body in BODIES.items() if operation.startswith(name)), None)
 
 
 @dataclass(frozen=True)
@@ -77,11 +90,11 @@ def _succeeded(server: Documented, operation: Any, name: str) -> int:
         number += 1
         if number % 2:
             known = server.known(name)
-            if name.startswith("delete_kernel"):
-                known = {**known, "kernel": "nobody"}
+            if name.startswith("delete_"):
+                known = {**known, "kernel": "nobody", "claim": "nobody"}
             case.path_parameters = {key: known[key] for key in case.path_parameters or {}}
-            if "create" in name:
-                case.body = dict(GOOD)
+            if (body := good_body(name)) is not None:
+                case.body = body
         if name.startswith("get_logs"):
             case.query = {**(case.query or {}), "follow": "false"}
         response = case.call(
@@ -147,11 +160,11 @@ def _arguments(server: Documented, package: Any, module: Any, name: str) -> dict
     known, arguments = server.known(name), dict[str, Any]()
     for parameter in inspect.signature(module._get_kwargs).parameters.values():
         bare = parameter.name.rstrip("_")
-        if parameter.name == "body" and "create" in name:
+        if parameter.name == "body" and (body := good_body(name)) is not None:
             content = server.operations[name]["requestBody"]["content"]["application/json"]
             model = content["schema"]["$ref"].rpartition("/")[2]
             models = importlib.import_module(f"{package.__name__}.models")
-            arguments["body"] = getattr(models, model).from_dict(GOOD)
+            arguments["body"] = getattr(models, model).from_dict(body)
         elif bare in known and parameter.default is inspect.Parameter.empty:
             arguments[parameter.name] = known[bare]
     return arguments

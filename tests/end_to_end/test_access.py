@@ -65,13 +65,13 @@ async def call(
 
 @pytest.fixture
 async def node(plain: Daemon) -> Daemon:
-    """Two teams, each with two GPUs of its own, and a kernel of each on one of them."""
+    """Two teams, each with two GPUs of its own, and for each a kernel on one and a claim."""
     sockets = SOCKETS.format(folder=plain.folder)
     resource = '[resource]\nallocation-mode = "auto-split"\nengine-devices = { test = {} }\n'
     await plain.start(f"{resource}{TEAMS}{gpus(4)}{sockets}")
     for agent, kernel_id in (("team-a", OWN), ("secret-team", FOREIGN)):
         await plain.running(agent, kernel_id=kernel_id, slots={"cuda.device": 1})
-        claim = {"claim_id": kernel_id, "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
+        claim = {"claim_id": kernel_id, "holder": {"name": "x"}, "slots": {"mem": "1m"}}
         made = await plain.call("POST", f"/v1/agents/{agent}/claims", claim)
         assert made.status == 201, made.content
     return plain
@@ -126,7 +126,11 @@ async def test_callers_have_exactly_the_rights_of_the_table(node: Daemon, role: 
                 shown = answer.content.decode().replace(filled(path, own=own), "")
                 if answer.status == 404:
                     shown = shown.replace(filled("{agent} {kernel}", own=own).split()[0], "")
-                    shown = shown.replace(FOREIGN, "") if "{kernel}" in path else shown
+                    shown = (
+                        shown.replace(FOREIGN, "")
+                        if "{kernel}" in path or "{claim}" in path
+                        else shown
+                    )
                 assert "secret" not in shown, where
 
 
@@ -224,7 +228,7 @@ async def test_an_id_that_another_team_has_is_only_taken(node: Daemon) -> None:
     body = {"command": ["true"], "kernel_id": FOREIGN}
     answer = await call(node, "a", "POST", "/v1/agents/team-a/kernels", body)
     assert (answer.status, answer.json["code"]) == (409, "KernelConflict")
-    assert answer.json["detail"] == f"kernel id {FOREIGN} is taken"
+    assert answer.json["detail"] == f"duplicate kernel id {FOREIGN}"
 
 
 async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> None:

@@ -73,7 +73,7 @@ async def test_create_with_an_oversized_answer_is_resolved(one_gpu, engine: Engi
     proxy.rule("POST .*/containers/create", too_much(proxy, 100 * MIB))
     answer = await daemon.create(**ASK)
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
-    assert "larger than 16 MiB" in answer.json["detail"]
+    assert "exceeds 16 MiB" in answer.json["detail"]
     assert most_resident(daemon) - before < 100
     await settled(daemon, engine, containers=0, free="1")
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.documented import GOOD, TOKEN, Documented, called, fuzzed, generated
+from end_to_end.documented import CLAIM, GOOD, TOKEN, Documented, called, fuzzed, generated
 from end_to_end.fleet.fleet_world import World
 
 NOT_NOW = {
+    "put_engine_at_node",
     "forget_node",
     "forget_slot_type",
     "forget_device_at_node",
@@ -38,7 +39,11 @@ async def gateway(world: World) -> Documented:
     made = await program.create(kernel_id="alive", **GOOD)
     assert made.status == 201, made.content
     await world.nodes[node].running(kernel_id="direct", **GOOD)
+    claimed = await world.nodes[node].call("POST", "/v1/agents/agent-1/claims", CLAIM)
+    assert claimed.status == 201, claimed.content
     known = {
+        "claim": "alive",
+        "engine": "slurm",
         "node": node,
         "slot": "cuda.device",
         "agent": "agent-1",
@@ -58,7 +63,8 @@ async def gateway(world: World) -> Documented:
 async def test_no_documented_request_breaks_the_gateway(gateway: Documented) -> None:
     reached = await asyncio.to_thread(fuzzed, gateway)
     never = gateway.operations.keys() - reached.keys() - gateway.streams
-    assert never <= {*NOT_NOW, "delete_kernel", "delete_kernel_at_node"}, never
+    deletes = {"delete_kernel", "delete_kernel_at_node", "delete_claim_at_node"}
+    assert never <= {*NOT_NOW, *deletes}, never
     assert reached["create_kernel"] >= 3
 
 

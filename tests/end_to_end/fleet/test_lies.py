@@ -288,7 +288,7 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
     node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
     try:
         async with Nodes() as nodes:
-            with pytest.raises(NodeAnswerLost, match="over 64 MiB"):
+            with pytest.raises(NodeAnswerLost, match="exceeds 64 MiB"):
                 await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
             async with asyncio.timeout(20):
                 await has_ended.wait()

@@ -148,6 +148,6 @@ async def test_command_line_inspects_kernels_of_all_nodes(fleet) -> None:
     usage = await asyncio.to_thread(run, "stats", "-o", "json")
     assert f"{cuda}/far" in {row["kernel_id"] for row in json.loads(usage.stdout)}
     about_one = await asyncio.to_thread(run, "drain", "cuda0")
-    assert (about_one.returncode, "it is about one node" in about_one.stderr) == (2, True)
+    assert (about_one.returncode, "is a command for one node" in about_one.stderr) == (2, True)
     removed = await asyncio.to_thread(run, "rm", "--timeout", "0", "-o", "json", "far")
     assert json.loads(removed.stdout) == {"removed": ["far"]}
