@@ -232,6 +232,13 @@ def test_a_missing_device_returns_without_a_disabled_slot() -> None:
     assert warnings == []
 
 
+def test_missing_device_never_returns_with_an_untyped_slot() -> None:
+    off = Inventory.of([SHARES], [gpu(0, gone=True), gpu(1, None)])
+    back, warnings = off.with_listing("cuda", [gpu(0), gpu(1, None)])
+    assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
+    assert warnings == ["cuda0 lists other secondary slots now; restart agentd to use them"]
+
+
 def test_a_new_device_with_an_unknown_slot_waits_for_a_restart() -> None:
     inventory = with_memory(None)
     after, (warning,) = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None), gpu(2)])

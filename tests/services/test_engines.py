@@ -1,9 +1,11 @@
 import pytest
 
+from agentd.core.claim.claim import NameHolder
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import Engines
 from agentd.services.unclaimed import PATIENCE_S, UnclaimedProcesses
+from services.claims.test_lifecycle import kernel, spec
 from services.node import Rig
 
 
@@ -37,6 +39,16 @@ async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
     engines(rig, store)
     assert rig.free_gpus == 2
     engines(rig, store, "boot-2")
+    assert rig.free_gpus == 0
+
+
+async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
+    """The engine says what it has given before it is ready, and a claim before the boot counts."""
+    await rig.claims.create(spec("c1", holder=NameHolder("c1", survives_reboot=True)))
+    made = engines(rig, Store(), "boot-2")
+    await rig.claims.create(spec("c2", is_observed=True, devices={"cuda": ("cuda1",)}))
+    assert (await rig.service.create(kernel("k1", "c1")))[0].allocation.shares
+    assert made.set_ready("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 0
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     node = state.load_node()
     assert node is not None
     assert (node.node_id, node.runtimes) == ("n", ["docker"])
+
+
+def test_a_claim_whose_name_does_not_last_leaves_no_record(
+    state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: str) -> None:
+        raise OSError(errno.EIO, folder)
+
+    monkeypatch.setattr("agentd.state.folder._flush", fails)
+    with pytest.raises(StateUnavailable):
+        state.save_claim("c1", "{}", is_lasting=True)
+    assert state.load_claims() == {}
 
 
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:

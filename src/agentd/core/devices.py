@@ -288,8 +288,9 @@ class Inventory:
         if now.slot != device.slot:
             why = f"offers {now.slot} now; restart agentd to use it"
             return replace(device, gone=True, reason=why)
-        is_known = not self._unknown_slots(device)
-        secondary = device.secondary if is_known else now.secondary
+        secondary = device.secondary
+        if self._unknown_slots(device):  # remembered from a time with other slots
+            secondary = tuple(offer for offer in now.secondary if offer.slot in self.slot_types)
         return replace(
             device, gone=False, health=now.health, reason=now.reason, secondary=secondary
         )

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import (
+    Claim,
     ClaimOwner,
-    ClaimStatus,
     EditsFor,
     NameHolder,
     TimeHolder,
@@ -99,7 +99,10 @@ class ClaimHandlers:
         if (agent := query.get("agent")) is not None:
             visible = [status for status in visible if status.claim.agent_id == agent]
         if (after := query.get("after")) is not None:
-            visible = _after(visible, after)
+            last = self._service.known(after)
+            if last is None or not caller.sees(last.agent_id):
+                raise InvalidRequest([Problem("after", f"unknown claim {after!r}")])
+            visible = [status for status in visible if _place(status.claim) > _place(last)]
         found = [
             status
             for status in visible
@@ -152,13 +155,5 @@ def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
             raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
 
 
-def _after(visible: list[ClaimStatus], after: str) -> list[ClaimStatus]:
-    """Return the claims behind one of a list.
-
-    Raises:
-        InvalidRequest: it is not in the list; a claim that ended has no place in it.
-    """
-    for place, status in enumerate(visible):
-        if status.claim.claim_id == after:
-            return visible[place + 1 :]
-    raise InvalidRequest([Problem("after", f"unknown claim {after!r}")])
+def _place(claim: Claim) -> tuple[float, str]:
+    return claim.created_at, claim.claim_id

@@ -350,8 +350,14 @@ def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> Sl
     if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
         most = int(left * per_primary(slot.name, devices, inventory))
         free = min(free, most // slot.quantum * slot.quantum)
+    capacity = split.slots_of(agent_id)[slot.name]
+    if slot.primary is not None:  # whole steps on each device, as in `free`
+        capacity = sum(
+            partition.limits_of(d)[d.slot_names.index(slot.name)] // slot.quantum * slot.quantum
+            for d in devices
+        )
     return {
-        "capacity": format_amount(split.slots_of(agent_id)[slot.name], slot.kind),
+        "capacity": format_amount(capacity, slot.kind),
         "allocated": format_amount(allocated, slot.kind),
         "free": format_amount(free, slot.kind),
     }

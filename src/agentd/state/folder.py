@@ -234,7 +234,14 @@ class StateFolder:
         return {path.stem: _text(path) for path in found if is_name(path.stem)}
 
     def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
-        self._write(self._claim_path(claim_id), text.encode(), "claim", is_lasting=is_lasting)
+        path = self._claim_path(claim_id)
+        try:
+            self._write(path, text.encode(), "claim", is_lasting=is_lasting)
+        except StateUnavailable:
+            if is_lasting:  # written once; it may be in its place, and only its name not lasting
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
 
     def drop_claim(self, claim_id: str) -> None:
         path = self._claim_path(claim_id)

@@ -13,6 +13,7 @@ from agentd.core.allocation.allocator import (
     Strategy,
 )
 from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
+from agentd.core.devices import Health
 from agentd.core.slots import ONE, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
@@ -175,6 +176,21 @@ def test_refusal_of_what_can_never_fit_says_so() -> None:
     assert "too unequal for equal parts; this can never fit" in str(unequal)
 
 
+NEVER = {
+    "one device": (node(gpu(0)), asked(cuda_shares="0.5", cuda_mem="100g")),
+    "the larger of two": (node(gpu(0), gpu(1, 40)), asked(cuda_shares="0.5", cuda_mem="100g")),
+    "all devices": (node(gpu(0), gpu(1)), asked(cuda_shares=2, cuda_mem="170g")),
+    "whole devices": (node(npu(0), npu(1)), asked(npu_device=1, npu_mem="90g")),
+}
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_refusal_of_too_much_of_the_other_slot_blames_it(case: str) -> None:
+    error = refused(*NEVER[case])
+    assert error.slot.endswith(".mem")
+    assert "this can never fit" in str(error)
+
+
 def test_free_is_of_a_slot_and_room_of_a_device() -> None:
     split = node(gpu(0))
     ledger = holding(split, asked(cuda_shares="0.1", cuda_mem="60g"))
@@ -183,6 +199,16 @@ def test_free_is_of_a_slot_and_room_of_a_device() -> None:
     assert ledger.free(device, part, "cuda.mem") == 20 * GIB
     index = ledger.index(split.inventory, part, split.inventory.slot_types["cuda.shares"])
     assert ledger.room(index, 0, part) == 25
+
+
+@pytest.mark.parametrize("why", [
+    {"drained": True}, {"busy": "process 7"}, {"awaited": "slurm"}, {"withheld": "agentd other"},
+    {"gone": True}, {"health": Health.UNHEALTHY},
+], ids=lambda why: next(iter(why)))  # fmt: skip
+def test_nothing_is_free_of_a_device_that_is_not_allocated(why) -> None:
+    split = node(gpu(0, **why))
+    (device,) = split.inventory.by_name["cuda"]
+    assert Ledger().left(device, split.partitions["a"]) == (0, 0)
 
 
 def test_a_slot_without_one_free_quantum_leaves_no_room() -> None:

@@ -235,7 +235,8 @@ def test_all_of_a_claim_is_the_default_of_what_is_not_named() -> None:
 
 
 def test_an_observed_claim_takes_devices_in_any_state() -> None:
-    devices = [replace(device, drained=True, gone=True) for device in gpus(1)]
+    states = {"drained": True, "gone": True, "awaited": "kubernetes", "busy": "used"}
+    devices = [replace(device, **states) for device in gpus(1)]
     inventory = machine(*cores(1), *devices, memory())
     found = allocate_observed(
         inventory,

@@ -3,6 +3,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import ClaimHolder
@@ -16,7 +17,7 @@ from agentd.core.claim.claim import (
     TimeHolder,
 )
 from agentd.core.kernel.states import KernelSpec
-from agentd.core.slots import ONE
+from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import (
     ClaimConflict,
     InsufficientResource,
@@ -29,6 +30,8 @@ from agentd.errors import (
     UnknownClaim,
 )
 from agentd.events import EventKind
+from agentd.services.protocols import PluginListing
+from core.machines import gpus
 from services.node import Rig, settled
 
 ADMIN = Caller("admin", Role.ADMIN)
@@ -292,6 +295,19 @@ async def test_a_kept_claim_takes_its_devices_back(rig: Rig) -> None:
     assert rig.free_gpus == 2
 
 
+async def test_the_rest_of_a_kept_claim_is_taken_as_it_is() -> None:
+    """It need not be equal parts of its devices."""
+    shares = SlotType("cuda.shares", SlotKind.COUNT, ONE // 100)
+    devices = tuple(replace(device, slot="cuda.shares") for device in gpus(1, 1))
+    rig = Rig(listings=[PluginListing("cuda", (shares,), devices)])
+    await rig.relist()
+    await rig.claims.create(replace(spec(), slots={"cuda.shares": "1.2"}))
+    await rig.service.create(kernel("k1", keeps=True, cuda_shares="0.2"))
+    rest, _ = await rig.service.create(kernel("k2", keeps=True))
+    amounts = sorted(s.amount for s in rest.allocation.devices_of("cuda"))
+    assert amounts == [4 * ONE // 10, 6 * ONE // 10]
+
+
 async def test_the_holder_of_a_kept_claim_ends_once_no_kernel_lives(rig: Rig) -> None:
     await rig.claims.create(spec(gpus=2, holder=PROCESS))
     await rig.service.create(kernel(keeps=True, cuda_device=1))
@@ -316,6 +332,13 @@ async def test_a_restart_charges_a_device_once(rig: Rig, keeps: bool) -> None:
         assert (held(again), again.free_gpus, rig.memory.claims) == (0, 1, {})
     await again.relist()
     assert again.free_gpus == (0 if keeps else 1)
+
+
+async def test_a_renewal_tells_others_nothing(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=TimeHolder(60)))
+    rig.claims.renew("c1", 90, ADMIN)
+    kept = [event for event in rig.events._past if event.kind is EventKind.CLAIM]
+    assert [event.is_of_shares for event in kept] == [True, False]
 
 
 async def test_a_restart_gives_each_its_whole_time_again(rig: Rig) -> None:
@@ -363,3 +386,25 @@ async def test_an_observed_claim_is_charged_beside_others(rig: Rig) -> None:
     assert collision.holders == ("k1", ClaimHolder("c1"))
     await rig.service.remove("k1")
     assert rig.free_gpus == 1
+
+
+async def test_id_is_taken_while_a_kernel_of_an_earlier_claim_lives(rig: Rig) -> None:
+    """Else the kernel would count as a user of the new claim, and end it when it changes."""
+    await rig.claims.create(spec())
+    await rig.service.create(kernel())
+    for _ in range(2):
+        with pytest.raises(ClaimConflict, match="until kernel k1 is removed"):
+            await rig.claims.create(spec(holder=PROCESS))
+        await rig.service.stop("k1")
+    await rig.service.remove("k1")
+    await rig.claims.create(spec(holder=PROCESS))
+    assert (held(rig), rig.free_gpus) == (1, 1)
+
+
+async def test_an_id_is_free_again_after_a_failed_create_and_after_a_kept_kernel(rig: Rig) -> None:
+    await rig.claims.create(spec())
+    await rig.service.create(kernel(keeps=True))
+    await rig.service.stop("k1")
+    rig.claims.release("c1", ADMIN)
+    await rig.claims.create(spec(holder=PROCESS))
+    assert held(rig) == 1

@@ -36,3 +36,13 @@ def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> 
     print_rows(shown, ["check", "passed", "detail"])
     for warning in warnings:
         say(f"warning: {warning}")
+
+
+def print_named(claims: Sequence[Mapping[str, Any]]) -> None:
+    """Print the claims that only a caller ends, the oldest first: one may be forgotten."""
+    from agentd.cli.tables import age
+
+    for claim in claims:
+        if "name" in claim["holder"]:
+            held = f"claim {claim['claim_id']} of {claim['holder']['name']}"
+            say(f"named claim: {held}, agent {claim['agent_id']}, {age(claim['created_at'])} old")

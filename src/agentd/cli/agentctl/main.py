@@ -18,7 +18,7 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.added import added_command, added_commands
 from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
-from agentd.cli.agentctl.doctor import check_row, print_checks, runtimes_row
+from agentd.cli.agentctl.doctor import check_row, print_checks, print_named, runtimes_row
 from agentd.cli.agentctl.exec import run_inside
 from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
 from agentd.cli.agentctl.follow import logs, wait
@@ -195,6 +195,7 @@ def doctor(client: Client) -> None:
         rows.append(check_row("books", "the ledger can be compared", str(error)))
     if not printed(rows, (row["check"] for row in rows)):
         print_checks(rows, node["warnings"])
+        print_named(client.claims())
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 

@@ -216,9 +216,8 @@ def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import age, compact
 
     devices = [
-        f"{name} {compact(list(ids))}"
+        f"{name} {compact(list(dict.fromkeys(itertools.chain.from_iterable(by_slot.values()))))}"
         for name, by_slot in kernel["allocation"].items()
-        for ids in by_slot.values()
         if name != "mem"
     ]
     return {

@@ -20,7 +20,14 @@ from agentd.cli.agentctl.follow import ENDED
 from agentd.cli.agentctl.options import RpcProblem
 from agentd.cli.output import say
 from agentd.client import Client
-from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Unavailable, UnknownKernel
+from agentd.errors import (
+    AgentdError,
+    CommandNotFound,
+    InvalidRequest,
+    KernelConflict,
+    Unavailable,
+    UnknownKernel,
+)
 from agentd.views import KernelView
 
 NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
@@ -211,7 +218,7 @@ class Run:
         while time.monotonic() < end:
             try:
                 self._client.delete_kernel(self._kernel_id, 0.0)
-            except Unavailable:
+            except (KernelConflict, Unavailable):  # of an unresolved create, or a daemon away
                 time.sleep(PAUSE_S)
             except AgentdError:
                 return

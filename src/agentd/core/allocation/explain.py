@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -125,9 +125,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def parts(self) -> int:
         """On how many devices several named slots are given in equal parts; 0 if on none."""
-        found = [self.of(slot) for slot in self.asked]
-        wanted = [each.amount // each.slot_type.quantum for each in found]
-        return fewest_together([each.index.sizes for each in found], wanted)
+        return _fewest([self.of(slot) for slot in self.asked])
 
     @property
     def _parts_if_empty(self) -> int:
@@ -222,17 +220,23 @@ def refusal(question: Question) -> InsufficientResource:
 
 def _short_slot(question: Question) -> SlotName:
     """Return the slot that is to blame: the deciding one, or the first other that is short."""
-    count = question.parts if question.are_several else 0
-    if not count:
+    if not question.are_several:
         return question.deciding
-    deciding, *others = [question.of(slot) for slot in question.asked]
-    fitting = _with_room(deciding, count)
-    if fitting.bit_count() >= count:
-        for other in others:
-            fitting &= _with_room(other, count)
-            if fitting.bit_count() < count:
-                return other.slot
+    found = [question.of(slot) for slot in question.asked]
+    count = question.parts
+    fitting = -1
+    for number, each in enumerate(found, 1):
+        parts = count or _fewest(found[:number])
+        fitting &= _with_room(each, parts) if parts else 0
+        if fitting.bit_count() < max(1, parts):
+            return each.slot
     return question.deciding
+
+
+def _fewest(found: Sequence[Question]) -> int:
+    """Return on how many devices these slots fit in equal parts, if all were empty."""
+    wanted = [each.amount // each.slot_type.quantum for each in found]
+    return fewest_together([each.index.sizes for each in found], wanted)
 
 
 def _with_room(question: Question, count: int) -> int:
@@ -445,7 +449,7 @@ def _equal_parts(question: Question) -> _EqualParts:
 
 def _parts_of_several(question: Question) -> _EqualParts:
     if not (count := question.parts):
-        return _EqualParts(are_impossible=True)
+        return _EqualParts(are_impossible=bool(question.never))
     quanta = {slot: question.inventory.quantum(slot) for slot in question.asked}
     larger = {
         slot: -(-amount // (count * quanta[slot])) * quanta[slot]

@@ -414,7 +414,7 @@ class Ledger:
         if not device.secondary:
             return (self._left_alone(device, partition),)
         limits = partition.limits_of(device)
-        if not limits[0] or device.drained:
+        if not limits[0] or not device.usable:
             return (0,) * len(limits)
         tallies = self._tallies.get(device.device_id)
         if not tallies:

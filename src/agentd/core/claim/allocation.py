@@ -6,12 +6,12 @@ claim holds of it. So the rules for placement and for derived amounts are those 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import allocate
-from agentd.core.allocation.ledger import Allocation, Ledger, completed
+from agentd.core.allocation.ledger import Allocation, Ledger, Share, completed
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.claim import amounts_of
 from agentd.core.devices import Device, DeviceId, Health, Inventory
@@ -55,18 +55,46 @@ def allocate_from(
             ),
             drained=False,
             withheld="",
+            awaited="",
+            busy="",
         )
         for share in claimed.shares
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
     ]
+    whole = _taken_whole(claimed, slots, {d.device_id for d in devices if d.usable}, only)
+    names = {share.device_id.name for share in whole}
+    slots = ResourceSlots({s: each for s, each in slots.items() if device_name_of(s) not in names})
     amounts = amounts_of(claimed.shares)
     partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
     small = Inventory.of(inventory.slot_types.values(), devices)
     given = allocate(Ledger(), small, partition, slots, policy, only)
     by_id = inventory.by_id
     return Allocation(
-        tuple(completed(share, by_id[share.device_id], inventory) for share in given.shares)
+        tuple(
+            completed(share, by_id[share.device_id], inventory) for share in (*whole, *given.shares)
+        )
     )
+
+
+def _taken_whole(
+    claimed: Allocation,
+    slots: ResourceSlots,
+    usable: Collection[DeviceId],
+    only: Mapping[str, frozenset[DeviceId]],
+) -> list[Share]:
+    """Return the shares of the device names of which a request takes all that is claimed.
+
+    They are taken as they are: the rests of a claim that kernels use need not be equal parts.
+    """
+    found: list[Share] = []
+    for name in names_of(claimed):
+        shares = claimed.devices_of(name)
+        wanted = {slot: each for slot, each in slots.items() if device_name_of(slot) == name}
+        ids = {share.device_id for share in shares}
+        is_all = wanted == amounts_of(share._replace(secondary=()) for share in shares)
+        if is_all and ids <= set(usable) and ids <= only.get(name, ids):
+            found += shares
+    return found
 
 
 def allocate_observed(
@@ -86,7 +114,15 @@ def allocate_observed(
 
 
 def _in_use(device: Device) -> Device:
-    return replace(device, health=Health.HEALTHY, gone=False, drained=False, withheld="")
+    return replace(
+        device,
+        health=Health.HEALTHY,
+        gone=False,
+        drained=False,
+        withheld="",
+        awaited="",
+        busy="",
+    )
 
 
 def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSlots, ResourceSlots]:

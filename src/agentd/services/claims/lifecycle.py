@@ -8,6 +8,7 @@ once they let go of it; whether a create from it succeeded shows in the kernel (
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -55,6 +56,8 @@ tried again."""
 IDLE_S = 3600.0
 TICK_S = 0.25
 """Longest pause between two looks at time limits: timers of the loop stop in a suspend."""
+MOST_ENDED = 4096
+"""Ended claims that a page of a list may still start after."""
 FEATURES: Mapping[EditsFor, Features] = {
     EditsFor.PROCESS: Features("process"),
     EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
@@ -100,6 +103,7 @@ class ClaimService:
         self._unwatched: set[str] = set()
         self._ends: dict[str, EndReason] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._ended: OrderedDict[str, Claim] = OrderedDict()
         self._woken = asyncio.Event()
 
     def get(self, claim_id: str) -> ClaimStatus:
@@ -121,6 +125,10 @@ class ClaimService:
             for claim in sorted(found, key=lambda claim: (claim.created_at, claim.claim_id))
         ]
 
+    def known(self, claim_id: str) -> Claim | None:
+        """Return a claim, or one that ended lately, for its place in the order of creation."""
+        return self._state.claims.get(claim_id) or self._ended.get(claim_id)
+
     def status(self, claim: Claim) -> ClaimStatus:
         """Return a claim with the time that it has left, and whether kernels use it."""
         deadline = self._deadlines.get(claim.claim_id)
@@ -134,7 +142,7 @@ class ClaimService:
 
         Raises:
             UnknownAgent: there is no such agent.
-            ClaimConflict: another request made it.
+            ClaimConflict: another request made it, or a kernel took an earlier one of this id over.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.claims.get(spec.claim_id)
@@ -142,7 +150,19 @@ class ClaimService:
             if known.agent_id != spec.agent_id:
                 raise ClaimConflict(f"claim id {spec.claim_id} is taken")
             raise ClaimConflict(f"claim {spec.claim_id} exists, made by another request")
+        if known is None and (kernel := self._kernel_of(spec.claim_id)) is not None:
+            who = f"kernel {kernel.kernel_id}" if kernel.agent_id == spec.agent_id else "a kernel"
+            raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {who} is removed")
         return known
+
+    def _kernel_of(self, claim_id: str) -> Kernel | None:
+        """Return a kernel that an earlier claim of this id is charged to, or ended with."""
+        for kernel in self._state:
+            if kernel.claim_id == claim_id and (
+                kernel.holds or (has_run(kernel) and not kernel.keeps_claim)
+            ):
+                return kernel
+        return None
 
     async def create(self, spec: ClaimSpec) -> tuple[ClaimStatus, bool]:
         """Take devices for a claim, or return the claim that the same request made before.
@@ -196,7 +216,7 @@ class ClaimService:
             await reach("claim.after_commit")
             features = FEATURES[claim.edits_for]
             edits = await self._plugins.container_edits(claim.allocation, features)
-            claim = replace(claim, edits=edits)
+            claim = replace(self._state.claim(claim_id), edits=edits)
             self._save(claim)
         except BaseException:
             self._state.drop_claim(claim_id)
@@ -245,7 +265,7 @@ class ClaimService:
         self._state.put_claim(claim)
         self._deadlines[claim_id] = self._uptime() + ttl
         self._woken.set()
-        self._publish(claim_id)
+        self._publish(claim_id, is_of_shares=False)
         return self.status(claim)
 
     def release(self, claim_id: str, caller: Caller) -> None:
@@ -323,6 +343,10 @@ class ClaimService:
         self._ends.pop(claim_id, None)
         self._unwatched.discard(claim_id)
         self._state.drop_claim(claim_id)
+        self._ended[claim_id] = claim
+        self._ended.move_to_end(claim_id)
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
         self._counts.ended(reason)
         log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
         ended = EndedClaim(claim, reason)
@@ -402,9 +426,9 @@ class ClaimService:
                 log.warning("claim.collided", device=str(device.device_id), holders=names)
                 self._events.publish(EventKind.COLLISION, Collision(device.device_id, holders))
 
-    def _publish(self, claim_id: str) -> None:
+    def _publish(self, claim_id: str, *, is_of_shares: bool = True) -> None:
         status = self.status(self._state.claim(claim_id))
-        self._events.publish(EventKind.CLAIM, status, is_of_shares=True)
+        self._events.publish(EventKind.CLAIM, status, is_of_shares=is_of_shares)
 
 
 def has_run(kernel: Kernel) -> bool:
