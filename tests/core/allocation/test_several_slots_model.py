@@ -2,6 +2,8 @@
 
 from fractions import Fraction
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
@@ -167,4 +169,5 @@ class SeveralSlots(RuleBasedStateMachine):
                     assert kept.buckets == made.buckets
 
 
-TestSeveralSlots = SeveralSlots.TestCase
+SeveralSlots.TestCase.settings = settings(stateful_step_count=25, deadline=None)
+TestSeveralSlots = pytest.mark.timeout(1800)(SeveralSlots.TestCase)
