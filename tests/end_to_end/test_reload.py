@@ -18,10 +18,12 @@ from fork_server import run
 __all__ = ["tokens"]
 
 WORK = {
+    "claims": "agentd.services.claims.lifecycle:ClaimService.run",
     "reconciler": "agentd.services.kernels.reconciler:Loops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reloading",
     "retention": "agentd.services.kernels.retention:Retention.run",
     "status": "agentd.daemon.lifecycle:Daemon._telling",
+    "unclaimed": "agentd.services.unclaimed:UnclaimedProcesses.run",
 }
 """The work of each background task."""
 KILLED = """

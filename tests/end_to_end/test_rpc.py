@@ -20,6 +20,7 @@ from agentd.http.server import MAX_BODY
 from agentd.rpc.routes import ROUTES
 from daemon import AGENTS, Daemon, gpus
 from daemon_pool import Serving
+from end_to_end.documented import CLAIM
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def up(serving_process: Serving) -> Daemon:
     [
         ("GET", "/v1/nope", None, 404, "NotFound", "/v1/nope"),
         ("PUT", "/v1/node", None, 405, "MethodNotAllowed", "PUT /v1/node"),
-        ("GET", "/v1/agents/x", None, 404, "UnknownAgent", "it has agent-1, agent-2"),
+        ("GET", "/v1/agents/x", None, 404, "UnknownAgent", "this node has: agent-1, agent-2"),
         ("GET", "/v1/agents/x/kernels", None, 404, "UnknownAgent", "unknown agent x"),
         ("POST", "/v1/agents/x/kernels", b"{}", 404, "UnknownAgent", "unknown agent x"),
         ("GET", "/v1/kernels/x", None, 404, "UnknownKernel", "unknown kernel x"),
@@ -171,6 +172,8 @@ async def test_answers_match_the_document(up: Daemon) -> None:
     from jsonschema import Draft202012Validator
 
     await up.running(kernel_id="k1", slots={"cuda.device": 1})
+    claimed = await up.call("POST", "/v1/agents/agent-1/claims", CLAIM)
+    assert claimed.status == 201, claimed.content
     document = await up.get("/v1/openapi.json")
     for route in ROUTES:
         if 200 not in route.answers or isinstance(route.answers[200], Media):
@@ -178,6 +181,7 @@ async def test_answers_match_the_document(up: Daemon) -> None:
         if route.method != "GET":
             continue
         path = route.path.replace("{agent}", "agent-1").replace("{kernel}", "k1")
+        path = path.replace("{claim}", CLAIM["claim_id"])
         content = document["paths"][route.path]["get"]["responses"]["200"]["content"]
         schema = {**content["application/json"]["schema"], "components": document["components"]}
         Draft202012Validator(schema).validate(await up.get(path))
@@ -333,20 +337,25 @@ async def test_a_log_follower_does_not_hold_up_the_stop(up: Daemon) -> None:
 
 
 async def test_every_call_works_on_either_runtime(daemon: Daemon) -> None:
-    await daemon.start()
+    await daemon.start("[resource]\nengine-devices = { slurm = {} }\n" + AGENTS + gpus())
     kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    claimed = await daemon.call("POST", "/v1/agents/agent-1/claims", CLAIM)
+    assert claimed.status == 201, claimed.content
     assert kernel["container_id" if daemon.runtime == "docker" else "pid"]
     node = await daemon.get("/v1/node")
     assert node["runtime"] == {"name": daemon.runtime, "state": "available", "reason": ""}
     paths = {"{agent}": "agent-1", "{kernel}": "k1", "{device_name}": "cuda", "{id}": "cuda1"}
-    paths |= {"{runtime}": daemon.runtime, "{plugin}": "cuda"}
+    paths |= {"{runtime}": daemon.runtime, "{plugin}": "cuda", "{engine}": "slurm"}
+    paths |= {"{claim}": CLAIM["claim_id"]}
+    bodies = {"put_engine": {"ready": True}, "get_edits": {"claims": [CLAIM["claim_id"]]}}
     expected = {
+        "create_claim": 422,
         "create_kernel": 422,
         "exec_kernel": 422,
         "forget_device": 409,
         "forget_runtime": 409,
     }
-    last = ("stop_kernel", "delete_kernel")
+    last = ("stop_kernel", "delete_kernel", "delete_claim")
     ending = [route for route in ROUTES if route.path != "/v1/events"]
     for route in sorted(ending, key=lambda route: route.handler.__name__ in last):
         path = route.path
@@ -354,6 +363,7 @@ async def test_every_call_works_on_either_runtime(daemon: Daemon) -> None:
             path = path.replace(name, value)
         wanted = expected.get(route.handler.__name__, min(route.answers))
         body = {"comand": []} if wanted == 422 else ({} if route.body else None)
+        body = bodies.get(route.handler.__name__, body)
         answer = await daemon.call(route.method, path, body)
         assert answer.status == wanted, (route, answer.content)
     assert await daemon.get("/v1/kernels") == []

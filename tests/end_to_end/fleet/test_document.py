@@ -40,7 +40,7 @@ async def gateway(world: World) -> Documented:
     assert made.status == 201, made.content
     await world.nodes[node].running(kernel_id="direct", **GOOD)
     claimed = await world.nodes[node].call("POST", "/v1/agents/agent-1/claims", CLAIM)
-    assert claimed.status == 201, claimed.content
+    assert claimed.status in (200, 201), claimed.content
     known = {
         "claim": "alive",
         "engine": "slurm",
