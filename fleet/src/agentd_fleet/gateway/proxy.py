@@ -34,7 +34,7 @@ async def pass_on(
     Raises:
         NodeUnavailable: the node does not answer.
     """
-    body = await body_of(request) if request.can_read_body else None
+    body = await body_of(request) if request.body_exists else None
     headers = {name: request.headers[name] for name in SENT if name in request.headers}
     asked = nodes.opened(node, caller_of(request), request.method, path, body=body, headers=headers)
     patience_s = PATIENCE_S if request.method == "GET" else CREATE_PATIENCE_S
