@@ -289,7 +289,13 @@ class Daemon:
                 self.configure(AGENTS)
                 await self.start()
             if self.process is not None:
-                await self.remove_kernels()
+                try:
+                    await self.remove_kernels()
+                except aiohttp.ClientConnectorError:  # it died, and its kernels are left
+                    await self.stop(signal.SIGKILL)
+                    self.configure(AGENTS)
+                    await self.start()
+                    await self.remove_kernels()
         finally:
             await self.stop()
             self.notes.close()
