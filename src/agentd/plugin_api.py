@@ -160,7 +160,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What one process of this machine uses of a device: memory in bytes, None if not known."""
+    """The usage of a device by one process of this host; memory in bytes, None if unknown."""
 
     pid: int
     memory_bytes: int | None = None

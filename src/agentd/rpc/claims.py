@@ -9,7 +9,6 @@ from aiohttp import web
 
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import (
-    Claim,
     ClaimOwner,
     EditsFor,
     NameHolder,
@@ -102,7 +101,7 @@ class ClaimHandlers:
             last = self._service.known(after)
             if last is None or not caller.sees(last.agent_id):
                 raise InvalidRequest([Problem("after", f"unknown claim {after!r}")])
-            visible = [status for status in visible if _place(status.claim) > _place(last)]
+            visible = [status for status in visible if status.claim.order > last.order]
         found = [
             status
             for status in visible
@@ -153,7 +152,3 @@ def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
     for right, value in wanted.items():
         if value is not None and caller.role is not Role.ADMIN:
             raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
-
-
-def _place(claim: Claim) -> tuple[float, str]:
-    return claim.created_at, claim.claim_id

@@ -18,13 +18,19 @@ _UNINDENTED = re.compile(r"\n(?!    )")
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of agentd, agentctl and agentd-fleet; `CONFIG` is EX_CONFIG of sysexits.h."""
+    """Exit statuses of agentd, agentctl and agentd-fleet.
+
+    `CONFIG` is EX_CONFIG of sysexits.h; those from 125 to 127 are those of `docker run`.
+    """
 
     DONE = 0
     FAILED = 1
     USAGE = 2
     TIMED_OUT = 3
     CONFIG = 78
+    NOT_CREATED = 125
+    NOT_EXECUTABLE = 126
+    NOT_FOUND = 127
     INTERRUPTED = 130
 
 
@@ -49,7 +55,13 @@ MEANINGS = (
     Meaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
     Meaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
     Meaning(SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."),
+    Meaning(("agentctl run",), ExitStatus.NOT_CREATED, "The kernel was not created, or was lost."),
+    Meaning(("agentctl run",), ExitStatus.NOT_EXECUTABLE, "The command cannot be executed."),
+    Meaning(("agentctl run",), ExitStatus.NOT_FOUND, "There is no such command."),
+    Meaning(("agentctl claim",), ExitStatus.NOT_FOUND, "The command cannot be executed."),
     Meaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
+    Meaning(("agentctl claim",), None, "That of the command, which replaces agentctl."),
+    Meaning(("agentctl run",), None, "That of the kernel; 128 plus the number of its signal."),
     Meaning(("agentctl exec",), None, "That of the command; 128 plus the number of its signal."),
 )
 """The table of all statuses. No commands stand for all of them."""

@@ -401,7 +401,7 @@ async def test_id_is_taken_while_a_kernel_of_an_earlier_claim_lives(rig: Rig) ->
     assert (held(rig), rig.free_gpus) == (1, 1)
 
 
-async def test_an_id_is_free_again_after_a_failed_create_and_after_a_kept_kernel(rig: Rig) -> None:
+async def test_id_is_free_after_a_failed_create_or_a_kept_kernel(rig: Rig) -> None:
     await rig.claims.create(spec())
     await rig.service.create(kernel(keeps=True))
     await rig.service.stop("k1")

@@ -119,7 +119,7 @@ def rename_placeholder(job_id: int, holder: str) -> None:
 
 
 def cancel(job_id: int) -> None:
-    """Cancel a job; one that has ended meanwhile is no error."""
+    """Cancel a job; one that has ended meanwhile is not an error."""
     try:
         run("scancel", str(job_id))
     except SlurmFailed as error:

@@ -1,4 +1,4 @@
-"""What Slurm is told of a node's GPUs: gres.conf and the node's `Gres=`.
+"""The description of a node's GPUs for Slurm: gres.conf and the node's `Gres=`.
 
 One line for each device, each with a type of its own, so that a job can name one device.
 """

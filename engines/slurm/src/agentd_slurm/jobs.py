@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PLACEHOLDER = "agentd:"
-"""How the comment of a placeholder job begins; what holds the GPU follows."""
+"""The beginning of a placeholder job's comment; the holder of the GPU follows."""
 ROOT = 0
 ON_NODE = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",

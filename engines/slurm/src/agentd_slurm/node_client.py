@@ -30,7 +30,7 @@ def socket_path() -> str:
 
 
 class NodeClient:
-    """What the engine asks of agentd; `wait_s` bounds each call and its repeats."""
+    """The engine's calls to agentd; `wait_s` bounds each call and its repeats."""
 
     def __init__(self, socket: str, wait_s: float = ANSWER_S) -> None:
         self._socket = socket

@@ -5,54 +5,37 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
+    device_cell,
+    device_option,
     listed,
     pairs,
     remove_each,
+    slot_option,
     suggesting_agents,
 )
 from agentd.cli.output import output_option, print_answer, say
 from agentd.client import Client
+from agentd.service.exit_status import ExitStatus
 
-NOT_EXECUTED = 127
-"""Exit status where the command cannot be executed."""
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""
 CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def slot_options(command: _F) -> _F:
-    """Add the options that choose devices."""
-    slot = click.option(
-        "--slot",
-        "-s",
-        "slot",
-        multiple=True,
-        metavar="NAME=AMOUNT",
-        help="Amount of a slot, such as cuda.device=1.",
-    )
-    device = click.option(
-        "--device",
-        multiple=True,
-        metavar="NAME=ID",
-        help="Only from these devices, such as cuda=cuda0.",
-    )
-    return slot(device(command))
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent", shell_complete=completion.agents)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option("--id", "claim_id", help="Id of the claim. Default: a generated one.")
-@slot_options
+@slot_option
+@device_option
 @click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the claim.")
 @click.option("--scope", is_flag=True, help="Hold for children too: a scope of systemd.")
 @click.pass_obj
@@ -99,7 +82,7 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
     except (OSError, ValueError) as error:
         say(f"agentctl: cannot execute {command[0]}: {error}", err=True)
-        sys.exit(NOT_EXECUTED)
+        sys.exit(ExitStatus.NOT_FOUND)
 
 
 def _enter_scope() -> None:
@@ -139,14 +122,8 @@ def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
 
 def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
     """Return a claim with its columns for people."""
-    from agentd.cli.tables import age, compact
+    from agentd.cli.tables import age
 
-    devices = [
-        f"{name} {compact(list(ids))}"
-        for name, by_slot in claim["allocation"].items()
-        for ids in by_slot.values()
-        if name != "mem"
-    ]
     holder = next(
         f"{kind} {claim['holder'][kind]}"
         for kind in ("pid", "cgroup", "ttl", "name")
@@ -156,7 +133,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
         **claim,
         "claim": claim["claim_id"],
         "agent": claim["agent_id"],
-        "devices": devices,
+        "devices": device_cell(claim["allocation"]),
         "holder": holder,
         "age": age(claim["created_at"]),
     }

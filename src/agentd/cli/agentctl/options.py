@@ -38,6 +38,22 @@ IF_UNREACHABLE = (
 )
 
 
+slot_option = click.option(
+    "--slot",
+    "-s",
+    "slot",
+    multiple=True,
+    metavar="NAME=AMOUNT",
+    help="Amount of a slot, such as cuda.device=1.",
+)
+device_option = click.option(
+    "--device",
+    multiple=True,
+    metavar="NAME=ID",
+    help="Only from these devices, such as cuda=cuda0.",
+)
+
+
 class RpcProblem(CommandError):
     """An error answer: its code and detail, with remedies; JSON or YAML where that is asked for."""
 
@@ -211,20 +227,26 @@ WIDE_KERNEL_COLUMNS = [
 KERNEL_COLUMNS = ["kernel", "agent", "state", "slots", "devices", "exit_code", "age", "reason"]
 
 
-def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kernel with its columns for people."""
-    from agentd.cli.tables import age, compact
+def device_cell(allocation: Mapping[str, Any]) -> list[str]:
+    """Return the devices of an allocation by device name, without memory."""
+    from agentd.cli.tables import compact
 
-    devices = [
+    return [
         f"{name} {compact(list(dict.fromkeys(itertools.chain.from_iterable(by_slot.values()))))}"
-        for name, by_slot in kernel["allocation"].items()
+        for name, by_slot in allocation.items()
         if name != "mem"
     ]
+
+
+def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel with its columns for people."""
+    from agentd.cli.tables import age
+
     return {
         **kernel,
         "kernel": kernel["kernel_id"],
         "agent": kernel["agent_id"],
-        "devices": devices,
+        "devices": device_cell(kernel["allocation"]),
         "age": age(kernel.get("created_at")),
         "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
     }

@@ -28,10 +28,11 @@ from agentd.errors import (
     Unavailable,
     UnknownKernel,
 )
+from agentd.service.exit_status import ExitStatus
 from agentd.views import KernelView
 
-NOT_CREATED, NOT_EXECUTABLE, NOT_FOUND, SIGNALLED = 125, 126, 127, 128
-"""Exit statuses, as of a shell and of `docker run`; that of a signal is added to the last."""
+SIGNALLED = 128
+"""Added to the number of a signal, as a shell does."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 CREATE_PATIENCE_S = 15.0
@@ -105,7 +106,7 @@ class Run:
                 case kernel:
                     if kernel["exit_code"] is None:
                         say(f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True)
-                        return NOT_CREATED
+                        return ExitStatus.NOT_CREATED
                     return kernel["exit_code"]
 
     def _start(self, act: Callable[..., None], *arguments: Any) -> None:
@@ -229,5 +230,9 @@ class Run:
 
 def _status_of(error: AgentdError) -> int:
     if not isinstance(error, CommandNotFound):
-        return NOT_CREATED
-    return NOT_EXECUTABLE if "permission denied" in str(error).lower() else NOT_FOUND
+        return ExitStatus.NOT_CREATED
+    return (
+        ExitStatus.NOT_EXECUTABLE
+        if "permission denied" in str(error).lower()
+        else ExitStatus.NOT_FOUND
+    )

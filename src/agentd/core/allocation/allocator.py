@@ -1,10 +1,10 @@
 """Choosing devices for a kernel.
 
 Arithmetic over values: no clock, no I/O, no logging. A decision is returned,
-never applied; whoever holds the ledger applies it.
+never applied; the owner of the ledger applies it.
 
 A request is decided step by step: accelerators by device name, then cpu, then mem. A step is one
-slot, or several slots of the same devices, of which the first decides (`steps` beside this module).
+slot, or several slots of the same devices; the first one decides (`steps` beside this module).
 Each step takes the index of devices of the agent's partition that offer the slot and
 splits it into tiers: all of a tier is taken before the next is touched. Under
 `prefer-single-node` the first step's tiers are the nodes, one that holds everything alone
@@ -57,7 +57,7 @@ from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotType, device_name_of, is_divisible
 
 Rule: TypeAlias = Callable[[distribute.Rooms, int], list[distribute.Portion]]
-"""How an amount is divided over rooms."""
+"""The division of an amount over rooms."""
 
 __all__ = [
     "Affinity",

@@ -37,7 +37,7 @@ Rooms: TypeAlias = Sequence[tuple[int, int]]
 
 
 class Portion(NamedTuple):
-    """What each of so many `devices` with this `room` gives."""
+    """The quanta that each of so many `devices` with this `room` gives."""
 
     room: int
     amount: int

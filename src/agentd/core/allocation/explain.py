@@ -100,7 +100,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def potentials(self) -> list[int]:
-        """What each device could give if all were there, healthy and empty, in quanta."""
+        """The quanta that each device could give if all were there, healthy and empty."""
         return [part for part in self.potential_by_device if part]
 
     @property
@@ -136,7 +136,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def total(self) -> int:
-        """What the devices could give if all were there, healthy and empty, in base units."""
+        """The base units that the devices could give if all were there, healthy and empty."""
         return sum(self.potentials) * self.slot_type.quantum
 
     @property
@@ -174,7 +174,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def limit_line(self) -> str:
-        """What the agent may hold, and what it holds."""
+        """The agent's limit and the amount that it holds, as a line of text."""
         agent, limit = self.partition.agent_id, self.partition.limits[self.name]
         held = format_amount(self.ledger.held_of(agent, self.name), limit.kind)
         return f"limit: {agent} may hold {limit} of {self.name}, and holds {held}"
@@ -303,10 +303,10 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
             f"{_named(question, k)} holds {' and '.join(held[k].slot_names) or UNREADABLE} of it"
             for k in holders
         ]
-        return f"kept back: {', '.join(shown)}"
+        return f"held: {', '.join(shown)}"
     strangers = ledger.strangers(device, question.partition)
     if question.partition.is_exclusive and strangers:
-        return f"kept back: held by {_listed(question, strangers)} of another agent"
+        return f"held by {_listed(question, strangers)} of another agent"
     return ""
 
 

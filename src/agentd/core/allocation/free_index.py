@@ -57,7 +57,7 @@ class FreeIndex:
 
     @property
     def capacities(self) -> Rooms:
-        """How many devices have which limit."""
+        """The limits of devices, each with the number of devices that have it."""
         return [(size, found.bit_count()) for size, found in self.sizes]
 
     def with_room_for(self, quanta: int) -> int:

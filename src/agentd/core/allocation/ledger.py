@@ -1,4 +1,4 @@
-"""The ledger: who holds how much of which slot of which device, one for the node.
+"""The ledger: the amounts that kernels and claims hold of devices, by slot; one for the node.
 
 Immutable; the owner of the state keeps the newest. What is free follows from it and from
 the devices as they are now. Neither is stored: a start builds the ledger from the records of
@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
     @property
     def counts(self) -> int:
-        """What it counts towards an agent's limit, in base units of the primary slot."""
+        """The base units of the primary slot that it counts towards an agent's limit."""
         return self.amount + self.limit_excess
 
     def amount_of(self, slot: SlotName) -> int:
@@ -230,7 +230,7 @@ the slots that are not derived from it (None: all)."""
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Who holds how much of which device; immutable, one for the node.
+    """The amounts that holders have of devices; immutable, one for the node.
 
     Everything else follows from `holdings` and is kept beside it, and kept up with what a
     holder touches, so that no look-up has to go through holders or devices: `held` is the
@@ -286,8 +286,7 @@ class Ledger:
         by_agent = dict(self._by_agent)
         for share in shares:
             of_agent = (touched.agent_id, share.device_id.name)
-            counts = sign * (share.amount + share.limit_excess)
-            by_agent[of_agent] = by_agent.get(of_agent, 0) + counts
+            by_agent[of_agent] = by_agent.get(of_agent, 0) + sign * share.counts
         by_agent = {of_agent: amount for of_agent, amount in by_agent.items() if amount}
         after = Ledger(holdings, held, tallies, by_agent, indexes)
         device_ids = {share.device_id for share in shares}

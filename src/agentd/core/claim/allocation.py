@@ -48,15 +48,11 @@ def allocate_from(
     """
     devices = [
         replace(
-            device,
+            _unsuspended(device),
             capacity=share.amount,
             secondary=tuple(
                 replace(offer, capacity=share.amount_of(offer.slot)) for offer in device.secondary
             ),
-            drained=False,
-            withheld="",
-            awaited="",
-            busy="",
         )
         for share in claimed.shares
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
@@ -82,7 +78,7 @@ def _taken_whole(
     usable: Collection[DeviceId],
     only: Mapping[str, frozenset[DeviceId]],
 ) -> list[Share]:
-    """Return the shares of the device names of which a request takes all that is claimed.
+    """Return the shares of the device names that a request takes whole from a claim.
 
     They are taken as they are: the rests of a claim that kernels use need not be equal parts.
     """
@@ -114,15 +110,12 @@ def allocate_observed(
 
 
 def _in_use(device: Device) -> Device:
-    return replace(
-        device,
-        health=Health.HEALTHY,
-        gone=False,
-        drained=False,
-        withheld="",
-        awaited="",
-        busy="",
-    )
+    return replace(_unsuspended(device), health=Health.HEALTHY, gone=False)
+
+
+def _unsuspended(device: Device) -> Device:
+    """Return a device as if nothing withheld it from new kernels."""
+    return replace(device, drained=False, withheld="", awaited="", busy="")
 
 
 def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSlots, ResourceSlots]:

@@ -5,9 +5,9 @@ to this node.
 
 A kernel holds the devices of its record and those of its second statement; where they differ,
 its reason names both. A record never creates, renames, moves or frees a device, and a difference
-never charges more of a slot than there is. A device of which the two name different primary slots
-is held whole, under one of them. Where only one of the two can be read, that one counts; where
-neither can, everything that the kernel might hold is charged.
+never charges more of a slot than there is. A device for which the two name different primary
+slots is held whole, under one of them. Where only one of the two can be read, that one counts;
+where neither can, everything that the kernel might hold is charged.
 
 Recorded amounts are never computed again. A slot that a device offers now and the record lacks is
 derived and charged. An amount of a slot that the device no longer offers stays in the share, and is

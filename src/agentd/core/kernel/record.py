@@ -1,4 +1,4 @@
-"""What is written down about a kernel, where it survives everything: on the kernel.
+"""The record and the statement of a kernel, kept where they survive everything: on the kernel.
 
 The record is JSON with a schema number; the statement says the devices plainly a
 second time, so that a damaged record does not lose them:
@@ -32,7 +32,7 @@ SCHEMA = 1
 STATEMENT = "statement"
 """Stands in `not_enforced` where the second statement cannot be written."""
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
-"""What reading JSON of any shape, into values of ours, can raise."""
+"""The errors of reading JSON of any shape into values of ours."""
 LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
 

@@ -19,7 +19,7 @@ from agentd.core.partition.rules import SplitOrder
 from agentd.core.slots import CPU, SlotName
 
 Unit: TypeAlias = tuple[Device, ...]
-"""What is not taken apart: a device, or the threads of a physical core."""
+"""Devices that stay together: a single one, or the threads of a physical core."""
 
 
 def split_units(total: int, parts: int) -> list[int]:
@@ -98,7 +98,7 @@ def _by_slots(devices: Iterable[Device]) -> list[list[Device]]:
 
 
 def _side_by_side(devices: Sequence[Device], order: SplitOrder) -> list[Device]:
-    """Order devices so that the parts of one are neighbours."""
+    """Order devices so that the parts of one are adjacent."""
     first: dict[str, int] = {}
     for position, device in enumerate(devices):
         first.setdefault(device.physical_id, position)
@@ -149,7 +149,7 @@ def _near(cores: Sequence[Unit], near: Mapping[str, set[int | None]]) -> dict[st
 
 
 def torn_cores(dealt: Mapping[str, Iterable[DeviceId]], cores: Iterable[Device]) -> Iterator[str]:
-    """Yield the physical cores of which two agents have threads, and which agents."""
+    """Yield the physical cores whose threads two agents have, with these agents."""
     owners = {device_id: agent for agent, ids in dealt.items() for device_id in ids}
     physical: dict[str, list[Device]] = {}
     for core in cores:

@@ -42,7 +42,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Limitable(msgspec.Struct, frozen=True):
-    """What there is of one device name: how much, how it is counted, and in which steps."""
+    """The capacity of one device name: its amount, kind and quantum."""
 
     name: str
     total: int
@@ -103,7 +103,7 @@ def resolved(
 def guaranteed(
     limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
 ) -> set[str]:
-    """Return the device names of which everybody can have as much as the limits say."""
+    """Return the device names whose limits can all be reached at once."""
     names = set()
     for name, what in available.items():
         given = [mine[name].amount for mine in limits.values() if name in mine]

@@ -1,4 +1,4 @@
-"""How an operator says which devices an agent gets.
+"""The rules by which an operator assigns devices to agents.
 
 Text and TOML values become one of four rules here; which devices a rule selects on a
 node is decided by `agentd.core.partition.split`.
@@ -22,7 +22,7 @@ _MAX_RANGE = 4096
 
 
 class AllocationMode(StrEnum):
-    """How devices are divided among the agents of the node."""
+    """The ways to divide devices among the agents of the node."""
 
     SHARED = "shared"
     AUTO_SPLIT = "auto-split"

@@ -2,7 +2,7 @@
 
 Whole devices are divided, never amounts of them, so outside shared mode no device
 has two owners; memory alone is one device that is divided by amount. Devices that
-are gone keep their place, so that one lost GPU does not move its neighbours.
+are gone keep their place, so that one lost GPU does not move the others.
 
 `split` decides in this order: withhold what is reserved, deal the devices, and
 leave slots to be derived from them (`slots_of`).
@@ -109,7 +109,7 @@ class Split:
 
     @cached_property
     def guaranteed(self) -> frozenset[str]:
-        """The device names of which every agent can have its limit, with the devices of now."""
+        """The device names whose limits every agent can reach with the devices of now."""
         limits = {agent: part.limits for agent, part in self.partitions.items()}
         members = next(iter(self.partitions.values())).members
         by_name = {

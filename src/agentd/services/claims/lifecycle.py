@@ -120,10 +120,7 @@ class ClaimService:
     def all(self) -> list[ClaimStatus]:
         """Return every claim, the oldest first."""
         found = [c for c in self._state.claims.values() if c.claim_id not in self._pending]
-        return [
-            self.status(claim)
-            for claim in sorted(found, key=lambda claim: (claim.created_at, claim.claim_id))
-        ]
+        return [self.status(claim) for claim in sorted(found, key=lambda claim: claim.order)]
 
     def known(self, claim_id: str) -> Claim | None:
         """Return a claim, or one that ended lately, for its place in the order of creation."""

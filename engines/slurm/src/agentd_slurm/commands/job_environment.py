@@ -1,4 +1,4 @@
-"""What Slurm says of a job in the environment of a prolog or an epilog.
+"""The description of a job in the environment of a prolog or an epilog.
 
 There is no PATH, HOME or LANG in it.
 """

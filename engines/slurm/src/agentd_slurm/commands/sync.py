@@ -29,7 +29,7 @@ from agentd_slurm.processes import find_processes
 EVERY_S = 4.0
 """Seconds between two looks: placeholders follow within 12 s, and Slurm starts jobs 3 s late."""
 ENOUGH = (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError)
-"""What a look can fail with; the next one is taken as usual."""
+"""The errors of one round; the next one is run as usual."""
 
 
 class Synchronizer:
@@ -77,7 +77,7 @@ class Synchronizer:
                 self._end_claim(claim_id, job_id)
 
     def _end_claim(self, claim_id: str, job_id: int) -> None:
-        """Release a claim if its job is still over now that no prolog can make it anew."""
+        """Release a claim if its job is still over now that no prolog can make it again."""
         with self._client.locked(job_id):
             job = controller.job(job_id)
             is_over = job is None or not job.is_on(self._node)

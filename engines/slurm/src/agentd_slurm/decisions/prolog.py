@@ -46,7 +46,7 @@ class FailProlog:
 
 @dataclass(frozen=True, slots=True)
 class PrologFacts:
-    """What a prolog knows. `job` is None where slurmctld does not know the job.
+    """The facts of a prolog. `job` is None where slurmctld does not know the job.
 
     `named_gpus` is Slurm's own `SLURM_JOB_GPUS`. `has_claim` and `has_processes` are about an
     earlier run of the same job on this node.
@@ -76,7 +76,7 @@ def indices_to_claim(
 ) -> frozenset[int] | NothingToClaim | RefuseJob | FailProlog:
     """Return the indices of the job's GPUs on this node, or why there is nothing to claim.
 
-    Slurm's own variable is no source: of a job that names two types it has the last one alone.
+    Slurm's own variable is not a source: of a job that names two types it has the last one alone.
     """
     if job is None:
         if named_gpus:

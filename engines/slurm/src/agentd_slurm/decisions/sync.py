@@ -58,7 +58,7 @@ SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim
 
 @dataclass(frozen=True, slots=True)
 class SyncFacts:
-    """What one round knows, read in this order: a job that appears in between changes nothing.
+    """The facts of one round, read in this order: a job that appears in between changes nothing.
 
     `alive` are the jobs with a slurmstepd or a process in their cgroup on this node.
     """
