@@ -10,7 +10,7 @@ splits it into tiers: all of a tier is taken before the next is touched. Under
 `prefer-single-node` the first step's tiers are the nodes, one that holds everything alone
 before the others: with `fill` the one with least room, so that whole nodes stay whole, else
 the one with most. Each later step's first tier is the nodes of the steps before. Inside a tier,
-`distribute` (beside this module) says how much is taken from how many devices of which room;
+`distribute` (beside this module) says how much is taken from how many devices of each room;
 equally free devices alternate between NUMA nodes, and of the threads of a core, or the parts of
 a device, whole ones are taken first. Amounts of slots that the request does not name are derived
 on each device (`derivation`).
