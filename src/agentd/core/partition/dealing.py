@@ -39,7 +39,7 @@ class Dealing(msgspec.Struct, frozen=True):
     def is_for(self, agents: Sequence[str], known: Iterable[Device]) -> bool:
         """Return whether a plugin would be asked about the same agents and devices."""
         slots = {device.stable_id: device.slot_names for device in known}
-        return self.devices.keys() == set(agents) and dict(self.slots) == slots
+        return [*self.devices] == [*agents] and dict(self.slots) == slots
 
     def shares(self, devices: Collection[Device]) -> dict[str, list[Device]]:
         """Return each agent's share of the devices that are there."""
