@@ -223,8 +223,13 @@ class FakeHolders:
     ) -> ProcessHolder:
         return ProcessHolder(pid, start_time or 1)
 
-    def cgroup(self, path: str, kernel_pids: Collection[int]) -> CgroupHolder:
+    def cgroup(
+        self, path: str, kernel_pids: Collection[int], containers: Collection[str]
+    ) -> CgroupHolder:
         return CgroupHolder(path, 1)
+
+    def lives(self, holder: ClaimOwner) -> bool:
+        return holder in self.ended or not isinstance(holder, ProcessHolder)
 
     def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
         if self.failure is not None:

@@ -394,8 +394,8 @@ class AcceleratorPlugin(ABC):
         """Wait for something to happen to the devices; True if it did, within `timeout_s`.
 
         For libraries that tell of events. Called again and again, in a thread of its own beside
-        the other methods; after True the devices are listed again. Without it they are listed
-        now and then.
+        the other methods, until `close`; a wait may end early. After True the devices are listed
+        again. Without it they are listed now and then.
         """
         del timeout_s
         return False

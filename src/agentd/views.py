@@ -282,12 +282,16 @@ class PluginView(TypedDict):
 
 
 class RefusalView(TypedDict):
-    """A create refused in the last hour; `kernel_id` is empty if the request had none."""
+    """A create refused in the last hour.
+
+    `kernel_id` is empty if the request had none, `claim_id` if it was not for a claim.
+    """
 
     at: str
     caller: str
     agent_id: str
     kernel_id: str
+    claim_id: str
     code: str
     detail: str
 

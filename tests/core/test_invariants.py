@@ -1,7 +1,14 @@
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.invariants import NodeSnapshot, Present, RecordedKernel, changes, violations
+from agentd.core.invariants import (
+    NodeSnapshot,
+    Present,
+    RecordedClaim,
+    RecordedKernel,
+    changes,
+    violations,
+)
 from agentd.core.kernel.states import KernelState
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
@@ -171,6 +178,16 @@ CASES = {
         replace(GOOD, present=present(k2=Present("2", is_alive=False))),
         "ghost",
         "kernel k2 is recorded as running but is not alive",
+    ),
+    "a claim without a record": (
+        replace(GOOD, claims={"claim c1": RecordedClaim("a", is_recorded=False)}),
+        "accounted",
+        "claim c1 has no record",
+    ),
+    "a claim of a process that has ended": (
+        replace(GOOD, claims={"claim c1": RecordedClaim("a", has_ended=True)}),
+        "ghost",
+        "claim c1 holds devices but its holder has ended",
     ),
     "something left": (replace(GOOD, strays=("cgroup x",)), "stray", "cgroup x"),
 }

@@ -176,6 +176,9 @@ async def test_unreadable_claim_withholds_devices_until_its_release(
 
 async def test_a_create_takes_the_devices_of_a_claim_over(node: Daemon) -> None:
     await claimed(node, "c1", slots={"cuda.device": 2})
+    dry = await node.create(query="?dry_run=1", kernel_id="k1", claim="c1", slots=ONE)
+    rows = {row["device"]: row["free"] for row in dry.json["explain"]["cuda.device"]}
+    assert rows == {"cuda0": "1", "cuda1": "1", "cuda2": "0", "cuda3": "0"}
     kernel = await node.running(kernel_id="k1", claim="c1")
     assert kernel["slots"] == {"cpu": "1", "cuda.device": "2", "mem": "268435456"}
     assert set(kernel["allocation"]["cuda"]["cuda.device"]) == {"cuda0", "cuda1"}

@@ -359,7 +359,7 @@ async def test_a_request_may_name_the_devices_to_choose_from(daemon: Daemon) -> 
     taken = await daemon.create(slots={"cuda.device": 1}, devices=named)
     assert (taken.status, taken.json["code"]) == (409, "InsufficientResource")
     reasons = {row["device"]: row["reason"] for row in taken.json["explain"]}
-    assert reasons["cuda0"] == "not among the devices that the request names"
+    assert reasons["cuda0"] == "not among the devices that the request or its claim names"
     unknown = await daemon.create(slots={"cuda.device": 1}, devices={"cuda": ["cuda9"], "x": ["y"]})
     assert (unknown.status, unknown.json["code"]) == (422, "InvalidRequest")
     assert [e["where"] for e in unknown.json["errors"]] == ["devices.cuda.0", "devices.x.0"]

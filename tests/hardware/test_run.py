@@ -11,6 +11,14 @@ from native.libraries import nvml_library
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/hardware/run.sh"
+PROBE = """#!/bin/sh
+if [ -z "$HOLD" ]; then test -n "$CUDA_VISIBLE_DEVICES"; exit; fi
+cp "$FAKE_NVML_FILE" "$FAKE_NVML_FILE.new"
+echo "proc gpu=0 mig=-1 pid=$$ mem=1" >>"$FAKE_NVML_FILE.new"
+mv "$FAKE_NVML_FILE.new" "$FAKE_NVML_FILE"
+exec sleep "$HOLD"
+"""
+"""A program that the stand-in lists as one that computes, while it holds the GPU."""
 GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci={domain:08X}:3B:00.0 name=NVIDIA H100\n"
 
 pytestmark = pytest.mark.needs("venv")
@@ -42,7 +50,7 @@ def run(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=80,
+        timeout=180,
         check=False,
     )
 
@@ -54,13 +62,16 @@ def test_without_a_gpu_it_fails_and_says_so(machine: dict[str, str]) -> None:
 
 
 def test_run_records_its_findings(machine: dict[str, str], folder: Path) -> None:
-    result = run({**machine, "PROBE": 'test -n "$CUDA_VISIBLE_DEVICES"'})
+    (folder / "probe").write_text(PROBE)
+    result = run({**machine, "PROBE": f"sh {folder / 'probe'}"})
     assert result.returncode == 0, result.stdout + result.stderr
     record = next((folder / "out").glob("*-NVIDIA-H100.md")).read_text()
     for line in (
         f"GPU-{folder.name}",
         "| a kernel with cuda0 runs (process) | yes |",
         "| what a kernel without devices sees (process) | yes |",
+        "requested 1, 0 free (1 in total)",
+        "without a claim",
         "Not tried: nvidia-cuda-mps-control is not installed here.",
         'agentd_device_memory_total_bytes{device_name="cuda"',
     ):

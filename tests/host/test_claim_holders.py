@@ -35,6 +35,8 @@ async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes])
     for pid in (OWN, child.pid):
         found = holders.process(pid, None, caller_pid=OWN, caller_uid=os.getuid())
         assert found == ProcessHolder(pid, start_of(pid))
+        assert holders.lives(found)
+        assert not holders.lives(ProcessHolder(pid, 1))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,12 @@ async def test_cgroup_ends_with_its_last_process(
     (group / "cgroup.procs").write_text(str(child.pid))
     holders = HostHolders()
     path = f"/{group.name}"
-    found = holders.cgroup(path, [])
+    found = holders.cgroup(path, [], [])
+    assert holders.lives(found)
+    assert not holders.lives(CgroupHolder(path, found.inode + 1))
     assert found == CgroupHolder(path, group.stat().st_ino)
     with pytest.raises(NoSuchHolder, match="holds agentd or a kernel"):
-        holders.cgroup(path, [child.pid])
+        holders.cgroup(path, [child.pid], [])
     ended = asyncio.Event()
     holders.watch(found, ended.set)
     await asyncio.sleep(0.05)
@@ -165,14 +169,33 @@ async def test_cgroup_ends_with_its_last_process(
     child.wait()
     async with asyncio.timeout(10):
         await ended.wait()
+    assert not holders.lives(found)
     holders.close()
+
+
+async def test_no_claim_ends_with_the_cgroup_above_a_container(
+    group: Path, child: subprocess.Popen[bytes]
+) -> None:
+    container = "ab" * 32
+    inner = group / "machine.slice" / f"docker-{container}.scope"
+    inner.mkdir(parents=True)
+    (inner / "cgroup.procs").write_text(str(child.pid))
+    path = f"/{group.name}"
+    for below in (path, f"{path}/machine.slice/{inner.name}"):
+        with pytest.raises(NoSuchHolder, match="holds agentd or a kernel"):
+            HostHolders().cgroup(below, [], [container])
+    assert HostHolders().cgroup(path, [], ["cd" * 32]).cgroup == path
+    child.kill()
+    child.wait()
+    inner.rmdir()
+    inner.parent.rmdir()
 
 
 async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
     holders = HostHolders()
     for path in (f"/{group.name}", "/", "", "/../x", "//", f"/{group.name}/", "/nowhere", "x"):
         with pytest.raises(NoSuchHolder):
-            holders.cgroup(path, [])
+            holders.cgroup(path, [], [])
     ended = asyncio.Event()
     holders.watch(CgroupHolder(f"/{group.name}", 1), ended.set)
     async with asyncio.timeout(10):

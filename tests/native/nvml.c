@@ -171,9 +171,12 @@ int nvmlInitWithFlags(unsigned flags)
     return OK;
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+/* As in the real one (seen with driver 580): a shutdown, and the end of a set, wait for a wait to end. */
+static pthread_rwlock_t waits = PTHREAD_RWLOCK_INITIALIZER;
 int nvmlShutdown(void)
 {
     int r = OK;
+    pthread_rwlock_wrlock(&waits); pthread_rwlock_unlock(&waits);
     pthread_mutex_lock(&lock); if (inits) inits--; else r = UNINIT; pthread_mutex_unlock(&lock);
     return r;
 }
@@ -338,7 +341,12 @@ int nvmlDeviceGetFieldValues(void *h, int n, field_t *v)
 }
 /* ---- events ---- */
 int nvmlEventSetCreate(void **s) { SYS; *s = calloc(1, sizeof(set_t)); return OK; }
-int nvmlEventSetFree(void *s) { SYS; free(s); return OK; }
+int nvmlEventSetFree(void *s)
+{
+    SYS;
+    pthread_rwlock_wrlock(&waits); free(s); pthread_rwlock_unlock(&waits);
+    return OK;
+}
 int nvmlDeviceGetSupportedEventTypes(void *h, unsigned long long *t) { DEV(h); WHOLE; *t = g->events; return OK; }
 int nvmlDeviceRegisterEvents(void *h, unsigned long long mask, void *s)
 {
@@ -347,7 +355,15 @@ int nvmlDeviceRegisterEvents(void *h, unsigned long long mask, void *s)
     pthread_mutex_lock(&lock); ((set_t *)s)->mask[g - c.g] |= mask; pthread_mutex_unlock(&lock);
     return OK;
 }
+static int waited(void *sp, event_t *e, unsigned ms);
 int nvmlEventSetWait_v2(void *sp, event_t *e, unsigned ms)
+{
+    pthread_rwlock_rdlock(&waits);
+    int r = waited(sp, e, ms);
+    pthread_rwlock_unlock(&waits);
+    return r;
+}
+static int waited(void *sp, event_t *e, unsigned ms)
 {
     set_t *s = sp;
     struct timespec t0, t;

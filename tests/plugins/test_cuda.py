@@ -191,6 +191,14 @@ async def test_missing_library_falls_back_to_the_bus(
     await host.close()
 
 
+async def test_it_closes_while_it_waits_for_events(node: Node) -> None:
+    """NVML shuts down once a wait has ended; a stop of agentd waited for that with a real GPU."""
+    host = await node.plugin()
+    with capture_logs() as logged:
+        await host.close()
+    assert not [entry for entry in logged if entry["event"] == "plugin.close_failed"]
+
+
 async def test_a_driver_that_is_not_loaded_says_so(node: Node) -> None:
     node.say(HEALTHY.replace("init 0", "init 9"))
     host = await node.plugin()

@@ -27,6 +27,14 @@ def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     assert not refusals.recent()
 
 
+def test_those_of_claims_are_not_counted_as_kernels() -> None:
+    counts = NodeCounts(lambda: 0.0)
+    refusals = Refusals(counts, EventLog(), lambda: 0.0)
+    refusals.note("a", "agent-1", "", NO_ROOM, "c1")
+    (kept,) = refusals.recent()
+    assert (kept.kernel_id, kept.claim_id, counts.refusals) == ("", "c1", {})
+
+
 def test_a_flood_keeps_the_latest() -> None:
     refusals = Refusals(NodeCounts(lambda: 0.0), EventLog(), lambda: 0.0)
     for number in range(MOST_KEPT + 5):

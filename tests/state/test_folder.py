@@ -49,6 +49,24 @@ def test_a_claim_whose_name_does_not_last_leaves_no_record(
     assert state.load_claims() == {}
 
 
+def test_a_loss_of_power_ends_the_claims_whose_records_it_emptied(
+    state: StateFolder, tmp_path: Path
+) -> None:
+    emptied = {"lost": b"", "zeros": b"\0" * 4096, "lasting": b"", "now": b"", "whole": b"{}"}
+    for name, left in emptied.items():
+        state.save_claim(name, "{}", is_lasting=name == "lasting")
+        path = state.folder / "claims" / f"{name}.json"
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_TRUNC), "wb") as file:
+            file.write(left)
+        if name != "now":
+            os.utime(path, (1, 1))
+    state.close()
+    again = StateFolder(state.folder, "n")
+    again.open(tmp_path / "locks")
+    assert again.load_claims() == {"lasting": "", "now": "", "whole": "{}"}
+    again.close()
+
+
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]

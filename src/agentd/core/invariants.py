@@ -31,9 +31,9 @@ class Violation(NamedTuple):
 RULES = {
     "capacity": "the shares of a device add up to at most its capacity",
     "owner": "outside shared mode no device is held by two agents",
-    "accounted": "every kernel that exists is recorded, and holds its allocation",
+    "accounted": "every kernel and claim is recorded, and holds its allocation",
     "limits": "every kernel is limited to its cores and memory",
-    "ghost": "every holder in the ledger is a live or starting kernel",
+    "ghost": "every holder in the ledger is a live or starting kernel, or a claim of a live holder",
     "stray": "a removed kernel leaves no container, process, folder, port, cgroup or intent",
 }
 """The promise of each rule."""
@@ -63,10 +63,16 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class RecordedClaim(msgspec.Struct, frozen=True):
-    """A claim as the ledger has it; an observed one may meet other holders."""
+    """A claim as the ledger has it; an observed one may meet other holders.
+
+    `is_recorded` says whether the state folder has it, `has_ended` whether its process or cgroup
+    has.
+    """
 
     agent_id: str
     is_observed: bool = False
+    is_recorded: bool = True
+    has_ended: bool = False
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True):
@@ -93,6 +99,7 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
         *_over_capacity(snapshot),
         *_with_two_owners(snapshot),
         *_unaccounted(snapshot),
+        *_unaccounted_claims(snapshot),
         *_unlimited(snapshot),
         *_ghosts(snapshot),
         *(Violation("stray", stray) for stray in snapshot.strays),
@@ -158,6 +165,14 @@ def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
             yield Violation("accounted", why)
         elif present.is_alive and accounted.state in LIVE:
             yield from _given_and_held(snapshot, kernel_id, accounted, present)
+
+
+def _unaccounted_claims(snapshot: NodeSnapshot) -> Iterator[Violation]:
+    for holder, claim in snapshot.claims.items():
+        if not claim.is_recorded:
+            yield Violation("accounted", f"{holder} has no record")
+        if claim.has_ended:
+            yield Violation("ghost", f"{holder} holds devices but its holder has ended")
 
 
 def _given_and_held(

@@ -269,7 +269,7 @@ class Assembly:
             Loops(reconciler, state, devices, runtimes, self._plugins, shared),
             Access(state, devices),
             Refusals(node.counts, node.events, clock.wall),
-            SelfCheck(state, devices, runtimes, store),
+            SelfCheck(state, devices, runtimes, store, holders),
             Statistics(state, devices, runtimes, self._plugins, clock, groups_of),
             Execs(state, runtimes, self._plugins),
             claims,
@@ -336,7 +336,7 @@ class Assembly:
                 devices,
                 services.claims,
                 services.holders,
-                lambda: [kernel.pid for kernel in state if kernel.pid is not None],
+                lambda: list(state),
             ),
         )
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))

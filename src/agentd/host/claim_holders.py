@@ -12,7 +12,7 @@ import asyncio
 import errno
 import os
 import select
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,7 +58,9 @@ class HostHolders:
             return False
         return any(len(line.split()) == 2 for line in lines if line.startswith(b"NSpid:"))  # noqa: PLR2004 - the member and one id
 
-    def cgroup(self, path: str, kernel_pids: Collection[int]) -> CgroupHolder:
+    def cgroup(
+        self, path: str, kernel_pids: Collection[int], containers: Collection[str]
+    ) -> CgroupHolder:
         root = self._root()
         if root is None:
             raise NoSuchHolder("this host has no cgroups of version 2")
@@ -76,6 +78,8 @@ class HostHolders:
             raise NoSuchHolder(f"no cgroup {path}: {error.strerror}") from None
         if not is_populated:
             raise NoSuchHolder(f"cgroup {path} has no process")
+        if containers and any(_names_one(containers, name) for name in _names_below(folder)):
+            raise NoSuchHolder(f"cgroup {path} holds agentd or a kernel")
         return CgroupHolder(path, inode)
 
     def _root(self) -> Path | None:
@@ -91,6 +95,23 @@ class HostHolders:
             text = os.fsdecode((self._proc / str(pid) / "cgroup").read_bytes())
             return next((line[3:] for line in text.splitlines() if line.startswith("0::")), None)
         return None
+
+    def lives(self, holder: ClaimOwner) -> bool:
+        match holder:
+            case ProcessHolder(pid, start_time):
+                with suppress(ProcessLookupError), opened(pid) as descriptor:
+                    stat = read_stat(pid)
+                    ended = select.poll()
+                    ended.register(descriptor, select.POLLIN)
+                    return stat is not None and stat.start_time == start_time and not ended.poll(0)
+                return False
+            case CgroupHolder(path, inode):
+                folder = Path(f"{self._root()}{path}")
+                with suppress(FileNotFoundError):
+                    events = (folder / "cgroup.events").read_bytes()
+                    return folder.stat().st_ino == inode and _is_populated(events)
+                return False
+        return True
 
     def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
         watched: Callable[[], None] | None = None
@@ -162,6 +183,18 @@ def changed_if_watched(groups: dict[int, Callable[[], None]], descriptor: int) -
     """Look at a cgroup again, if it is still observed."""
     if (changed := groups.get(descriptor)) is not None:
         changed()
+
+
+def _names_below(folder: Path) -> Iterator[str]:
+    """Yield the name of a cgroup and of all below it."""
+    yield folder.name
+    for _, names, _ in os.walk(folder):
+        yield from names
+
+
+def _names_one(containers: Collection[str], name: str) -> bool:
+    """Return whether a cgroup is a container's: engines name it after the container's id."""
+    return any(container in name for container in containers)
 
 
 def _is_populated(events: bytes) -> bool:

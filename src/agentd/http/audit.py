@@ -17,8 +17,15 @@ log = structlog.get_logger()
 class RefusalLog(Protocol):
     """A log of refused calls."""
 
-    def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Record the error that answered a call."""
+    def note(
+        self,
+        caller: str,
+        agent_id: str,
+        kernel_id: str,
+        error: AgentdError,
+        claim_id: str | None = None,
+    ) -> None:
+        """Record the error that answered a call; `claim_id` is None if it was not for a claim."""
 
 
 class Auditor:
@@ -54,7 +61,8 @@ class Auditor:
         claim_id = claim_of(self._request)
         is_its_own = caller.sees(self._agent_id)
         if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
-            self._refusals.note(caller.name, self._agent_id, kernel_id, error)
+            wanted = claim_id if self._action == "create_claim" else None
+            self._refusals.note(caller.name, self._agent_id, kernel_id, error, wanted)
         audit = Audit(
             caller.name,
             caller.via,

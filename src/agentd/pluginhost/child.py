@@ -67,6 +67,7 @@ class PluginServer:
         self._class: type[AcceleratorPlugin] | None = None
         self._plugin: AcceleratorPlugin | None = None
         self._is_open = False
+        self._closing = threading.Event()
 
     def serve(self) -> None:
         """Answer calls until the channel ends."""
@@ -152,6 +153,7 @@ class PluginServer:
         self._opened.kernel_event(msgspec.convert(event, type=KernelEvent))
 
     def close(self) -> None:
+        self._closing.set()
         self._opened.close()
 
     @property
@@ -173,8 +175,8 @@ class PluginServer:
         return self._made
 
     def _watch(self) -> None:
-        """Report changes while the plugin can wait for them."""
-        while True:
+        """Report changes while the plugin can wait for them, and is not to close."""
+        while not self._closing.is_set():
             began = time.monotonic()
             try:
                 if self._opened.wait_for_change(_EVENT_WAIT_S):
@@ -182,7 +184,7 @@ class PluginServer:
             except BaseException as error:
                 print(f"no more events: {said(error)}", flush=True)  # noqa: T201 - to the log
                 return
-            time.sleep(max(0.0, _LEAST_PAUSE_S - (time.monotonic() - began)))
+            self._closing.wait(max(0.0, _LEAST_PAUSE_S - (time.monotonic() - began)))
 
 
 def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:

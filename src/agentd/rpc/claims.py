@@ -14,6 +14,7 @@ from agentd.core.claim.claim import (
     NameHolder,
     TimeHolder,
 )
+from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
@@ -34,7 +35,7 @@ from agentd.services.devices import NodeDevices
 class ClaimHandlers:
     """Claims of the node.
 
-    `kernel_pids` returns the first processes of kernels: no claim ends with a cgroup of theirs.
+    `kernels` returns the kernels: no claim ends with a cgroup of theirs.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class ClaimHandlers:
         devices: NodeDevices,
         service: ClaimService,
         holders: Holders,
-        kernel_pids: Callable[[], Collection[int]],
+        kernels: Callable[[], Collection[Kernel]],
     ) -> None:
         self._devices = devices
         self._service = service
         self._holders = holders
-        self._kernel_pids = kernel_pids
+        self._kernels = kernels
 
     async def create_claim(self, request: web.Request) -> web.Response:
         """Take devices for work of an engine, or return the claim that the same request made."""
@@ -80,7 +81,10 @@ class ClaimHandlers:
             raise InvalidRequest([Problem(f"holder.{where}", why)])
         try:
             if wanted.cgroup is not None:
-                return self._holders.cgroup(wanted.cgroup, self._kernel_pids())
+                kernels = self._kernels()
+                pids = [kernel.pid for kernel in kernels if kernel.pid is not None]
+                containers = [k.handle for k in kernels if k.runtime == "docker" and k.handle]
+                return self._holders.cgroup(wanted.cgroup, pids, containers)
             return self._holders.process(
                 wanted.pid or 0,
                 wanted.start_time,

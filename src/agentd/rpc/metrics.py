@@ -225,7 +225,7 @@ def _claims(
             results.add_metric([agent, result], counts.results.get((agent, result), 0))
     ends = _counter("claim_ends", "Claims that ended, by reason", "reason")
     for reason in EndReason:
-        ends.add_metric([reason.value], counts.ends.get(reason, 0))
+        ends.add_metric([reason.value], sum(counts.ends.get((a, reason), 0) for a in agents))
     yield from (held, results, ends)
 
 

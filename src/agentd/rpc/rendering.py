@@ -273,8 +273,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
             f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share)}"
             for holder, share in shares.items()
         ]
-        until = "the kernel ends" if len(held) == 1 else "the kernels end"
-        return "held", f"{', '.join(held)}; unavailable until {until}"
+        return "held", f"{', '.join(held)}; unavailable until {_ends(list(holders))}"
     over = [
         f"{format_amount(used - offer.capacity, offer.kind)}"
         + (f" of {offer.slot}" if device.secondary else "")
@@ -294,6 +293,13 @@ def _named(holder: Holder, *, is_seen: bool) -> str:
     if is_seen:
         return holder_text(holder)
     return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
+
+
+def _ends(holders: Sequence[Holder]) -> str:
+    kinds = {"claim" if isinstance(holder, ClaimHolder) else "kernel" for holder in holders}
+    if len(kinds) > 1:
+        return "they end"
+    return f"the {kinds.pop()} ends" if len(holders) == 1 else f"the {kinds.pop()}s end"
 
 
 def _what(share: Share) -> str:
@@ -425,6 +431,7 @@ def refusal_view(refusal: Refusal) -> RefusalView:
         "caller": refusal.caller,
         "agent_id": refusal.agent_id,
         "kernel_id": refusal.kernel_id,
+        "claim_id": refusal.claim_id,
         "code": refusal.code,
         "detail": refusal.detail,
     }
@@ -472,9 +479,9 @@ def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
     holding: dict[str, list[str]] = {}
     for holder, held in state.ledger.holdings.items():
         if held.agent_id not in split.partitions and held.allocation.shares:
-            holding.setdefault(held.agent_id or "unknown", []).append(str(holder))
-    for agent, kernels in holding.items():
-        its = f"its kernels {', '.join(kernels)} still hold devices"
+            holding.setdefault(held.agent_id or "unknown", []).append(holder_text(holder))
+    for agent, holders in holding.items():
+        its = f"devices are still held by {', '.join(holders)}"
         yield f"agent {agent} was removed from the configuration; {its}"
 
 

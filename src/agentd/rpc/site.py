@@ -64,7 +64,9 @@ class NodeSite(Site):
         claim = self._state.claims.get(request.match_info.get("claim", ""))
         held = kernel or claim
         agent = request.match_info.get("agent") or (held.agent_id if held else "")
-        is_create = action == "create_kernel" and agent in self._devices.split.partitions
+        is_create = (
+            action in ("create_kernel", "create_claim") and agent in self._devices.split.partitions
+        )
         refusals = self._refusals if is_create else None
         return Auditor(self._events, refusals, request, action, agent)
 

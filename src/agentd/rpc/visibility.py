@@ -55,7 +55,8 @@ class Visibility:
                 Kernel(agent_id=agent)
                 | ClaimStatus(claim=Claim(agent_id=agent))
                 | EndedClaim(claim=Claim(agent_id=agent))
-            ) if not caller.sees(agent):
+                | Claim(agent_id=agent)
+            ) if event.kind is EventKind.FREE or not caller.sees(agent):
                 return (EventKind.FREE, {}) if self._frees(event, caller) else None
             case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
                 return None
@@ -70,7 +71,7 @@ class Visibility:
 
     def _frees(self, event: Event, caller: Caller) -> bool:
         """Return whether a holder took, or gave back, part of a device that the caller sees."""
-        holder = event.value if isinstance(event.value, Kernel) else event.value.claim  # type: ignore[attr-defined]
+        holder = event.value if isinstance(event.value, Kernel | Claim) else event.value.claim  # type: ignore[attr-defined]
         return event.is_of_shares and any(
             self._access.sees_device(caller, share.device_id) for share in holder.allocation.shares
         )

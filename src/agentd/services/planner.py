@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
+from agentd.core.allocation.ledger import ClaimHolder
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
 from agentd.core.allocation.steps import steps
 from agentd.core.claim.allocation import (
@@ -77,6 +78,14 @@ class ClaimedDevices(NamedTuple):
 
     names: frozenset[str] = frozenset()
     left: Allocation = Allocation()
+
+    def narrowed(self, only: Mapping[str, frozenset[DeviceId]]) -> dict[str, frozenset[DeviceId]]:
+        """Return the devices that a request may take, by device name of the claim."""
+        found = {}
+        for name in self.names:
+            mine = frozenset(share.device_id for share in self.left.devices_of(name))
+            found[name] = mine & only.get(name, mine)
+        return found
 
 
 class Asked(NamedTuple):
@@ -190,6 +199,10 @@ class Planner:
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition, types = self._devices.partition(spec.agent_id), inventory.slot_types
         named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
+        claimed = asked.claimed
+        if claimed.names:  # as if its rest were free, to this request alone
+            ledger = ledger.without(ClaimHolder(spec.claim_id or ""))
+        only = {**asked.only, **claimed.narrowed(asked.only)}
         given: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
             for slot, _, amount in share.amounts:
@@ -203,7 +216,7 @@ class Planner:
                     types[slot],
                     named[types[slot].family],
                     policy,
-                    asked.only.get(device_name_of(slot)),
+                    only.get(device_name_of(slot)),
                     by_device,
                 )
             )
@@ -319,7 +332,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     Raises:
         UnknownClaim: there is none, or it is not the caller's to use.
         InvalidRequest: it is of another agent.
-        ClaimConflict: another kernel uses it.
+        ClaimConflict: another kernel uses it, or its record cannot be read.
     """
     if spec.claim_id is None:
         return ClaimedDevices()
@@ -327,6 +340,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
     if claim is None or not is_known or spec.claim_id in state.closed_claims:
         raise UnknownClaim(f"unknown claim {spec.claim_id}")
+    claim.require_readable()
     if claim.agent_id != spec.agent_id:
         why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
         raise InvalidRequest([Problem("claim", why)])

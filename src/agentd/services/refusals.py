@@ -17,7 +17,7 @@ MOST_DETAIL = 1000
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A refused create; `at` in seconds since the epoch."""
+    """A refused create of a kernel or claim; `at` in seconds since the epoch."""
 
     at: float
     caller: str
@@ -25,6 +25,7 @@ class Refusal(msgspec.Struct, frozen=True):
     kernel_id: str
     code: str
     detail: str
+    claim_id: str = ""
 
 
 class Refusals:
@@ -36,11 +37,24 @@ class Refusals:
         self._now = now
         self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
 
-    def note(self, caller: str, agent_id: str, kernel_id: str, error: AgentdError) -> None:
-        """Record an error that answered a create; its text may be shown to other callers."""
-        self._counts.refused(agent_id, kernel_id, error)
+    def note(
+        self,
+        caller: str,
+        agent_id: str,
+        kernel_id: str,
+        error: AgentdError,
+        claim_id: str | None = None,
+    ) -> None:
+        """Record an error that answered a create; its text may be shown to other callers.
+
+        Those of claims (`claim_id` is not None) are counted with the claims (`ClaimCounts`).
+        """
+        if claim_id is None:
+            self._counts.refused(agent_id, kernel_id, error)
         detail = error.published()[:MOST_DETAIL]
-        refusal = Refusal(self._now(), caller, agent_id, kernel_id, error.code, detail)
+        refusal = Refusal(
+            self._now(), caller, agent_id, kernel_id, error.code, detail, claim_id or ""
+        )
         self._kept.append(refusal)
         self._events.publish(EventKind.REFUSAL, refusal)
 

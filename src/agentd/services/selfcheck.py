@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from agentd.core.allocation.ledger import ClaimHolder, Ledger
+from agentd.core.claim.claim import ClaimOwner
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
@@ -28,7 +29,7 @@ from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
-from agentd.services.claims.protocols import ClaimStore
+from agentd.services.claims.protocols import ClaimStore, Holders
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
@@ -57,11 +58,13 @@ class SelfCheck:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         store: RecordStore,
+        holders: Holders,
     ) -> None:
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
         self._store = store
+        self._holders = holders
 
     async def run(self) -> list[Check]:
         """Return a check for each rule.
@@ -137,11 +140,29 @@ class SelfCheck:
             present={i.kernel_id: _present(i, inventory) for i in found if i.kernel_id in settled},
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
-            claims={
-                str(ClaimHolder(claim.claim_id)): RecordedClaim(claim.agent_id, claim.is_observed)
-                for claim in self._state.claims.values()
-            },
+            claims=dict(self._claims()),
         )
+
+    def _claims(self) -> Iterator[tuple[str, RecordedClaim]]:
+        """Yield the claims; one that is being made or ended is not compared."""
+        saved = self._store.load_claims()
+        for claim_id, claim in self._state.claims.items():
+            is_settled = claim_id not in self._state.closed_claims
+            yield (
+                str(ClaimHolder(claim_id)),
+                RecordedClaim(
+                    claim.agent_id,
+                    claim.is_observed,
+                    is_recorded=claim_id in saved or not is_settled,
+                    has_ended=is_settled and not self._lives(claim.holder),
+                ),
+            )
+
+    def _lives(self, holder: ClaimOwner) -> bool:
+        try:
+            return self._holders.lives(holder)
+        except OSError:  # that proves no end
+            return True
 
 
 def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:

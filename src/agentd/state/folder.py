@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +49,8 @@ from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regula
 log = structlog.get_logger()
 _MOST_STATE_BYTES = 64 << 20
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
+_LASTING, _UNTIL_REBOOT = 0o600, 0o400
+"""Modes of records: of those that are flushed to the disk, and of claims that a reboot ends."""
 _S = TypeVar("_S", SavedEngines, SavedNode, SavedDevices)
 
 
@@ -95,6 +99,11 @@ class StateFolder:
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
+        for path in self._claims.glob("[!.]*.json"):
+            with suppress(OSError):
+                if _was_lost(path):
+                    path.unlink()
+                    log.info("claim.record_lost", claim_id=path.stem)
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
 
     def refusal(self) -> str:
@@ -236,7 +245,8 @@ class StateFolder:
     def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
         path = self._claim_path(claim_id)
         try:
-            self._write(path, text.encode(), "claim", is_lasting=is_lasting)
+            mode = _LASTING if is_lasting else _UNTIL_REBOOT
+            self._write(path, text.encode(), "claim", is_lasting=is_lasting, mode=mode)
         except StateUnavailable:
             if is_lasting:  # written once; it may be in its place, and only its name not lasting
                 with suppress(OSError):
@@ -319,7 +329,15 @@ class StateFolder:
         path = f"{self.folder}/{what}.json"
         self._write(path, msgspec.json.encode(content), what, is_lasting=True)
 
-    def _write(self, path: str, content: bytes, what: str, *, is_lasting: bool = False) -> None:
+    def _write(
+        self,
+        path: str,
+        content: bytes,
+        what: str,
+        *,
+        is_lasting: bool = False,
+        mode: int = _LASTING,
+    ) -> None:
         """Replace a file; `is_lasting` makes it survive a power failure.
 
         Raises:
@@ -328,7 +346,7 @@ class StateFolder:
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.new"
         try:
-            _fill(temporary, content, self._make, is_lasting=is_lasting)
+            _fill(temporary, content, self._make, is_lasting=is_lasting, mode=mode)
             hit(f"{what}.before_replace")
             os.replace(temporary, path)
             if is_lasting:
@@ -355,14 +373,28 @@ class ReadOnlyState(StateFolder):
         del path, copy
 
 
-def _fill(path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool) -> None:
+def _was_lost(path: Path) -> bool:
+    """Return whether a loss of power emptied the record of a claim that a reboot ends.
+
+    A lasting one is never emptied by that, and one of this boot by nothing that agentd does: those
+    are kept.
+    """
+    found = path.lstat()
+    booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    is_of_earlier_boot = stat.S_IMODE(found.st_mode) == _UNTIL_REBOOT and found.st_mtime < booted_at
+    return is_of_earlier_boot and not path.read_bytes().strip(b"\0")
+
+
+def _fill(
+    path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool, mode: int
+) -> None:
     """Write a new private file, creating its folders again if they were removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags, mode)
     except FileNotFoundError:
         make()
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags, mode)
     try:
         while content:
             content = content[os.write(descriptor, content) :]

@@ -65,7 +65,7 @@ export function drawRefusals(store) {
     h("li", {},
       h("strong", {}, last.code), times > 1 ? ` ${times} times, last ` : " ", `${age(last.at)} ago, ${last.agent_id}`,
       h("p", {}, last.detail),
-      h("p", { cls: "who" }, [last.kernel_id && `kernel ${last.kernel_id}`, `asked by ${last.caller}`].filter(Boolean).join(", "))));
+      h("p", { cls: "who" }, [last.kernel_id && `kernel ${last.kernel_id}`, last.claim_id && `claim ${last.claim_id}`, `asked by ${last.caller}`].filter(Boolean).join(", "))));
   fill(byId("refusals"), lines.length ? lines : [h("li", { cls: "good" }, "Nobody was refused.")]);
 }
 

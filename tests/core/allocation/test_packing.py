@@ -48,7 +48,7 @@ def test_unnamed_devices_are_not_allocated_or_hinted() -> None:
         allocate(Ledger(), node.inventory, part, slots(cuda_device=2), EVENLY, named("cuda1"))
     assert refused.value.free == "1"
     first, second = refused.value.explain
-    assert first["reason"] == "not among the devices that the request names"
+    assert first["reason"] == "not among the devices that the request or its claim names"
     assert (second["considered"], second["free"]) == (True, "1")
     whole = AllocationPolicy()
     with pytest.raises(InsufficientResource):

@@ -42,6 +42,14 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
     assert "record of kernel k2" in foreign.reason
 
 
+@pytest.mark.parametrize("statement", ["", statement(HELD)], ids=["nothing", "statement"])
+def test_a_kernel_with_a_damaged_record_still_uses_its_claim(statement: str) -> None:
+    """Else the claim would be charged with the devices of the kernel, too."""
+    before = replace(adopt(found(), NODE).kernel, claim_id="c1", keeps_claim=True)
+    kernel = adopt(found(record="{", statement=statement), NODE, before).kernel
+    assert (kernel.claim_id, kernel.keeps_claim) == ("c1", True)
+
+
 def test_unreadable_kernel_quarantines_its_possible_devices() -> None:
     kernel = adopt(found(record="", statement="", cores=("1",), memory_bytes=64), NODE).kernel
     assert kernel.state is KernelState.UNREADABLE

@@ -11,6 +11,7 @@ from agentd.core.claim.claim import (
     MOST_CLAIMS,
     ClaimOwner,
     ClaimSpec,
+    EditsFor,
     EndReason,
     NameHolder,
     ProcessHolder,
@@ -101,6 +102,7 @@ async def test_a_failed_claim_holds_nothing(rig: Rig, failure: str) -> None:
     with pytest.raises((PluginUnavailable, StateUnavailable, asyncio.CancelledError)):
         await rig.claims.create(spec())
     assert (rig.free_gpus, rig.memory.claims, rig.claims.all()) == (2, {}, [])
+    assert [event.kind for event in rig.events._past][-1] is EventKind.FREE
 
 
 async def test_a_claim_that_is_not_recorded_yet_cannot_be_seen(rig: Rig) -> None:
@@ -364,6 +366,10 @@ async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
     rig.memory.claims["c1"] = "{"
     rig.recall()
     assert rig.free_gpus == 0
+    with pytest.raises(ClaimConflict, match="its record cannot be read"):
+        await rig.claims.edits_of(["c1"], EditsFor.PROCESS, ADMIN)
+    with pytest.raises(ClaimConflict, match="its record cannot be read"):
+        await rig.service.create(kernel())
     rig.claims.release("c1", ADMIN)
     assert (rig.free_gpus, rig.memory.claims) == (2, {})
 

@@ -54,7 +54,8 @@ APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
 """Xids that a job causes and the GPU survives; NVIDIA's own k8s-device-plugin ignores them, too."""
 XID_HOLDS_S = 60.0
 """Minimum seconds for which an Xid counts, whatever recovery the driver reports."""
-_WAIT_MS = 5000
+_WAIT_MS = 200
+"""Longest wait for an event: `nvmlShutdown` blocks until it is over (seen with driver 580)."""
 
 
 class CudaPlugin(AcceleratorPlugin):

@@ -99,7 +99,8 @@ class Run:
                     signals.append(number)
                     self._start(self._forward, 0.0 if len(signals) > 1 else None)
                 case AgentdError() as error:
-                    if signals and not self._is_created:
+                    is_gone = isinstance(error, UnknownKernel) or not self._is_created
+                    if signals and is_gone:  # the signal cancelled its create
                         return SIGNALLED + signals[0]
                     RpcProblem.of(error).show()
                     return _status_of(error)

@@ -69,10 +69,10 @@ class Report:
             f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {program}, {host}.",
             f"Settings: `{json.dumps(self.settings)}`.",
             "",
-            "| device | stable id | slot | capacity | model | NUMA node | state |",
-            "|---|---|---|---|---|---|---|",
+            "| device | stable id | slots | model | NUMA node | state |",
+            "|---|---|---|---|---|---|",
             *(
-                f"| {d['id']} | {d['stable_id']} | {d['slot']} | {d['capacity']} | {d['model']}"
+                f"| {d['id']} | {d['stable_id']} | {_slots(d)} | {d['model']}"
                 f" | {'' if d['numa_node'] is None else d['numa_node']} | {d['state']} |"
                 for d in self.devices
             ),
@@ -283,6 +283,11 @@ class _Trial:
     def _leave_out(self, check: str, why: str) -> None:
         name = f"{check} ({self._runtime})"
         self.findings.append(Finding(name, passed=True, detail=why, tried=False))
+
+
+def _slots(device: Mapping[str, Any]) -> str:
+    """Return the capacities of a device: `cuda.shares 1, cuda.mem 85899345920`."""
+    return ", ".join(f"{slot} {each['capacity']}" for slot, each in device["slots"].items())
 
 
 def _verdict(finding: Finding) -> str:

@@ -15,18 +15,21 @@ from agentd.views import ClaimView, KernelView
 def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
     """Return the devices that kernels and claims would hold under another partition."""
     client = Client(socket_path, retry_s=0)
+    devices = client.devices()
     kernels = {kernel["kernel_id"]: kernel for kernel in client.kernels()}
     claims = {claim["claim_id"]: claim for claim in client.claims()}
     held = []
-    for row in client.devices():
+    for row in devices:
         device = split.inventory.by_stable_id.get(row["stable_id"])
         device_id = device.device_id if device else DeviceId(row["device_name"], row["id"])
         for holder in row["holders"]:
-            owner: KernelView | ClaimView
+            owner: KernelView | ClaimView | None
             if "claim_id" in holder:
-                owner, named = claims[holder["claim_id"]], {"claim_id": holder["claim_id"]}
+                owner, named = claims.get(holder["claim_id"]), {"claim_id": holder["claim_id"]}
             else:
-                owner, named = kernels[holder["kernel_id"]], {"kernel_id": holder["kernel_id"]}
+                owner, named = kernels.get(holder["kernel_id"]), {"kernel_id": holder["kernel_id"]}
+            if owner is None:  # it has ended since, or the caller may not see it
+                continue
             slots = owner["allocation"].get(row["device_name"], {})
             slot = next((s for s, ids in slots.items() if row["id"] in ids), row["slot"])
             agents = split.agents_of(device_id)

@@ -286,7 +286,7 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
     """Return why a device can give nothing at all; empty if it can."""
     ledger = question.ledger
     if not question.may_give(device):
-        return "not among the devices that the request names"
+        return "not among the devices that the request or its claim names"
     if device.device_id not in question.partition.members:
         return f"not in the partition of {question.partition.agent_id}"
     if device.gone:

@@ -18,6 +18,7 @@ from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Holder, Share
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits
+from agentd.errors import ClaimConflict
 
 MOST_CLAIMS = 4096
 """Claims that a node has at most."""
@@ -126,6 +127,15 @@ class Claim(msgspec.Struct, frozen=True):
         """Return whether a reboot has ended it, given the id of the boot now."""
         survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot
         return not (survives or self.problem or self.boot_id == boot_id)
+
+    def require_readable(self) -> None:
+        """Refuse a claim of which only its id is known.
+
+        Raises:
+            ClaimConflict: its record cannot be read.
+        """
+        if self.problem:
+            raise ClaimConflict(f"claim {self.claim_id}: {self.problem}")
 
     def may_be_used_by(self, caller: Caller) -> bool:
         """Return whether a caller may create from it, renew it and release it.

@@ -89,6 +89,8 @@ def adopt(
         ports=item.ports,
         pid=item.pid,
         unit=item.unit,
+        claim_id=before.claim_id if before else None,
+        keeps_claim=before is not None and before.keeps_claim,
     )
     if plan and plan.record == item.record:
         recorded, doubt = plan.kernel, ""

@@ -17,7 +17,7 @@ class ClaimCounts:
 
     def __init__(self) -> None:
         self._results: Counter[tuple[str, str]] = Counter()
-        self._ends: Counter[EndReason] = Counter()
+        self._ends: Counter[tuple[str, EndReason]] = Counter()
 
     @property
     def results(self) -> Mapping[tuple[str, str], int]:
@@ -25,8 +25,8 @@ class ClaimCounts:
         return MappingProxyType(self._results)
 
     @property
-    def ends(self) -> Mapping[EndReason, int]:
-        """Ended claims by reason."""
+    def ends(self) -> Mapping[tuple[str, EndReason], int]:
+        """Ended claims by agent and reason."""
         return MappingProxyType(self._ends)
 
     @contextmanager
@@ -40,6 +40,6 @@ class ClaimCounts:
             raise
         self._results[agent_id, CREATED] += 1
 
-    def ended(self, reason: EndReason) -> None:
+    def ended(self, agent_id: str, reason: EndReason) -> None:
         """Count the end of a claim."""
-        self._ends[reason] += 1
+        self._ends[agent_id, reason] += 1

@@ -217,6 +217,7 @@ class ClaimService:
             self._save(claim)
         except BaseException:
             self._state.drop_claim(claim_id)
+            self._events.publish(EventKind.FREE, claim, is_of_shares=True)
             raise
         finally:
             self._pending.discard(claim_id)
@@ -237,9 +238,12 @@ class ClaimService:
 
         Raises:
             UnknownClaim: there is no such claim, or it is not the caller's.
+            ClaimConflict: the record of one cannot be read.
             PluginUnavailable: a plugin did not answer.
         """
         claims = [self._owned(claim_id, caller) for claim_id in dict.fromkeys(claim_ids)]
+        for claim in claims:
+            claim.require_readable()
         allocation = united([claim.allocation for claim in claims])
         return await self._plugins.container_edits(allocation, FEATURES[edits_for])
 
@@ -344,7 +348,7 @@ class ClaimService:
         self._ended.move_to_end(claim_id)
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
-        self._counts.ended(reason)
+        self._counts.ended(claim.agent_id, reason)
         log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
         ended = EndedClaim(claim, reason)
         self._events.publish(EventKind.CLAIM_REMOVED, ended, is_of_shares=True)

@@ -51,11 +51,23 @@ class Holders(Protocol):
         """
         ...
 
-    def cgroup(self, path: str, kernel_pids: Collection[int]) -> CgroupHolder:
+    def cgroup(
+        self, path: str, kernel_pids: Collection[int], containers: Collection[str]
+    ) -> CgroupHolder:
         """Return a cgroup of version 2 that has processes, by its path in agentd's namespace.
+
+        `kernel_pids` are first processes of kernels, `containers` ids of their containers.
 
         Raises:
             NoSuchHolder: there is none, it has no process, or it holds agentd or a kernel.
+        """
+        ...
+
+    def lives(self, holder: ClaimOwner) -> bool:
+        """Return whether a process or cgroup has not ended; others have no end.
+
+        Raises:
+            OSError: it cannot be observed now.
         """
         ...
 
