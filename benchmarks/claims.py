@@ -2,7 +2,7 @@
 
 Starts a daemon on a folder of its own with the sim plugin, claims and releases one device at a
 time, and prints JSON: milliseconds of a claim and of a release, seconds from the end of a process
-to its free device, and seconds of a start with and without 1,000 claims.
+to its free device, seconds of a start, and those that 1,000 claims add to it.
 """
 
 import argparse
@@ -115,13 +115,14 @@ async def measured(count: int, many: int) -> dict[str, float]:
         finally:
             if node.process is not None and node.process.poll() is None:
                 os.kill(node.process.pid, signal.SIGKILL)
-    return {**figures, "start_s": empty_s, "start_with_many_s": full_s, "many": many}
+    return {**figures, "start_s": empty_s, "added_s": full_s - empty_s, "many": many}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--many", type=int, default=1000)
+    parser.add_argument("--json", action="store_true", help="accepted for benchmarks/goals.py")
     arguments = parser.parse_args()
     print(json.dumps(asyncio.run(measured(arguments.count, arguments.many)), indent=1))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
-PROGRAMS = ("create", "plugins", "scale")
+PROGRAMS = ("create", "claims", "plugins", "scale")
 
 
 class Goal(NamedTuple):
@@ -34,6 +34,9 @@ GOALS = (
     Goal("create", "own_share.engine_calls.inspect", 1, "inspections in a create"),
     Goal("create", "start_to_ready.ratio_to_import", 1.4, "a start, in imports of its libraries"),
     Goal("create", "start_to_ready.ms_per_container", 1.0, "milliseconds per adopted container"),
+    Goal("claims", "claim_ms", 3, "milliseconds of a claim, its plugin's answer included"),
+    Goal("claims", "free_after_s", 1, "seconds from the end of a process to its free device"),
+    Goal("claims", "added_s", 0.1, "seconds that 1,000 claims add to a start"),
     Goal("scale", "cycles.left", 0, "containers left after cycles of create and delete"),
 )
 

@@ -29,7 +29,7 @@ ClusterName=agentd
 SlurmctldHost={host}({address})
 SlurmctldPort={controller_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation={folder}/state
@@ -56,6 +56,7 @@ CompleteWait=0
 MessageTimeout=20
 UnkillableStepTimeout=20
 """
+"""`cred_expire` is also the delay of a requeued job: two minutes by default."""
 
 
 class SlurmCluster:
@@ -223,16 +224,6 @@ class SlurmCluster:
         """Wait for a job to be in one of these states."""
         self.until(lambda: self.state(job) in states, f"job {job} is not {states}")
         return self.job(job)
-
-    def start_again(self, job: str) -> None:
-        """Start a requeued job now: Slurm holds it for two minutes from the end of its epilogs."""
-
-        def is_started() -> bool:
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-            return self.state(job) != "PENDING"
-
-        self.until_state(job, "PENDING")
-        self.until(is_started, f"job {job} does not start again")
 
     def until(self, holds: Callable[[], object], text: str, within_s: float = WAIT_S) -> None:
         """Wait for something to hold."""

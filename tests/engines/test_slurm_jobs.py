@@ -67,7 +67,6 @@ async def test_collision_requeues_the_job_and_drains_nothing(slurm: NodesOf) -> 
     assert not nodes.cluster.node_state(nodes.node).startswith("drain")
     assert f"slurm-{job}" not in await nodes.claims()
     await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
-    nodes.cluster.start_again(job)
     await nodes.until_claims({f"slurm-{job}": ["cuda3"]})
 
 
@@ -163,6 +162,40 @@ async def test_stale_claim_ends_only_once_the_job_is_over(slurm: NodesOf) -> Non
     nodes.start_sync(nodes.node)
     await nodes.until_claims({f"slurm-{job}": ["cuda5"]}, within_s=30)
     assert nodes.cluster.state(job) == "RUNNING"
+
+
+async def test_no_task_starts_on_gpus_without_a_claim(slurm: NodesOf) -> None:
+    """Slurm runs no prolog for an id that slurmd still knows: then the task prolog refuses."""
+    nodes = await slurm()
+    goes, ran = nodes.folder / "goes", nodes.folder / "ran"
+    script = f"while ! [ -e {goes} ]; do sleep 0.1; done; srun --overlap touch {ran}"
+    job = nodes.cluster.submit("--gres=gpu:cuda3:1", script=script)
+    await nodes.until_claims({f"slurm-{job}": ["cuda3"]})
+    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+    goes.touch()
+    nodes.cluster.until(
+        lambda: int(nodes.cluster.job(job).get("Restarts", "0")) > 0, "the job was not requeued"
+    )
+    assert not ran.exists()
+    nodes.cluster.until(ran.exists, "the job does not run again")
+
+
+async def test_job_without_a_claim_is_claimed_beside_its_stranger(slurm: NodesOf) -> None:
+    """Slurm may start a job without its prolog, or somebody release the claim of one by hand."""
+    nodes = await slurm()
+    job = nodes.cluster.submit("--gres=gpu:cuda3:1")
+    held = {f"slurm-{job}": ["cuda3"]}
+    nodes.cluster.until(lambda: "sleep" in names(nodes, job), "the job does not run")
+    await nodes.until_claims(held)
+    assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
+    kernel = await nodes.daemon.running("notebooks", slots=GPU, devices={"cuda": ["cuda3"]})
+    nodes.start_sync(nodes.node)
+    await nodes.until_claims(held, within_s=30)
+    device = await nodes.daemon.device("cuda3")
+    assert (device["state"], len(device["holders"])) == ("overcommitted", 2)
+    await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
+    nodes.cluster.run("scancel", job)
+    await nodes.until_claims({})
 
 
 async def test_doctor_names_the_setting_that_is_wrong(slurm: NodesOf) -> None:

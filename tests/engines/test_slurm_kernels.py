@@ -62,7 +62,6 @@ async def test_job_on_three_nodes_runs_kernels_on_its_gpus(slurm: NodesOf) -> No
     await until_kernels(nodes, 0)
     for node in cluster.nodes:
         await nodes.until_claims({}, node)
-    cluster.start_again(job)
     await until_kernels(nodes, 3)
 
     first, second, _ = cluster.nodes

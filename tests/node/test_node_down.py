@@ -62,14 +62,22 @@ def test_power_off_takes_at_most_ten_seconds_more(machine: Machine, node: Node) 
 
 
 def test_a_power_cut_leaves_no_kernel_unaccounted_for(machine: Machine, node: Node) -> None:
+    """Nor a claim: one ends with the boot, also if the cut left its new record empty."""
     node.create("cut", "sleep", "9999")
     node.must("sync")
+    for name, survives in (("kept", True), ("ended", False)):
+        holder = {"name": name, "survives_reboot": survives}
+        body = {"claim_id": name, "slots": {"cpu": 1}, "holder": holder}
+        status, answer = node.ask("POST", "/v1/agents/team-a/claims", body)
+        assert status == 201, answer
     machine.pull_plug()
     machine.start()
     until_ready(node)
     kernel = node.kernel("cut")
     assert kernel["state"] == "terminated"
     assert kernel["reason"].startswith("the node restarted")
+    assert [claim["claim_id"] for claim in node.ask("GET", "/v1/claims")[1]] == ["kept"]
+    assert node.ask("DELETE", "/v1/claims/kept")[0] == 204
     node.remove("cut")
 
 

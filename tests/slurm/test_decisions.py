@@ -17,6 +17,7 @@ from agentd_slurm.decisions.prolog import (
     decide_prolog,
 )
 from agentd_slurm.decisions.sync import (
+    ClaimRunningJob,
     EndClaim,
     EndPlaceholder,
     RenamePlaceholder,
@@ -163,6 +164,26 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
             {"jobs": (replace(JOB, state="COMPLETED"),), "alive": frozenset()},
             [EndClaim("slurm-7", 7)],
             id="ended, and gone",
+        ),
+        pytest.param({"claims": ()}, [], id="a job without a claim, for the first time"),
+        pytest.param(
+            {"claims": (), "unclaimed": frozenset({7})},
+            [ClaimRunningJob(7)],
+            id="a job without a claim, still",
+        ),
+        pytest.param(
+            {"claims": (), "unclaimed": frozenset({7}), "alive": frozenset()},
+            [],
+            id="a job without a claim or a process",
+        ),
+        pytest.param(
+            {
+                "claims": (),
+                "unclaimed": frozenset({7}),
+                "jobs": (replace(JOB, state="CONFIGURING"),),
+            },
+            [],
+            id="a job in its prolog",
         ),
         pytest.param(
             {

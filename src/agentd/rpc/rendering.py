@@ -274,13 +274,12 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
             for holder, share in shares.items()
         ]
         return "held", f"{', '.join(held)}; unavailable until {_ends(list(holders))}"
-    over = [
-        f"{format_amount(used - offer.capacity, offer.kind)}"
-        + (f" of {offer.slot}" if device.secondary else "")
-        for offer in device.slots
-        if (used := ledger.used(device.device_id, offer.slot)) > offer.capacity
-    ]
-    if over:
+    if excess := ledger.excess(device):
+        kinds = {offer.slot: offer.kind for offer in device.slots}
+        over = [
+            format_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
+            for slot, amount in excess.items()
+        ]
         return "overcommitted", f"over-allocated by {', '.join(over)}"
     if device.busy:
         return "busy", device.busy
@@ -469,7 +468,7 @@ def _collisions(state: NodeState, split: Split) -> Iterator[str]:
     """Yield the devices that observed claims hold beside others."""
     observed = [claim for claim in state.claims.values() if claim.is_observed]
     for device_id in dict.fromkeys(s.device_id for c in observed for s in c.allocation.shares):
-        if state.ledger.used(device_id) > split.inventory.by_id[device_id].capacity:
+        if state.ledger.excess(split.inventory.by_id[device_id]):
             who = " and ".join(map(holder_text, state.ledger.holders(device_id)))
             yield f"device {device_id} is held by {who}: an engine uses it already"
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from contextlib import suppress
 
-from agentd_slurm.jobs import PLACEHOLDER, Job, parse_jobs
+from agentd_slurm.jobs import PLACEHOLDER, PLACEHOLDER_NAME, Job, parse_jobs
 
 TIMEOUT_S = 10.0
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
@@ -86,6 +86,15 @@ def send_back(job_id: int, reason: str) -> None:
     comment = f"agentd: {reason}"[:MOST_REASON]
     with suppress(SlurmFailed):  # the job must go, with or without a comment
         run("scontrol", "update", f"JobId={job_id}", f"AdminComment={comment}")
+    requeue(job_id)
+
+
+def requeue(job_id: int) -> None:
+    """Requeue a job, or cancel one that cannot be requeued.
+
+    Raises:
+        SlurmFailed: neither could be done.
+    """
     try:
         run("scontrol", "requeue", str(job_id))
     except SlurmFailed:
@@ -97,7 +106,7 @@ def start_placeholder(node: str, gpu_type: str, holder: str) -> None:
     run(
         "sbatch",
         "--parsable",
-        "--job-name=agentd",
+        f"--job-name={PLACEHOLDER_NAME}",
         f"--comment={PLACEHOLDER}{holder}",
         f"--nodelist={node}",
         "--nodes=1",

@@ -14,6 +14,7 @@ from typing import Any
 
 PLACEHOLDER = "agentd:"
 """The beginning of a placeholder job's comment; the holder of the GPU follows."""
+PLACEHOLDER_NAME = "agentd"
 ROOT = 0
 ON_NODE = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT",

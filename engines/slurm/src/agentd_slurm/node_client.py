@@ -68,10 +68,18 @@ class NodeClient:
         """Return every kernel, or those of a claim."""
         return self._ask(calls.kernels(claim=claim))
 
+    def claim(self, claim: str) -> Mapping[str, Any]:
+        """Return a claim.
+
+        Raises:
+            UnknownClaim: there is none.
+        """
+        return self._ask(calls.claim(claim))
+
     def has_claim(self, claim: str) -> bool:
         """Return whether a claim exists."""
         try:
-            self._ask(calls.claim(claim))
+            self.claim(claim)
         except UnknownClaim:
             return False
         return True

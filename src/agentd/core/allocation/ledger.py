@@ -354,6 +354,11 @@ class Ledger:
             tally.amounts[slots.index(slot)] for (_, slots), tally in tallies if slot in slots
         )
 
+    def excess(self, device: Device) -> dict[SlotName, int]:
+        """Return what is held of a device beyond its capacity, by slot, in base units."""
+        held = {o.slot: self.used(device.device_id, o.slot) - o.capacity for o in device.slots}
+        return {slot: amount for slot, amount in held.items() if amount > 0}
+
     def used_by(self, agent_id: str, device_id: DeviceId) -> int:
         """Return how much of a device one agent's holders have, of their primary slots."""
         tallies = self._tallies.get(device_id, {}).items()

@@ -421,7 +421,7 @@ class ClaimService:
             return
         for share in claim.allocation.shares:
             device = self._devices.inventory.by_id[share.device_id]
-            if self._state.ledger.used(device.device_id) > device.capacity:
+            if self._state.ledger.excess(device):
                 holders = tuple(self._state.ledger.holders(device.device_id))
                 names = ", ".join(map(holder_text, holders))
                 log.warning("claim.collided", device=str(device.device_id), holders=names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+from pwd import getpwuid
 from types import FrameType
 
 from agentd.errors import AgentdError
@@ -12,7 +14,9 @@ from agentd.service.sd_notify import Notifier
 from agentd_slurm import controller
 from agentd_slurm.commands.job_environment import note
 from agentd_slurm.controller import SlurmFailed
+from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, claim_id, decide_prolog
 from agentd_slurm.decisions.sync import (
+    ClaimRunningJob,
     EndClaim,
     EndPlaceholder,
     RenamePlaceholder,
@@ -20,6 +24,7 @@ from agentd_slurm.decisions.sync import (
     SyncAction,
     SyncFacts,
     decide_sync,
+    unclaimed_jobs,
 )
 from agentd_slurm.gres_map import UnusableMap, map_path, read_map
 from agentd_slurm.jobs import UnreadableAnswer
@@ -38,6 +43,7 @@ class Synchronizer:
     def __init__(self, node: str, client: NodeClient) -> None:
         self._node = node
         self._client = client
+        self._unclaimed: frozenset[int] = frozenset()
 
     def look(self) -> SyncFacts:
         """Read everything; claims first, so that a job which starts meanwhile is known."""
@@ -45,7 +51,8 @@ class Synchronizer:
         devices, kernels = self._client.devices(), self._client.kernels()
         jobs = controller.jobs(self._node)
         left = find_processes(self._node)
-        ids = (job for row in claims if (job := _job_id(row["claim_id"])) is not None)
+        ids = {job for row in claims if (job := _job_id(row["claim_id"])) is not None}
+        ids |= {job.job_id for job in jobs if job.is_on(self._node)}
         return SyncFacts(
             self._node,
             read_map(map_path()),
@@ -54,11 +61,14 @@ class Synchronizer:
             devices,
             jobs,
             frozenset(job for job in ids if left.of(job)),
+            self._unclaimed,
         )
 
     def once(self) -> list[SyncAction]:
         """Take one look, act on it, and return the actions."""
-        actions = decide_sync(self.look())
+        facts = self.look()
+        actions = decide_sync(facts)
+        self._unclaimed = unclaimed_jobs(facts)
         for action in actions:
             self._carry_out(action)
         return actions
@@ -73,17 +83,37 @@ class Synchronizer:
             case EndPlaceholder(job_id):
                 note("sync", f"placeholder {job_id} is ended: its GPU is free")
                 controller.cancel(job_id)
-            case EndClaim(claim_id, job_id):
-                self._end_claim(claim_id, job_id)
+            case EndClaim(claim, job_id):
+                self._end_claim(claim, job_id)
+            case ClaimRunningJob(job_id):
+                self._claim_running(job_id)
 
-    def _end_claim(self, claim_id: str, job_id: int) -> None:
+    def _claim_running(self, job_id: int) -> None:
+        """Claim the GPUs of a job that still runs without a claim, whoever else holds them."""
+        with self._client.locked(job_id):
+            job = controller.job(job_id)
+            if job is None or job.state != "RUNNING" or self._client.has_claim(claim_id(job_id)):
+                return
+            user = str(job.user_id)
+            with suppress(KeyError):
+                user = getpwuid(job.user_id).pw_name
+            devices, gres_map = self._client.devices(), read_map(map_path())
+            facts = PrologFacts(job_id, self._node, user, job, gres_map=gres_map, devices=devices)
+            match decide_prolog(facts):
+                case ClaimDevices(agent, request):
+                    note("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
+                    self._client.create_claim(agent, {**request, "observed": True})
+                case other:
+                    note("sync", f"job {job_id} runs without a claim: {other.reason}")
+
+    def _end_claim(self, claim: str, job_id: int) -> None:
         """Release a claim if its job is still over now that no prolog can make it again."""
         with self._client.locked(job_id):
             job = controller.job(job_id)
             is_over = job is None or not job.is_on(self._node)
             if is_over and not find_processes(self._node).of(job_id):
-                note("sync", f"claim {claim_id} is released: its job is over")
-                self._client.release(claim_id)
+                note("sync", f"claim {claim} is released: its job is over")
+                self._client.release(claim)
 
 
 def _job_id(claim_id: str) -> int | None:
@@ -103,10 +133,13 @@ def run_sync(node: str | None, *, once: bool = False) -> int:
         signal.signal(number, stop)
     notifier = Notifier(os.environ)
     client = NodeClient(socket_path())
+    synchronizer: Synchronizer | None = None
     notifier.ready("starting")
     while not stopped.is_set():
         try:
-            Synchronizer(node or controller.own_node(), client).once()
+            if synchronizer is None:
+                synchronizer = Synchronizer(node or controller.own_node(), client)
+            synchronizer.once()
         except ENOUGH as error:
             note("sync", str(error))
             notifier.status(str(error)[:200])

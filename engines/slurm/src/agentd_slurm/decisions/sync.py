@@ -53,14 +53,22 @@ class EndClaim:
     job_id: int
 
 
-SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim
+@dataclass(frozen=True, slots=True)
+class ClaimRunningJob:
+    """Claim, as observed, the GPUs of a job that runs without a claim."""
+
+    job_id: int
+
+
+SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim | ClaimRunningJob
 
 
 @dataclass(frozen=True, slots=True)
 class SyncFacts:
     """The facts of one round, read in this order: a job that appears in between changes nothing.
 
-    `alive` are the jobs with a slurmstepd or a process in their cgroup on this node.
+    `alive` are the jobs with a slurmstepd or a process in their cgroup on this node. `unclaimed`
+    are the jobs that `unclaimed_jobs` returned for the round before.
     """
 
     node: str
@@ -70,6 +78,7 @@ class SyncFacts:
     devices: Sequence[Mapping[str, Any]]
     jobs: Sequence[Job]
     alive: frozenset[int]
+    unclaimed: frozenset[int] = frozenset()
 
 
 def job_of_claim(claim: Mapping[str, Any]) -> int | None:
@@ -81,7 +90,25 @@ def job_of_claim(claim: Mapping[str, Any]) -> int | None:
 
 def decide_sync(facts: SyncFacts) -> list[SyncAction]:
     """Return what one round does."""
-    return [*_placeholders(facts), *_stale_claims(facts)]
+    late = sorted(unclaimed_jobs(facts) & facts.unclaimed)
+    return [*_placeholders(facts), *_stale_claims(facts), *map(ClaimRunningJob, late)]
+
+
+def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
+    """Return the jobs that run here on GPUs without a claim.
+
+    Slurm runs no prolog for a job that is started again by hand before the delay after its requeue
+    is over (seen with 22.05). A prolog may not be done yet, so a job counts in the second round.
+    """
+    claimed = {job_of_claim(claim) for claim in facts.claims}
+    return frozenset(
+        job.job_id
+        for job in facts.jobs
+        if job.state == "RUNNING"
+        and not job.is_placeholder
+        and job.gpus.get(facts.node)
+        and job.job_id in facts.alive - claimed
+    )
 
 
 def _placeholders(facts: SyncFacts) -> Iterator[SyncAction]:
