@@ -23,7 +23,9 @@ from agentd.http.problems import STATUSES
 from plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*/**/*.md"))]
+RECORDS = set((ROOT / "docs/contributing/hardware").glob("2*.md"))
+"""What programs printed on real hardware."""
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted({*(ROOT / "docs").glob("*/**/*.md")} - RECORDS)]
 PAGES.append(ROOT / "docs" / "README.md")
 AGENTS = "".join(f'[[agents]]\nid = "agent-{number}"\n' for number in (1, 2))
 FLEET = '[fleet]\nnodes = ["https://node-1:6001"]\n'

@@ -49,7 +49,7 @@ def test_a_claim_whose_name_does_not_last_leaves_no_record(
     assert state.load_claims() == {}
 
 
-def test_a_loss_of_power_ends_the_claims_whose_records_it_emptied(
+def test_a_loss_of_power_ends_claims_whose_records_it_emptied(
     state: StateFolder, tmp_path: Path
 ) -> None:
     emptied = {"lost": b"", "zeros": b"\0" * 4096, "lasting": b"", "now": b"", "whole": b"{}"}

@@ -9,7 +9,7 @@ from core.machines import cores, gpus, machine, memory, shared
 
 
 class Answers:
-    """What a daemon answers: of the holders of its devices, one has ended since."""
+    """The answers of a daemon: of the holders of its devices, some have ended since."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

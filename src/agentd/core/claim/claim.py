@@ -129,7 +129,7 @@ class Claim(msgspec.Struct, frozen=True):
         return not (survives or self.problem or self.boot_id == boot_id)
 
     def require_readable(self) -> None:
-        """Refuse a claim of which only its id is known.
+        """Refuse a claim whose id alone is known.
 
         Raises:
             ClaimConflict: its record cannot be read.

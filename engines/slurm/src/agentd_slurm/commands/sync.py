@@ -89,7 +89,7 @@ class Synchronizer:
                 self._claim_running(job_id)
 
     def _claim_running(self, job_id: int) -> None:
-        """Claim the GPUs of a job that still runs without a claim, whoever else holds them."""
+        """Claim the GPUs of a job that still runs without a claim, also if others hold them."""
         with self._client.locked(job_id):
             job = controller.job(job_id)
             if job is None or job.state != "RUNNING" or self._client.has_claim(claim_id(job_id)):
