@@ -97,6 +97,7 @@ class SlurmNodes:
             file = self.folder / name
             file.write_text(
                 f'#!/bin/sh\nexport AGENTD_SOCKET="{self.folder}/$SLURMD_NODENAME/agentd.sock"\n'
+                f'export AGENTD_SLURM_SOCKET="$AGENTD_SOCKET"\n'
                 f'export AGENTD_SLURM_MAP="{self.folder}/$SLURMD_NODENAME/map.json"\n'
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )

@@ -164,6 +164,26 @@ async def test_stale_claim_ends_only_once_the_job_is_over(slurm: NodesOf) -> Non
     assert nodes.cluster.state(job) == "RUNNING"
 
 
+async def test_step_takes_the_gpus_of_its_own_node(slurm: NodesOf) -> None:
+    """A step inherits SLURM_JOB_GPUS of its caller, on another node or on none."""
+    nodes = await slurm(nodes=2, gpu_count=2)
+    cluster, (first, second) = nodes.cluster, nodes.cluster.nodes
+    other = cluster.submit("--gres=gpu:cuda0:1", f"--nodelist={first}")
+    await nodes.until_claims({f"slurm-{other}": ["cuda0"]})
+    script = f"srun sh -c 'touch {nodes.folder}/ran-$SLURMD_NODENAME'; sleep 1000"
+    job = cluster.submit("-N2", "--gres=gpu:1", script=script)
+    await nodes.until_claims({f"slurm-{other}": ["cuda0"], f"slurm-{job}": ["cuda1"]})
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]}, second)
+    ran = [nodes.folder / f"ran-{node}" for node in (first, second)]
+    cluster.until(lambda: all(file.exists() for file in ran), "a step did not start")
+    assert cluster.job(job)["Restarts"] == "0"
+    cluster.run("scancel", job)
+    await nodes.until_claims({}, second)
+    printed = cluster.run("srun", "--gres=gpu:1", f"--nodelist={second}", "env")
+    assert "SLURM_STEP_GPUS=0" in printed.splitlines()
+    assert "AGENTD_AGENT=slurm" in printed.splitlines()
+
+
 async def test_no_task_starts_on_gpus_without_a_claim(slurm: NodesOf) -> None:
     """Slurm runs no prolog for an id that slurmd still knows: then the task prolog refuses."""
     nodes = await slurm()

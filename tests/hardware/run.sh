@@ -10,7 +10,8 @@ mkdir -p "$out" && [ -w "$out" ] || { echo "$out cannot be written: nothing was 
 work=$(mktemp -d)
 chmod 755 "$work"
 mps_stop() { [ -d "$work/pipe" ] && echo quit | CUDA_MPS_PIPE_DIRECTORY="$work/pipe" nvidia-cuda-mps-control; }
-trap 'mps_stop 2>/dev/null; rm -rf "$work"' EXIT
+daemon=
+trap 'mps_stop 2>/dev/null; [ -z "$daemon" ] || kill "$daemon" 2>/dev/null; rm -rf "$work"' EXIT
 
 if ! smi=$(nvidia-smi --query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current --format=csv,noheader); then
   echo "no NVIDIA GPU answers on this machine: nothing was tried" >&2
@@ -46,6 +47,7 @@ serve() {
 unserve() {
   kill "$daemon"
   wait "$daemon" || { wrong "agentd failed"; cat "$work/daemon" >&2; }
+  daemon=
   unset AGENTD_CONFIG AGENTD__NODE__STATE_DIR AGENTD__RPC__SOCKET
 }
 
@@ -92,7 +94,8 @@ limits() {
   printf 'A kernel with a quarter of a GPU and 4 GiB of its memory:\n\n'
   $quarter sh -c "$probe" | sed 's/^/    /' || wrong "it failed"
   printf '\nThe same, where the program allocates 6 GiB:\n\n'
-  $quarter sh -c "TAKE_MIB=6144 $probe" | sed 's/^/    /' && wrong "nothing limits its memory"
+  $quarter sh -c "TAKE_MIB=6144 $probe" | sed 's/^/    /' | tee "$work/taken"
+  grep -q "6144 MiB: error 2" "$work/taken" || wrong "nothing limits its memory"
   unserve
 }
 

@@ -97,7 +97,7 @@ def test_prolog_ends_the_claim_of_an_earlier_run() -> None:
 
 
 OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm"}}
-SYNC = SyncFacts("n1", MAP, (OWN,), (), ROWS, (JOB,), frozenset({7}))
+SYNC = SyncFacts("n1", MAP, (OWN,), (), ROWS, (JOB,), frozenset({7}), frozenset({7}))
 OTHER = {"kernel_id": "k1", "amount": "1"}
 
 
@@ -172,9 +172,18 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
             id="a job without a claim, still",
         ),
         pytest.param(
-            {"claims": (), "unclaimed": frozenset({7}), "alive": frozenset()},
+            {"claims": (), "unclaimed": frozenset({7}), "running": frozenset()},
             [],
             id="a job without a claim or a process",
+        ),
+        pytest.param(
+            {
+                "claims": (),
+                "unclaimed": frozenset({7}),
+                "kernels": ({"kernel_id": "k1", "claim_id": "slurm-7"},),
+            },
+            [],
+            id="a job whose claim a kernel took over",
         ),
         pytest.param(
             {

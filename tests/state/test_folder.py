@@ -56,8 +56,10 @@ def test_a_loss_of_power_ends_claims_whose_records_it_emptied(
     for name, left in emptied.items():
         state.save_claim(name, "{}", is_lasting=name == "lasting")
         path = state.folder / "claims" / f"{name}.json"
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_TRUNC), "wb") as file:
-            file.write(left)
+        mode = path.stat().st_mode
+        path.chmod(0o600)
+        path.write_bytes(left)
+        path.chmod(mode)
         if name != "now":
             os.utime(path, (1, 1))
     state.close()

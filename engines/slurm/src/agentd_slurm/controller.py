@@ -90,7 +90,7 @@ def send_back(job_id: int, reason: str) -> None:
 
 
 def requeue(job_id: int) -> None:
-    """Requeue a job, or cancel one that cannot be requeued.
+    """Requeue a job, or cancel one that cannot be requeued; not one that waits again already.
 
     Raises:
         SlurmFailed: neither could be done.
@@ -98,7 +98,7 @@ def requeue(job_id: int) -> None:
     try:
         run("scontrol", "requeue", str(job_id))
     except SlurmFailed:
-        run("scancel", str(job_id))
+        run("scancel", "--state=RUNNING", str(job_id))
 
 
 def start_placeholder(node: str, gpu_type: str, holder: str) -> None:

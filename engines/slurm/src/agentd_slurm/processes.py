@@ -2,8 +2,9 @@
 
 proctrack/cgroup puts each job's processes below `slurm/uid_U/job_J` on cgroup v1 and below
 `slurmstepd.scope/job_J` on v2; where one host runs several slurmds, below `slurm_NODE` and
-`NODE_slurmstepd.scope`. A slurmstepd is in the cgroup of its job. A kernel of agentd is in a cgroup
-of agentd's and is not counted.
+`NODE_slurmstepd.scope`. A slurmstepd is in the cgroup of its job; on v2 one more, of no job, keeps
+the scope alive (`slurmstepd infinity`, in `slurmstepd.scope/system`). A kernel of agentd is in a
+cgroup of agentd's and is not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
 _STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
 _OF_ANY_NODE = re.compile(r"/(?:slurm_[^/\n]+|[^/\n]+_slurmstepd\.scope)/")
 """The cgroups of one of several slurmds on this host."""
+_OF_NO_JOB = re.compile(r"slurmstepd\.scope/system$", re.MULTILINE)
 _PROGRAM = "slurmstepd"
 
 
@@ -30,6 +32,11 @@ class NodeProcesses:
     in_cgroup: frozenset[int]
     stepds: frozenset[int]
     has_unnamed: bool = False
+
+    @property
+    def jobs(self) -> frozenset[int]:
+        """The jobs that have a process or a slurmstepd here for certain."""
+        return self.in_cgroup | self.stepds
 
     def of(self, job_id: int) -> bool:
         """Return whether the job may have a process or a slurmstepd here."""
@@ -59,7 +66,7 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
         try:
             cgroups = (folder / "cgroup").read_text()
             jobs = jobs_in_cgroup(cgroups, node)
-            if not jobs and _OF_ANY_NODE.search(cgroups):
+            if not jobs and (_OF_ANY_NODE.search(cgroups) or _OF_NO_JOB.search(cgroups)):
                 continue
             in_cgroup |= jobs
             if (folder / "comm").read_text().strip() == _PROGRAM:

@@ -51,8 +51,7 @@ class Synchronizer:
         devices, kernels = self._client.devices(), self._client.kernels()
         jobs = controller.jobs(self._node)
         left = find_processes(self._node)
-        ids = {job for row in claims if (job := _job_id(row["claim_id"])) is not None}
-        ids |= {job.job_id for job in jobs if job.is_on(self._node)}
+        ids = (job for row in claims if (job := _job_id(row["claim_id"])) is not None)
         return SyncFacts(
             self._node,
             read_map(map_path()),
@@ -61,16 +60,29 @@ class Synchronizer:
             devices,
             jobs,
             frozenset(job for job in ids if left.of(job)),
+            left.jobs,
             self._unclaimed,
         )
 
     def once(self) -> list[SyncAction]:
-        """Take one look, act on it, and return the actions."""
+        """Take one look, act on it, and return the actions.
+
+        One that fails does not keep the others from being tried.
+
+        Raises:
+            the error of the first one that failed.
+        """
         facts = self.look()
         actions = decide_sync(facts)
         self._unclaimed = unclaimed_jobs(facts)
+        failed: list[Exception] = []
         for action in actions:
-            self._carry_out(action)
+            try:
+                self._carry_out(action)
+            except ENOUGH as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
         return actions
 
     def _carry_out(self, action: SyncAction) -> None:

@@ -4,24 +4,29 @@ Slurm runs it as the job's user, before each task, and takes lines `export NAME=
 names the job's claim and agent to the task. With an exit status other than 0 the task does not
 start. That is needed beside the prolog: slurmd runs none for the id of a job that it still knows,
 and a slurmctld that was killed gives ids of its last seconds again.
+
+A task is refused where agentd and slurmctld agree that the job runs here on GPUs which it did not
+claim. Where one of them cannot be asked, it starts.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from agentd.errors import AgentdError, Unavailable, UnknownClaim
+from agentd.errors import AgentdError, UnknownClaim
 from agentd_slurm import controller
+from agentd_slurm.controller import SlurmFailed
 from agentd_slurm.decisions.prolog import claim_id
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
-from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT
-from agentd_slurm.node_client import SOCKET_VARIABLE, NodeClient
+from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer
+from agentd_slurm.node_client import NodeClient
 
 USERS_SOCKET = "/run/agentd/slurm.sock"
-"""The socket that users of Slurm have, unless `AGENTD_SOCKET` names another."""
+"""The socket that users of Slurm have. A user's own `AGENTD_SOCKET` may be of another agent."""
+USERS_SOCKET_VARIABLE = "AGENTD_SLURM_SOCKET"
 REFUSED = 1
 
 
@@ -32,7 +37,8 @@ def main() -> None:
 
 def run_task_prolog(environ: Mapping[str, str]) -> int:
     """Print the variables of a job with GPUs and return the exit status."""
-    job_id, gpus = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_GPUS", "")
+    job_id = environ.get("SLURM_JOB_ID", "")
+    gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS", "")
     if not job_id.isdecimal() or not gpus:
         return 0
     try:
@@ -43,12 +49,20 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     _say(f"export AGENTD_CLAIM={claim_id(int(job_id))}")
     _say(f"export AGENTD_AGENT={gres_map.agent}")
     is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
-    reason = "" if is_placeholder else _unclaimed(int(job_id), gpus, gres_map, environ)
-    if reason:
-        _say(f"print agentd-slurm task-prolog: {reason}; the job is sent back")
-        _send_back(int(job_id))
-        return REFUSED
-    return 0
+    if is_placeholder or environ.get("SLURM_HET_SIZE"):  # its tasks have the id of their leader
+        return 0
+    try:
+        missing = _unclaimed(int(job_id), gpus, gres_map, environ)
+    except (AgentdError, SlurmFailed, UnreadableAnswer, OSError) as error:
+        _say(f"print agentd-slurm task-prolog: {error}")
+        return 0
+    if not missing:
+        return 0
+    _say(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
+    if environ.get("SLURM_LOCALID", "0") == "0":
+        with suppress(SlurmFailed):
+            controller.requeue(int(job_id))
+    return REFUSED
 
 
 def _say(line: str) -> None:
@@ -56,32 +70,43 @@ def _say(line: str) -> None:
 
 
 def _unclaimed(job_id: int, gpus: str, gres_map: GresMap, environ: Mapping[str, str]) -> str:
-    """Return why a job may not start on its GPUs; empty if it may, or if nobody can be asked."""
-    socket = environ.get(SOCKET_VARIABLE, USERS_SOCKET)
+    """Return the GPUs of a running job that its claim does not hold; empty if it has them all.
+
+    The environment names GPUs of this node in a batch script, and in a step that was given some.
+    Another step inherits what its caller had on another node: then slurmctld is asked.
+
+    Raises:
+        AgentdError, SlurmFailed, UnreadableAnswer: it cannot be found out.
+    """
+    socket = environ.get(USERS_SOCKET_VARIABLE, USERS_SOCKET)
     if not os.access(socket, os.R_OK | os.W_OK):
         return ""
-    try:
-        claim = NodeClient(socket).claim(claim_id(job_id))
-    except UnknownClaim:
-        return "the job has no claim"
-    except Unavailable:
-        return "agentd does not answer"
-    except AgentdError:
+    held = _held(NodeClient(socket), claim_id(job_id))
+    named = {int(index) for index in gpus.split(",") if index.isdecimal()}
+    if held is None or _missing(named, gres_map, held) == "":
         return ""
-    held = {
-        device
-        for slots in claim["allocation"].values()
-        for amounts in slots.values()
-        for device in amounts
-    }
-    indices = [int(index) for index in gpus.split(",") if index.isdecimal()]
-    devices = [gres_map.devices[index] for index in indices if index in gres_map.devices]
-    missing = [device.device_id for device in devices if device.device_id not in held]
-    if missing or len(devices) < len(indices):
-        return f"its claim does not hold {', '.join(missing) or 'all of its GPUs'}"
-    return ""
+    job, node = controller.job(job_id), environ.get("SLURMD_NODENAME", "")
+    if job is None or job.state != "RUNNING":
+        return ""
+    return _missing(job.gpus.get(node) or (), gres_map, held)
 
 
-def _send_back(job_id: int) -> None:
-    with suppress(controller.SlurmFailed):
-        controller.requeue(job_id)
+def _held(node: NodeClient, claim: str) -> frozenset[str] | None:
+    """Return the ids of a claim's devices, none if there is no claim.
+
+    None where a kernel took them all over.
+    """
+    try:
+        allocation = node.claim(claim)["allocation"]
+    except UnknownClaim:
+        return None if node.kernels(claim) else frozenset()
+    return frozenset(
+        device for slots in allocation.values() for amounts in slots.values() for device in amounts
+    )
+
+
+def _missing(indices: Iterable[int], gres_map: GresMap, held: frozenset[str]) -> str:
+    """Return the names of the GPUs that are not held, by their index where the map has none."""
+    known = gres_map.devices
+    names = (known[i].device_id if i in known else f"GPU {i}" for i in sorted(indices))
+    return ", ".join(name for name in names if name not in held)

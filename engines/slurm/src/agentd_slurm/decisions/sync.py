@@ -67,8 +67,9 @@ SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim | 
 class SyncFacts:
     """The facts of one round, read in this order: a job that appears in between changes nothing.
 
-    `alive` are the jobs with a slurmstepd or a process in their cgroup on this node. `unclaimed`
-    are the jobs that `unclaimed_jobs` returned for the round before.
+    `alive` are the jobs that may have a slurmstepd or a process in their cgroup on this node, and
+    `running` those that have one for certain. `unclaimed` are the jobs that `unclaimed_jobs`
+    returned for the round before.
     """
 
     node: str
@@ -78,6 +79,7 @@ class SyncFacts:
     devices: Sequence[Mapping[str, Any]]
     jobs: Sequence[Job]
     alive: frozenset[int]
+    running: frozenset[int] = frozenset()
     unclaimed: frozenset[int] = frozenset()
 
 
@@ -91,7 +93,7 @@ def job_of_claim(claim: Mapping[str, Any]) -> int | None:
 def decide_sync(facts: SyncFacts) -> list[SyncAction]:
     """Return what one round does."""
     late = sorted(unclaimed_jobs(facts) & facts.unclaimed)
-    return [*_placeholders(facts), *_stale_claims(facts), *map(ClaimRunningJob, late)]
+    return [*_stale_claims(facts), *map(ClaimRunningJob, late), *_placeholders(facts)]
 
 
 def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
@@ -101,13 +103,15 @@ def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
     is over (seen with 22.05). A prolog may not be done yet, so a job counts in the second round.
     """
     claimed = {job_of_claim(claim) for claim in facts.claims}
+    named = {row.get("claim_id") for row in facts.kernels}  # one may have taken the claim over
     return frozenset(
         job.job_id
         for job in facts.jobs
         if job.state == "RUNNING"
         and not job.is_placeholder
         and job.gpus.get(facts.node)
-        and job.job_id in facts.alive - claimed
+        and job.job_id in facts.running - claimed
+        and claim_id(job.job_id) not in named
     )
 
 
