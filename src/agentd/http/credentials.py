@@ -1,4 +1,7 @@
-"""Tokens and certificates named by the settings, and warnings about weak ones."""
+"""Tokens and certificates named by the settings, and warnings about weak ones.
+
+`callers` finds out who calls with them.
+"""
 
 from __future__ import annotations
 

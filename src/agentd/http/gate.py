@@ -1,7 +1,8 @@
 """The gate: every request is authenticated and authorized before its handler runs.
 
 The order of checks is part of the contract: foreign pages, own pages, the right node,
-authentication, the end of the start, names, query parameters, rights; then the handler.
+authentication (`callers`), the end of the start, names, query parameters, rights (`services.access`
+of the node or gateway); then the handler.
 """
 
 from __future__ import annotations

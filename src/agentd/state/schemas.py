@@ -1,5 +1,6 @@
-"""The schemas of the files in the state folder, validated on reading.
+"""The schemas of the node's files in the state folder, validated on reading.
 
+The records of kernels and claims have theirs in `core.kernel.record` and `core.claim.record`.
 Unknown members, written by a newer agentd, are skipped. A value of the wrong type raises, so no
 damaged value gets past this module.
 """

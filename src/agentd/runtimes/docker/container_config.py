@@ -1,6 +1,7 @@
 """The JSON that creates a container, derived from a plan; pure.
 
-See ContainerCreate in the Engine API for the members.
+See ContainerCreate in the Engine API for the members. The environment and the edits of plugins are
+merged in `core.kernel.plan`.
 """
 
 from __future__ import annotations
