@@ -87,6 +87,7 @@ async def test_page_switches_slurm_on_and_off(slurm: NodesOf) -> None:
     reader.types()
     cluster.until(lambda: not cluster.run("squeue", "-h"), "a job is left")
     reader.types()
+    reader.types()
     assert reader.is_over()
     job = cluster.submit("--gres=gpu:1")
     cluster.until_state(job, "RUNNING")
