@@ -67,7 +67,7 @@ def test_a_power_cut_leaves_no_kernel_unaccounted_for(machine: Machine, node: No
     node.must("sync")
     for name, survives in (("kept", True), ("ended", False)):
         holder = {"name": name, "survives_reboot": survives}
-        body = {"claim_id": name, "slots": {"cpu": 1}, "holder": holder}
+        body = {"claim_id": name, "slots": {"mem": "16m"}, "holder": holder}
         status, answer = node.ask("POST", "/v1/agents/team-a/claims", body)
         assert status == 201, answer
     machine.pull_plug()
