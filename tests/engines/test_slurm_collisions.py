@@ -27,8 +27,8 @@ from slurm_nodes import NodesOf, SlurmNodes
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = 600 if "AGENTD_SOAK" in os.environ else 120
 COLLISION = 99
-MOST_AT_ONCE = 5
-"""Workloads of one kind at once: together they want more than eight devices."""
+MOST_KERNELS, MOST_CLAIMANTS, MOST_JOBS = 2, 2, 5
+"""Workloads at once: together they want more than eight devices, and a job that waits gets some."""
 WORKLOAD = """#!/bin/sh
 locks=$1 seconds=$2 devices=$3
 case "$devices" in
@@ -40,11 +40,9 @@ exec flock --no-fork -n -E 99 "$locks/${devices%%,*}" "$0" "$locks" "$seconds" "
 """
 JOB = """
 for index in $(echo "$CUDA_VISIBLE_DEVICES" | tr , " "); do devices="$devices,cuda$index"; done
+echo "$SLURM_JOB_ID" >>{locks}/jobs
 {workload} {locks} {seconds} "${{devices#,}}"
-case $? in
-0) echo "$SLURM_JOB_ID" >>{locks}/jobs ;;
-99) echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions ;;
-esac
+[ $? != 99 ] || echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions
 """
 
 
@@ -76,7 +74,7 @@ class Traffic:
         """Create a kernel."""
         rows = await self._nodes.daemon.get("/v1/kernels")
         await self.look_at(rows)
-        if sum(row["state"] == "running" for row in rows) >= MOST_AT_ONCE:
+        if sum(row["state"] == "running" for row in rows) >= MOST_KERNELS:
             return
         words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
         slots = {"cuda.device": str(self._choice.randint(1, 2))}
@@ -96,7 +94,7 @@ class Traffic:
     async def claimant(self) -> None:
         """Start a process that claims for itself."""
         self.look_at_claimants()
-        if len(self._claimants) >= MOST_AT_ONCE:
+        if len(self._claimants) >= MOST_CLAIMANTS:
             return
         slots = f"cuda.device={self._choice.randint(1, 2)}"
         words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
@@ -117,7 +115,7 @@ class Traffic:
     async def job(self) -> None:
         """Submit a job."""
         cluster = self._nodes.cluster
-        if len(cluster.run("squeue", "-h", "-n", "work", check=False).splitlines()) < MOST_AT_ONCE:
+        if len(cluster.run("squeue", "-h", "-n", "work", check=False).splitlines()) < MOST_JOBS:
             script = JOB.format(workload=self._workload, locks=self.locks, seconds=self._seconds)
             gres = f"--gres=gpu:{self._choice.randint(1, 2)}"
             file = self._nodes.folder / "job"
@@ -159,15 +157,16 @@ class Traffic:
             self._choice.choice(self._claimants).kill()
 
     async def run(self, seconds: float) -> None:
-        """Do one thing after the other."""
+        """Do one thing after the other; after a quarter of the time, kill one now and then."""
         usual: list[Callable[[], Awaitable[None]]] = [self.kernel, self.claimant, self.job]
         kills = [
             self.cancel, self.kill_agentd, self.kill_slurmd, self.kill_slurmctld,
             self.kill_slurmstepd, self.kill_sync, self.kill_claimant,
         ]  # fmt: skip
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            act = self._choice.choice(usual if self._choice.random() < 0.85 else kills)
+        begun = time.monotonic()
+        while (passed := time.monotonic() - begun) < seconds:
+            is_quiet = self._choice.random() < 0.85 or passed < seconds / 4
+            act = self._choice.choice(usual if is_quiet else kills)
             with contextlib.suppress(aiohttp.ClientError):
                 await act()
             self.done[act.__name__] += 1
@@ -195,6 +194,8 @@ async def test_no_device_ever_has_two_holders(slurm: NodesOf) -> None:
     traffic = Traffic(nodes, random.Random(os.environ.get("AGENTD_SEED", "0")))
     await traffic.run(SECONDS)
     await traffic.end()
+    begun = traffic.locks / "jobs"
+    traffic.done["jobs begun"] = len(begun.read_text().split()) if begun.exists() else 0
     print(dict(traffic.done))
     assert traffic.collisions == []
     for pid in nodes.cluster.members():
@@ -206,7 +207,7 @@ async def test_no_device_ever_has_two_holders(slurm: NodesOf) -> None:
     assert held == [], await nodes.daemon.get("/v1/kernels")
     assert traffic.done["kernel 201"] > 0
     assert traffic.done["claimant 0"] > 0
-    assert (traffic.locks / "jobs").exists()
+    assert traffic.done["jobs begun"] > 0
     nodes.cluster.until(
         lambda: not nodes.cluster.run("squeue", "-h", "-n", "agentd", check=False),
         "a placeholder is left",
