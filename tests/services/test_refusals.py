@@ -1,18 +1,24 @@
 """Refusals are kept for an hour, counted, and told."""
 
 from agentd.errors import CommandNotFound, InsufficientResource, InvalidRequest, Problem
-from agentd.events import EventKind, EventLog
+from agentd.events import Audit, EventKind, EventLog
 from agentd.services.counts import NodeCounts
 from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
 
 NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MOST_DETAIL)
 
 
+def create(
+    kernel_id: str, *, caller: str = "a", action: str = "create_kernel", claim_id: str = ""
+) -> Audit:
+    return Audit(caller, "", None, action, "agent-1", kernel_id, "", claim_id)
+
+
 def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     counts, events, now = NodeCounts(lambda: 0.0), EventLog(), [1000.0]
     refusals = Refusals(counts, events, lambda: now[0])
     with events.listener(None) as listener:
-        refusals.note("team-a", "agent-1", "k1", NO_ROOM)
+        refusals.note(create("k1", caller="team-a"), NO_ROOM)
     (event,) = listener._waiting
     (kept,) = refusals.recent()
     assert (event.kind, event.value) == (EventKind.REFUSAL, kept)
@@ -30,7 +36,7 @@ def test_they_are_counted_told_and_kept_for_an_hour() -> None:
 def test_those_of_claims_are_not_counted_as_kernels() -> None:
     counts = NodeCounts(lambda: 0.0)
     refusals = Refusals(counts, EventLog(), lambda: 0.0)
-    refusals.note("a", "agent-1", "", NO_ROOM, "c1")
+    refusals.note(create("", action="create_claim", claim_id="c1"), NO_ROOM)
     (kept,) = refusals.recent()
     assert (kept.kernel_id, kept.claim_id, counts.refusals) == ("", "c1", {})
 
@@ -38,7 +44,7 @@ def test_those_of_claims_are_not_counted_as_kernels() -> None:
 def test_a_flood_keeps_the_latest() -> None:
     refusals = Refusals(NodeCounts(lambda: 0.0), EventLog(), lambda: 0.0)
     for number in range(MOST_KEPT + 5):
-        refusals.note("a", "agent-1", f"k{number}", NO_ROOM)
+        refusals.note(create(f"k{number}"), NO_ROOM)
     kept = refusals.recent()
     assert (len(kept), kept[0].kernel_id) == (MOST_KEPT, "k5")
 
@@ -47,8 +53,8 @@ def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
     events = EventLog()
     refusals = Refusals(NodeCounts(lambda: 0.0), events, lambda: 0.0)
     with events.listener(None) as listener:
-        refusals.note("a", "agent-1", "k1", InvalidRequest([Problem("env.SECRET", "is invalid")]))
-        refusals.note("a", "agent-1", "k2", CommandNotFound("command 'SECRET': not found"))
+        refusals.note(create("k1"), InvalidRequest([Problem("env.SECRET", "is invalid")]))
+        refusals.note(create("k2"), CommandNotFound("command 'SECRET': not found"))
     assert [kept.detail for kept in refusals.recent()] == [
         "env: is invalid",
         "the command does not exist or is not executable",

@@ -17,15 +17,8 @@ log = structlog.get_logger()
 class RefusalLog(Protocol):
     """A log of refused calls."""
 
-    def note(
-        self,
-        caller: str,
-        agent_id: str,
-        kernel_id: str,
-        error: AgentdError,
-        claim_id: str | None = None,
-    ) -> None:
-        """Record the error that answered a call; `claim_id` is None if it was not for a claim."""
+    def note(self, call: Audit, error: AgentdError) -> None:
+        """Record the error that answered a call."""
 
 
 class Auditor:
@@ -59,10 +52,6 @@ class Auditor:
             self._outcome = error.code if isinstance(error, AgentdError) else type(error).__name__
         caller, kernel_id = caller_of(self._request), kernel_of(self._request)
         claim_id = claim_of(self._request)
-        is_its_own = caller.sees(self._agent_id)
-        if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
-            wanted = claim_id if self._action == "create_claim" else None
-            self._refusals.note(caller.name, self._agent_id, kernel_id, error, wanted)
         audit = Audit(
             caller.name,
             caller.via,
@@ -73,6 +62,9 @@ class Auditor:
             self._outcome,
             claim_id,
         )
+        is_its_own = caller.sees(self._agent_id)
+        if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
+            self._refusals.note(audit, error)
         log.info(
             "rpc.call",
             caller=audit.caller,

@@ -291,11 +291,15 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
 def _named(holder: Holder, *, is_seen: bool) -> str:
     if is_seen:
         return holder_text(holder)
-    return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
+    return f"{_kind(holder)} {OTHER}"
+
+
+def _kind(holder: Holder) -> str:
+    return "claim" if isinstance(holder, ClaimHolder) else "kernel"
 
 
 def _ends(holders: Sequence[Holder]) -> str:
-    kinds = {"claim" if isinstance(holder, ClaimHolder) else "kernel" for holder in holders}
+    kinds = set(map(_kind, holders))
     if len(kinds) > 1:
         return "they end"
     return f"the {kinds.pop()} ends" if len(holders) == 1 else f"the {kinds.pop()}s end"

@@ -257,7 +257,7 @@ def _read(slots: Mapping[str, object]) -> dict[str, Quantity | AmountError]:
 
 
 class HolderRequest(Body):
-    """Whose end is the end of a claim: a process, a cgroup, a time limit in seconds, or a name."""
+    """The holder of a claim: a process, a cgroup, a time limit in seconds, or a name."""
 
     pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
     start_time: Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None = None

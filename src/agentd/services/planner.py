@@ -199,10 +199,9 @@ class Planner:
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition, types = self._devices.partition(spec.agent_id), inventory.slot_types
         named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
-        claimed = asked.claimed
-        if claimed.names:  # as if its rest were free, to this request alone
-            ledger = ledger.without(ClaimHolder(spec.claim_id or ""))
-        only = {**asked.only, **claimed.narrowed(asked.only)}
+        if spec.claim_id is not None:  # as if its rest were free, to this request alone
+            ledger = ledger.without(ClaimHolder(spec.claim_id))
+        only = {**asked.only, **asked.claimed.narrowed(asked.only)}
         given: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
             for slot, _, amount in share.amounts:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from agentd.errors import AgentdError
-from agentd.events import EventKind, EventLog
+from agentd.events import Audit, EventKind, EventLog
 from agentd.services.counts import NodeCounts
 
 KEPT_S = 3600.0
@@ -37,23 +37,22 @@ class Refusals:
         self._now = now
         self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
 
-    def note(
-        self,
-        caller: str,
-        agent_id: str,
-        kernel_id: str,
-        error: AgentdError,
-        claim_id: str | None = None,
-    ) -> None:
+    def note(self, call: Audit, error: AgentdError) -> None:
         """Record an error that answered a create; its text may be shown to other callers.
 
-        Those of claims (`claim_id` is not None) are counted with the claims (`ClaimCounts`).
+        Those of claims are counted with the claims (`ClaimCounts`).
         """
-        if claim_id is None:
-            self._counts.refused(agent_id, kernel_id, error)
+        if call.action != "create_claim":
+            self._counts.refused(call.agent_id, call.kernel_id, error)
         detail = error.published()[:MOST_DETAIL]
         refusal = Refusal(
-            self._now(), caller, agent_id, kernel_id, error.code, detail, claim_id or ""
+            self._now(),
+            call.caller,
+            call.agent_id,
+            call.kernel_id,
+            error.code,
+            detail,
+            call.claim_id,
         )
         self._kept.append(refusal)
         self._events.publish(EventKind.REFUSAL, refusal)

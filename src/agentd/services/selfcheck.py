@@ -101,10 +101,12 @@ class SelfCheck:
         ids = {item.kernel_id for item in found} | self._state.kernels.keys()
         settled = {k for k in ids if self._state.is_unchanged(k, since)}
         settled -= self._state.unsettled.keys()
-        strays += self._kept_for_nobody()
-        return violations(self._node([i for i in found if i not in seconds], strays, settled))
+        saved = self._store.load_claims()
+        strays += self._kept_for_nobody(saved)
+        kernels = [i for i in found if i not in seconds]
+        return violations(self._node(kernels, strays, settled, saved))
 
-    def _kept_for_nobody(self) -> list[str]:
+    def _kept_for_nobody(self, saved_claims: Collection[str]) -> list[str]:
         kernels = self._state.kernels
         ports = (
             f"port {number}/{protocol}, held for kernel {kernel_id}"
@@ -112,7 +114,7 @@ class SelfCheck:
             if kernel_id not in kernels or not kernels[kernel_id].holds
         )
         saved = {record.kernel_id for record in self._store.load_records()}
-        claims = self._store.load_claims().keys() - self._state.claims.keys()
+        claims = set(saved_claims) - self._state.claims.keys()
         return [
             *(f"record of kernel {kernel_id}" for kernel_id in sorted(saved - kernels.keys())),
             *(f"record of claim {claim_id}" for claim_id in sorted(claims)),
@@ -120,7 +122,11 @@ class SelfCheck:
         ]
 
     def _node(
-        self, found: Sequence[ObservedKernel], strays: Sequence[str], settled: Collection[str]
+        self,
+        found: Sequence[ObservedKernel],
+        strays: Sequence[str],
+        settled: Collection[str],
+        saved_claims: Collection[str],
     ) -> NodeSnapshot:
         split = self._devices.split
         inventory = split.inventory
@@ -140,12 +146,11 @@ class SelfCheck:
             present={i.kernel_id: _present(i, inventory) for i in found if i.kernel_id in settled},
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
-            claims=dict(self._claims()),
+            claims=dict(self._claims(saved_claims)),
         )
 
-    def _claims(self) -> Iterator[tuple[str, RecordedClaim]]:
+    def _claims(self, saved: Collection[str]) -> Iterator[tuple[str, RecordedClaim]]:
         """Yield the claims; one that is being made or ended is not compared."""
-        saved = self._store.load_claims()
         for claim_id, claim in self._state.claims.items():
             is_settled = claim_id not in self._state.closed_claims
             yield (

@@ -24,6 +24,7 @@ from agentd_slurm.decisions.sync import (
     SyncAction,
     SyncFacts,
     decide_sync,
+    job_of_claim,
     unclaimed_jobs,
 )
 from agentd_slurm.gres_map import UnusableMap, map_path, read_map
@@ -51,7 +52,7 @@ class Synchronizer:
         devices, kernels = self._client.devices(), self._client.kernels()
         jobs = controller.jobs(self._node)
         left = find_processes(self._node)
-        ids = (job for row in claims if (job := _job_id(row["claim_id"])) is not None)
+        ids = (job for row in claims if (job := job_of_claim(row)) is not None)
         return SyncFacts(
             self._node,
             read_map(map_path()),
@@ -126,11 +127,6 @@ class Synchronizer:
             if is_over and not find_processes(self._node).of(job_id):
                 note("sync", f"claim {claim} is released: its job is over")
                 self._client.release(claim)
-
-
-def _job_id(claim_id: str) -> int | None:
-    number = claim_id.rpartition("-")[2]
-    return int(number) if number.isdecimal() else None
 
 
 def run_sync(node: str | None, *, once: bool = False) -> int:
