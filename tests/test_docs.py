@@ -7,6 +7,7 @@ A block of TOML is a whole `agent.toml` unless the word after `toml` says otherw
 `fleet.toml`), `not-agentd`.
 """
 
+import functools
 import importlib.util
 import itertools
 import re
@@ -57,10 +58,15 @@ class Block(NamedTuple):
     text: str
 
 
-def tokens(page: Path) -> Iterator[Token]:
-    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
-        yield token
-        yield from token.children or ()
+def tokens(page: Path) -> list[Token]:
+    return parsed(page.read_text())
+
+
+@functools.cache
+def parsed(text: str) -> list[Token]:
+    """Return the tokens of a page, each followed by its children."""
+    found = MarkdownIt("commonmark").enable("table").parse(text)
+    return [each for token in found for each in (token, *(token.children or ()))]
 
 
 def blocks(language: str) -> list[Block]:
