@@ -99,9 +99,11 @@ class Node:
             assert status == 204, content
 
     def configure(self, text: str) -> None:
-        """Replace the configuration and restart the daemon."""
-        self.must(f"printf %s {shlex.quote(text)} >/etc/agentd/agent.toml")
-        self.must("systemctl restart agentd", 300)
+        """Replace the configuration and restart the daemon; keep one that runs with this text."""
+        write = f"printf %s {shlex.quote(text)}"
+        same = self.run(f"{write} | cmp -s - /etc/agentd/agent.toml && systemctl is-active agentd")
+        if same.status:
+            self.must(f"{write} >/etc/agentd/agent.toml; systemctl restart agentd", 300)
 
     def unit(self, kernel_id: str) -> str:
         """Return the unit of a kernel."""

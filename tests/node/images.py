@@ -14,6 +14,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,8 +67,22 @@ def packages() -> Path:
         run(str(REPOSITORY / "packaging" / "build-deb"), str(folder))
         simulated = str(REPOSITORY / "plugins" / "sim")
         _pip("wheel", "--no-deps", "--wheel-dir", str(folder), simulated)
+        _newer(next(folder.glob("agentd_*.deb")), folder / "newer")
 
-    return _made("packages", _contents(REPOSITORY / name for name in BUILT_FROM), make)
+    sources = [*(REPOSITORY / name for name in BUILT_FROM), Path(__file__)]
+    return _made("packages", _contents(sources), make)
+
+
+def _newer(package: Path, folder: Path) -> None:
+    """Put the same package with a higher version into a folder."""
+    content = folder / "content"
+    folder.mkdir()
+    run("dpkg-deb", "-R", str(package), str(content))
+    control = content / "DEBIAN" / "control"
+    newer = re.sub("^Version: .*", r"\g<0>+newer", control.read_text(), flags=re.MULTILINE)
+    control.write_text(newer)
+    run("dpkg-deb", "-Znone", "--root-owner-group", "-b", str(content), str(folder / package.name))
+    shutil.rmtree(content)
 
 
 @functools.cache

@@ -181,11 +181,8 @@ def test_kernels_and_logs_survive_any_end_of_the_daemon(node: Node) -> None:
     node.create("talks", "sh", "-c", "while :; do date +%s; sleep 1; done", agent="team-b")
     pids = {name: node.must(f"systemctl show {node.unit(name)} -p MainPID --value") for name in
             ("talks", "secret")}  # fmt: skip
-    node.must("dpkg-deb -R /payload/agentd_*.deb /tmp/newer", 300)
-    node.must("sed -i 's/^Version: .*/&+newer/' /tmp/newer/DEBIAN/control")
-    node.must("dpkg-deb -Znone --root-owner-group -b /tmp/newer /tmp/newer.deb", 300)
     for end in ("systemctl kill -s KILL agentd", "systemctl restart agentd",
-                "dpkg -i /tmp/newer.deb"):  # fmt: skip
+                "dpkg -i /payload/newer/agentd_*.deb"):  # fmt: skip
         node.must(end, 300)
         until_ready(node)
         for name, pid in pids.items():
@@ -205,7 +202,8 @@ def test_hanging_daemon_is_restarted(node: Node) -> None:
     while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
         assert time.monotonic() < end
         time.sleep(1)
-    node.must(f"rm -r {drop_in} && systemctl daemon-reload && systemctl restart agentd", 300)
+    node.must(f"rm -r {drop_in} && systemctl daemon-reload")
+    until_ready(node)
     assert node.kernel("talks")["state"] == "running"
 
 
@@ -236,7 +234,7 @@ over.set(); t.join(); print(json.dumps([made, bad]))
 
 def test_no_request_is_refused_while_the_daemon_restarts(node: Node) -> None:
     node.must(f"cat >/tmp/requests.py <<'P'\n{REQUESTS}\nP")
-    restarts = 10 if "AGENTD_SOAK" in os.environ else 3
+    restarts = 10 if "AGENTD_SOAK" in os.environ else 2
     made, bad = json.loads(node.must(f"python3 /tmp/requests.py {restarts}", 900))
     assert made >= 100 * restarts
     assert bad == []

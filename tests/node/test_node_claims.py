@@ -29,7 +29,7 @@ def until_free(node: Node) -> None:
 
 
 def test_a_scope_holds_until_the_last_child_has_ended(node: Node) -> None:
-    node.configure(CONFIG.format(runtime="process"))
+    node.configure(CONFIG.format(runtime="systemd"))
     until_ready(node)
     words = "agentctl claim team-a --scope --id scoped -s tpu.device=1 -- sh -c"
     node.must(f"{words} '{LEFT_BEHIND}'", 120)

@@ -11,6 +11,8 @@ from agentd.failpoints import POINTS
 from node.conftest import CONFIG, Node, until_ready
 
 DROP_IN = "/run/systemd/system/agentd.service.d"
+FAILPOINTS = "/run/agentd-failpoints"
+"""An environment file of the service that is there for one start alone."""
 OF_SYSTEMD = sorted(
     name for name, point in POINTS.items() if "systemd" in point.on and "docker" not in point.on
 )
@@ -38,6 +40,9 @@ CREATE, STOP, DELETE = (
 def resident(node: Node) -> str:
     """The process of a kernel that lives through all of it."""
     node.configure(CONFIG.format(runtime="systemd"))
+    setting = shlex.quote(f"[Service]\nEnvironmentFile=-{FAILPOINTS}\n")
+    node.must(f"mkdir -p {DROP_IN} && printf %s {setting} >{DROP_IN}/f.conf")
+    node.must("systemctl daemon-reload")
     node.create("resident", "sleep", "9999")
     return main_pid(node, "resident")
 
@@ -46,13 +51,10 @@ def main_pid(node: Node, kernel_id: str) -> str:
     return node.must(f"systemctl show {node.unit(kernel_id)} -p MainPID --value").strip()
 
 
-def begin(node: Node, failpoints: str) -> None:
-    if failpoints:
-        setting = shlex.quote(f"[Service]\nEnvironment=AGENTD_FAILPOINTS={failpoints}\n")
-        node.must(f"mkdir -p {DROP_IN} && printf %s {setting} >{DROP_IN}/f.conf")
-    else:
-        node.must(f"rm -rf {DROP_IN}")
-    node.must("systemctl daemon-reload; systemctl reset-failed agentd; systemctl restart agentd")
+def begin(node: Node, point: str) -> None:
+    """Restart the daemon so that it dies at a point; the one that follows it does not."""
+    node.must(f"echo AGENTD_FAILPOINTS={point}=kill >{FAILPOINTS}")
+    node.must(f"systemctl reset-failed agentd; systemctl restart agentd; rm {FAILPOINTS}", 300)
     until_ready(node)
 
 
@@ -68,7 +70,7 @@ def living(node: Node) -> dict[str, str]:
 @pytest.mark.parametrize("point", TRIED)
 def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str) -> None:
     others = living(node).keys()
-    begin(node, f"{point}=kill")
+    begin(node, point)
     kind = "create" if point.endswith("before_move") else point.partition(".")[0]
     asked = [CREATE, *{"stop": [STOP], "delete": [DELETE], "record": [DELETE]}.get(kind, [])]
     for method, path in asked:
@@ -77,7 +79,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     end = time.monotonic() + 60
     while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
         assert time.monotonic() < end, f"{point} was not reached"
-    begin(node, "")
+    until_ready(node)
     kernels = node.ask("GET", "/v1/kernels")[1]
     assert {k["kernel_id"] for k in kernels if k["state"] == "running"} == living(node).keys()
     assert main_pid(node, "resident") == resident
@@ -94,3 +96,4 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
 def test_the_resident_goes(node: Node, resident: str) -> None:
     assert main_pid(node, "resident") == resident
     node.remove("resident")
+    node.must(f"rm -r {DROP_IN} && systemctl daemon-reload")
