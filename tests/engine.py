@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tarfile
 import time
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,12 @@ class Engine:
         connection.close()
         return content if raw else (json.loads(content) if content else None)
 
-    def import_image(self, name: str = IMAGE, changes: str = "") -> None:
+    def import_image(
+        self, name: str = IMAGE, changes: str = "", programs: Mapping[str, str] | None = None
+    ) -> None:
         repository, _, tag = name.partition(":")
         path = f"/images/create?fromSrc=-&repo={repository}&tag={tag}{changes}"
-        self.call("POST", path, rootfs(), raw=True)
+        self.call("POST", path, rootfs(programs), raw=True)
 
     def containers(self) -> list[dict[str, Any]]:
         return self.call("GET", "/containers/json?all=1")
@@ -154,8 +157,8 @@ class Engine:
             self.call("DELETE", f"/containers/{container['Id']}?force=1&v=1", raw=True)
 
 
-def rootfs() -> bytes:
-    """A root folder of busybox and the links to its applets."""
+def rootfs(programs: Mapping[str, str] | None = None) -> bytes:
+    """A root folder of busybox, the links to its applets, and scripts by their path."""
     path = shutil.which("busybox") or ""
     applets = subprocess.run([path, "--list"], capture_output=True, text=True, check=True).stdout
     buffer = BytesIO()
@@ -166,6 +169,10 @@ def rootfs() -> bytes:
                 link = tarfile.TarInfo(f"bin/{applet}")
                 link.type, link.linkname = tarfile.SYMTYPE, "busybox"
                 tar.addfile(link)
+        for name, script in (programs or {}).items():
+            file = tarfile.TarInfo(name)
+            file.mode, file.size = 0o755, len(script.encode())
+            tar.addfile(file, BytesIO(script.encode()))
         for folder in ("tmp", "etc", "proc", "sys", "dev"):
             entry = tarfile.TarInfo(folder)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777

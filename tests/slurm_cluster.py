@@ -1,7 +1,8 @@
 """A real Slurm cluster of the test's own: munge, slurmctld and some slurmds on this machine.
 
-The daemons live in a network namespace, with keys, sockets and folders of their own, and node names
+The daemons live in namespaces, with keys, sockets, folders and users of their own, and node names
 that no other run has: they are part of the paths of cgroups. Every process is stopped by its pid.
+Each slurmd has a mount namespace too, in which one path, `own`, is the folder of its node.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import other_users
+
 ADDRESS = "10.99.0.1"
 CONTROLLER_PORT = 6817
 WAIT_S = 60.0
 """For what Slurm does within seconds on a quiet machine."""
+NEW_MOUNTS = ("unshare", "--mount", "--propagation=slave")
 CGROUPS = Path("/sys/fs/cgroup")
 
 CONFIG = """
@@ -70,7 +74,10 @@ class SlurmCluster:
         self.gres: dict[str, tuple[str, str]] = {}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespace: subprocess.Popen[bytes] | None = None
-        for name in ("munge", "state", "spool", "run", "log", "etc"):
+        self.folders: dict[str, Path] = {}
+        """The folder of each node, which its processes see as `own`."""
+        self.own = folder / "own"
+        for name in ("munge", "state", "spool", "run", "log", "etc", "users", "own"):
             (folder / name).mkdir()
         for node in self.nodes:
             (folder / "spool" / node).mkdir()
@@ -117,11 +124,13 @@ class SlurmCluster:
         self.until(self.are_idle, f"nodes are not idle: {self.run('sinfo', '-N', '-l')}")
 
     def _enter_namespace(self) -> None:
+        words = [*other_users.mounts(self.folder / "users"), "echo", "exec sleep infinity"]
         self._namespace = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
-        )
+            [*NEW_MOUNTS, "--net", "sh", "-ec", "\n".join(words)],
+            stdout=subprocess.PIPE, cwd=self.folder,
+        )  # fmt: skip
         assert self._namespace.stdout
-        self._namespace.stdout.readline()
+        assert self._namespace.stdout.readline(), "the namespace is not set up"
         for command in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
             self.run("ip", *command.split())
 
@@ -145,7 +154,9 @@ class SlurmCluster:
 
     def start_node(self, node: str) -> None:
         """Start a slurmd."""
-        self._daemons[node] = self.spawn("slurmd", "-D", "-N", node, "-f", self._config)
+        self._daemons[node] = self.spawn(
+            *self._in_own(node), "slurmd", "-D", "-N", node, "-f", self._config
+        )
 
     @property
     def _config(self) -> str:
@@ -162,9 +173,20 @@ class SlurmCluster:
         daemon.wait(30)
 
     def inside(self, *words: str | Path) -> list[str]:
-        """Return a command line that runs in the cluster's network namespace."""
+        """Return a command line that runs in the cluster's namespaces and in its folder."""
         assert self._namespace
-        return ["nsenter", f"--net=/proc/{self._namespace.pid}/ns/net", *map(str, words)]
+        there = ["nsenter", f"--target={self._namespace.pid}", "--net", "--mount", "--wd"]
+        return [*there, *map(str, words)]
+
+    def _in_own(self, node: str) -> list[str | Path]:
+        """Return the beginning of a command line that sees the node's folder as `own`."""
+        script = 'mount --bind "$0" "$1"; shift; exec "$@"'
+        return [*NEW_MOUNTS, "sh", "-ec", script, self.folders[node], self.own]
+
+    def _as_user(self, user: int) -> list[str | Path]:
+        home = other_users.home_of(self.folder / "users", user)
+        ids = [f"--reuid={user}", f"--regid={user}", "--init-groups"]
+        return ["setpriv", *ids, "env", f"--chdir={home}", f"HOME={home}"]
 
     def spawn(self, *words: str | Path) -> subprocess.Popen[bytes]:
         """Start a daemon in the namespace."""
@@ -175,18 +197,28 @@ class SlurmCluster:
                 env=self.environment, start_new_session=True, cwd=self.folder,
             )  # fmt: skip
 
-    def run(self, *words: str | Path, check: bool = True, user: int | None = None) -> str:
-        """Run a command in the namespace and return what it prints."""
-        command = self.inside(*words)
-        if user:
-            command = [*self.inside("setpriv", f"--reuid={user}", f"--regid={user}"),
-                       "--clear-groups", *map(str, words)]  # fmt: skip
-        done = subprocess.run(
+    def run(
+        self,
+        *words: str | Path,
+        check: bool = True,
+        user: int | None = None,
+        node: str | None = None,
+    ) -> str:
+        """Run a command in the namespaces, on a node if one is named; return what it prints."""
+        done = self.complete(*words, user=user, node=node)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
+        return done.stdout
+
+    def complete(
+        self, *words: str | Path, user: int | None = None, node: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in the namespaces to its end."""
+        as_user = self._as_user(user) if user else []
+        command = self.inside(*(self._in_own(node) if node else []), *as_user, *words)
+        return subprocess.run(
             command, capture_output=True, text=True, check=False, env=self.environment,
             stdin=subprocess.DEVNULL, timeout=WAIT_S, cwd=self.folder,
         )  # fmt: skip
-        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
-        return done.stdout
 
     def succeeds(self, *words: str) -> bool:
         """Return whether a command exits with 0."""
@@ -208,7 +240,8 @@ class SlurmCluster:
 
     def submit(self, *options: str, script: str = "sleep 1000", user: int | None = None) -> str:
         """Submit a batch job and return its id."""
-        words = ["sbatch", "--parsable", f"--output={self.folder}/out-%j", *options]
+        home = other_users.home_of(self.folder / "users", user) if user else self.folder
+        words = ["sbatch", "--parsable", f"--output={home}/out-%j", *options]
         return self.run(*words, "--wrap", script, user=user).strip()
 
     def job(self, job: str) -> Mapping[str, str]:
@@ -318,6 +351,7 @@ def gres_lines(folder: Path, devices: Sequence[str]) -> tuple[str, str]:
 
 
 def make_device(file: Path) -> None:
-    """Make a stand-in of a device file: Slurm wants a character device."""
+    """Make a stand-in of a device file, if there is none: Slurm wants a character device."""
     file.parent.mkdir(exist_ok=True)
-    os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    with contextlib.suppress(FileExistsError):
+        os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -13,17 +12,32 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from daemon import Daemon, gpus
-from slurm_cluster import SlurmCluster, gres_lines, make_device
+from engine import Engine
+from other_users import GROUP
+from slurm_cluster import SlurmCluster, gres_lines
 
 BIN = Path(sys.executable).parent
-AGENTS = '[[agents]]\nid = "slurm"\n[[agents]]\nid = "notebooks"\n'
+AGENTS = """
+[[agents]]
+id = "slurm"
+[[agents]]
+id = "notebooks"
+[[rpc.sockets]]
+path = "{own}/slurm.sock"
+group = "{group}"
+role = "agent"
+agents = ["slurm"]
+"""
+"""With a socket for the users of Slurm, as docs/how-to/slurm.md has it."""
 SCRIPTS = ("prolog", "epilog", "task-prolog")
 
 
 class SlurmNodes:
     """A cluster whose nodes each have an agentd with some simulated GPUs."""
 
-    def __init__(self, folder: Path, nodes: int, gpu_count: int) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, gpu_count: int, engine: Engine | None = None
+    ) -> None:
         (folder / "slurm").mkdir()
         self.folder = folder
         self.cluster = SlurmCluster(folder / "slurm", nodes)
@@ -31,8 +45,9 @@ class SlurmNodes:
         self._syncs: list[subprocess.Popen[bytes]] = []
         for node in self.cluster.nodes:
             (folder / node).mkdir()
-            self.daemons[node] = Daemon(folder / node, "process")
-        self.text = AGENTS + gpus(gpu_count)
+            self.cluster.folders[node] = folder / node
+            self.daemons[node] = Daemon(folder / node, "docker" if engine else "process", engine)
+        self.text = AGENTS.format(own=self.cluster.own, group=GROUP) + gpus(gpu_count)
         self.gpu_count = gpu_count
 
     @property
@@ -47,32 +62,31 @@ class SlurmNodes:
 
     async def start(
         self,
+        *,
         only: list[str] | None = None,
-        text: str | None = None,
-        settings: str | None = None,
-        here: Callable[[str, SlurmNodes], str] | None = None,
+        text: Callable[[SlurmNodes], str] | None = None,
+        is_switched_on: bool = True,
     ) -> None:
         """Start all agentds, write what `agentctl slurm gres` says, and start Slurm.
 
-        `only` leaves devices out of gres.conf and the map. With `settings` of slurm.conf nothing is
-        switched on: it is left to the test. `here` puts the places of this cluster into a text.
+        `only` leaves devices out of gres.conf and the map. `text` returns the configuration. A
+        cluster that is not switched on has an agentd on its first node, of which Slurm knows
+        nothing.
         """
-        if settings is not None and here is not None:
-            self._write_scripts()
-            lines = here(settings, self).splitlines()
-            self.cluster.extra |= dict(line.split("=", 1) for line in lines)
-            await self.daemon.start(here(text or self.text, self))
+        self.text = text(self) if text else self.text
+        self._write_scripts()
+        if not is_switched_on:
+            await self.start_daemon(self.node)
             await asyncio.to_thread(self.cluster.start)
             return
-        for node, daemon in self.daemons.items():
-            await daemon.start(self.text)
+        for node in self.daemons:
+            await self.start_daemon(node)
             content = json.loads(self.agentctl(node, "slurm", "gres", "--agent=slurm", "--json"))
             kept = [row for row in content["devices"].values() if not only or row["id"] in only]
             content["devices"] = {str(index): row for index, row in enumerate(kept)}
             self.map_file(node).write_text(json.dumps(content))
             stand_ins = self.folder / node / "dev"
             self.cluster.gres[node] = gres_lines(stand_ins, [row["id"] for row in kept])
-        self._write_scripts()
         self.cluster.extra |= {
             "Prolog": str(self.folder / "prolog"),
             "Epilog": str(self.folder / "epilog"),
@@ -80,25 +94,31 @@ class SlurmNodes:
         }
         await asyncio.to_thread(self.cluster.start)
 
-    def give_gres(self, lines: str, gres: str) -> None:
-        """Write gres.conf and the node's `Gres=`, make the stand-ins, and restart Slurm."""
-        for file in re.findall(r"File=(\S+)", lines):
-            make_device(Path(file))
-        self.cluster.gres[self.node] = (lines, gres)
+    async def start_daemon(self, node: str, text: str | None = None) -> None:
+        """Start or restart a node's agentd, with its own folder in the configuration."""
+        filled = (text or self.text).replace(str(self.cluster.own), str(self.folder / node))
+        await self.daemons[node].restart(filled)
+
+    def configure_slurm(self, settings: str) -> None:
+        """Add settings to slurm.conf, and restart Slurm on each node."""
+        self.cluster.extra |= dict(line.split("=", 1) for line in settings.splitlines())
         self.cluster.configure()
-        for name in (self.node, "slurmctld"):
+        for name in (*self.cluster.nodes, "slurmctld"):
             self.cluster.kill(name, signal.SIGTERM)
         self.cluster.start_controller()
-        self.cluster.start_node(self.node)
-        self.cluster.until(self.cluster.are_idle, "the node is not idle")
+        for node in self.cluster.nodes:
+            self.cluster.start_node(node)
+        self.cluster.until(self.cluster.are_idle, "a node is not idle")
 
     def _write_scripts(self) -> None:
+        """Write the programs that slurmd runs, each with the sockets of its node."""
+        own = self.cluster.own
         for name in SCRIPTS:
             file = self.folder / name
             file.write_text(
-                f'#!/bin/sh\nexport AGENTD_SOCKET="{self.folder}/$SLURMD_NODENAME/agentd.sock"\n'
-                f'export AGENTD_SLURM_SOCKET="$AGENTD_SOCKET"\n'
-                f'export AGENTD_SLURM_MAP="{self.folder}/$SLURMD_NODENAME/map.json"\n'
+                f'#!/bin/sh\nexport AGENTD_SOCKET="{own}/agentd.sock"\n'
+                f'export AGENTD_SLURM_SOCKET="{own}/slurm.sock"\n'
+                f'export AGENTD_SLURM_MAP="{own}/map.json"\n'
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )
             file.chmod(0o755)

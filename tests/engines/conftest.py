@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine import Engine
 from needs import require
 from slurm_nodes import NodesOf, SlurmNodes
 
@@ -22,8 +23,10 @@ async def slurm() -> AsyncIterator[NodesOf]:
     folder.chmod(0o755)
     made: list[SlurmNodes] = []
 
-    async def give(nodes: int = 1, gpu_count: int = 8, **options: Any) -> SlurmNodes:
-        running = SlurmNodes(folder, nodes, gpu_count)
+    async def give(
+        nodes: int = 1, gpu_count: int = 8, engine: Engine | None = None, **options: Any
+    ) -> SlurmNodes:
+        running = SlurmNodes(folder, nodes, gpu_count, engine)
         made.append(running)
         await running.start(**options)
         return running

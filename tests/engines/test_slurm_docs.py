@@ -1,107 +1,76 @@
-"""docs/how-to/slurm.md, typed on a real cluster of one node."""
+"""docs/how-to/slurm.md, typed on a real cluster: agentd is switched on for one of two nodes."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+import signal
 
 from daemon import gpus
-from needs import ROOT
-from slurm_nodes import BIN, NodesOf, SlurmNodes
-
-PAGE = (ROOT / "docs/how-to/slurm.md").read_text()
-MARK = "console not-run with Slurm: tests/engines"
+from slurm_cluster import gres_lines, make_device
+from slurm_nodes import NodesOf, SlurmNodes
+from slurm_page import Reader, here, the_block
 
 
-def blocks(fence: str) -> list[str]:
-    """Return the page's blocks with this fence."""
-    return re.findall(rf"^```{re.escape(fence)}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+def page_config(nodes: SlurmNodes) -> str:
+    """Return the page's configuration for a node with eight GPUs."""
+    return here(the_block("toml"), nodes) + gpus(8)
 
 
-def here(text: str, nodes: SlurmNodes) -> str:
-    """Return text of the page with the places of this cluster."""
-    places = {
-        "/etc/agentd/slurm-gres.json": str(nodes.map_file(nodes.node)),
-        "/opt/agentd/bin/agentd-slurm-": f"{nodes.folder}/",
-        "/etc/slurm/": f"{nodes.folder}/",
-        "/run/agentd/slurm.sock": str(nodes.folder / nodes.node / "slurm.sock"),
-        "/dev/agentd-slurm": str(nodes.folder / nodes.node / "dev"),
-        "NODE ": f"{nodes.node} ",
-        "NODE\n": f"{nodes.node}\n",
-    }
-    for place, real in places.items():
-        text = text.replace(place, real)
-    return text
+def without_slurm(config: str) -> str:
+    """Return the configuration without the tables that name the agent of Slurm."""
+    tables = re.split(r"\n(?=\[\[|\[plugins|\[resource)", config)
+    return "\n".join(table for table in tables if '"slurm"' not in table)
 
 
-class Reader:
-    """Types the blocks of the page, one after the other."""
-
-    def __init__(self, nodes: SlurmNodes) -> None:
-        self._nodes = nodes
-        self._blocks = blocks(MARK)
-
-    def types(self) -> list[str]:
-        """Type the next block and return what each command prints."""
-        text = here(self._blocks.pop(0) + "\n", self._nodes)
-        return [self.type(line[2:]) for line in text.splitlines() if line.startswith("$ ")]
-
-    def type(self, command: str) -> str:
-        """Type one command."""
-        cluster = self._nodes.cluster
-        environment = self._nodes.environment(self._nodes.node)
-        named = [f"{name}={environment[name]}" for name in environment if name[:6] == "AGENTD"]
-        path = f"PATH={BIN}:{environment['PATH']}"
-        return cluster.run("env", path, *named, "sh", "-c", command)
-
-    def is_over(self) -> bool:
-        """Return whether every block was typed."""
-        return not self._blocks
-
-
-async def test_page_switches_slurm_on_and_off(slurm: NodesOf) -> None:
-    (text,) = blocks("toml")
-    (settings,) = blocks("ini")
-    nodes = await slurm(text=text + gpus(4), settings=settings, here=here)
+async def test_page_switches_one_node_on_and_off(slurm: NodesOf) -> None:
+    nodes = await slurm(nodes=2, text=page_config, is_switched_on=False)
     cluster, reader = nodes.cluster, Reader(nodes)
     _, printed = reader.types()
-    gres = here(printed, nodes)
-    lines = re.findall(r"^Name=gpu .*$", gres, re.MULTILINE)
-    assert [line.split("Type=")[1].split()[0] for line in lines] == ["cuda0", "cuda1"]
-    nodes.give_gres("\n".join(lines), re.findall(r"^Gres=.*$", gres, re.MULTILINE)[0])
+    give_gres(nodes, here(printed, nodes))
+    reader.types(*cluster.nodes)
     reader.types()
-    job = cluster.submit("--gres=gpu:1", script="true")
-    cluster.until_state(job, "COMPLETED")
-    reader.types()
-
+    nodes.configure_slurm(here(the_block("ini"), nodes))
+    sync = nodes.start_sync(nodes.node)
     (checks,) = reader.types()
     assert [line for line in checks.splitlines() if not line.startswith("ok ")] == []
+
     submitted, _ = reader.types()
     job = submitted.split()[-1]
     await nodes.until_claims({f"slurm-{job}": ["cuda0", "cuda1"]})
     assert f"slurm-{job}" in reader.type("agentctl claims")
+    runs_without_agentd(nodes, cluster.nodes[1])
     cluster.run("scancel", job)
     await nodes.until_claims({})
 
-    await run_kernel(nodes, reader)
     reader.types()
     cluster.until(lambda: not cluster.run("squeue", "-h"), "a job is left")
-    reader.types()
+    sync.send_signal(signal.SIGTERM)
+    assert sync.wait(30) == 0
+    *_, claims = reader.types()
+    assert "slurm-" not in claims
+    await nodes.start_daemon(nodes.node, without_slurm(nodes.text))
+    assert [row["agent_id"] for row in await nodes.daemon.get("/v1/agents")] == ["notebooks"]
     reader.types()
     assert reader.is_over()
-    job = cluster.submit("--gres=gpu:1")
-    cluster.until_state(job, "RUNNING")
+    for node in cluster.nodes:
+        runs_without_agentd(nodes, node)
     assert await nodes.claims() == {}
 
 
-async def run_kernel(nodes: Any, reader: Reader) -> None:
-    """Submit the page's batch script, on one node and without an image."""
-    (script,) = blocks("bash")
-    script = here(script, nodes).replace("--nodes=3", "--nodes=1")
-    script = script.replace("--image train:1 -- ./train", "-s cpu=0 -- echo trained")
-    file = nodes.folder / "job"
-    file.write_text(script.replace("agentctl", str(BIN / "agentctl")))
-    job = reader.type(f"sbatch --parsable --output={nodes.folder}/trained {file}").strip()
+def give_gres(nodes: SlurmNodes, printed: str) -> None:
+    """Copy what `agentctl slurm gres` prints for the first node; the second has GPUs too."""
+    lines = re.findall(r"^Name=gpu .*$", printed, re.MULTILINE)
+    types = [re.findall(r"Type=(\S+)", line)[0] for line in lines]
+    assert types == ["cuda0", "cuda1", "cuda2", "cuda3"]
+    first, second = nodes.cluster.nodes
+    for name in types:
+        make_device(nodes.folder / first / "dev" / name)
+    (gres,) = re.findall(r"^Gres=.*$", printed, re.MULTILINE)
+    nodes.cluster.gres[first] = ("\n".join(lines), gres)
+    nodes.cluster.gres[second] = gres_lines(nodes.folder / second / "dev", ["a100-0", "a100-1"])
+
+
+def runs_without_agentd(nodes: SlurmNodes, node: str) -> None:
+    """Run a job with a GPU to its end on a node that is not switched on."""
+    job = nodes.cluster.submit("--gres=gpu:1", f"--nodelist={node}", script="true")
     nodes.cluster.until_state(job, "COMPLETED")
-    assert (nodes.folder / "trained").read_text() == "trained\n"
-    await nodes.until_claims({})
