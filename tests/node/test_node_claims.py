@@ -53,3 +53,8 @@ def test_a_cgroup_with_a_container_or_agentd_in_it_is_refused(node: Node) -> Non
         assert (status, "holds agentd or a kernel" in answer["detail"]) == (422, True), answer
     node.remove("unit")
     until_free(node)
+
+
+def test_scope_kernels_and_gang_never_meet(node: Node) -> None:
+    """The test of `make test`, here with a notebook in a scope."""
+    print(node.passed("-s tests/end_to_end/test_holders_together.py --timeout 400", 450))
