@@ -45,8 +45,10 @@ BY_CHANCE = {
 NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.dbus",
                 "agentd.runtimes.process.runtime", "agentd.runtimes.systemd.runtime"}  # fmt: skip
 KERNELS, CLAIMS = 20, 50
-MOST_CALLS_A_CLAIM = 280
+MOST_CALLS_A_CLAIM = 240
 """Of a start, for each claim in the state folder: below 0.1 s for 1,000 of them."""
+MOST_CALLS_CLAIMED, MOST_FILES_CLAIMED = 2100, 1
+"""Of one claim with its release, over one connection: its record, without fsync."""
 MOST_LOOKS = 3
 """At each process: for helpers of plugins of an earlier daemon, for those of a plugin that ended,
 and for commands that an earlier daemon left in containers."""
@@ -101,6 +103,17 @@ class Counted(Daemon):
                     async with session.delete(path, params={"timeout": "0"}) as response:
                         assert response.status == 204, await response.text()
 
+    async def claim_and_release(self, names: list[str]) -> None:
+        """Claim a device and release it, one after the other, over one connection."""
+        connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
+        async with aiohttp.ClientSession("http://agentd", connector=connector) as session:
+            for name in names:
+                body = {"claim_id": name, "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
+                async with session.post("/v1/agents/agent-1/claims", json=body) as response:
+                    assert response.status == 201, await response.text()
+                async with session.delete(f"/v1/claims/{name}") as response:
+                    assert response.status == 204, await response.text()
+
 
 @asynccontextmanager
 async def counted(folder: Path) -> AsyncIterator[Counted]:
@@ -136,6 +149,20 @@ async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> No
         assert asked[name] <= (MORE_LOOKS if name == "inspect" else 1) * count * PAIRS * ROUNDS, (
             name
         )
+
+
+async def test_claim_with_release_stays_below_its_ceilings(tmp_path: Path) -> None:
+    async with counted(tmp_path) as daemon:
+        await daemon.claim_and_release([f"warm{n}" for n in range(WARM)])
+        counts = [await daemon.counts()]
+        for turn in range(ROUNDS):
+            await daemon.claim_and_release([f"c{turn}-{n}" for n in range(PAIRS)])
+            counts.append(await daemon.counts())
+    flat = [{**count, **count["written"]} for count in counts]
+    most = {"calls": MOST_CALLS_CLAIMED, "files": MOST_FILES_CLAIMED, "fsyncs": 0}
+    for name, ceiling in most.items():
+        rounds = [later.get(name, 0) - before.get(name, 0) for before, later in pairwise(flat)]
+        assert min(rounds) / PAIRS <= ceiling, name
 
 
 async def test_started_daemon_has_loaded_only_what_it_uses(tmp_path: Path) -> None:

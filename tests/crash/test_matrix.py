@@ -1,7 +1,8 @@
 """Pairs of events on a node, checked from three sides.
 
-Two kernels run and report their identity on request. After every pair of events agentd's records,
-the host's state and the kernels' reports must agree, and all free resources can be allocated.
+Two kernels run and report their identity on request, and a process holds a claim. After every pair
+of events agentd's records, the host's state and the kernels' reports must agree, and all free
+resources can be allocated.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import traceback
 from collections.abc import Awaitable, Callable
@@ -28,8 +30,10 @@ from world import SEED, SOAK_S, World, tried
 
 PARTS = 4
 """The number of tests that share the pairs."""
-SAMPLE = 10
+SAMPLE = 11
 EX_CONFIG = 78
+CLAIMED = "GPU-c"
+"""The device of the claim."""
 SCRIPT = """
 n=0
 say() { n=$((n+1)); echo "beat $n $CUDA_VISIBLE_DEVICES $(grep Cpus.*list /proc/self/status)"; }
@@ -93,6 +97,8 @@ class Scene:
     ended: dict[str, set[int | None]] = field(default_factory=dict)
     beats: dict[str, list[str]] = field(default_factory=dict)
     is_stale: bool = False
+    is_claimed: bool = False
+    claimants: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def daemon(self) -> Daemon:
@@ -123,6 +129,13 @@ class Scene:
             await self.daemon.running(
                 f"agent-{n}", kernel_id=f"k{n}", command=["sh", "-c", SCRIPT], **body
             )
+        claimant = subprocess.Popen(["sleep", "1000"])
+        self.claimants.append(claimant)
+        body = {"holder": {"pid": claimant.pid}, "devices": {"cuda": [CLAIMED]}}
+        made = await self.world.claim("c1", slots={"cuda.device": 1}, **body)
+        assert made is not None
+        assert made.status == 201, made.content
+        self.is_claimed = True
         self.lives = self.world.lives()
         for kernel_id in self.lives:
             await self.said(kernel_id, "(ready)")  # before, a signal would be lost, or end it
@@ -142,6 +155,13 @@ class Scene:
                     return match[1]
                 await asyncio.sleep(0.02)
 
+    def end_claimant(self) -> None:
+        """End the process that holds the claim."""
+        for claimant in self.claimants:
+            claimant.kill()
+            claimant.wait()
+        self.is_claimed = False
+
     def end(self, kernel_id: str, number: int, *codes: int | None) -> None:
         """End a kernel if it runs; agentd may report one of these codes."""
         if kernel_id not in self.ended:
@@ -157,6 +177,17 @@ async def kernel_ends(scene: Scene) -> None:
 async def kernel_is_killed(scene: Scene) -> None:
     await scene.up_to_date()
     scene.end("k2", signal.SIGKILL, 137)
+
+
+async def claimant_is_killed(scene: Scene) -> None:
+    scene.end_claimant()
+
+
+async def claim_is_released(scene: Scene) -> None:
+    await scene.up_to_date()
+    answer = await scene.daemon.call("DELETE", "/v1/claims/c1")
+    assert answer.status in ((204,) if scene.is_claimed else (204, 404)), answer.content
+    scene.is_claimed = False
 
 
 async def agentd_is_terminated(scene: Scene) -> None:
@@ -246,9 +277,10 @@ async def node_id_changes(scene: Scene) -> None:
 
 
 async def machine_reboots(scene: Scene) -> None:
-    """End every kernel with its boot, and restart the engine."""
+    """End every kernel and the claim with their boot, and restart the engine."""
     await scene.up_to_date()
     await scene.world.kill()
+    scene.is_claimed = False
     for kernel_id, (pid, _) in scene.world.lives().items():
         if kernel_id not in scene.ended:
             scene.ended[kernel_id] = {None, 137}
@@ -263,6 +295,8 @@ Event = Callable[[Scene], Awaitable[None]]
 EVENTS: tuple[Event, ...] = (
     kernel_ends,
     kernel_is_killed,
+    claimant_is_killed,
+    claim_is_released,
     agentd_is_terminated,
     agentd_is_killed,
     engine_restarts,
@@ -289,6 +323,7 @@ async def three_views_agree(scene: Scene, before: NodeSnapshot) -> None:
     allowed = {"capacity"} if scene.setup.memory != "8g" else set()
     for kernel_id in scene.ended:
         await daemon.until(kernel_id, "terminated")
+    await claim_is_as_it_should(scene)
     await world.check(before, scene.ended, allowed=allowed)
     for kernel_id, codes in scene.ended.items():
         assert (await daemon.get(f"/v1/kernels/{kernel_id}"))["exit_code"] in codes
@@ -299,6 +334,20 @@ async def three_views_agree(scene: Scene, before: NodeSnapshot) -> None:
         said.append(await scene.beat(kernel_id, len(said) + 1))
         assert len(set(said)) == 1, said
     await everything_that_is_free(scene, allowed, before)
+
+
+async def claim_is_as_it_should(scene: Scene) -> None:
+    """Wait until the claim is listed and holds its device, or neither if it has ended."""
+    ids, devices = (["c1"], [CLAIMED]) if scene.is_claimed else ([], [])
+    async with asyncio.timeout(20):
+        while [claim["claim_id"] for claim in await scene.daemon.get("/v1/claims")] != ids:
+            await asyncio.sleep(0.05)
+    held = [
+        device["stable_id"]
+        for device in await scene.daemon.get("/v1/devices")
+        if any("claim_id" in holder for holder in device["holders"])
+    ]
+    assert held == devices
 
 
 async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeSnapshot) -> None:
@@ -316,7 +365,7 @@ async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeS
     await world.check(before, scene.ended, allowed=allowed)
     healthy = not scene.setup.fault and "cuda" in scene.setup.plugins
     if healthy and scene.setup.memory == "8g" and len(scene.setup.agents) == 2:
-        free = len(scene.setup.devices) - sum(
+        free = len(scene.setup.devices) - scene.is_claimed - sum(
             1 for k, name in (("k1", "GPU-a"), ("k2", "GPU-b"))
             if k not in scene.ended and name in scene.setup.devices
         )  # fmt: skip
@@ -344,6 +393,7 @@ async def one_pair(scene: Scene, pair: tuple[Event, Event]) -> None:
         await three_views_agree(scene, before)
         await scene.world.emptied()
     finally:
+        scene.end_claimant()
         await scene.daemon.close()
 
 

@@ -189,6 +189,17 @@ async def test_a_create_takes_the_devices_of_a_claim_over(node: Daemon) -> None:
     assert await node.get("/v1/kernels?claim=c2") == []
 
 
+async def test_dry_run_from_a_claim_offers_its_drained_device(node: Daemon) -> None:
+    await claimed(node, "c1", slots={"cuda.device": 2})
+    await node.call("POST", "/v1/devices/cuda/cuda0/drain")
+    dry = await node.create(query="?dry_run=1", kernel_id="k1", claim="c1", slots=ONE)
+    rows = {row.pop("device"): row for row in dry.json["explain"]["cuda.device"]}
+    assert rows["cuda0"] == {"free": "1", "considered": True, "given": "1", "reason": ""}
+    kernel = await node.running(kernel_id="k1", claim="c1", slots=ONE)
+    await node.call("POST", "/v1/devices/cuda/cuda0/undrain")
+    assert kernel["allocation"] == dry.json["allocation"]
+
+
 async def test_a_create_from_part_of_a_claim_frees_the_rest(node: Daemon) -> None:
     await claimed(node, "c1", slots={"cuda.device": 3})
     more = await node.create(kernel_id="k1", claim="c1", slots={"cuda.device": 4})

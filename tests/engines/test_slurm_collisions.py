@@ -1,7 +1,7 @@
 """Kernels, claims by processes and Slurm's jobs on one node, under kills of every part.
 
-Each workload locks a file of each of its devices, without waiting. A device with two holders is
-seen from inside, at the moment at which it happens.
+Each workload locks the files of its devices (`device_locks`), so a device with two holders is seen
+from inside.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,27 +23,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from device_locks import DeviceLocks
 from slurm_nodes import NodesOf, SlurmNodes
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = 600 if "AGENTD_SOAK" in os.environ else 120
-COLLISION = 99
 MOST_KERNELS, MOST_CLAIMANTS, MOST_JOBS = 2, 2, 5
 """Workloads at once: together they want more than eight devices, and a job that waits gets some."""
-WORKLOAD = """#!/bin/sh
-locks=$1 seconds=$2 devices=$3
-case "$devices" in
-"") exec sleep "$seconds" ;;
-*,*) rest=${devices#*,} ;;
-*) rest= ;;
-esac
-exec flock --no-fork -n -E 99 "$locks/${devices%%,*}" "$0" "$locks" "$seconds" "$rest"
-"""
-JOB = """
+JOB = """#!/bin/sh
 for index in $(echo "$CUDA_VISIBLE_DEVICES" | tr , " "); do devices="$devices,cuda$index"; done
 echo "$SLURM_JOB_ID" >>{locks}/jobs
-{workload} {locks} {seconds} "${{devices#,}}"
-[ $? != 99 ] || echo "job $SLURM_JOB_ID: $devices" >>{locks}/collisions
+export CUDA_VISIBLE_DEVICES="${{devices#,}}"
+{command}
 """
 
 
@@ -52,74 +44,55 @@ class Traffic:
     def __init__(self, nodes: SlurmNodes, choice: random.Random) -> None:
         self._nodes = nodes
         self._choice = choice
-        self.locks = nodes.folder / "locks"
-        self.locks.mkdir()
-        self.locks.chmod(0o777)
-        for number in range(8):
-            (self.locks / f"cuda{number}").touch()
-            (self.locks / f"cuda{number}").chmod(0o666)
-        self._workload = nodes.folder / "workload"
-        self._workload.write_text(WORKLOAD)
-        self._workload.chmod(0o755)
+        self.locks = DeviceLocks(nodes.folder, 8)
         self._claimants: list[subprocess.Popen[bytes]] = []
         self._sync = nodes.start_sync(nodes.node)
         self.done: Counter[str] = Counter()
-        self.collisions: list[str] = []
 
     @property
-    def _seconds(self) -> str:
-        return f"{self._choice.uniform(0.5, 6):.1f}"
+    def _command(self) -> list[str]:
+        return self.locks.command(self._choice.uniform(0.5, 6))
 
     async def kernel(self) -> None:
         """Create a kernel."""
         rows = await self._nodes.daemon.get("/v1/kernels")
-        await self.look_at(rows)
+        await self.delete_ended(rows)
         if sum(row["state"] == "running" for row in rows) >= MOST_KERNELS:
             return
-        words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
         slots = {"cuda.device": str(self._choice.randint(1, 2))}
-        made = await self._nodes.daemon.create(
-            "notebooks", slots=slots, command=["sh", "-c", words]
-        )
+        made = await self._nodes.daemon.create("notebooks", slots=slots, command=self._command)
         self.done[f"kernel {made.status}"] += 1
 
-    async def look_at(self, rows: list[dict[str, Any]]) -> None:
-        """Note kernels that met another holder, and delete the ended ones."""
+    async def delete_ended(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            if row["exit_code"] == COLLISION:
-                self.collisions.append(f"kernel {row['kernel_id']}: {row['allocation']}")
             if row["exit_code"] is not None:
                 await self._nodes.daemon.call("DELETE", f"/v1/kernels/{row['kernel_id']}")
 
     async def claimant(self) -> None:
         """Start a process that claims for itself."""
-        self.look_at_claimants()
+        self.count_claimants()
         if len(self._claimants) >= MOST_CLAIMANTS:
             return
         slots = f"cuda.device={self._choice.randint(1, 2)}"
-        words = f'exec {self._workload} {self.locks} {self._seconds} "$CUDA_VISIBLE_DEVICES"'
-        command = [AGENTCTL, "claim", "notebooks", "-s", slots, "--", "sh", "-c", words]
+        command = [AGENTCTL, "claim", "notebooks", "-s", slots, "--", *self._command]
         environment = self._nodes.environment(self._nodes.node)
         quiet = subprocess.DEVNULL
         process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
         self._claimants.append(process)
 
-    def look_at_claimants(self) -> None:
-        """Note processes that met another holder."""
+    def count_claimants(self) -> None:
         for process in [one for one in self._claimants if one.poll() is not None]:
             self._claimants.remove(process)
             self.done[f"claimant {process.returncode}"] += 1
-            if process.returncode == COLLISION:
-                self.collisions.append(f"claimant {process.pid}")
 
     async def job(self) -> None:
         """Submit a job."""
         cluster = self._nodes.cluster
         if len(cluster.run("squeue", "-h", "-n", "work", check=False).splitlines()) < MOST_JOBS:
-            script = JOB.format(workload=self._workload, locks=self.locks, seconds=self._seconds)
+            command = shlex.join(self._command)
             gres = f"--gres=gpu:{self._choice.randint(1, 2)}"
             file = self._nodes.folder / "job"
-            file.write_text(f"#!/bin/sh{script}")
+            file.write_text(JOB.format(locks=self.locks.folder, command=command))
             words = ("sbatch", "--parsable", "--job-name=work", "--output=/dev/null", gres)
             self.done["job"] += bool(cluster.run(*words, file, check=False))
 
@@ -178,13 +151,10 @@ class Traffic:
         cluster.run("scancel", "--name=work", check=False)
         for process in self._claimants:
             process.wait(60)
-        self.look_at_claimants()
-        await self.look_at(await daemon.get("/v1/kernels"))
+        self.count_claimants()
         for row in await daemon.get("/v1/kernels"):
             removed = await daemon.call("DELETE", f"/v1/kernels/{row['kernel_id']}?timeout=0")
             assert removed.status in (204, 404), removed.content
-        with contextlib.suppress(OSError):
-            self.collisions += (self.locks / "collisions").read_text().splitlines()
 
 
 @pytest.mark.long
@@ -194,10 +164,10 @@ async def test_no_device_ever_has_two_holders(slurm: NodesOf) -> None:
     traffic = Traffic(nodes, random.Random(os.environ.get("AGENTD_SEED", "0")))
     await traffic.run(SECONDS)
     await traffic.end()
-    begun = traffic.locks / "jobs"
+    begun = traffic.locks.folder / "jobs"
     traffic.done["jobs begun"] = len(begun.read_text().split()) if begun.exists() else 0
     print(dict(traffic.done))
-    assert traffic.collisions == []
+    assert traffic.locks.collisions == []
     for pid in nodes.cluster.members():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

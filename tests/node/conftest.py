@@ -24,6 +24,7 @@ if not os.environ.get("AGENTD_SOAK"):
     collect_ignore_glob += ["test_node_reboots.py"]
 
 LIBRARIES = "PYTHONPATH=/payload/libraries:/payload/tests"
+SITE = "/opt/agentd/lib/python3.11/site-packages"
 ASK = "python3 /payload/tests/node/ask.py"
 """Makes a request as another user, or on another socket; `Node.ask` is quicker."""
 TOGETHER = ("test_node.py", "test_node_down.py", "test_node_reboots.py")
@@ -104,6 +105,25 @@ class Node:
         same = self.run(f"{write} | cmp -s - /etc/agentd/agent.toml && systemctl is-active agentd")
         if same.status:
             self.must(f"{write} >/etc/agentd/agent.toml; systemctl restart agentd", 300)
+
+    def passed(self, tests: str, timeout_s: float) -> str:
+        """Run tests of this repository on the machine, which must pass; return their output.
+
+        They find the simulated devices, which the package does not have.
+        """
+        self.must("cp -r /payload/pyproject.toml /payload/tests /tmp/")
+        self.must(f"python3 -m zipfile -e /payload/agentd_plugin_sim-*.whl {SITE}")
+        done = self.run(
+            f"cd /tmp && AGENTD_SEED={os.environ['AGENTD_SEED']} {LIBRARIES}"
+            f" /opt/agentd/bin/python -m pytest {tests} -p no:hypothesispytest"
+            " 2>&1 | tail -60",
+            timeout_s,
+        )
+        self.must(f"rm -r {SITE}/agentd_plugin_sim*")
+        assert " passed" in done.output, done.output
+        assert "failed" not in done.output, done.output
+        assert "error" not in done.output.splitlines()[-1], done.output
+        return done.output
 
     def unit(self, kernel_id: str) -> str:
         """Return the unit of a kernel."""

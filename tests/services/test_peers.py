@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Allocation, Share
+from agentd.core.claim.claim import Claim, NameHolder
 from agentd.errors import InsufficientResource
 from agentd.services.peers import SharedDevices
-from agentd.services.protocols import Peer, Served, ServedDevice
-from core.machines import GIB
-from services.node import Rig
+from agentd.services.protocols import Peer, PluginListing, Served, ServedDevice
+from core.machines import GIB, gpus
+from services.node import CUDA, Rig
 
 
 class FakePeers:
@@ -55,8 +57,15 @@ class FakePeers:
 class Node(Rig):
     """A node of fakes beside others; it has two GPUs, `GPU-0` and `GPU-1`."""
 
-    def __init__(self, before: Served | None = None, *, may_decide: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        before: Served | None = None,
+        *,
+        may_decide: bool = True,
+        is_simulated: bool = False,
+    ) -> None:
+        devices = tuple(replace(gpu, is_simulated=is_simulated) for gpu in gpus(1, 1))
+        super().__init__(listings=[PluginListing("cuda", (CUDA,), devices)])
         self.peers = FakePeers()
         self.peers.may_decide = may_decide
         self.peers.before = before
@@ -66,8 +75,8 @@ class Node(Rig):
         self.serving.update()
 
     @classmethod
-    async def listed(cls) -> "Node":
-        node = cls()
+    async def listed(cls, *, is_simulated: bool = False) -> "Node":
+        node = cls(is_simulated=is_simulated)
         await node.relist()
         return node
 
@@ -148,6 +157,21 @@ async def test_kernels_without_accelerators_publish_nothing() -> None:
     told = len(node.peers.told)
     await node.create(cpu=1)
     assert len(node.peers.told) == told
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+async def test_claimed_device_is_published_unless_simulated(is_simulated: bool) -> None:
+    node = await Node.listed(is_simulated=is_simulated)
+    device, _ = node.devices.inventory.by_name["cuda"]
+    told = len(node.peers.told)
+    share = Share(device.device_id, device.stable_id, device.slot, device.kind, device.capacity)
+    claim = Claim("c1", "a", NameHolder("c1"), "", 0.0, "", allocation=Allocation((share,)))
+    node.state.put_claim(claim)
+    node.state.put_claim(replace(claim, labels={"a": "b"}))
+    assert len(node.peers.told) == told + (not is_simulated)
+    assert node.peers.held == ([] if is_simulated else ["cuda/cuda0"])
+    node.state.drop_claim("c1")
+    assert node.peers.held == []
 
 
 async def test_devices_stay_published_until_runtimes_are_listed() -> None:

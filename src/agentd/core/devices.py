@@ -205,9 +205,17 @@ class Inventory:
             found |= dict.fromkeys(device.former, device)
         return {**found, **self.by_stable_id}
 
-    def parts_of(self, stable_id: str) -> list[Device]:
+    def parts_of(self, stable_id: str) -> Sequence[Device]:
         """Return the parts of a physical device."""
-        return [device for device in self.devices if device.parent == stable_id]
+        return self._parts.get(stable_id, ())
+
+    @cached_property
+    def _parts(self) -> Mapping[str, list[Device]]:
+        parts: dict[str, list[Device]] = {}
+        for device in self.devices:
+            if device.parent:
+                parts.setdefault(device.parent, []).append(device)
+        return parts
 
     @cached_property
     def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:

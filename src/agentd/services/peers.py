@@ -71,7 +71,7 @@ class SharedDevices:
         self._changes = 0
         self._is_over = False
         state.listen(self._changed)
-        state.listen_to_claims(self._claim_changed)
+        state.listen_to_claims(self._changed)
 
     def update(self, patience_s: float = UPDATE_PATIENCE_S) -> None:
         """Decide which devices this node serves, before any of them is allocated.
@@ -120,19 +120,24 @@ class SharedDevices:
         remarks = [*self._remarks(wish, decision.others), *self._peers.warnings()]
         self._devices.withhold(decision.withheld, tuple(remarks))
 
-    def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Publish which devices are held before a kernel starts on them."""
+    def _changed(self, before: Kernel | Claim | None, now: Kernel | Claim | None) -> None:
+        """Publish which devices are held before a kernel starts on them, or a claim is answered."""
         if self._is_over or _holds_the_same(before, now):
             return
-        if not self._served and not _accelerators_of(now):
-            return
-        self._publish()
-
-    def _claim_changed(self, before: Claim | None, now: Claim | None) -> None:
-        """Publish which devices are held, before a claim is answered."""
-        is_same = before is not None and now is not None and before.allocation == now.allocation
-        if not (self._is_over or is_same):
+        if self._accelerators_of(before) != self._accelerators_of(now):
             self._publish()
+
+    def _accelerators_of(self, holder: Kernel | Claim | None) -> frozenset[DeviceId]:
+        """Return the devices of a holder that concern other daemons."""
+        if holder is None or not _holds(holder):
+            return frozenset()
+        by_id = self._devices.inventory.by_id
+        ids = (share.device_id for share in holder.allocation.shares)
+        return frozenset(
+            i
+            for i in ids
+            if i.name not in (CPU, MEM) and not (i in by_id and by_id[i].is_simulated)
+        )
 
     def _publish(self) -> None:
         self._changes += 1
@@ -149,7 +154,7 @@ class SharedDevices:
     def _wanted(self) -> Iterator[Device]:
         """Yield the accelerators that an agent can get, or that a kernel holds."""
         split, held = self._devices.split, self._state.ledger.held
-        given = {i for partition in split.partitions.values() for i in partition.members}
+        given = split.members
         for device in split.inventory.devices:
             if device.device_id.name in (CPU, MEM) or device.is_simulated:
                 continue
@@ -173,8 +178,10 @@ class SharedDevices:
 
     def _kept(self) -> tuple[ServedDevice, ...]:
         """Return the devices held before the start that no plugin has listed yet."""
+        if not (before := self._held_before()):
+            return ()
         known = {key for device in self._wanted() for key in device.physical_keys()}
-        return tuple(d for d in self._held_before() if known.isdisjoint(d.keys))
+        return tuple(d for d in before if known.isdisjoint(d.keys))
 
     def _cores(self) -> tuple[str, ...]:
         given = _given(self._devices.split, CPU) & self._real_cores
@@ -223,17 +230,15 @@ def _given(split: Split, name: str) -> frozenset[str]:
     )
 
 
-def _holds_the_same(before: Kernel | None, now: Kernel | None) -> bool:
-    if before is not None and now is not None and now.allocation is before.allocation:
-        return now.holds is before.holds
-    return _accelerators_of(before) == _accelerators_of(now)
+def _holds_the_same(before: Kernel | Claim | None, now: Kernel | Claim | None) -> bool:
+    """Return whether a change obviously leaves the devices alone."""
+    if before is None or now is None or now.allocation is not before.allocation:
+        return False
+    return _holds(now) is _holds(before)
 
 
-def _accelerators_of(kernel: Kernel | None) -> frozenset[DeviceId]:
-    if kernel is None or not kernel.holds:
-        return frozenset()
-    ids = (share.device_id for share in kernel.allocation.shares)
-    return frozenset(i for i in ids if i.name not in (CPU, MEM))
+def _holds(holder: Kernel | Claim) -> bool:
+    return isinstance(holder, Claim) or holder.holds
 
 
 def taken_by_others(

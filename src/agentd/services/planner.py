@@ -20,6 +20,7 @@ from agentd.core.claim.allocation import (
     default_amounts,
     names_of,
     split_slots,
+    with_claimed,
 )
 from agentd.core.claim.claim import ClaimSpec, remaining
 from agentd.core.devices import Device, DeviceId, Inventory
@@ -196,8 +197,9 @@ class Planner:
         self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
         """Return a row for each device and slot of a decision, for derived slots too."""
-        inventory, policy = self._devices.inventory, self._policy(spec)
-        partition, types = self._devices.partition(spec.agent_id), inventory.slot_types
+        inventory = with_claimed(self._devices.inventory, asked.claimed.left)
+        partition, policy = self._devices.partition(spec.agent_id), self._policy(spec)
+        types = inventory.slot_types
         named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
         if spec.claim_id is not None:  # as if its rest were free, to this request alone
             ledger = ledger.without(ClaimHolder(spec.claim_id))

@@ -213,7 +213,8 @@ class NodeState:
         """Add or replace a claim, and charge it with what its kernels do not hold."""
         before = self._claims.get(claim.claim_id)
         self._claims[claim.claim_id] = claim
-        self._ledger = self._with_claim(self._ledger, claim)
+        if before is None or before.allocation is not claim.allocation:
+            self._ledger = self._with_claim(self._ledger, claim)
         self._publish_claim(before, claim)
 
     def drop_claim(self, claim_id: str) -> None:

@@ -99,11 +99,12 @@ class StateFolder:
             for unfinished in folder.glob(".*.new"):
                 with suppress(OSError):
                     unfinished.unlink()
-        for path in self._claims.glob("[!.]*.json"):
+        booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        for claim_id, file in self._saved_claims():
             with suppress(OSError):
-                if _was_lost(path):
-                    path.unlink()
-                    log.info("claim.record_lost", claim_id=path.stem)
+                if _was_lost(file, booted_at):
+                    os.unlink(file)
+                    log.info("claim.record_lost", claim_id=claim_id)
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
 
     def refusal(self) -> str:
@@ -239,8 +240,21 @@ class StateFolder:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
 
     def load_claims(self) -> dict[str, str]:
-        found = sorted(self._claims.glob("[!.]*.json"))
-        return {path.stem: _text(path) for path in found if is_name(path.stem)}
+        found = self._saved_claims()
+        return {claim_id: _text(Path(file)) for claim_id, file in found if is_name(claim_id)}
+
+    def _saved_claims(self) -> list[tuple[str, os.DirEntry[str]]]:
+        """Return the file of each claim's record, by id."""
+        try:
+            with os.scandir(self._claims) as entries:
+                found = {entry.name: entry for entry in entries}
+        except OSError:  # reported where a record is written
+            return []
+        return [
+            (name.removesuffix(".json"), found[name])
+            for name in sorted(found)
+            if name.endswith(".json") and not name.startswith(".")
+        ]
 
     def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
         path = self._claim_path(claim_id)
@@ -373,16 +387,15 @@ class ReadOnlyState(StateFolder):
         del path, copy
 
 
-def _was_lost(path: Path) -> bool:
+def _was_lost(file: os.DirEntry[str], booted_at: float) -> bool:
     """Return whether a loss of power emptied the record of a claim that a reboot ends.
 
     A lasting one is never emptied by that, and one of this boot by nothing that agentd does: those
     are kept.
     """
-    found = path.lstat()
-    booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    found = file.stat(follow_symlinks=False)
     is_of_earlier_boot = stat.S_IMODE(found.st_mode) == _UNTIL_REBOOT and found.st_mtime < booted_at
-    return is_of_earlier_boot and not path.read_bytes().strip(b"\0")
+    return is_of_earlier_boot and not Path(file).read_bytes().strip(b"\0")
 
 
 def _fill(

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -195,12 +196,16 @@ class HostPeers:
     def publish(self, served: Served) -> None:
         """Publish what this node serves; without any device, remove the file."""
         path = self._file
-        me = read_stat(os.getpid())
         content = msgspec.json.encode(
-            _Published(self.node_id, self.boot_id, os.getpid(), me.start_time if me else 0, served)
+            _Published(self.node_id, self.boot_id, os.getpid(), self._start_time, served)
         )
         with self._writing:
             self._publish(path, served, content)
+
+    @cached_property
+    def _start_time(self) -> int:
+        me = read_stat(os.getpid())
+        return me.start_time if me else 0
 
     def _publish(self, path: Path, served: Served, content: bytes) -> None:
         try:

@@ -113,6 +113,15 @@ def _in_use(device: Device) -> Device:
     return replace(_unsuspended(device), health=Health.HEALTHY, gone=False)
 
 
+def with_claimed(inventory: Inventory, claimed: Allocation) -> Inventory:
+    """Return the inventory as creates from a claim see it: nothing withholds its devices."""
+    mine = {share.device_id for share in claimed.shares}
+    if not mine:
+        return inventory
+    devices = (_unsuspended(d) if d.device_id in mine else d for d in inventory.devices)
+    return Inventory.of(inventory.slot_types.values(), devices)
+
+
 def _unsuspended(device: Device) -> Device:
     """Return a device as if nothing withheld it from new kernels."""
     return replace(device, drained=False, withheld="", awaited="", busy="")

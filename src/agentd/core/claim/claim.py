@@ -176,6 +176,9 @@ def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation
 
     Each slot has its own rest. A device that is held whole of an unreadable record stays.
     """
+    taken = list(taken)
+    if not taken:
+        return allocation
     others = united(taken)
     of_device = {(share.stable_id, share.slot): share for share in others.shares}
     rests = (

@@ -90,6 +90,11 @@ class Split:
     unassigned_memory: int
     warnings: tuple[str, ...]
 
+    @cached_property
+    def members(self) -> frozenset[DeviceId]:
+        """The devices that at least one agent has."""
+        return frozenset().union(*(part.members for part in self.partitions.values()))
+
     def agents_of(self, device_id: DeviceId) -> list[str]:
         """Return the agents whose partition holds this device."""
         return [agent for agent, part in self.partitions.items() if device_id in part.members]
