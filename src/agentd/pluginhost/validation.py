@@ -30,9 +30,9 @@ from agentd.core.slots import (
     SlotKind,
     SlotType,
     device_name_of,
-    format_amount,
     is_slot_name,
     parse_base_units,
+    readable_amount,
 )
 from agentd.plugin_api import (
     API_VERSION,
@@ -146,7 +146,7 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     if not 0 < quantum <= largest:
         raise InvalidAnswer(
             f"invalid quantum of {slot}: got {info.quantum}, expected more than 0,"
-            f" at most {format_amount(largest, kind)}"
+            f" at most {readable_amount(largest, kind)}"
         )
     group = info.exclusive_group
     if group is not None and not ID_PATTERN.fullmatch(group):

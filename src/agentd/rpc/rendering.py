@@ -18,7 +18,7 @@ from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
-from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
 from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
 from agentd.services.engines import EngineStatus
@@ -277,7 +277,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if excess := ledger.excess(device):
         kinds = {offer.slot: offer.kind for offer in device.slots}
         over = [
-            format_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
+            readable_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
             for slot, amount in excess.items()
         ]
         return "overcommitted", f"over-allocated by {', '.join(over)}"
