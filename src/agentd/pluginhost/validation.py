@@ -30,6 +30,7 @@ from agentd.core.slots import (
     SlotKind,
     SlotType,
     device_name_of,
+    format_amount,
     is_slot_name,
     parse_base_units,
     readable_amount,
@@ -251,6 +252,12 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
                 f"device {info.id} offers {name} beside {info.slot}: it is {beside}"
             )
         capacity = _capacity(info.id, info.secondary[name], slot.kind)
+        if capacity < slot.quantum:
+            got, least = (format_amount(each, slot.kind) for each in (capacity, slot.quantum))
+            raise InvalidAnswer(
+                f"invalid capacity of {info.id}: got {got} of {name}, expected at least its"
+                f" quantum, {least}; leave the slot out of a device that cannot offer it"
+            )
         yield SecondarySlot(name, slot.kind, capacity)
 
 
