@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from agentd import __version__
 from agentd.core.allocation.allocator import Ledger, Share
 from agentd.core.allocation.explain import OTHER, per_primary
-from agentd.core.allocation.ledger import ClaimHolder, Holder, holder_text
+from agentd.core.allocation.ledger import Allocation, ClaimHolder, Holder, charged, holder_text
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits
@@ -61,7 +61,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "agent_id": kernel.agent_id,
         "state": kernel.state.value,
         "slots": dict(kernel.slots),
-        "allocation": kernel.allocation.to_wire() if kernel.holds else {},
+        "allocation": _charged(kernel.allocation, inventory).to_wire() if kernel.holds else {},
         "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
         "ports": [
@@ -151,6 +151,16 @@ def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object
             if holder in held
         ],
     }
+
+
+def _charged(allocation: Allocation, inventory: Inventory) -> Allocation:
+    """Return what of an allocation is charged now."""
+    return Allocation(
+        tuple(
+            charged(share, device) if (device := inventory.by_id.get(share.device_id)) else share
+            for share in allocation.shares
+        )
+    )
 
 
 def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
