@@ -359,11 +359,13 @@ def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
 def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> SlotUseView:
     partition, inventory = split.partitions[agent_id], split.inventory
     devices = inventory.by_slot.get(slot.name, ())
+    offering = None if slot.primary is None else {device.device_id for device in devices}
     allocated = sum(
         share.amount_of(slot.name)
         for holding in ledger.holdings.values()
         if holding.agent_id == agent_id
         for share in holding.allocation.shares
+        if offering is None or share.device_id in offering  # else it is not charged
     )
     free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
     if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:

@@ -154,7 +154,11 @@ def charged(share: Share, device: Device) -> Share:
     A share that holds the device whole stays as it is.
     """
     offered = device.slot_names
-    if share.slot_names == offered or not _is_held_by(offered, share.slot_names):
+    if (
+        not share.secondary
+        or share.slot_names == offered
+        or not _is_held_by(offered, share.slot_names)
+    ):
         return share
     return share._replace(secondary=tuple(e for e in share.secondary if e.slot in offered))
 
