@@ -203,10 +203,10 @@ class InsufficientResource(RequestError):
         explain: Sequence[Mapping[str, object]],
         limit: str = "",
         *,
-        total: str = "",
+        amounts: str = "",
         never: str | None = None,
     ) -> None:
-        """Create the error; `total` is the maximum, `never` why the amount can never fit."""
+        """Create the error; `amounts` are the amounts for people, `never` why it can never fit."""
         self.slot = slot
         self.requested = requested
         self.free = free
@@ -215,8 +215,8 @@ class InsufficientResource(RequestError):
         why = f"; {limit}" if limit else ""
         if never is not None:
             why += "".join(f"; {part}" for part in (never, "this can never fit") if part)
-        free = f"{free} free ({total} in total)" if total else f"{free} free"
-        super().__init__(f"insufficient {slot}: requested {requested}, {free}{why}")
+        amounts = amounts or f"requested {requested}, {free} free"
+        super().__init__(f"insufficient {slot}: {amounts}{why}")
 
     def facts(self) -> Mapping[str, object]:
         return {

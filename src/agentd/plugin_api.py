@@ -50,6 +50,7 @@ __all__ = [
     "SettingProblem",
     "SlotTypeInfo",
     "dealt_in_groups",
+    "memory_offered",
     "memory_slot",
     "memory_slot_problems",
     "memory_slots",
@@ -245,6 +246,16 @@ def memory_slots(name: str, primary: str, settings: Mapping[str, Any]) -> list[S
     """Return the memory slot that the settings ask for: one if `memory-slot` is true."""
     quantum = settings.get("memory-quantum", _MEBIBYTE)
     return [memory_slot(name, primary, quantum)] if settings.get("memory-slot") else []
+
+
+def memory_offered(name: str, settings: Mapping[str, Any], size: int) -> dict[str, str]:
+    """Return the `secondary` of a device with `size` bytes of memory, by the settings.
+
+    Empty without `memory-slot`, and for a device with less memory than the quantum (0: its memory
+    cannot be read), which has no secondary slot.
+    """
+    slots = memory_slots(name, "", settings)
+    return {slot.name: str(size) for slot in slots if size >= int(slot.quantum)}
 
 
 def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:

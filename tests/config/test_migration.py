@@ -7,7 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomlkit
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load_text
@@ -150,6 +153,85 @@ cpu = 2
     assert "The file gave an agent a fraction of a device." in first
     assert "the whole file is in shared mode now" in first
     assert "Lists of cores and devices are lost by it." in first
+
+
+def test_fraction_of_the_memory_alone_becomes_a_limit() -> None:
+    found = new("""
+[[agents]]
+id = "memory"
+[agents.resource.allocations]
+devices = { "cuda.mem" = 0.5 }
+[[agents]]
+id = "shares"
+[agents.resource.allocations]
+devices = { "cuda.shares" = "0.25", "rocm.vram" = 1.5 }
+""")
+    assert {agent["id"]: agent["resource"] for agent in found["agents"]} == {
+        "memory": {"limits": {"cuda": 0.5, "rocm": 0}},
+        "shares": {"limits": {"cuda": "0.25", "rocm": 1.5}},
+    }
+    assert found["resource"] == {"allocation-mode": "shared"}
+    assert found["plugins"] == {
+        "cuda": {"mode": "shares", "memory-slot": True},
+        "rocm": {"mode": "shares"},
+    }
+
+
+@pytest.mark.parametrize("written", ['"40g"', "17179869184"])
+def test_bytes_of_device_memory_become_a_limit_to_set(written: str) -> None:
+    text = f"""
+[agent.resource.allocations]
+devices = {{ "cuda.mem" = {written} }}
+"""
+    assert new(text)["agents"][0]["resource"] == {"limits": {"cuda": 0}}
+    comment = f'# "cuda.mem" = {written}: not a number of devices; set the limit of cuda'
+    assert comment in migrated(text, Path("old.toml"))
+
+
+def test_plugin_without_shares_keeps_its_table(tmp_path: Path) -> None:
+    text = """
+[plugins.tpu]
+plugin = "generic"
+devices = ["/dev/accel*"]
+[agent.resource.allocations]
+devices = { "tpu.shares" = 0.5 }
+"""
+    assert new(text)["plugins"] == {"tpu": {"plugin": "generic", "devices": ["/dev/accel*"]}}
+    assert "# agents had parts of tpu" in migrated(text, Path("old.toml"))
+    (tmp_path / "new.toml").write_text(migrated(text, Path("old.toml")))
+    command = ["check-config", "--config", str(tmp_path / "new.toml")]
+    run = subprocess.run(
+        [sys.executable, "-m", "agentd", *command], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+_AMOUNTS = st.one_of(
+    st.integers(0, 8),
+    st.decimals(0, 8, places=2).map(float),
+    st.sampled_from(["0.5", "40g", "25%", 2**35]),
+)
+_SLOTS = st.sampled_from(["cuda.shares", "cuda.mem", "cuda.device", "rocm.mem", "rocm.vram"])
+_ALLOCATIONS = st.dictionaries(_SLOTS, _AMOUNTS, max_size=4)
+
+
+@given(st.lists(_ALLOCATIONS, min_size=1, max_size=4))
+def test_divided_file_limits_every_agent_and_device(allocations: list[dict]) -> None:
+    agents = [
+        {"id": f"a{number}", "resource": {"allocations": {"devices": amounts}}}
+        for number, amounts in enumerate(allocations)
+    ]
+    text = tomlkit.dumps({"agents": agents})
+    found = new(text)
+    names = {slot.partition(".")[0] for amounts in allocations for slot in amounts}
+    if found["resource"].get("allocation-mode") == "shared":
+        for agent in found["agents"]:
+            assert agent["resource"]["limits"].keys() == names
+    else:
+        for agent, amounts in zip(found["agents"], allocations, strict=True):
+            owned = agent.get("resource", {}).get("devices", {})
+            assert owned.keys() == {slot.partition(".")[0] for slot in amounts}
+            assert all(isinstance(amount, int) for amount in owned.values())
 
 
 def test_whole_devices_stay_the_agent_s_own() -> None:

@@ -76,6 +76,7 @@ async def test_memory_is_switched_off_and_on_again(daemon: Daemon, number: int) 
     off = await daemon.get("/v1/kernels/k1")
     assert off["slots"] == kernel["slots"]
     assert off["unknown_slots"] == {"cuda.mem": str(60 * GIB)}
+    assert off["allocation"]["cuda"] == {"cuda.shares": {"cuda0": "0.1"}}, "what is charged"
     device = await daemon.device("cuda0")
     assert (device["state"], device["free"], list(device["slots"])) == (
         "ok",

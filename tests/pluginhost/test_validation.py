@@ -266,6 +266,16 @@ LIES = {
         [DeviceInfo("x0", "S0", "x.shares", secondary={slot.name: "1" for slot in EIGHT})],
         "too many secondary slots of x0: got 8, expected at most 7",
     ),
+    "a capacity below the quantum": (
+        [SHARES, MEMORY],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1048575"})],
+        "invalid capacity of x0: got 1048575 of x.mem, expected at least its quantum, 1048576",
+    ),
+    "no capacity": (
+        [SHARES, MEMORY],
+        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "0"})],
+        "invalid capacity of x0: got 0 of x.mem",
+    ),
     "a capacity that is not an amount": (
         [SHARES, MEMORY],
         [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],

@@ -468,7 +468,7 @@ async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list
 
 
 async def test_memory_slot_offers_the_memory_of_each_gpu(node: Node) -> None:
-    node.say(four_gpus(gpu1="mem=42949672960", gpu2="mig=1", gpu3="mem=0"))
+    node.say(four_gpus(gpu1="mem=42949672960", gpu2="mig=1", gpu3="mem=16777215"))
     host = await node.plugin(mode="shares", **{"memory-slot": True, "memory-quantum": "16m"})
     listing = host.listings()[0]
     assert [(t.name, t.quantum, t.primary, t.exclusive_group) for t in listing.slot_types] == [

@@ -25,16 +25,20 @@ from agentd.core.slots import WrittenFloat, device_name_of
 from agentd.errors import ConfigRefused, Problem
 
 _SHARED, _MANUAL = "shared", "manual"
-_DIVIDED = ("shares", "device")
+_WHOLE, _SHARES = "device", "shares"
+"""The slots of whole devices and of parts; the second is the mode of a plugin, too."""
+_MEMORY = "mem"
+"""The slot of a device's memory."""
+_DIVIDED = (_SHARES, _WHOLE)
 """The slots whose amount is an agent's share of a device, in order of preference."""
 _RESOURCE = ("reserved-cpu", "reserved-mem", "memory-align-size", "affinity-policy")
 _WORDS = ("allocation-mode", "affinity-policy")
 _TODAY = ("node", "rpc", "host", "runtime", "plugins")
 """Sections of today's form, which older files do not have."""
-_MEMORY = "mem"
-"""The slot that follows from how much of a device an agent has."""
-_HAVE_MEMORY_SLOT = ("cuda", "rocm", "sim")
-"""Entry points whose plugins have the setting `memory-slot`."""
+_MOST_DEVICES = 4096
+"""Numbers above this are bytes of memory, not devices."""
+_HAVE_SHARES = ("cuda", "rocm", "sim")
+"""Entry points whose plugins have the settings `mode` and `memory-slot`."""
 _HEAD = "# Written by `agentd config migrate`. Keys without an equivalent are comments.\n"
 _SHARED_HEAD = """\
 # Written by `agentd config migrate`. The file gave an agent a fraction of a device. That is a limit
@@ -58,22 +62,32 @@ class _Agent:
     @property
     def telling(self) -> dict[str, Any]:
         """The number of devices of this agent by device name, if a slot gives it."""
-        return {name: self.amounts[slot] for name, slot in _telling(self.amounts)}
+        return {name: self.amounts[slot] for name, slot in self.chosen.items()}
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """The slot that gives the number of devices, by device name."""
+        return dict(_telling(self.amounts))
+
+    @property
+    def names(self) -> list[str]:
+        """The device names of its slots."""
+        return list(dict.fromkeys(map(device_name_of, self.amounts)))
 
     @property
     def shared(self) -> list[str]:
         """The names of the devices that this agent had in shares or in part."""
         return [
             name
-            for name, amount in self.telling.items()
-            if f"{name}.{_DIVIDED[0]}" in self.amounts or not _is_whole(amount)
+            for name in self.names
+            if self.chosen.get(name) != f"{name}.{_WHOLE}" or not _is_whole(self.telling[name])
         ]
 
     @property
     def is_divided(self) -> bool:
         """Whether this agent had a part of a device."""
-        names = set(map(device_name_of, self.amounts))
-        return bool(names - set(self.telling)) or not all(map(_is_whole, self.telling.values()))
+        told = self.telling
+        return any(name not in told or not _is_whole(told[name]) for name in self.names)
 
 
 def explanations(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -126,18 +140,17 @@ def _lines(raw: Mapping[str, Any]) -> Iterator[str]:
         yield from _agent_lines(agent, _device_names(agents), is_divided)
     plugins = _table(raw, "plugins")
     for name in dict.fromkeys(name for agent in agents for name in agent.shared):
-        table = _table(plugins, name)
-        table = {**table, "mode": _DIVIDED[0]}
-        if _offers_memory(name, table, agents):
-            table["memory-slot"] = True
+        table = dict(_table(plugins, name))
         yield ""
+        if table.get("plugin", name) in _HAVE_SHARES:
+            table["mode"] = _SHARES
+            if any(f"{name}.{_MEMORY}" in agent.amounts for agent in agents):
+                table["memory-slot"] = True
+        else:
+            yield f"# agents had parts of {_key(name)}: set its plugin to offer them, if it can"
+            if not table:
+                continue
         yield tomlkit.dumps({"plugins": {name: _plain(table)}}).rstrip()
-
-
-def _offers_memory(name: str, table: Mapping[str, Any], agents: list[_Agent]) -> bool:
-    """Return whether agents had memory of a device name whose plugin can offer it as a slot."""
-    is_named = any(f"{name}.{_MEMORY}" in agent.amounts for agent in agents)
-    return is_named and table.get("plugin", name) in _HAVE_MEMORY_SLOT
 
 
 def _kept(raw: Mapping[str, Any], agents: list[_Agent]) -> Iterator[str]:
@@ -168,9 +181,18 @@ def _is_whole(amount: object) -> bool:
         return False
 
 
+def _is_number_of_devices(amount: object) -> bool:
+    """Return whether an amount counts devices, or parts of them: not bytes."""
+    text = amount.text if isinstance(amount, WrittenFloat) else str(amount)
+    try:
+        return 0 <= Fraction(text) <= _MOST_DEVICES
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
 def _device_names(agents: list[_Agent]) -> list[str]:
     """Return the device names that the agents had, except cores and memory."""
-    names = (name for agent in agents for name in (*agent.telling, *agent.devices))
+    names = (name for agent in agents for name in (*agent.names, *agent.devices))
     return list(dict.fromkeys(names))
 
 
@@ -245,19 +267,27 @@ def _limit_of(rule: object) -> object:
 
 def _derived(agent: _Agent) -> Iterator[str]:
     """Yield a comment for each amount that follows from the devices."""
-    chosen = dict(_telling(agent.amounts))
+    chosen = agent.chosen
     for slot, amount in agent.amounts.items():
-        if slot not in chosen.values():
-            is_known = device_name_of(slot) in chosen
-            why = "it is part of the device" if is_known else "it names no device"
-            yield f"# {_key(slot)} = {_toml(amount)}: not divisible by itself; {why}"
+        name = device_name_of(slot)
+        written = f"# {_key(slot)} = {_toml(amount)}"
+        if name not in chosen:
+            yield f"{written}: not a number of devices; set the limit of {_key(name)} instead of 0"
+        elif slot != chosen[name]:
+            yield f"{written}: not divisible by itself; it is part of the device"
 
 
 def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each device name with the slot whose amount is an agent's share of it."""
+    """Yield each device name with the slot whose amount is an agent's share of it.
+
+    The share of any property of a device is a share of the device, so it is `shares` or `device` if
+    the file has one, else the first slot with a number of devices.
+    """
     for name in dict.fromkeys(map(device_name_of, amounts)):
-        slots = (f"{name}.{kind}" for kind in _DIVIDED)
-        if found := next((slot for slot in slots if slot in amounts), None):
+        preferred = [slot for kind in _DIVIDED if (slot := f"{name}.{kind}") in amounts]
+        others = (slot for slot in amounts if device_name_of(slot) == name)
+        numbers = (slot for slot in others if _is_number_of_devices(amounts[slot]))
+        if found := next(iter(preferred), None) or next(numbers, None):
             yield name, found
 
 

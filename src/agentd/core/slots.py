@@ -302,6 +302,14 @@ def readable_amount(amount: int, kind: SlotKind) -> str:
     return f"{amount / KIB**power:.4g} {_BINARY_UNITS[power - 1]}"
 
 
+def readable_amounts(kind: SlotKind, *amounts: int) -> list[str]:
+    """Return amounts of one sentence for people; different amounts never read the same."""
+    readable = [readable_amount(amount, kind) for amount in amounts]
+    if len(set(readable)) == len(set(amounts)):
+        return readable
+    return [f"{amount} bytes" for amount in amounts]
+
+
 class ResourceSlots(Mapping[SlotName, int]):
     """Amounts by slot, in base units; immutable, and a missing slot is zero.
 

@@ -33,6 +33,7 @@ from agentd.core.slots import (
     format_amount,
     is_slot_name,
     parse_base_units,
+    readable_amount,
 )
 from agentd.plugin_api import (
     API_VERSION,
@@ -146,7 +147,7 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     if not 0 < quantum <= largest:
         raise InvalidAnswer(
             f"invalid quantum of {slot}: got {info.quantum}, expected more than 0,"
-            f" at most {format_amount(largest, kind)}"
+            f" at most {readable_amount(largest, kind)}"
         )
     group = info.exclusive_group
     if group is not None and not ID_PATTERN.fullmatch(group):
@@ -251,6 +252,12 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
                 f"device {info.id} offers {name} beside {info.slot}: it is {beside}"
             )
         capacity = _capacity(info.id, info.secondary[name], slot.kind)
+        if capacity < slot.quantum:
+            got, least = (format_amount(each, slot.kind) for each in (capacity, slot.quantum))
+            raise InvalidAnswer(
+                f"invalid capacity of {info.id}: got {got} of {name}, expected at least its"
+                f" quantum, {least}; leave the slot out of a device that cannot offer it"
+            )
         yield SecondarySlot(name, slot.kind, capacity)
 
 

@@ -12,13 +12,13 @@ from msgspec.structs import asdict
 from agentd import __version__
 from agentd.core.allocation.allocator import Ledger, Share
 from agentd.core.allocation.explain import OTHER, per_primary
-from agentd.core.allocation.ledger import ClaimHolder, Holder, holder_text
+from agentd.core.allocation.ledger import Allocation, ClaimHolder, Holder, charged, holder_text
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
-from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
 from agentd.events import Audit, Event, EventKind
 from agentd.services.devices import NodeDevices
 from agentd.services.engines import EngineStatus
@@ -61,7 +61,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "agent_id": kernel.agent_id,
         "state": kernel.state.value,
         "slots": dict(kernel.slots),
-        "allocation": kernel.allocation.to_wire() if kernel.holds else {},
+        "allocation": _charged(kernel.allocation, inventory).to_wire() if kernel.holds else {},
         "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
         "degraded": _degraded(kernel, inventory) if kernel.holds else [],
         "ports": [
@@ -151,6 +151,16 @@ def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object
             if holder in held
         ],
     }
+
+
+def _charged(allocation: Allocation, inventory: Inventory) -> Allocation:
+    """Return what of an allocation is charged now."""
+    return Allocation(
+        tuple(
+            charged(share, device) if (device := inventory.by_id.get(share.device_id)) else share
+            for share in allocation.shares
+        )
+    )
 
 
 def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
@@ -277,7 +287,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if excess := ledger.excess(device):
         kinds = {offer.slot: offer.kind for offer in device.slots}
         over = [
-            format_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
+            readable_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
             for slot, amount in excess.items()
         ]
         return "overcommitted", f"over-allocated by {', '.join(over)}"
@@ -349,11 +359,13 @@ def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
 def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> SlotUseView:
     partition, inventory = split.partitions[agent_id], split.inventory
     devices = inventory.by_slot.get(slot.name, ())
+    offering = None if slot.primary is None else {device.device_id for device in devices}
     allocated = sum(
         share.amount_of(slot.name)
         for holding in ledger.holdings.values()
         if holding.agent_id == agent_id
         for share in holding.allocation.shares
+        if offering is None or share.device_id in offering  # else it is not charged
     )
     free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
     if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:

@@ -236,9 +236,9 @@ def test_memory_refusal_names_the_agents_own_kernels() -> None:
         return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
 
     other = use(Ledger(), "b", GIB)
-    assert reason(other, 5 * GIB).endswith(f"the agent's part of it is {4 * GIB}")
+    assert reason(other, 5 * GIB).endswith("the agent's part of it is 4 GiB")
     mine = use(other, "a", 4 * GIB)
-    assert reason(mine, GIB) == f"the agent's part of {4 * GIB} is held by k-a"
+    assert reason(mine, GIB) == "the agent's part of 4 GiB is held by k-a"
 
 
 def test_devices_without_numa_node_count_for_each_node() -> None:

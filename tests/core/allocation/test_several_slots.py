@@ -14,7 +14,7 @@ from agentd.core.allocation.allocator import (
 )
 from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
 from agentd.core.devices import Health
-from agentd.core.slots import ONE, derived_amount
+from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
 from core.several_slots import (
@@ -140,6 +140,25 @@ def test_refusal_names_the_derived_slot_that_is_short() -> None:
         "insufficient cuda.mem: requested 40 GiB (in proportion to cuda.shares 0.5),"
         " 20 GiB free (80 GiB in total); held by k1"
     )
+
+
+def test_refusal_shows_bytes_for_people_in_texts_alone() -> None:
+    split = node(gpu(0), gpu(1))
+    ledger = holding(split, asked(cuda_mem="60g"), asked(cuda_mem="80g"))
+    error = refused(split, asked(cuda_mem="40g"), ledger)
+    assert str(error) == ("insufficient cuda.mem: requested 40 GiB, 20 GiB free (160 GiB in total)")
+    assert (error.requested, error.free) == (str(40 * GIB), str(20 * GIB))
+    assert [row["free"] for row in error.explain] == [str(20 * GIB), "0"]
+    assert str(error.explain[0]["reason"]).startswith("has 20 GiB of the 40 GiB")
+
+
+def test_refusal_for_a_few_bytes_shows_the_bytes() -> None:
+    split = node(gpu(0))
+    error = refused(split, ResourceSlots({"mem": 32 * GIB + 1}))
+    free = split.inventory.by_slot["mem"][0].capacity
+    assert free == 32 * GIB
+    assert f"requested {free + 1} bytes, {free} bytes free ({free} bytes in total)" in str(error)
+    assert error.explain[0]["reason"] == f"has {free} bytes of the {free + 1} bytes"
 
 
 REFUSED = {

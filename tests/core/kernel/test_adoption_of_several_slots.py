@@ -14,7 +14,7 @@ from agentd.core.kernel.adoption import adopt, located, recalled
 from agentd.core.kernel.record import RecordError, decode, encode, parse_statement, statement
 from agentd.core.kernel.states import KernelState
 from agentd.core.slots import ONE, SlotKind, SlotType
-from agentd.rpc.rendering import device_view, kernel_view
+from agentd.rpc.rendering import agent_view, device_view, kernel_view
 from core.kernels import KERNEL, found
 from core.machines import GIB
 from core.several_slots import (
@@ -121,6 +121,22 @@ def test_a_disabled_slot_is_charged_again_once_offered() -> None:
     assert again == BOTH
 
 
+def test_slot_that_one_device_lacks_now_is_not_charged() -> None:
+    split = node(gpu(0, None), gpu(1))
+    off, _ = located(BOTH, split.inventory)
+    kernel = replace(KERNEL, allocation=off, state=KernelState.RUNNING)
+    shown = kernel_view(kernel, split.inventory)
+    assert shown["allocation"] == {"cuda": {"cuda.shares": {"cuda0": "0.1"}}}
+    assert shown["unknown_slots"]["cuda.mem"] == str(60 * GIB)
+    use = agent_view("a", split, Ledger().with_held("k1", "a", off))["slots"]
+    assert use["cuda.mem"] == {
+        "capacity": str(80 * GIB),
+        "allocated": "0",
+        "free": str(80 * GIB),
+    }
+    assert use["cuda.shares"]["allocated"] == "0.1"
+
+
 def test_recorded_amounts_are_not_computed_again() -> None:
     smaller, _ = located(BOTH, inventory_of(gpu(0, 40)))
     assert charged(smaller) == {"cuda0": ("0.1", "60g")}
@@ -128,7 +144,7 @@ def test_recorded_amounts_are_not_computed_again() -> None:
     ledger = Ledger().with_held("k1", "a", smaller)
     view = device_view(split.inventory.by_name["cuda"][0], split, ledger)
     assert (view["state"], view["slots"]["cuda.mem"]["free"]) == ("overcommitted", "0")
-    assert view["reason"] == f"over-allocated by {20 * GIB} of cuda.mem"
+    assert view["reason"] == "over-allocated by 20 GiB of cuda.mem"
 
 
 def test_a_record_has_one_entry_for_each_device_and_slot() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from agentd.core.slots import ResourceSlots, format_amount
+from agentd.core.slots import ResourceSlots, format_amount, readable_amount
 from agentd.errors import (
     AgentdError,
     InsufficientResource,
@@ -38,12 +38,20 @@ class NoPlace(InsufficientResource):
     """No agent of the fleet can serve the request now; `classes` has reasons and counts."""
 
     def __init__(
-        self, slot: str, requested: str, free: str, classes: Sequence[Unfit], explain: object
+        self,
+        slot: str,
+        requested: str,
+        free: str,
+        classes: Sequence[Unfit],
+        explain: object,
+        *,
+        readable: str = "",
     ) -> None:
+        """Create the error; `readable` is the requested amount for people."""
         rows = explain if isinstance(explain, (list, tuple)) else ()
-        super().__init__(slot, requested, free, rows)
+        amounts = f"requested {readable or requested}; {_told(classes)}"
+        super().__init__(slot, requested, free, rows, amounts=amounts)
         self.classes = tuple(classes)
-        self.args = (f"insufficient {slot}: requested {requested}; {_told(classes)}",)
 
     def facts(self) -> Mapping[str, object]:
         return {**super().facts(), "classes": _wire(self.classes)}
@@ -74,7 +82,12 @@ def refusal(
     kind = view.slot_types[slot].kind
     explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
     return NoPlace(
-        slot, format_amount(request[slot], kind), format_amount(free, kind), classes, explain
+        slot,
+        format_amount(request[slot], kind),
+        format_amount(free, kind),
+        classes,
+        explain,
+        readable=readable_amount(request[slot], kind),
     )
 
 

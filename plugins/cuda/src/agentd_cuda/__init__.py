@@ -38,6 +38,7 @@ from agentd.plugin_api import (
     SettingProblem,
     SlotTypeInfo,
     dealt_in_groups,
+    memory_offered,
     memory_slot_problems,
     memory_slots,
     on_pci_bus,
@@ -173,9 +174,8 @@ class CudaPlugin(AcceleratorPlugin):
             attributes={"memory": str(gpu.memory_bytes)},
         )
         if not gpu.is_mig:
-            if self.settings.get("memory-slot") and gpu.memory_bytes:
-                return [replace(whole, secondary={f"{self.name}.mem": str(gpu.memory_bytes)})]
-            return [whole]
+            memory = memory_offered(self.name, self.settings, gpu.memory_bytes)
+            return [replace(whole, secondary=memory)]
         return [
             replace(
                 whole,

@@ -31,6 +31,7 @@ from agentd.plugin_api import (
     NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    memory_offered,
     memory_slot_problems,
     memory_slots,
     on_pci_bus,
@@ -142,10 +143,9 @@ class RocmPlugin(AcceleratorPlugin):
         return found
 
     def _secondary(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
-        is_offered = self.settings.get("memory-slot") and slot == self._whole_slot
-        return (
-            {f"{self.name}.mem": str(gpu.memory_bytes)} if is_offered and gpu.memory_bytes else {}
-        )
+        if slot != self._whole_slot:
+            return {}
+        return memory_offered(self.name, self.settings, gpu.memory_bytes)
 
     def _whole(self, gpu: smi.AmdGpu) -> str:
         unique = self._unique_id(gpu.pci)

@@ -33,6 +33,7 @@ from agentd.plugin_api import (
     SettingProblem,
     SlotTypeInfo,
     dealt_in_groups,
+    memory_offered,
     memory_slot_problems,
     memory_slots,
     size_in_bytes,
@@ -133,7 +134,7 @@ class SimPlugin(AcceleratorPlugin):
         entries = self.settings.get("devices")
         if entries is None:
             entries = [{"id": f"{self.name}{n}"} for n in range(self.settings["count"])]
-        nodes, offers_memory = self.settings.get("numa-nodes"), self.settings.get("memory-slot")
+        nodes = self.settings.get("numa-nodes")
         return [
             DeviceInfo(
                 id=entry["id"],
@@ -145,7 +146,7 @@ class SimPlugin(AcceleratorPlugin):
                 numa_node=entry.get("numa-node", n * nodes // len(entries) if nodes else None),
                 attributes={"memory": str(size)} if (size := self._memory_of(entry)) else {},
                 is_simulated=True,
-                secondary={f"{self.name}.mem": str(size)} if offers_memory else {},
+                secondary=memory_offered(self.name, self.settings, size),
             )
             for n, entry in enumerate(entries)
         ]

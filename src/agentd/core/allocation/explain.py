@@ -24,6 +24,7 @@ from agentd.core.slots import (
     format_amount,
     is_divisible,
     readable_amount,
+    readable_amounts,
 )
 from agentd.errors import InsufficientResource
 
@@ -176,12 +177,18 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     def limit_line(self) -> str:
         """The agent's limit and the amount that it holds, as a line of text."""
         agent, limit = self.partition.agent_id, self.partition.limits[self.name]
-        held = format_amount(self.ledger.held_of(agent, self.name), limit.kind)
-        return f"limit: {agent} may hold {limit} of {self.name}, and holds {held}"
+        most, held = readable_amounts(
+            limit.kind, limit.amount, self.ledger.held_of(agent, self.name)
+        )
+        return f"limit: {agent} may hold {most} of {self.name}, and holds {held}"
 
     def written(self, amount: int) -> str:
         """Return an amount of the slot as it goes over the wire."""
         return format_amount(amount, self.slot_type.kind)
+
+    def readable(self, *amounts: int) -> list[str]:
+        """Return amounts of the slot for people."""
+        return readable_amounts(self.slot_type.kind, *amounts)
 
 
 def per_primary(slot: SlotName, devices: Iterable[Device], inventory: Inventory) -> Fraction:
@@ -207,13 +214,14 @@ def refusal(question: Question) -> InsufficientResource:
         quantum = question.slot_type.quantum
         most = int(max(0, left - question.earlier) * question.per_primary)
         free = min(free, most // quantum * quantum)
+    requested, left_free, total = question.readable(question.amount, free, question.total)
     return InsufficientResource(
         question.slot,
         question.written(question.amount),
         question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
-        total=question.written(question.total),
+        amounts=f"requested {requested}, {left_free} free ({total} in total)",
         never=question.never,
     )
 
@@ -339,15 +347,15 @@ def _did_not_do(  # noqa: PLR0911 - one line for each reason, the gravest first
         return _used_up(question, device)
     if question.is_over_limit:
         return question.limit_line
-    has = f"has {question.written(room)} of the {question.written(question.amount)}"
+    has = "has {} of the {}".format(*question.readable(room, question.amount))
     if parts.are_impossible:
         return f"{has}; the devices are too unequal for equal parts{_rest(question, device)}"
     if part := parts.least:
-        least = question.written(part)
+        there, least = question.readable(room, part)
         has = (
             f"has enough for an equal part of {least}, and too few others do"
             if room >= part
-            else f"has {question.written(room)}, too little for an equal part of {least}"
+            else f"has {there}, too little for an equal part of {least}"
         )
     return has + _rest(question, device)
 
@@ -377,10 +385,9 @@ def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
         free = left[measure.place] // measure.quantum * measure.quantum
         if free < needed:
             holders = question.ledger.holders(device.device_id)
+            requested, there, total = readable_amounts(kind, needed, free, measure.usable)
             return (
-                f"insufficient {slot}: requested {readable_amount(needed, kind)}{why},"
-                f" {readable_amount(free, kind)} free"
-                f" ({readable_amount(measure.usable, kind)} in total)"
+                f"insufficient {slot}: requested {requested}{why}, {there} free ({total} in total)"
                 + (f"; held by {_listed(question, holders)}" if holders else "")
             )
     return ""
@@ -393,7 +400,7 @@ def _used_up(question: Question, device: Device) -> str:
     mine = _mine(question, device)
     if mine is None:
         return f"held by {_listed(question, holders)}"
-    limit = question.written(question.partition.limit(device))
+    limit = readable_amount(question.partition.limit(device), device.kind)
     return f"the agent's part of {limit} is held by {', '.join(map(str, mine))}"
 
 
@@ -404,7 +411,7 @@ def _rest(question: Question, device: Device) -> str:
     mine = _mine(question, device)
     if mine is None:
         return f"; the rest is held by {_listed(question, holders)}" if holders else ""
-    part = f"; the agent's part of it is {question.written(limit)}"
+    part = f"; the agent's part of it is {readable_amount(limit, device.kind)}"
     return part + (f", the rest held by {', '.join(map(str, mine))}" if mine else "")
 
 
@@ -464,5 +471,6 @@ def _not_chosen(question: Question, device: Device, room: int) -> str:
     if question.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
         return f"on NUMA node {device.numa_node}; not needed"
     if room < min(question.given.values()):
-        return f"too small: has {question.written(room)}{_rest(question, device)}"
+        (there,) = question.readable(room)
+        return f"too small: has {there}{_rest(question, device)}"
     return "not needed"

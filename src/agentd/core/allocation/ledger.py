@@ -148,6 +148,21 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     return share._replace(secondary=tuple(secondary), limit_excess=now.limit_excess)
 
 
+def charged(share: Share, device: Device) -> Share:
+    """Return a share without the slots that its device does not offer now: they are not charged.
+
+    A share that holds the device whole stays as it is.
+    """
+    offered = device.slot_names
+    if (
+        not share.secondary
+        or share.slot_names == offered
+        or not _is_held_by(offered, share.slot_names)
+    ):
+        return share
+    return share._replace(secondary=tuple(e for e in share.secondary if e.slot in offered))
+
+
 def measured(device: Device, inventory: Inventory) -> dict[SlotName, SlotMeasure]:
     """Return how each slot of a device is counted."""
     usable = inventory.usable(device)

@@ -27,6 +27,7 @@ from agentd.core.slots import (
     format_amount,
     is_divisible,
     parse_base_units,
+    readable_amounts,
 )
 from agentd.errors import Problem
 
@@ -152,8 +153,8 @@ def remarks(
             yield f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
             continue
         if name not in sure:
-            have = format_amount(what.present, what.kind)
-            summed = format_amount(sum(limit.amount for limit in given.values()), what.kind)
+            total = sum(limit.amount for limit in given.values())
+            have, summed = readable_amounts(what.kind, what.present, total)
             yield f"{name}: the limits add up to {summed} of {have}, so none of them is guaranteed"
         elif not what.is_whole and what.devices > 1 and len(given) > 1:
             yield (
