@@ -159,7 +159,7 @@ async def test_an_edited_record_frees_no_device(plain_world: World) -> None:
         allocated = [devices[gpu][member] for member in ("state", "allocated", "free")]
         assert allocated == ["ok", "1", "0"], name
         assert said in kernel["reason"]
-        assert "second statement" in kernel["reason"]
+        assert "device label" in kernel["reason"]
         assert f"kernel {name}: {kernel['reason']}" in warnings
     assert "evil0" not in devices
     assert {devices[name]["state"] for name in ("X-1", "X-2")} == {"gone"}

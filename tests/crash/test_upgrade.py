@@ -61,7 +61,7 @@ async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str,
     for name, was in content["kernels"].items():
         now = await daemon.get(f"/v1/kernels/{name}")
         assert {m: now[m] for m in same} == {m: was.get(m, []) for m in same}
-        expected = "its second statement is missing"  # 0.2.0 wrote none for a process
+        expected = "its device label is missing"  # 0.2.0 wrote none for a process
         assert now["reason"] == "" or now["reason"].startswith(expected)
         again = await daemon.create(kernel_id=name, **bodies[name])
         assert (again.status, again.json) == (200, now)

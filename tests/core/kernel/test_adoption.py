@@ -146,7 +146,7 @@ def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
     assert {s.stable_id: s.amount for s in kernel.allocation.shares} == held
     assert kernel.state is KernelState.RUNNING
     assert said in kernel.reason
-    assert "second statement" in kernel.reason
+    assert "device label" in kernel.reason
     assert kernel.allocation.to_wire()["cuda"]["cuda.device"].keys() >= {"cuda0"}
     assert [device.device_id.id for device in adoption.missing] == ["X"] * ("X" in held)
     assert all(device.gone for device in adoption.missing)
@@ -158,7 +158,7 @@ def test_a_difference_names_both_statements() -> None:
     text = encoded(allocation=Allocation((GPU._replace(slot="cuda.shares"),)))
     kernel = adopt(found(record=text, statement=statement(Allocation((GPU,)))), NODE).kernel
     assert kernel.reason == (
-        "its record says cuda/cuda0/cuda.shares=1@GPU-cuda-0 and its second statement"
+        "its record says cuda/cuda0/cuda.shares=1@GPU-cuda-0 and its device label"
         " cuda/cuda0/cuda.device=1@GPU-cuda-0; the devices of both are charged"
     )
     assert kernel.allocation.to_wire() == {"cuda": {"cuda.device": {"cuda0": "1"}}}
@@ -210,7 +210,7 @@ UNEQUAL = {
 def test_a_second_statement_is_missed_while_it_runs(changes, recorded, is_told) -> None:
     kernel = adopt(found(record=encoded(**recorded), **changes), NODE).kernel
     assert kernel.allocation == recorded.get("allocation", HELD)
-    assert ("second statement" in kernel.reason) is is_told
+    assert ("device label" in kernel.reason) is is_told
 
 
 def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:

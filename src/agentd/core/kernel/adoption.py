@@ -3,7 +3,7 @@
 `reconcile` decides whether a kernel is adopted; the runtime's observer decides whether it belongs
 to this node.
 
-A kernel holds the devices of its record and those of its second statement; where they differ,
+A kernel holds the devices of its record and those of its device label; where they differ,
 its reason names both. A record never creates, renames, moves or frees a device, and a difference
 never charges more of a slot than there is. A device for which the two name different primary
 slots is held whole, under one of them. Where only one of the two can be read, that one counts;
@@ -67,7 +67,7 @@ def adopt(
     *,
     now: float = 0.0,
 ) -> Adoption:
-    """Describe an observed kernel by its record and its second statement, or what it might hold.
+    """Describe an observed kernel by its record and its device label, or what it might hold.
 
     `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
     a record that is the plan's need not be read. `now` (seconds since the epoch) is the time of
@@ -120,7 +120,7 @@ def adopt(
 def _united(
     recorded: Kernel, item: ObservedKernel, inventory: Inventory
 ) -> tuple[Allocation, tuple[Device, ...], str]:
-    """Return the devices of a record and of the second statement, and how the two differ."""
+    """Return the devices of a record and of the device label, and how the two differ."""
     allocation, missing = located(recorded.allocation, inventory)
     in_record = statement(recorded.allocation)
     if in_record == item.statement:
@@ -128,12 +128,12 @@ def _united(
     if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
         return allocation, missing, ""
     if not item.statement:
-        doubt = f"its second statement is missing; its record says {in_record}"
+        doubt = f"its device label is missing; its record says {in_record}"
         return allocation, missing, doubt
     try:
         stated = parse_statement(item.statement)
     except RecordError as error:
-        doubt = f"its second statement is unreadable ({error}); its record says {in_record}"
+        doubt = f"its device label is unreadable ({error}); its record says {in_record}"
         return allocation, missing, doubt
     for device in missing:
         inventory = inventory.with_device(device)
@@ -142,7 +142,7 @@ def _united(
     if one == two:
         return allocation, missing, ""
     doubt = (
-        f"its record says {_listed(one - two)} and its second statement {_listed(two - one)};"
+        f"its record says {_listed(one - two)} and its device label {_listed(two - one)};"
         " the devices of both are charged"
     )
     for device in unknown:
@@ -226,7 +226,7 @@ def _recorded(item: ObservedKernel) -> Kernel:
 def _without_record(
     seen: Kernel, item: ObservedKernel, inventory: Inventory, why: RecordError
 ) -> Adoption:
-    """Recover a kernel from the second statement; one that a newer agentd made is not ours to.
+    """Recover a kernel from the device label; one that a newer agentd made is not ours to.
 
     There its devices are charged all the same: they are what the statement is for.
     """
@@ -235,7 +235,7 @@ def _without_record(
     try:
         stated = parse_statement(item.statement)
         if not stated.shares:
-            raise RecordError("the second statement is empty")
+            raise RecordError("the device label is empty")
     except RecordError as error:
         reason = f"{record}; its devices cannot be recovered: {error}"
         held = Allocation(tuple(_might_hold(item, inventory)))
@@ -245,7 +245,7 @@ def _without_record(
     if isinstance(why, NewerRecordError):
         reason = f"its record is of a newer agentd ({why}); its devices are charged"
         return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
-    reason = f"{record}; recovered from the second statement of its devices"
+    reason = f"{record}; recovered from the device label"
     return Adoption(_sighted(replace(kernel, reason=reason), item), missing)
 
 

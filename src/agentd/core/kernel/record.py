@@ -30,7 +30,7 @@ from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name
 
 SCHEMA = 1
 STATEMENT = "statement"
-"""Stands in `not_enforced` where the second statement cannot be written."""
+"""Stands in `not_enforced` where the device label cannot be written."""
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors of reading JSON of any shape into values of ours."""
 LAST_SECOND = 253_402_300_799
