@@ -135,23 +135,31 @@ class Traffic:
         is_abandoned = chance.random() < 0.2
         slots, holder = {"cuda.device": GANG}, {"ttl": SHORT_TTL_S if is_abandoned else TTL_S}
         body = {"claim_id": name, "holder": holder, "slots": slots}
+        begun = time.monotonic()
         for site in self.sites:
             answer = await site.answer("POST", "/v1/agents/agent-1/claims", body)
             if answer.status not in (200, 201):
                 assert answer.status == 409, answer.content
                 self.done["gang refused"] += 1
-                break
-        else:
-            if is_abandoned:
-                self.done["gang abandoned"] += 1
+                await self._undo(name)
                 return
-            seconds = chance.uniform(0, 1)
-            for site in self.sites:
-                assert await site.kernel(name, GANG, seconds, claim=name), name
-            for site in self.sites:
-                await site.ended(name)
-            self.done["gang"] += 1
+        if is_abandoned:
+            self.done["gang abandoned"] += 1
+            return
+        seconds = chance.uniform(0, 1)
         for site in self.sites:
+            if not await site.kernel(name, GANG, seconds, claim=name):
+                assert time.monotonic() - begun > TTL_S, "a claim ended before its time"
+                self.done["gang late"] += 1
+                await self._undo(name)
+                return
+        for site in self.sites:
+            await site.ended(name)
+        self.done["gang"] += 1
+
+    async def _undo(self, name: str) -> None:
+        for site in self.sites:
+            await site.remove(f"/v1/kernels/{name}?timeout=0")
             await site.remove(f"/v1/claims/{name}")
 
     async def _repeat(self, act: Callable[[random.Random, str], Awaitable[None]], who: str) -> None:
@@ -164,16 +172,19 @@ class Traffic:
     async def run(self, seconds: float) -> None:
         """Run everything for some seconds at least, and kill an agentd every now and then."""
         chance, end = random.Random(SEED), time.monotonic() + seconds
+        start_s = 0.0  # a slow machine gets as long for its work as for a start
         kinds = {"a": self.kernel, "b": self.kernel, "notebook": self.notebook, "gang": self.gang}
         work = [asyncio.create_task(self._repeat(act, who)) for who, act in kinds.items()]
         try:
             while time.monotonic() < end or not all(self.done[kind] for kind in NEEDED):
-                pause_s = chance.uniform(0.1, 2)
+                pause_s = start_s + chance.uniform(0.1, 2)
                 if (await asyncio.wait(work, timeout=pause_s, return_when="FIRST_COMPLETED"))[0]:
                     break
                 site = chance.choice(self.sites)
                 await site.world.kill()
+                killed = time.monotonic()
                 assert await site.world.start()
+                start_s = time.monotonic() - killed
                 self.done["deaths"] += 1
                 await asyncio.gather(*(site.look() for site in self.sites))
             self._is_over = True
