@@ -1,4 +1,4 @@
-"""Dying on a node whose GPUs have two slots; one is switched off and on between lives."""
+"""Dying on a node whose GPUs have two slots; the memory is switched off and on between lives."""
 
 import random
 from collections import Counter

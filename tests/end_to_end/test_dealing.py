@@ -30,9 +30,9 @@ async def test_linked_devices_stay_with_one_agent_whatever_is_lost(
     await plain.start(config(CROSSED + named))
     assert await owned(plain) == [["cuda0", "cuda3"], ["cuda1", "cuda2"]]
     await plain.running("agent-2", kernel_id="k1", slots={"cuda.device": 2})
-    # a link is down, a device is lost
+    # links are others, a device is lost
     health.write_text("cuda3 gone\n")
-    await plain.restart(config(named))
+    await plain.restart(config('links = [["cuda0", "cuda1"]]\n' + named))
     assert await owned(plain) == [["cuda0", "cuda3"], ["cuda1", "cuda2"]]
     assert (await plain.device("cuda3"))["state"] == "gone"
     # the agents are others, so the plugin is asked again

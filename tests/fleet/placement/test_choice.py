@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.slots import ONE, ResourceSlots
+from agentd.errors import InsufficientResource
 from agentd_fleet.placement.choice import (
     Candidate,
     Constraints,
@@ -17,7 +18,7 @@ from agentd_fleet.placement.choice import (
 )
 from agentd_fleet.placement.refusals import NoNode, refusal
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
-from fleet.view.test_fleet_view import NAMES, NODES, fleet, node, slot
+from fleet.view.test_fleet_view import GIB, NAMES, NODES, fleet, gpu_node, node, slot
 
 
 @given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(PlacementPolicy))
@@ -48,6 +49,15 @@ def test_refusals_are_told_by_class() -> None:
         "daemon-down": 1,
     }
     assert len(rows[0].nodes) == 5
+
+
+def test_refusal_shows_bytes_for_people_in_its_text_alone() -> None:
+    view = fleet(gpu_node("a", 1, 80, cuda_mem=10 * GIB))
+    wanted = ResourceSlots({"cuda.mem": 20 * GIB})
+    refused = refusal(view, wanted, Constraints(), [])
+    assert str(refused).startswith("insufficient cuda.mem: requested 20 GiB; ")
+    assert isinstance(refused, InsufficientResource)
+    assert (refused.requested, refused.free) == (str(20 * GIB), str(10 * GIB))
 
 
 def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
