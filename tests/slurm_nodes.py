@@ -70,8 +70,7 @@ class SlurmNodes:
         """Start all agentds, write what `agentctl slurm gres` says, and start Slurm.
 
         `only` leaves devices out of gres.conf and the map. `text` returns the configuration. A
-        cluster that is not switched on has an agentd on its first node, of which Slurm knows
-        nothing.
+        cluster that is not switched on has an agentd on its first node, unknown to Slurm.
         """
         self.text = text(self) if text else self.text
         self._write_scripts()
