@@ -39,7 +39,7 @@ test-docker: $(VENV)/.installed-dev
 test-fleet: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/fleet tests/end_to_end/fleet $(ARGS)
 
-# Engines that take their devices from agentd, for real: Slurm (slurmctld, slurmd, slurm-client, munge; root).
+# Engines that take their devices from agentd, for real: Slurm (slurmctld, slurmd, slurm-client, munge; docker; root).
 test-engines: $(VENV)/.installed-dev
 	AGENTD_TEST_ENGINES=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines --timeout 400 $(ARGS)
 

@@ -10,6 +10,7 @@ from slurm_nodes import BIN, SlurmNodes
 
 PAGE = (ROOT / "docs/how-to/slurm.md").read_text()
 MARK = "console not-run with Slurm: tests/engines"
+USERS_MARK = "console not-run with Slurm, as a user: tests/engines"
 
 
 def blocks(fence: str) -> list[str]:

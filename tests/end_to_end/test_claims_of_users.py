@@ -128,3 +128,21 @@ async def test_owned_claim_is_for_its_user_and_admins(node: Daemon) -> None:
     assert as_user(node, "POST", kernels, body.replace("other", "mine")) == "201"
     assert (await call(node, "a", "DELETE", "/v1/claims/other")).status == 404
     assert (await call(node, "agentd", "DELETE", "/v1/claims/other")).status == 204
+
+
+@pytest.mark.needs("root")
+async def test_kernel_of_an_owned_claim_is_its_user_s(node: Daemon) -> None:
+    for owner in (USER, USER + 1):
+        made = await claim(node, "agentd", f"c{owner}", owner_uid=owner, holder={"ttl": 600})
+        assert made.status == 201
+        body = {"command": ["sleep", "1000"], "keep_claim": True}
+        body |= {"claim": f"c{owner}", "kernel_id": f"k{owner}"}
+        path = "/v1/agents/agent-1/kernels"
+        assert (await call(node, "agentd", "POST", path, body)).status == 201
+    mine, other = f"/v1/kernels/k{USER}", f"/v1/kernels/k{USER + 1}"
+    for method, call_of in (("GET", "/logs"), ("POST", "/stop"), ("DELETE", "?timeout=0")):
+        assert as_user(node, method, f"{other}{call_of}") == "404 UnknownKernel"
+    assert as_user(node, "GET", other) == "200"
+    assert (await node.get(other))["state"] == "running"
+    assert as_user(node, "DELETE", f"{mine}?timeout=0") == "204"
+    assert (await call(node, "agentd", "DELETE", f"{other}?timeout=0")).status == 204

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from engine import Engine
 from engines.test_slurm_kernels import devices_of, until_kernels
-from other_users import ADA, EVE
+from other_users import ADA, EVE, home_of
 from slurm_cluster import make_device
 from slurm_nodes import NodesOf, SlurmNodes
-from slurm_page import here, the_block, type_as
+from slurm_page import USERS_MARK, here, the_block, type_as
 
 TRAIN = """#!/bin/sh
 trap "exit 0" USR1
@@ -48,26 +49,30 @@ def page_config(nodes: SlurmNodes) -> str:
     return here(the_block("toml"), nodes) + table
 
 
-def submit_page_script(nodes: SlurmNodes, user: int) -> tuple[str, Path]:
-    """Submit the page's batch script as a user and return the job's id and its output."""
-    file = nodes.folder / "train.sh"
-    file.write_text(here(the_block("bash"), nodes))
-    done = type_as(user, nodes, "sbatch", "--parsable", "--output=train-%j", str(file))
+def submit_page_script(nodes: SlurmNodes) -> tuple[str, Path]:
+    """Save and submit the page's batch script as a user; return the job's id and its output."""
+    home = home_of(nodes.cluster.folder / "users", ADA)
+    (home / "train.sh").write_text(here(the_block("bash"), nodes))
+    (command,) = re.findall(r"^\$ (.*)$", the_block(USERS_MARK), re.MULTILINE)
+    done = type_as(ADA, nodes, *command.split())
     assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    return job, Path(nodes.cluster.job(job)["StdOut"].replace("%j", job))
+    job = done.stdout.split()[-1]
+    return job, home / f"slurm-{job}.out"
 
 
+@pytest.mark.long
 @pytest.mark.docker
 async def test_user_runs_containers_on_three_nodes(slurm: NodesOf, engine: Engine) -> None:
     engine.import_image("train:1", programs={"train": TRAIN})
     nodes = await slurm(nodes=3, text=page_config, engine=engine)
     cluster = nodes.cluster
     first, second, third = cluster.nodes
+    printed = nodes.agentctl(first, "slurm", "gres", "--agent=slurm")
+    assert f"Type=cuda0 File={nodes.folder}/{first}/dev/cuda0\n" in printed
     other = cluster.submit("--gres=gpu:1", f"--nodelist={second}")
     await nodes.until_claims({f"slurm-{other}": ["cuda0"]}, second)
 
-    job, output = submit_page_script(nodes, ADA)
+    job, output = submit_page_script(nodes)
     await until_kernels(nodes, 3)
     assert cluster.job(job)["UserId"] == f"ada({ADA})"
     expected = []
@@ -87,7 +92,7 @@ async def test_user_runs_containers_on_three_nodes(slurm: NodesOf, engine: Engin
     cluster.until_state(job, "COMPLETED")
     await until_only(other, nodes, engine)
 
-    job, _ = submit_page_script(nodes, ADA)
+    job, _ = submit_page_script(nodes)
     await until_kernels(nodes, 3)
     assert type_as(ADA, nodes, "scancel", job).returncode == 0
     cluster.until_state(job, "CANCELLED")
@@ -95,17 +100,22 @@ async def test_user_runs_containers_on_three_nodes(slurm: NodesOf, engine: Engin
 
 
 async def refuses_other_users(nodes: SlurmNodes, job: str) -> None:
-    """Check that nobody but the job's user takes its claim, and only the group has the socket."""
+    """Check that the job's claim and kernels are its user's, and the socket its group's."""
     claim, own = f"slurm-{job}", nodes.cluster.own
     create = ("agentctl", "run", "slurm", "--claim", claim, "--image", "train:1", "--", "true")
     done = type_as(EVE, nodes, *create)
     assert done.returncode == 125
     assert f"UnknownClaim: unknown claim {claim}" in done.stderr
     body = json.dumps({"command": ["true"], "image": "train:1", "claim": claim})
-    calls = (("POST", "/v1/agents/slurm/kernels", body), ("DELETE", f"/v1/claims/{claim}", ""))
-    for call in calls:
+    (kernel,) = await nodes.daemon.get("/v1/kernels")
+    calls = {
+        ("POST", "/v1/agents/slurm/kernels", body): "UnknownClaim",
+        ("DELETE", f"/v1/claims/{claim}", ""): "UnknownClaim",
+        ("DELETE", f"/v1/kernels/{kernel['kernel_id']}", ""): "UnknownKernel",
+    }
+    for call, code in calls.items():
         words = (sys.executable, "-c", CALL, f"{own}/slurm.sock", *call)
-        assert type_as(EVE, nodes, *words).stdout == "404 UnknownClaim\n"
+        assert type_as(EVE, nodes, *words).stdout == f"404 {code}\n"
     for user, socket in ((NOBODY, "slurm.sock"), (ADA, "agentd.sock")):
         done = type_as(user, nodes, "agentctl", "--socket", f"{own}/{socket}", "claims")
         assert done.returncode != 0

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slurm_nodes import NodesOf, SlurmNodes
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
@@ -78,6 +80,7 @@ async def test_job_on_three_nodes_runs_kernels_on_its_gpus(slurm: NodesOf) -> No
     cluster.until(cluster.are_idle, "a node is not idle")
 
 
+@pytest.mark.long
 async def test_time_limit_stops_the_kernel(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=2)
     job = nodes.cluster.submit("--gres=gpu:1", "--time=00:00:05", script=run_script(nodes))

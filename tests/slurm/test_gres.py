@@ -74,10 +74,12 @@ def test_files_come_from_the_driver_and_from_sysfs(tmp_path: Path) -> None:
     nvidia.parent.mkdir(parents=True)
     nvidia.write_text("Model: \t A\nGPU UUID: \t GPU-cuda0\nDevice Minor: \t 3\n")
     (tmp_path / "sys/bus/pci/devices/0000:03:00.0/drm/renderD129").mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/accel0").symlink_to("/dev/null")
     rows = [
         device("cuda0"),
         device("rocm0", aliases=["0000:03:00.0"]),
-        device("tpu0", aliases=["/dev/accel0"]),
+        device("tpu0", aliases=["dev:accel0"]),
         device("sim0"),
     ]
     assert files_of(rows, "/stand-ins", tmp_path) == (

@@ -37,7 +37,8 @@ class Access:
 
         Raises:
             UnknownAgent: the agent does not exist, or the caller must not see it.
-            UnknownKernel: the same, for the kernel.
+            UnknownKernel: the same, for the kernel; or its claim is another user's, and the caller
+                wants more than to look.
             UnknownClaim: the same, for the claim.
             UnknownDevice: the same, for the device.
             Forbidden: the caller sees the target but must not change it.
@@ -53,6 +54,8 @@ class Access:
             self._require_device(caller, device)
         if not caller.may(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
+        if kernel is not None and right is not Right.LOOK and not self._owns(caller, kernel):
+            raise UnknownKernel(f"unknown kernel {kernel}")
 
     def require_all(self, caller: Caller) -> None:
         """Refuse a caller that does not see the whole node.
@@ -102,6 +105,12 @@ class Access:
         """Return whether a caller sees a kernel; an unknown one requires a view of all."""
         known = self._state.kernels.get(kernel_id)
         return caller.agents is None if known is None else caller.sees(known.agent_id)
+
+    def _owns(self, caller: Caller, kernel_id: str) -> bool:
+        """Return whether a caller may use the claim of a kernel; true for one without a claim."""
+        kernel = self._state.kernels.get(kernel_id)
+        claim = self._state.claims.get(kernel.claim_id or "") if kernel else None
+        return claim is None or claim.may_be_used_by(caller)
 
     def _sees_claim(self, caller: Caller, claim_id: str) -> bool:
         known = self._state.claims.get(claim_id)

@@ -1,7 +1,8 @@
 """The device file of an accelerator: Slurm confines a job to the files of its GPUs.
 
 NVIDIA's driver lists each GPU's UUID and minor number below /proc/driver/nvidia/gpus. For others
-the render node of the PCI device is in sysfs. Anything else gets a stand-in.
+the render node of the PCI device is in sysfs. The plugin `generic` names a device by its file, with
+colons for slashes. Anything else gets a stand-in.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def device_file(device: Mapping[str, Any], root: Path = Path("/")) -> str | None
         return file
     names = [device["stable_id"], *device["aliases"]]
     for name in names:
-        if name.startswith("/dev/"):
-            return str(name)
+        path = name.replace(":", "/")
+        if (root / path).is_char_device():
+            return f"/{path}"
+    for name in names:
         if _PCI.fullmatch(name) and (file := render_node(name, root)):
             return file
     return None

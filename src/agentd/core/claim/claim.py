@@ -138,7 +138,7 @@ class Claim(msgspec.Struct, frozen=True):
             raise ClaimConflict(f"claim {self.claim_id}: {self.problem}")
 
     def may_be_used_by(self, caller: Caller) -> bool:
-        """Return whether a caller may create from it, renew it and release it.
+        """Return whether a caller may create from it, renew it, release it and use its kernels.
 
         The uid of a caller is that of its unix socket's peer. A gateway passes callers on, whose
         uid is not known.
