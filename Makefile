@@ -75,7 +75,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
 
 soak: $(VENV)/.installed-dev
-	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
+	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_contracts.py tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_TEST_ENGINES=1 AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/engines/test_slurm_collisions.py
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/crash tests/end_to_end/test_holders_together.py tests/end_to_end/fleet/test_exactly_one.py tests/hostile/test_clients.py tests/end_to_end/test_document.py tests/end_to_end/fleet/test_document.py tests/end_to_end/test_exec.py $(PROPERTIES) $(WAITING) $(ARGS)
 

@@ -23,7 +23,8 @@ from engine import Engine
 
 Process = subprocess.Popen[bytes] | fork_server.Forked
 
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = float(os.environ.get("AGENTD_TEST_READY_S", "30"))
+"""The virtual machine of tests/node, whose processor is emulated, sets a longer one."""
 
 BASE = """
 [node]

@@ -48,14 +48,29 @@ class Site:
         self.devices = devices
         self.world = World(self.daemon)
         self.locks = DeviceLocks(folder, devices)
+        self._is_up = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.daemon.start(AGENTS + gpus(self.devices))
+        self._is_up.set()
+
+    async def kill(self) -> float:
+        """Kill agentd and start it again; return how long the start took (s)."""
+        self._is_up.clear()
+        await self.world.kill()
+        killed = time.monotonic()
+        assert await self.world.start()
+        self._is_up.set()
+        return time.monotonic() - killed
 
     async def answer(self, method: str, path: str, body: Any = None) -> Answer:
         """Repeat a call until it is answered, and not for want of a plugin after a start."""
         while True:
+            await self._is_up.wait()
             answer = await self.world.ask(method, path, body)
             if answer is not None and answer.status != 503:
                 return answer
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
 
     async def remove(self, path: str) -> None:
         """Delete a kernel or a claim that may exist."""
@@ -74,7 +89,7 @@ class Site:
         """Wait for the end of a kernel, which must be its own, and delete it."""
         path = f"/v1/kernels/{kernel_id}"
         while (kernel := (await self.answer("GET", path)).json)["exit_code"] is None:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
         assert kernel["exit_code"] == 0, kernel
         await self.remove(path)
 
@@ -181,10 +196,7 @@ class Traffic:
                 if (await asyncio.wait(work, timeout=pause_s, return_when="FIRST_COMPLETED"))[0]:
                     break
                 site = chance.choice(self.sites)
-                await site.world.kill()
-                killed = time.monotonic()
-                assert await site.world.start()
-                start_s = time.monotonic() - killed
+                start_s = await site.kill()
                 self.done["deaths"] += 1
                 await asyncio.gather(*(site.look() for site in self.sites))
             self._is_over = True
@@ -200,7 +212,7 @@ async def sites(folder: Path) -> AsyncIterator[list[Site]]:
     """Three nodes."""
     made = [Site(folder / str(n), n, devices) for n, devices in enumerate(GPUS)]
     for site in made:
-        await site.daemon.start(AGENTS + gpus(site.devices))
+        await site.start()
     yield made
     for site in made:
         await site.daemon.close()

@@ -114,9 +114,9 @@ class Node:
         self.must("cp -r /payload/pyproject.toml /payload/tests /tmp/")
         self.must(f"python3 -m zipfile -e /payload/agentd_plugin_sim-*.whl {SITE}")
         done = self.run(
-            f"cd /tmp && AGENTD_SEED={os.environ['AGENTD_SEED']} {LIBRARIES}"
-            f" /opt/agentd/bin/python -m pytest {tests} -p no:hypothesispytest"
-            " 2>&1 | tail -60",
+            f"cd /tmp && AGENTD_SEED={os.environ['AGENTD_SEED']} AGENTD_TEST_READY_S=150"
+            f" {LIBRARIES} /opt/agentd/bin/python -m pytest {tests}"
+            " -p no:hypothesispytest 2>&1 | tail -60",
             timeout_s,
         )
         self.must(f"rm -r {SITE}/agentd_plugin_sim*")
