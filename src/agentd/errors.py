@@ -241,7 +241,7 @@ class ClaimConflict(RequestError):
 
 
 class TooManyClaims(RequestError):
-    """The node has as many claims as it may have."""
+    """The node has reached the maximum of claims."""
 
     code = "TooManyClaims"
 
@@ -280,13 +280,13 @@ class UnknownKernel(RequestError):
 
 
 class UnknownClaim(RequestError):
-    """No claim of that name on this node."""
+    """The claim does not exist on this node."""
 
     code = "UnknownClaim"
 
 
 class UnknownEngine(RequestError):
-    """No engine of that name on this node."""
+    """The engine does not exist on this node."""
 
     code = "UnknownEngine"
 
@@ -371,13 +371,13 @@ class Unavailable(AgentdError):
 
 
 class PluginUnavailable(Unavailable):
-    """The plugin that offers this slot has not opened yet."""
+    """The plugin that offers this slot has not opened yet, or was lost."""
 
     code = "PluginUnavailable"
 
 
 class RuntimeUnavailable(Unavailable):
-    """The runtime does not answer; its kernels may be fine."""
+    """The runtime does not answer; its kernels may be running."""
 
     code = "RuntimeUnavailable"
 

@@ -74,10 +74,11 @@ https://admin.pci-ids.ucw.cz/read/PD
 
 
 class NotPresent(Exception):
-    """This node has none of the plugin's hardware; to be raised by `open`, after a look at the bus.
+    """The node has none of the plugin's hardware; `open` raises this after it checked the bus.
 
-    It is believed for as long as the daemon lives: the slots are unknown on this node. Where there
-    is hardware and no driver yet, raise anything else, and `open` is tried again.
+    agentd then does not retry until it restarts or an operator retries the plugin, and the slots
+    are unknown on this node. If there is hardware but no driver yet, raise any other exception:
+    agentd then retries `open`.
     """
 
 
@@ -85,14 +86,14 @@ class NotPresent(Exception):
 class SlotTypeInfo:
     """A slot that the plugin's devices offer.
 
-    `name` is the device name, or the device name, a dot and more. `kind` is `count`,
+    `name` is the device name, or begins with the device name and a dot. `kind` is `count`,
     `bytes` or `unique`. `quantum` is the smallest step in which agentd allocates it: at most 1
-    for counts, at most 1 GiB for bytes. A request may ask for one slot of each `exclusive_group`
-    only. `unit` is for people.
-    `is_enforced` says that a kernel which was given a part of a device cannot use more of it,
-    whatever it does; else the slot stands in the kernel's `not_enforced`.
+    for counts, at most 1 GiB for bytes. A request can use only one slot of each `exclusive_group`.
+    `unit` is for display only.
+    Set `is_enforced` if a kernel with a part of a device cannot use more of it, whatever it does;
+    otherwise the slot is in the kernel's `not_enforced`.
     `primary` makes it a secondary slot, of kind `count` or `bytes`, of devices that offer the slot
-    of that name. It takes the exclusive group of its primary.
+    of that name. A secondary slot has the exclusive group of its primary.
     """
 
     name: str
@@ -106,14 +107,14 @@ class SlotTypeInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device, as it is now.
+    """The current state of a device.
 
-    `id` is a suggestion (agentd keeps the one it gave first). `stable_id` always names the same
-    physical device. `slot` and `capacity` are its primary slot; `secondary` maps up to seven
+    `id` is a suggestion; agentd keeps the id that it assigned first. `stable_id` always names the
+    same physical device. `slot` and `capacity` are its primary slot; `secondary` maps up to seven
     further slots of the same device to their capacities, such as GPU memory beside GPU shares.
     `parent` is the stable id of the device that it is a part of. `health` is `healthy`,
-    `unhealthy` (with a `reason`) or `unknown`. If it `is_simulated`, other daemons of the host may
-    offer a device of the same stable id.
+    `unhealthy` (with a `reason`) or `unknown`. If it `is_simulated`, other daemons on the host can
+    serve a device with the same stable id.
     """
 
     id: str
@@ -147,10 +148,10 @@ class AllocatedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The runtime of a kernel (`docker`, `systemd`, `process`), and its ways to devices.
+    """The runtime of a kernel (`docker`, `systemd`, `process`), and how it accepts devices.
 
-    `cdi` says that names of the Container Device Interface are taken, from the specifications
-    in `cdi_spec_dirs`; `device_requests` that those of a vendor's driver are.
+    With `cdi` it accepts names of the Container Device Interface, from the specifications in
+    `cdi_spec_dirs`. With `device_requests` it accepts requests to a device driver of the engine.
     """
 
     runtime: str
@@ -169,9 +170,9 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurements of a device; None is unknown. Percent, bytes, degrees Celsius, watts.
+    """The measurements of a device, in percent, bytes, degrees Celsius and watts; None is unknown.
 
-    `processes` are those that use it, as the driver tells; None where it does not.
+    `processes` are the processes that use it, or None if the driver does not list them.
     """
 
     stable_id: str
@@ -199,9 +200,9 @@ class KernelEvent:
 class PartitionInfo:
     """A division of a plugin's devices: agents to ids of devices.
 
-    Each device belongs to one agent at most. Devices that are left out belong to no agent. Agents
-    get equal numbers of the devices with the same slots, or numbers that differ by one. If they
-    do not, `reason` says why, and becomes a warning.
+    Each device belongs to at most one agent. Devices that are left out belong to no agent. Agents
+    get equal numbers of the devices with the same slots, or numbers that differ by one. For other
+    numbers, `reason` is required, and becomes a warning.
     """
 
     devices: Mapping[str, Sequence[str]]
@@ -210,7 +211,7 @@ class PartitionInfo:
 
 @dataclass(frozen=True, slots=True)
 class SettingProblem:
-    """A key of the plugin's table that cannot be used, and what would be."""
+    """An invalid key of the plugin's table, and the reason with the accepted values."""
 
     key: str
     why: str
@@ -228,10 +229,10 @@ def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[
 
 
 def size_in_bytes(value: object) -> int:
-    """Return a size of the settings in bytes: a number, or a text such as `80g` or `512MiB`.
+    """Return a size of the settings in bytes: a number, or a string such as `80g` or `512MiB`.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: the value is not a size.
     """
     return parse_base_units(value, SlotKind.BYTES)
 
@@ -259,7 +260,7 @@ def memory_offered(name: str, settings: Mapping[str, Any], size: int) -> dict[st
 
 
 def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
-    """Return what is wrong with `memory-slot` and `memory-quantum`."""
+    """Return the problems of `memory-slot` and `memory-quantum`."""
     problems = []
     if not isinstance(settings.get("memory-slot", False), bool):
         problems.append(SettingProblem("memory-slot", "expected true or false"))
@@ -279,10 +280,10 @@ def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
 def dealt_in_groups(groups: Iterable[Iterable[str]], agents: Sequence[str]) -> dict[str, list[str]]:
     """Return the device ids of each agent, with groups kept together where possible.
 
-    `groups` holds every device once, alone if it has no group. Agents get as many devices as with
-    `auto-split-order = "id"`. Groups are dealt from the largest to the smallest. Each goes to the
-    agent with the fewest places left among those that have room for all of it. If no agent has,
-    it fills the agent with the most places left, and its other devices are a group of their own.
+    `groups` has every device once; a device without a group is alone in one. Agents get as many
+    devices as with `auto-split-order = "id"`. Groups are dealt from the largest to the smallest.
+    Each goes to the agent with the least room among those with room for the whole group. If there
+    is none, it fills the agent with the most room, and its other devices form a new group.
     Single devices fill the agents in order. The result does not depend on the order of groups.
 
     Raises:
@@ -319,8 +320,8 @@ def on_pci_bus(
 ) -> list[str]:
     """Return the addresses of a vendor's devices on the PCI bus, whether they have a driver or not.
 
-    `vendor` is a PCI vendor id such as `10de`, `classes` the first digits of class codes. The
-    kernel tells both in `/sys/bus/pci/devices/ADDRESS` (Documentation/ABI/testing/sysfs-bus-pci).
+    `vendor` is a PCI vendor id such as `10de`, and `classes` are the first digits of class codes.
+    Both are in `/sys/bus/pci/devices/ADDRESS` (Documentation/ABI/testing/sysfs-bus-pci).
     """
 
     def text(path: Path) -> str:
@@ -337,16 +338,15 @@ def on_pci_bus(
 
 
 class AcceleratorPlugin(ABC):
-    """One family of devices; `name` is its device name, the table's name in the configuration.
+    """A kind of device; `name` is its device name, which is the name of its table.
 
-    agentd calls `validate` first, on the class, then makes the object, and calls `open`
-    before anything else. Raise to say that something does not work: the message is shown
-    to the operator.
+    agentd first calls `validate` on the class, then creates the object and calls `open`. To report
+    a failure, raise an exception: agentd shows its message to the operator.
     """
 
     api_version: ClassVar[int] = API_VERSION
     needs_table: ClassVar[bool] = False
-    """Whether it does nothing without a table of its own in the configuration."""
+    """Whether the plugin needs its own table in the configuration to load."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self.name = name
@@ -354,7 +354,7 @@ class AcceleratorPlugin(ABC):
 
     @classmethod
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
-        """Return everything that is wrong with a table; by default any key is."""
+        """Return all problems of a table; by default every key is one."""
         return unknown_settings(settings, ())
 
     @abstractmethod
@@ -363,7 +363,7 @@ class AcceleratorPlugin(ABC):
 
         Raises:
             NotPresent: this node has none of the hardware.
-            Exception: anything else is tried again, with growing pauses.
+            Exception: any other failure; agentd retries with a growing backoff.
         """
 
     def close(self) -> None:  # noqa: B027 - optional, and empty by default
@@ -375,41 +375,41 @@ class AcceleratorPlugin(ABC):
 
     @abstractmethod
     def list_devices(self) -> Sequence[DeviceInfo]:
-        """Return all devices that are there now, the unhealthy ones too."""
+        """Return all present devices, including unhealthy ones."""
 
     @abstractmethod
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
-        """Return what a kernel needs to use these devices; for none, how to hide them all."""
+        """Return the edits for a kernel with these devices; for no devices, those that hide all."""
 
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
     ) -> PartitionInfo | None:
         """Divide the devices among the agents; None deals them in the order of their ids.
 
-        For devices that belong together, such as GPUs joined by links. Called in auto-split with
-        `auto-split-order = "plugin"`, after the first listing. `devices` have the ids that agentd
-        gave them, in natural order; missing ones that agentd remembers are among them, with health
-        `unknown`. The answer is kept and used again while agents, devices and their slots are the
-        same. It may not depend on the order of devices.
+        This is for devices that belong together, such as linked GPUs. agentd calls it in auto-split
+        with `auto-split-order = "plugin"`, after the first listing. `devices` have the ids that
+        agentd assigned, in natural order; they include missing devices that agentd remembers, with
+        health `unknown`. agentd keeps the answer, and uses it again while agents, devices and their
+        slots are the same. The answer may not depend on the order of devices.
         """
         del devices, agents
         return None
 
     def measure(self) -> Sequence[Measurement]:
-        """Return what the devices do now."""
+        """Return the current measurements of the devices."""
         return ()
 
     def wait_for_change(self, timeout_s: float) -> bool:
-        """Wait for something to happen to the devices; True if it did, within `timeout_s`.
+        """Wait up to `timeout_s` for a change of the devices; return whether there was one.
 
-        For libraries that tell of events. Called again and again, in a thread of its own beside
-        the other methods, until `close`; a wait may end early. After True the devices are listed
-        again. Without it they are listed now and then.
+        This is for libraries that report events. agentd calls it repeatedly until `close`, in its
+        own thread beside the other methods; a wait may end early. After True, agentd lists the
+        devices again at once. Otherwise it lists them every `health-interval`.
         """
         del timeout_s
         return False
 
     def kernel_event(self, event: KernelEvent) -> None:  # noqa: B027 - the same
-        """Learn of a kernel's life; nothing that happens here changes it."""
+        """Handle a step in a kernel's life; a failure does not affect the kernel."""

@@ -123,7 +123,7 @@ class ClaimHandlers:
         return answer(rendering.claim_view(self._service.get(request.match_info["claim"])))
 
     async def renew_claim(self, request: web.Request) -> web.Response:
-        """Give a claim its whole time again."""
+        """Restart the time limit of a claim."""
         body = read_body(RenewRequest, await body_of(request))
         claim_id = request.match_info["claim"]
         status = self._service.renew(claim_id, body.ttl, caller_of(request))

@@ -57,12 +57,16 @@ MEANINGS = (
     Meaning(SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."),
     Meaning(("agentctl run",), ExitStatus.NOT_CREATED, "The kernel was not created, or was lost."),
     Meaning(("agentctl run",), ExitStatus.NOT_EXECUTABLE, "The command cannot be executed."),
-    Meaning(("agentctl run",), ExitStatus.NOT_FOUND, "There is no such command."),
+    Meaning(("agentctl run",), ExitStatus.NOT_FOUND, "The command does not exist."),
     Meaning(("agentctl claim",), ExitStatus.NOT_FOUND, "The command cannot be executed."),
     Meaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
-    Meaning(("agentctl claim",), None, "That of the command, which replaces agentctl."),
-    Meaning(("agentctl run",), None, "That of the kernel; 128 plus the number of its signal."),
-    Meaning(("agentctl exec",), None, "That of the command; 128 plus the number of its signal."),
+    Meaning(("agentctl claim",), None, "The status of the command, which replaces agentctl."),
+    Meaning(
+        ("agentctl run",), None, "The status of the kernel, or 128 plus the number of its signal."
+    ),
+    Meaning(
+        ("agentctl exec",), None, "The status of the command, or 128 plus the number of its signal."
+    ),
 )
 """The table of all statuses. No commands stand for all of them."""
 

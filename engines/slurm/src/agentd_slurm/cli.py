@@ -34,7 +34,7 @@ def agentd_slurm(socket: str | None, map_file: str | None) -> None:
 def prolog() -> None:
     """Claim the GPUs of a job (Prolog=).
 
-    Exit status: 0 the job may start, or was sent back; 1 the node is to be drained.
+    Exit status: 0 the job may start, or was requeued or cancelled; 1 slurmd must drain the node.
     """
     from agentd_slurm.commands.prolog import run_prolog
 
@@ -65,11 +65,11 @@ def task_prolog() -> None:
 
 @agentd_slurm.command()
 @click.option("--node", metavar="NAME", help="Name of this node in slurm.conf.")
-@click.option("--once", is_flag=True, help="Take one look and end.")
+@click.option("--once", is_flag=True, help="Run one pass and exit.")
 def sync(node: str | None, *, once: bool) -> None:
-    """Keep Slurm and agentd in step.
+    """Keep claims consistent with Slurm's jobs.
 
-    Exit status: 0 stopped, 1 the one look failed.
+    Exit status: 0 stopped, 1 the pass of --once failed.
     """
     from agentd_slurm.commands.sync import run_sync
 
@@ -82,7 +82,7 @@ def sync(node: str | None, *, once: bool) -> None:
 def doctor(node: str | None, *, as_json: bool) -> None:
     """Check the settings of Slurm and the map.
 
-    Exit status: 0 all hold, 1 one does not or cannot be checked.
+    Exit status: 0 all checks passed, 1 a check failed or could not run.
     """
     from agentd_slurm.commands.doctor import checks
 
@@ -98,13 +98,13 @@ def doctor(node: str | None, *, as_json: bool) -> None:
 
 @click.group("slurm")
 def agentctl_slurm() -> None:
-    """Show what Slurm needs to know of a node."""
+    """Print Slurm's settings for a node."""
 
 
 @agentctl_slurm.command()
-@click.option("--agent", metavar="NAME", help="Whose devices; default: the only agent.")
-@click.option("--json", "as_json", is_flag=True, help="Print the map of devices alone.")
-@click.option("--files", metavar="FOLDER", help="Where stand-ins of device files are.")
+@click.option("--agent", metavar="NAME", help="Agent with the devices. Default: the only one.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the device map.")
+@click.option("--files", metavar="FOLDER", help="Folder of stand-ins for device files.")
 @click.pass_obj
 def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None) -> None:
     """Print gres.conf, Gres= and the device map.
@@ -113,10 +113,10 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
     agentctl slurm gres --agent slurm
     agentctl slurm gres --agent slurm --json > /etc/agentd/slurm-gres.json
 
-    A device without a device file of its own is listed with a stand-in, which has to be made
-    (mknod FILE c 1 3) before slurmd starts.
+    For a device without its own device file, gres.conf names a stand-in. Create it (mknod FILE c 1
+    3) before slurmd starts.
 
-    Exit status: 0 printed, 1 there is no such agent or it has no accelerators.
+    Exit status: 0 printed, 1 the agent does not exist or has no accelerators.
     """
     from agentd_slurm.device_files import STAND_INS, files_of
     from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres

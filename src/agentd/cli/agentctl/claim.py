@@ -37,7 +37,7 @@ CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 @slot_option
 @device_option
 @click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the claim.")
-@click.option("--scope", is_flag=True, help="Hold for children too: a scope of systemd.")
+@click.option("--scope", is_flag=True, help="Use a systemd scope, which includes children.")
 @click.pass_obj
 def claim(
     client: Client,
@@ -145,7 +145,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
 @output_option
 @click.pass_obj
 def renew(client: Client, claim: str, ttl: int | None) -> None:
-    """Give a claim its whole time again."""
+    """Restart the time limit of a claim."""
     print_answer(client.renew_claim(claim, ttl), [*CLAIM_COLUMNS, "expires_at"], claim_row)
 
 

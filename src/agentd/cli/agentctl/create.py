@@ -54,7 +54,7 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
         "--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]", help="Port to publish."
     ),
     click.option("--workdir", "working_dir", metavar="PATH", help="Working directory."),
-    click.option("--user", help="User inside the container."),
+    click.option("--user", help="User in the container (runtime docker)."),
     click.option(
         "--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull the image."
     ),

@@ -56,8 +56,8 @@ class FleetGroup(click.Group):
 def fleet_group() -> None:
     """Show the nodes and slots of a fleet.
 
-    Commands that a node has too are called as "agentctl --fleet ADDRESS COMMAND". Without ADDRESS
-    and $AGENTCTL_FLEET, "agentctl fleet" asks the gateway on this host.
+    To run a command of a node on the whole fleet, use "agentctl --fleet ADDRESS COMMAND". Without
+    ADDRESS and $AGENTCTL_FLEET, "agentctl fleet" asks the gateway on this host.
     """
 
 

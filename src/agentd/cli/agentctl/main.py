@@ -318,8 +318,8 @@ agentctl.add_command(top)
 def events(client: Client) -> None:
     """Print events of the node as they occur.
 
-    A line has the local time, the event, its agent, state, exit code and caller. "-o json" prints
-    one object a line, "-o yaml" one document an event.
+    Each line has the local time, the event, its agent, state, exit code and caller. "-o json"
+    prints one object per line, and "-o yaml" one document per event.
     """
     for event in client.events():
         content = {"event": event.kind, "data": event.data}

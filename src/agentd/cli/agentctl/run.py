@@ -44,16 +44,16 @@ _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @click.option("--claim", "claim_id", help="Take the devices from this claim.")
-@click.option("--rm", "removes", is_flag=True, help="Delete the kernel in the end.")
+@click.option("--rm", "removes", is_flag=True, help="Delete the kernel when it ends.")
 @click.pass_obj
 def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **options: Any) -> None:
     """Run a kernel and wait for its end.
 
-    Its output is printed as it comes. INT, TERM and HUP stop the kernel; a second one kills it. A
-    restart of the daemon does not matter.
+    Prints the kernel's output as it appears. INT, TERM and HUP stop the kernel; a second signal
+    kills it. A restart of the daemon affects neither.
 
     Exit status: the kernel's; 125 it was not created or was lost, 126 the command cannot be
-    executed, 127 there is no such command.
+    executed, 127 the command does not exist.
 
     \b
     agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi

@@ -194,11 +194,11 @@ def _noting(problems: list[Problem]) -> Iterator[None]:
 @agentd.command()
 @config_option
 @output_option
-@click.option("--live", is_flag=True, help="Add the devices that current kernels would leave held.")
+@click.option("--live", is_flag=True, help="Add devices that running kernels would keep held.")
 def plan(config_file: str | None, live: bool) -> None:
     """Print the partition; start nothing.
 
-    A plan is what "agentd run" would divide with this configuration.
+    The plan shows how "agentd run" would divide the devices with this configuration.
     """
     from agentd.rpc.plan import plan_view
 
@@ -223,7 +223,7 @@ def plan(config_file: str | None, live: bool) -> None:
 @config_option
 @output_option
 def plugins(config_file: str | None) -> None:
-    """List the plugins, opened as by the daemon."""
+    """Open the plugins as the daemon does."""
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
@@ -264,9 +264,9 @@ def check(
 
     NAME is a table of the configuration, or an entry point.
 
-    With --hardware, a separate daemon then gives each device to a real kernel. The probe must end
-    with 0 in a kernel with a device, and with another status in a kernel without. If the probe
-    prints anything, it must print the devices that it detects.
+    With --hardware, a separate daemon then gives each device to a real kernel. The probe must exit
+    with 0 in a kernel with a device, and with another status in a kernel without one. If it prints
+    anything, it must print the devices that it detects.
 
     Exit status: 0 all checks passed, 1 a check failed.
     """
@@ -330,7 +330,7 @@ def show(config_file: str | None) -> None:
 @click.argument("file", type=click.Path(), required=False)
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def init(file: str | None, force: bool) -> None:
-    """Write the default, with comments.
+    """Write a commented default configuration.
 
     Writes to FILE, or to standard output. The first line names the JSON Schema for editors. On a
     node with systemd and without a Docker Engine, the file proposes the runtime systemd.
@@ -361,8 +361,9 @@ def init(file: str | None, force: bool) -> None:
 def schema(is_path: bool) -> None:
     """Print the JSON Schema of agent.toml.
 
-    It has the tables of the installed plugins. Tables of other plugins take any key. The packaged
-    schema, whose path "--path" prints, leaves the tables of all plugins open.
+    The schema describes the tables of the installed plugins; tables of other plugins accept any
+    key. In the packaged schema, whose path "--path" prints, the tables of all plugins accept any
+    key.
     """
     from agentd.config.schema import PACKAGED, schema_text
     from agentd.pluginhost.entry_points import installed, settings_schemas
