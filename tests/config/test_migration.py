@@ -177,6 +177,22 @@ devices = { "cuda.shares" = "0.25", "rocm.vram" = 1.5 }
     }
 
 
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ('{ "cuda.smp" = 1 }', {"devices": {"cuda": 1}}),
+        ('{ "cuda.mem" = "2/1" }', {"devices": {"cuda": 2}}),
+        ('{ "cuda.mem" = 0, "cuda.smp" = 0.5 }', {"limits": {"cuda": 0.5}}),
+        ('{ "cuda.smp" = 0.25, "cuda.mem" = 0.5 }', {"limits": {"cuda": 0.5}}),
+    ],
+)
+def test_largest_number_of_any_property_counts(devices: str, expected: object) -> None:
+    found = new(f"[agent.resource.allocations]\ndevices = {devices}\n")
+    assert found["agents"][0]["resource"] == expected
+    is_whole = "devices" in expected
+    assert ("mode" in found.get("plugins", {}).get("cuda", {})) is not is_whole
+
+
 @pytest.mark.parametrize("written", ['"40g"', "17179869184"])
 def test_bytes_of_device_memory_become_a_limit_to_set(written: str) -> None:
     text = f"""

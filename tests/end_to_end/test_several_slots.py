@@ -71,8 +71,14 @@ async def test_a_refusal_and_a_dry_run_name_every_slot(plain: Daemon) -> None:
 async def test_memory_is_switched_off_and_on_again(daemon: Daemon, number: int) -> None:
     await daemon.start(AGENTS + gpus())
     kernel = await daemon.running(kernel_id="k1", slots={"cuda.shares": "0.1", "cuda.mem": "60g"})
+    claim = {"claim_id": "c1", "slots": {"cuda.shares": "0.1"}, "holder": {"name": "batch"}}
+    assert (await daemon.call("POST", "/v1/agents/agent-1/claims", claim)).status == 201
     await daemon.stop(number)
     await daemon.start(AGENTS + gpus(has_memory=False))
+    tried = await daemon.create(claim="c1", query="?dry_run=true")
+    assert tried.status == 200, tried.content
+    assert tried.json["allocation"]["cuda"].keys() == {"cuda.shares"}
+    assert (await daemon.call("DELETE", "/v1/claims/c1")).status == 204
     off = await daemon.get("/v1/kernels/k1")
     assert off["slots"] == kernel["slots"]
     assert off["unknown_slots"] == {"cuda.mem": str(60 * GIB)}

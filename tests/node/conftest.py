@@ -5,6 +5,7 @@ The modules of a group run on one machine, in the order in which they stand.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -120,9 +121,9 @@ class Node:
             timeout_s,
         )
         self.must(f"rm -r {SITE}/agentd_plugin_sim*")
-        assert " passed" in done.output, done.output
-        assert "failed" not in done.output, done.output
-        assert "error" not in done.output.splitlines()[-1], done.output
+        summary = done.output.splitlines()[-1]
+        assert " passed" in summary, done.output
+        assert not re.search("failed|error", summary), done.output
         return done.output
 
     def unit(self, kernel_id: str) -> str:

@@ -47,7 +47,7 @@ def test_power_off_ends_kernels_of_every_runtime_in_time(
     codes = {name: kernel["exit_code"] for name, kernel in kernels.items()}
     assert {codes[name] for name in ("of-process", *polite)} == {143}
     assert {codes[name] for name in ("deaf-process", *deaf)} == {137}
-    assert live_restore or codes["of-docker"] in (137, 143)
+    assert codes["of-docker"] in ((137, 143, 255) if live_restore else (137, 143))
     if "talks" in before:  # a kernel of the tests before, with a log
         assert codes["talks"] == 143
         assert node.logs("talks")

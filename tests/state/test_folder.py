@@ -69,6 +69,17 @@ def test_a_loss_of_power_ends_claims_whose_records_it_emptied(
     again.close()
 
 
+def test_claims_that_cannot_be_listed_are_not_none(state, monkeypatch) -> None:
+    state.save_claim("held", "{}", is_lasting=False)
+
+    def failing(_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        state.load_claims()
+
+
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]

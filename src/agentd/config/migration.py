@@ -80,7 +80,8 @@ class _Agent:
         return [
             name
             for name in self.names
-            if self.chosen.get(name) != f"{name}.{_WHOLE}" or not _is_whole(self.telling[name])
+            if self.chosen.get(name, f"{name}.{_SHARES}") == f"{name}.{_SHARES}"
+            or not _is_whole(self.telling[name])
         ]
 
     @property
@@ -172,22 +173,25 @@ def _is_divided(agents: list[_Agent]) -> bool:
     return any(agent.is_divided for agent in agents)
 
 
+def _number(amount: object) -> Fraction | None:
+    """Return an amount without a unit; None for any other."""
+    text = amount.text if isinstance(amount, WrittenFloat) else str(amount)
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
 def _is_whole(amount: object) -> bool:
     """Return whether an amount is a number of whole devices."""
-    text = amount.text if isinstance(amount, WrittenFloat) else str(amount)
-    try:
-        return Fraction(text).denominator == 1
-    except (ValueError, ZeroDivisionError):
-        return False
+    number = _number(amount)
+    return number is not None and number.denominator == 1
 
 
-def _is_number_of_devices(amount: object) -> bool:
-    """Return whether an amount counts devices, or parts of them: not bytes."""
-    text = amount.text if isinstance(amount, WrittenFloat) else str(amount)
-    try:
-        return 0 <= Fraction(text) <= _MOST_DEVICES
-    except (ValueError, ZeroDivisionError):
-        return False
+def _devices_of(amount: object) -> Fraction:
+    """Return the number of devices, or parts of them; -1 for what is not one, such as bytes."""
+    number = _number(amount)
+    return number if number is not None and 0 <= number <= _MOST_DEVICES else Fraction(-1)
 
 
 def _device_names(agents: list[_Agent]) -> list[str]:
@@ -281,21 +285,22 @@ def _telling(amounts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each device name with the slot whose amount is an agent's share of it.
 
     The share of any property of a device is a share of the device, so it is `shares` or `device` if
-    the file has one, else the first slot with a number of devices.
+    the file has one, else the slot with the largest number of devices.
     """
     for name in dict.fromkeys(map(device_name_of, amounts)):
         preferred = [slot for kind in _DIVIDED if (slot := f"{name}.{kind}") in amounts]
-        others = (slot for slot in amounts if device_name_of(slot) == name)
-        numbers = (slot for slot in others if _is_number_of_devices(amounts[slot]))
-        if found := next(iter(preferred), None) or next(numbers, None):
-            yield name, found
+        others = [slot for slot in amounts if device_name_of(slot) == name]
+        largest = max(others, key=lambda slot: _devices_of(amounts[slot]))
+        if preferred:
+            yield name, preferred[0]
+        elif _devices_of(amounts[largest]) >= 0:
+            yield name, largest
 
 
 def _manual_lines(agent: _Agent) -> Iterator[str]:
     """Yield the devices of an agent, which the other modes ignore."""
-    devices = {name: int(float(amount)) for name, amount in agent.telling.items()} | dict(
-        agent.devices
-    )
+    counts = {name: _number(amount) for name, amount in agent.telling.items()}
+    devices = {name: int(count or 0) for name, count in counts.items()} | dict(agent.devices)
     yield from _derived(agent)
     if agent.cpu is None and agent.mem is None and not devices:
         return

@@ -68,7 +68,9 @@ class KernelHandlers:
             decision, explain = await self._service.decide(spec)
             shown = {
                 "slots": decision.slots,
-                "allocation": decision.allocation.to_wire(),
+                "allocation": rendering.charged_allocation(
+                    decision.allocation, self._devices.inventory
+                ).to_wire(),
                 "explain": explain,
             }
             return answer(shown)

@@ -207,7 +207,8 @@ class Planner:
         given: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
             for slot, _, amount in share.amounts:
-                given.setdefault(slot, {})[share.device_id] = amount
+                if slot in types:  # a claim may have been given one that is switched off now
+                    given.setdefault(slot, {})[share.device_id] = amount
         return {
             slot: explain(
                 Question(

@@ -248,7 +248,7 @@ class StateFolder:
         try:
             with os.scandir(self._claims) as entries:
                 found = {entry.name: entry for entry in entries}
-        except OSError:  # reported where a record is written
+        except (FileNotFoundError, NotADirectoryError):  # reported where a record is written
             return []
         return [
             (name.removesuffix(".json"), found[name])
