@@ -78,6 +78,7 @@ claims() {
   stranger=$!
   for _ in $(seq 25); do
     said=$("$bin/agentctl" status | grep "without a claim") && break
+    kill -0 "$stranger" 2>/dev/null || break
     sleep 1
   done
   kill "$stranger" 2>/dev/null

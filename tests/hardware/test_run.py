@@ -21,7 +21,7 @@ exec sleep "$HOLD"
 """A program that the stand-in lists as one that computes, while it holds the GPU."""
 GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci={domain:08X}:3B:00.0 name=NVIDIA H100\n"
 
-pytestmark = pytest.mark.needs("venv")
+pytestmark = [pytest.mark.needs("venv"), pytest.mark.timeout(200), pytest.mark.long]
 
 
 @pytest.fixture
