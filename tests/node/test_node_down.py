@@ -1,10 +1,7 @@
-"""The same node when the machine goes down: power-off, power cut; its users, and its end."""
+"""The same node when the machine goes down: reboots, power cuts; and its users, and its end."""
 
 import json
-import os
 import time
-
-import pytest
 
 from node.conftest import ASK, CONFIG, Node, until_ready
 from node.machine import Machine
@@ -12,47 +9,56 @@ from node.machine import Machine
 DEAF = "trap '' TERM; while :; do sleep 1; done"
 
 
-@pytest.mark.parametrize("live_restore", [False, True] if "AGENTD_SOAK" in os.environ else [False])
-def test_power_off_ends_kernels_of_every_runtime_in_time(
-    machine: Machine, node: Node, live_restore: bool
-) -> None:
-    """A soak has containers that outlive their engine, too: systemd waits 90 s for those."""
-    settings = json.dumps({"live-restore": live_restore})
-    node.must("systemctl stop docker.socket docker; mkdir -p /etc/docker /tmp/r/bin")
-    node.must(f"printf '{settings}' >/etc/docker/daemon.json; systemctl start docker", 300)
-    node.must("cp /bin/busybox /tmp/r/bin/sleep && tar -C /tmp/r -c . | docker import - tiny:1")
-    node.configure(CONFIG.format(runtime="docker") + '[runtime.docker]\nnetwork = "none"\n')
-    node.create("of-docker", "sleep", "9999", image="tiny:1")
+def test_a_reboot_ends_kernels_of_every_runtime_and_says_so(machine: Machine, node: Node) -> None:
+    node.must("systemctl stop docker.socket docker; mkdir -p /etc/docker")
+    node.must(
+        """printf '{"live-restore": true}' >/etc/docker/daemon.json; systemctl start docker""", 300
+    )
+    node.must("mkdir -p /tmp/r/bin && cp /bin/busybox /tmp/r/bin/sleep")
+    node.must("tar -C /tmp/r -c . | docker import - tiny:1")
+    for runtime, image in (("process", None), ("docker", "tiny:1")):
+        node.configure(CONFIG.format(runtime=runtime) + '[runtime.docker]\nnetwork = "none"\n')
+        node.create(f"of-{runtime}", "sleep", "9999", **({"image": image} if image else {}))
     node.configure(CONFIG.format(runtime="process"))
-    node.create("of-process", "sleep", "9999")
     node.create("deaf-process", "sh", "-c", DEAF)
     node.configure(CONFIG.format(runtime="systemd"))
-    polite, deaf = [f"p{number}" for number in range(13)], [f"deaf{number}" for number in range(4)]
-    for name in polite + deaf:
-        loop = DEAF if name in deaf else "while :; do sleep 1; done"
-        node.create(name, "sh", "-c", loop, slots={"cpu": 0, "mem": "16m"})
+    node.create("deaf", "sh", "-c", DEAF)
     assert node.run("systemctl show agentd -p TasksCurrent --value").output.strip().isdecimal()
     in_daemon = node.must("systemd-cgls -u agentd.service --no-pager")
     assert "shim" not in in_daemon
-    before = {kernel["kernel_id"] for kernel in node.ask("GET", "/v1/kernels")[1]}
-    assert len(before) >= 20
+    machine.reboot()
+    until_ready(node)
+    for name in ("secret", "talks", "deaf", "deaf-process", "of-process", "of-docker"):
+        kernel = node.until(name, "terminated")
+        assert kernel["reason"].startswith("the node restarted"), kernel
+    assert node.kernel("talks")["exit_code"] == 143
+    assert node.kernel("of-process")["exit_code"] == 143
+    assert node.kernel("deaf")["exit_code"] == 137
+    assert node.kernel("deaf-process")["exit_code"] == 137
+    assert node.logs("talks")
+    node.remove("secret", "talks", "deaf", "deaf-process", "of-process", "of-docker")
+
+
+def test_power_off_takes_at_most_ten_seconds_more(machine: Machine, node: Node) -> None:
+    node.must("rm /etc/docker/daemon.json; systemctl restart docker", 300)
+    for runtime, options in (("docker", {"image": "tiny:1"}), ("process", {})):
+        node.configure(CONFIG.format(runtime=runtime) + '[runtime.docker]\nnetwork = "none"\n')
+        node.create(f"of-{runtime}", "sleep", "9999", **options)
+    node.configure(CONFIG.format(runtime="systemd"))
+    for number in range(18):
+        deaf = "trap '' TERM; " if number % 4 == 0 else ""
+        node.create(f"p{number}", "sh", "-c", f"{deaf}while :; do sleep 1; done",
+                    slots={"cpu": 0, "mem": "16m"})  # fmt: skip
     taken = machine.power_off()
-    print(f"power-off with {len(before)} kernels, 5 of them deaf: {taken:.1f} s")
+    print(f"power-off with 20 kernels, 5 of them deaf: {taken:.1f} s")
     machine.start()
     until_ready(node)
-    kernels = {kernel["kernel_id"]: kernel for kernel in node.ask("GET", "/v1/kernels")[1]}
-    assert kernels.keys() == before
-    assert {kernel["state"] for kernel in kernels.values()} == {"terminated"}
-    assert all(kernel["reason"].startswith("the node restarted") for kernel in kernels.values())
-    codes = {name: kernel["exit_code"] for name, kernel in kernels.items()}
-    assert {codes[name] for name in ("of-process", *polite)} == {143}
-    assert {codes[name] for name in ("deaf-process", *deaf)} == {137}
-    assert codes["of-docker"] in ((137, 143, 255) if live_restore else (137, 143))
-    if "talks" in before:  # a kernel of the tests before, with a log
-        assert codes["talks"] == 143
-        assert node.logs("talks")
-    assert live_restore or taken < 3 * (10 + 10), "thrice what it may take: it is interpreted"
-    node.remove(*kernels)
+    kernels = node.ask("GET", "/v1/kernels")[1]
+    assert {kernel["state"] for kernel in kernels} == {"terminated"}
+    assert {kernel["exit_code"] for kernel in kernels} == {143, 137}
+    assert all(kernel["reason"].startswith("the node restarted") for kernel in kernels)
+    assert taken < 3 * (10 + 10), "thrice what it may take: this machine is interpreted"
+    node.remove(*(kernel["kernel_id"] for kernel in kernels))
 
 
 def test_a_power_cut_leaves_no_kernel_unaccounted_for(machine: Machine, node: Node) -> None:
