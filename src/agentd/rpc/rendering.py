@@ -157,18 +157,14 @@ def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object
 
 def charged_allocation(allocation: Allocation, inventory: Inventory) -> Allocation:
     """Return what of an allocation is charged now."""
-    return Allocation(tuple(_charged(share, inventory) for share in allocation.shares))
-
-
-def _charged(share: Share, inventory: Inventory) -> Share:
-    """Return what of a share is charged now; a remembered device may have slots of the past."""
-    device, types = inventory.by_id.get(share.device_id), inventory.slot_types
-    if device is None:
-        return share
-    share = charged(share, device)
-    if share.slot not in types or all(each.slot in types for each in share.secondary):
-        return share
-    return share._replace(secondary=tuple(e for e in share.secondary if e.slot in types))
+    return Allocation(
+        tuple(
+            charged(share, device, inventory)
+            if (device := inventory.by_id.get(share.device_id))
+            else share
+            for share in allocation.shares
+        )
+    )
 
 
 def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:

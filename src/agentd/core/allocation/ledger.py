@@ -148,12 +148,15 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     return share._replace(secondary=tuple(secondary), limit_excess=now.limit_excess)
 
 
-def charged(share: Share, device: Device) -> Share:
+def charged(share: Share, device: Device, inventory: Inventory) -> Share:
     """Return a share without the slots that its device does not offer now: they are not charged.
 
-    A share that holds the device whole stays as it is.
+    A remembered device may have slots that no plugin offers any more. A share that holds the device
+    whole stays as it is.
     """
     offered = device.slot_names
+    if device.slot in inventory.slot_types:
+        offered = tuple(slot for slot in offered if slot in inventory.slot_types)
     if (
         not share.secondary
         or share.slot_names == offered
