@@ -13,12 +13,14 @@ from agentd.core.allocation.allocator import (
     Strategy,
 )
 from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
-from agentd.core.devices import Health
+from agentd.core.allocation.ledger import charged as charged_share
+from agentd.core.devices import Health, Inventory
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
 from core.several_slots import (
     MIB,
+    TYPES,
     asked,
     charged,
     gpu,
@@ -208,6 +210,16 @@ def test_refusal_of_too_much_of_the_other_slot_blames_it(case: str) -> None:
     error = refused(*NEVER[case])
     assert error.slot.endswith(".mem")
     assert "this can never fit" in str(error)
+
+
+def test_slot_of_the_past_is_not_charged_on_a_missing_device() -> None:
+    split = node(gpu(0))
+    (share,) = place(split, asked(cuda_shares="0.5")).shares
+    gone = gpu(0, gone=True)
+    types = [slot for slot in TYPES.values() if slot.name != "cuda.mem"]
+    inventory = Inventory.of(types, [gone])
+    assert charged_share(share, gone, inventory).slot_names == ("cuda.shares",)
+    assert charged_share(share, gone, split.inventory) is share
 
 
 def test_free_is_of_a_slot_and_room_of_a_device() -> None:
