@@ -71,8 +71,10 @@ def meaning(command: str) -> str:
     return command.strip()
 
 
-COMMANDS = sorted({meaning(command): command for command in {*commands()} - {*MENTIONED}}.values())
-"""One of those that mean the same here."""
+COMMANDS = sorted(
+    {meaning(command): command for command in sorted({*commands()} - {*MENTIONED})}.values()
+)
+"""One of those that mean the same here: the last, the same in each worker of pytest."""
 
 
 def test_pages_have_commands() -> None:
