@@ -160,27 +160,25 @@ class Sweep:
     async def provoke(self, point: str, kernel_id: str) -> set[str]:
         """Ask for what passes a point; return the kernels that may end over it.
 
-        On a busy machine a record may be written again while its create is answered: then the
-        create itself passes the point, early.
+        On a busy machine a record may be written again, or a kernel observed, before its create is
+        answered: then the create itself passes the point, early.
         """
         self._body, is_early = self.body(point), False
-        match "create" if point.endswith("_move") else point.partition(".")[0]:
-            case "create" | "intent" | "shim":
-                answer = await self.world.create(kernel_id, **self._body)
-                assert answer is None or answer.status == 201, (point, answer.content)
+        kind = "create" if point.endswith("_move") else point.partition(".")[0]
+        if kind in ("create", "intent", "shim", "stop", "delete", "record", "reconcile"):
+            answer = await self.world.create(kernel_id, **self._body)
+            assert answer is None or answer.status == 201, (point, answer.content)
+            is_early = answer is None and kind in ("stop", "delete", "record", "reconcile")
+        match kind:
+            case _ if is_early:
+                pass
             case "stop":
-                await self.daemon.running(kernel_id=kernel_id, **self._body)
                 await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
             case "delete" | "record":
-                answer = await self.world.create(kernel_id, **self._body)
-                is_early = answer is None
-                if answer is not None:
-                    assert answer.status == 201, (point, answer.content)
-                    if point.endswith("_replace"):  # written again if it is missing
-                        (self.daemon.folder / "state" / "records" / f"{kernel_id}.json").unlink()
-                    await self.world.remove(kernel_id)
+                if point.endswith("_replace"):  # written again if it is missing
+                    (self.daemon.folder / "state" / "records" / f"{kernel_id}.json").unlink()
+                await self.world.remove(kernel_id)
             case "reconcile":
-                await self.daemon.running(kernel_id=kernel_id, **self._body)
                 os.kill(self.world.lives()[kernel_id][0], signal.SIGKILL)
             case "claim":
                 await self.world.claim(f"c-{kernel_id}")
