@@ -50,8 +50,9 @@ def script(typed: list[str]) -> str:
     for number, command in enumerate(typed):
         lines += [f"{{ {command}\n}} >{number}.out 2>&1", f"echo $? >{number}.status"]
         if command.endswith("&"):
-            config = re.search(r"--config (\S+)", command)
-            lines.append(f"AGENTD_CONFIG={config[1]}; export AGENTD_CONFIG; {READY}")
+            if config := re.search(r"--config (\S+)", command):
+                lines.append(f"AGENTD_CONFIG={config[1]}; export AGENTD_CONFIG")
+            lines.append(READY)
     return "\n".join([*lines, "agentctl ls -o json >left", "kill $(jobs -p); wait"])
 
 

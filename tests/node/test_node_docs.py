@@ -21,12 +21,13 @@ PROGRAMS = (
     "loginctl", "dpkg", "adduser", "python3", "stdbuf", "make",
 )  # fmt: skip
 MEANT = {
-    "build/deb/agentd_*.deb": "/payload/agentd_*.deb",
+    "./build/deb/agentd_*.deb": "/payload/agentd_*.deb",
     "agentd_NEW.deb": "/payload/agentd_*.deb",
     "make deb &&": "",
     "cuda0": "tpu0",
     "retry NAME": "retry tpu",
     "-AGENT": "-team-a",
+    "run AGENT --id k1": "run team-a --id runs",
     "YOU": "mallory",
     "USER": "mallory",
     "my_plugin.whl": "/tmp/my_plugin-1-py3-none-any.whl",
@@ -38,7 +39,8 @@ MEANT = {
 ELSEWHERE = ("systemctl reboot", "dpkg --purge agentd", "systemctl --user", "systemctl restart")
 """Run by other tests, which look at what comes of them."""
 MENTIONED = (
-    "agentctl forget", "agentctl rm", "agentctl stop", "agentd config init", "make test-node",
+    "agentctl forget", "agentctl rm", "agentctl run", "agentctl stop", "agentd config init",
+    "make test-node",
     "stdbuf -oL", "systemctl edit", "systemctl stop",
 )  # fmt: skip
 """Names of commands, without what they need."""
@@ -56,8 +58,9 @@ def commands() -> Iterator[str]:
     for page in PAGES:
         text = (DOCS / page).read_text(encoding="utf-8")
         for block in re.findall(r"```console node\n(.*?)```", text, re.DOTALL):
-            for line in block.splitlines():
-                yield re.split(r"\s{2,}", line.removeprefix("# "))[0]
+            for line in block.split("\n"):
+                if command := line.strip().removeprefix("# "):
+                    yield re.split(r"\s{2,}", command)[0]
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         for code in re.findall(r"`([^`\n]+)`", prose):
             if code.split()[0] in PROGRAMS and " " in code:
@@ -113,4 +116,4 @@ def test_the_node_is_as_it_was(prepared: Node) -> None:
     prepared.configure(CONFIG.format(runtime="systemd"))
     prepared.must("agentctl undrain tpu0")
     assert prepared.kernel("k1")["state"] == "running"
-    prepared.remove("k1")
+    prepared.remove("k1", "runs")

@@ -44,7 +44,7 @@ def test_power_off_ends_kernels_of_every_runtime(machine: Machine, node: Node) -
 
 
 def live_restore(node: Node) -> None:
-    """Let containers outlive their engine; then systemd ends them, for which it waits 90 s."""
+    """Make containers outlive their engine; systemd, which ends them, waits 90 s by default."""
     brief = "/etc/systemd/system/docker-.scope.d"
     node.must(f"mkdir -p {brief} && printf '[Scope]\nTimeoutStopSec=5\n' >{brief}/brief.conf")
     node.must("systemctl daemon-reload; systemctl stop docker.socket docker; mkdir -p /etc/docker")
