@@ -216,15 +216,11 @@ class Sweep:
 A_DAY_S = "86400"
 
 
-VISITS_AT_START = {"before_spawn": 2, "after_spawn": 2, "after_load": 2}
-"""Visits of a plugin's points before readiness: `sim` is loaded and closed."""
-
-
 def action(point: str) -> str:
     """A shim's points kill the daemon, which waits for its answer."""
-    what, _, when = point.partition(".")
+    what = point.partition(".")[0]
     if what == "plugin":
-        return f"{VISITS_AT_START.get(when, 1)}*off->kill"
+        return "1*off->kill"  # it is passed once before readiness
     return "kill(parent)" if what == "shim" else "kill"
 
 
