@@ -217,10 +217,13 @@ A_DAY_S = "86400"
 
 
 def action(point: str) -> str:
-    """A shim's points kill the daemon, which waits for its answer."""
-    what = point.partition(".")[0]
+    """Return what the point does; a shim's kill the daemon, which waits for its answer.
+
+    A start passes each of a plugin's points once before readiness, but for the end of its process.
+    """
+    what, _, when = point.partition(".")
     if what == "plugin":
-        return "1*off->kill"  # it is passed once before readiness
+        return "kill" if when.endswith("_kill") else "1*off->kill"
     return "kill(parent)" if what == "shim" else "kill"
 
 

@@ -3,7 +3,8 @@
     image      Debian 12 with what a node needs, by the packages that go in
     packages   agentd's packages, by the sources that they are built from
     payload    the packages, the tests and what the tests import: a second disk, read-only
-    snapshot   a machine that has booted and installed the package, by image and packages
+    booted     a machine that has booted, by image
+    snapshot   the same with the package installed, by packages
 
 Each is made once, kept in a cache and found by a hash of its ingredients. Making one removes its
 predecessors, except those that another process still uses.
@@ -118,10 +119,12 @@ def start_installed(new: Machine) -> None:
 def _snapshot() -> Path:
     """Return the folder with the disk and the memory of a machine with the package installed."""
 
+    before = _booted()
+
     def make(folder: Path) -> None:
         booted = Machine(folder / "machine", image(), payload())
         try:
-            booted.start()
+            booted.start(snapshot=before)
             booted.mount_payload()
             booted.must("dpkg -i /payload/agentd_*.deb", timeout_s=300)
             booted.must("agentd run --help && man agentd >/dev/null")  # their files are read
@@ -130,13 +133,28 @@ def _snapshot() -> Path:
             booted.pull_plug()
             shutil.rmtree(booted.folder)
 
+    return _made("snapshot", [before.name, packages().name], make)
+
+
+def _booted() -> Path:
+    """Return the folder with the disk and the memory of a machine that has booted."""
+
+    def make(folder: Path) -> None:
+        new = Machine(folder / "machine", image(), payload())
+        try:
+            new.start()
+            new.must("rm -f /var/lib/man-db/auto-update")  # an index at each install takes seconds
+            new.mount_payload()
+            new.save(folder)
+        finally:
+            new.pull_plug()
+            shutil.rmtree(new.folder)
+
     qemu = subprocess.run(
         ["qemu-system-x86_64", "--version"], capture_output=True, text=True, check=True
     )
     machine_code = (HERE / "machine.py").read_text()
-    return _made(
-        "snapshot", [image().name, packages().name, qemu.stdout, *ARGUMENTS, machine_code], make
-    )
+    return _made("booted", [image().name, qemu.stdout, *ARGUMENTS, machine_code], make)
 
 
 def _libraries() -> Path:

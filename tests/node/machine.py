@@ -24,10 +24,11 @@ BOOT_S = 400
 PROBE_S, GRACE_S = 5, 10
 """Seconds that the guest has for a probe, and beyond a command's own time for any answer."""
 ARGUMENTS = (
-    "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"), "-cpu", "max", "-smp", "1",
-    "-m", "3072", "-display", "none", "-net", "none", "-device", "virtio-serial",
+    "-accel", os.environ.get("AGENTD_NODE_ACCEL", "tcg,thread=multi"), "-cpu", "max,-erms",
+    "-smp", "1", "-m", "3072", "-display", "none", "-net", "none", "-device", "virtio-serial",
     "-device", "virtserialport,chardev=control,name=control", "-device", "virtio-rng-pci",
 )  # fmt: skip
+"""Without ERMS Linux and glibc do not copy byte by byte, which QEMU would interpret."""
 KERNEL = "root=/dev/vda rw console=ttyS0 quiet systemd.show_status=0 mitigations=off"
 
 

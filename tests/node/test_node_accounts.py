@@ -20,8 +20,50 @@ LOAD = (
 """Blocks to a disk, memory that no cache gives back, processor time."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _enabled(node: Node) -> None:
+    """The daemon starts with the first test's configuration."""
+    node.must("systemctl enable agentd.socket agentd.service; systemctl start agentd.socket", 300)
+
+
+def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
+    loaded(node, "process")
+    node.remove("of-process")
+    node.must("rm /tmp/of-process /dev/shm/of-process")
+
+
+def test_a_container_s_figures_are_its_engine_s(node: Node) -> None:
+    """Its network's too: it sends to the node over the engine's bridge, and has it all back."""
+    names = "busybox sh dd timeout sleep nc wc"
+    node.must(f"mkdir -p /tmp/i/bin /tmp/i/tmp && cd /tmp/i/bin && cp /bin/busybox . && for n in "
+              f"{names}; do ln -s busybox $n || :; done")  # fmt: skip
+    node.must("systemctl start docker && tar -C /tmp/i -c . | docker import - loads:1", 300)
+    node.must(f"systemd-run --unit echoes busybox nc -l -p {PORT} -e busybox cat")
+    sent = f"dd if=/dev/zero bs=1M count={SENT // MIB} 2>/dev/null | nc {BRIDGE} {PORT} | wc -c"
+    used = loaded(node, "docker", also=sent, image="loads:1")
+    container = node.must("docker ps -q --no-trunc").strip()
+    path = f"/containers/{container}/stats?stream=false&one-shot=true"
+    said = json.loads(
+        node.must(f"AGENTD_SOCKET=/run/docker.sock {ASK} GET '{path}'").partition("\n")[2]
+    )
+    written = sum(
+        row["value"]
+        for row in said["blkio_stats"]["io_service_bytes_recursive"]
+        if row["op"] == "write"
+    )
+    (network,) = said["networks"].values()
+    assert used["cpu_seconds"] == pytest.approx(
+        said["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9, abs=0.05
+    )
+    assert used["io_write_bytes"] == written
+    for direction in ("rx", "tx"):
+        passed = used[f"network_{direction}_bytes"]
+        assert passed == pytest.approx(network[f"{direction}_bytes"], abs=4096)
+        assert passed == pytest.approx(SENT, rel=0.2)
+    node.remove("of-docker")
+
+
 def test_a_unit_s_figures_are_systemd_s(node: Node) -> None:
-    node.must("systemctl enable --now agentd.socket agentd.service", 300)
     used = loaded(node, "systemd")
     unit = node.unit("of-systemd")
     kernel = node.ask("GET", "/v1/kernels/of-systemd")[1]
@@ -61,45 +103,6 @@ def test_uncounted_usage_is_unknown(node: Node) -> None:
     assert node.until("busy", "terminated")["exit_code"] == 0
     assert node.ask("GET", "/v1/kernels/busy/stats")[1]["cpu_seconds"] is None
     node.remove("busy")
-
-
-def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
-    loaded(node, "process")
-    node.remove("of-process")
-    node.must("rm /tmp/of-process /dev/shm/of-process")
-
-
-def test_a_container_s_figures_are_its_engine_s(node: Node) -> None:
-    """Its network's too: it sends to the node over the engine's bridge, and has it all back."""
-    names = "busybox sh dd timeout sleep nc wc"
-    node.must(f"mkdir -p /tmp/i/bin /tmp/i/tmp && cd /tmp/i/bin && cp /bin/busybox . && for n in "
-              f"{names}; do ln -s busybox $n || :; done")  # fmt: skip
-    node.must("systemctl start docker && tar -C /tmp/i -c . | docker import - loads:1", 300)
-    node.must(f"systemd-run --unit echoes busybox nc -l -p {PORT} -e busybox cat")
-    sent = f"dd if=/dev/zero bs=1M count={SENT // MIB} 2>/dev/null | nc {BRIDGE} {PORT} | wc -c"
-    used = loaded(node, "docker", also=sent, image="loads:1")
-    container = node.must("docker ps -q --no-trunc").strip()
-    path = f"/containers/{container}/stats?stream=false&one-shot=true"
-    said = json.loads(
-        node.must(f"AGENTD_SOCKET=/run/docker.sock {ASK} GET '{path}'").partition("\n")[2]
-    )
-    written = sum(
-        row["value"]
-        for row in said["blkio_stats"]["io_service_bytes_recursive"]
-        if row["op"] == "write"
-    )
-    (network,) = said["networks"].values()
-    assert used["cpu_seconds"] == pytest.approx(
-        said["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9, abs=0.05
-    )
-    assert used["io_write_bytes"] == written
-    for direction in ("rx", "tx"):
-        passed = used[f"network_{direction}_bytes"]
-        assert passed == pytest.approx(network[f"{direction}_bytes"], abs=4096)
-        assert passed == pytest.approx(SENT, rel=0.2)
-    node.remove("of-docker")
-    node.configure(CONFIG.format(runtime="systemd"))
-    until_ready(node)
 
 
 def loaded(node: Node, runtime: str, also: str = ":", **options: Any) -> Any:

@@ -34,6 +34,29 @@ def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
     node.remove("stopped", *units)
 
 
+def test_operators_drop_ins_take_precedence(node: Node) -> None:
+    prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
+    node.remove("first")
+    said = {
+        r"/etc/systemd/system/agentd-team\x2da.slice.d/override.conf": "[Slice]\nMemoryMax=512M\n",
+        f"/etc/systemd/system/agentd-{prefix}-.service.d/ours.conf": "[Service]\nNice=7\n",
+    }
+    for file, text in said.items():
+        node.must(f"mkdir -p '{file.rpartition('/')[0]}' && printf '{text}' >'{file}'")
+    try:
+        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
+        until_ready(node)
+        node.create("bound", "sleep", "9999")
+        shown = r"systemctl show 'agentd-team\x2da.slice' -p MemoryMax --value"
+        assert int(node.must(shown)) == 512 << 20
+        assert node.must(f"systemctl show {node.unit('bound')} -p Nice --value").strip() == "7"
+    finally:
+        for file in said:
+            node.must(f"rm -r '{file.rpartition('/')[0]}'")
+        node.must("systemctl daemon-reload")  # the next test restarts agentd
+        node.remove("bound")
+
+
 def test_a_record_that_is_damaged_or_newer_loses_no_device(node: Node) -> None:
     """systemd has the devices a second time, in what the unit's lines carry."""
     made = {name: node.create(name, "sleep", "9999", slots=OWNED) for name in ("damaged", "newer")}
@@ -72,30 +95,6 @@ def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> Non
     assert node.logs("lines", f"?since={time.time() + 3600:.0f}") == ""
     assert node.ask("GET", "/v1/kernels/lines/logs?stream=stderr")[0] == 422
     node.remove("lines")
-
-
-def test_operators_drop_ins_take_precedence(node: Node) -> None:
-    prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
-    node.remove("first")
-    said = {
-        r"/etc/systemd/system/agentd-team\x2da.slice.d/override.conf": "[Slice]\nMemoryMax=512M\n",
-        f"/etc/systemd/system/agentd-{prefix}-.service.d/ours.conf": "[Service]\nNice=7\n",
-    }
-    for file, text in said.items():
-        node.must(f"mkdir -p '{file.rpartition('/')[0]}' && printf '{text}' >'{file}'")
-    try:
-        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
-        until_ready(node)
-        node.create("bound", "sleep", "9999")
-        shown = r"systemctl show 'agentd-team\x2da.slice' -p MemoryMax --value"
-        assert int(node.must(shown)) == 512 << 20
-        assert node.must(f"systemctl show {node.unit('bound')} -p Nice --value").strip() == "7"
-    finally:
-        for file in said:
-            node.must(f"rm -r '{file.rpartition('/')[0]}'")
-        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
-        until_ready(node)
-        node.remove("bound")
 
 
 def test_the_doctor_looks_at_the_journals_of_agents(node: Node) -> None:

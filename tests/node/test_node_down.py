@@ -108,7 +108,7 @@ def test_stopping_takes_both_units_and_a_purge_keeps_what_lives(node: Node) -> N
     node.must("apt-get purge -y agentd >/tmp/purge.log 2>&1 || dpkg --purge agentd", 300)
     assert node.must(f"systemctl is-active {unit}").strip() == "active"
     node.must("test -d /var/lib/agentd/units/stays && test ! -e /usr/bin/agentd")
-    node.must("dpkg -i /payload/agentd_*.deb", 300)
+    node.must("cd /payload && apt install -y ./agentd_*.deb", 300)
     node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
     node.must("systemctl enable --now agentd.socket agentd.service", 300)
     assert node.kernel("stays")["state"] == "running"
