@@ -168,7 +168,9 @@ class Sweep:
         if kind in ("create", "intent", "shim", "stop", "delete", "record", "reconcile"):
             answer = await self.world.create(kernel_id, **self._body)
             assert answer is None or answer.status == 201, (point, answer.content)
-            is_early = answer is None and kind in ("stop", "delete", "record", "reconcile")
+            is_early = answer is None and kind not in ("create", "intent", "shim")
+            if answer is not None and kind in ("stop", "reconcile"):
+                assert answer.json["state"] == "running", answer.content
         match kind:
             case _ if is_early:
                 pass

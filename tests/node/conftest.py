@@ -134,6 +134,11 @@ class Node:
         )
         return listed.split()[0]
 
+    def main_pid(self, kernel_id: str) -> str:
+        """Return the main process of a kernel's unit, "0" if there is none."""
+        shown = self.must(f"systemctl show {self.unit(kernel_id)} -p MainPID --value")
+        return shown.strip()
+
 
 def until_ready(node: Node, within_s: float = 120) -> None:
     end = time.monotonic() + within_s

@@ -92,7 +92,7 @@ def test_a_kernel_opens_its_own_devices_and_no_others(node: Node) -> None:
 
 
 def test_a_kernel_cannot_take_another_s_descriptor(node: Node) -> None:
-    pid = node.must(f"systemctl show {node.unit('has')} -p MainPID --value").strip()
+    pid = node.main_pid("has")
     stolen = node.printed("thief", "python3", "-c", STEAL, pid)
     assert stolen == "Operation not permitted"
     assert node.must(f"python3 -c '{STEAL}' {pid}") == "got\n", "root can: the trick works"
@@ -194,7 +194,7 @@ def main_pids(node: Node) -> list[str]:
     """Return the main processes of two kernels, which run."""
     names = ("talks", "secret")
     assert {node.kernel(name)["state"] for name in names} == {"running"}
-    return [node.must(f"systemctl show {node.unit(name)} -p MainPID --value") for name in names]
+    return [node.main_pid(name) for name in names]
 
 
 def test_hanging_daemon_is_restarted(node: Node) -> None:

@@ -44,11 +44,7 @@ def resident(node: Node) -> str:
     node.must(f"mkdir -p {DROP_IN} && printf %s {setting} >{DROP_IN}/f.conf")
     node.must("systemctl daemon-reload")
     node.create("resident", "sleep", "9999")
-    return main_pid(node, "resident")
-
-
-def main_pid(node: Node, kernel_id: str) -> str:
-    return node.must(f"systemctl show {node.unit(kernel_id)} -p MainPID --value").strip()
+    return node.main_pid("resident")
 
 
 def begin(node: Node, point: str) -> None:
@@ -82,7 +78,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     until_ready(node)
     kernels = node.ask("GET", "/v1/kernels")[1]
     assert {k["kernel_id"] for k in kernels if k["state"] == "running"} == living(node).keys()
-    assert main_pid(node, "resident") == resident
+    assert node.main_pid("resident") == resident
     checks = node.ask("GET", "/v1/node?check=true")[1]["checks"]
     assert [check for check in checks if check["findings"]] == []
     status, again = node.ask(*CREATE, BODY)
@@ -94,6 +90,6 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
 
 
 def test_the_resident_goes(node: Node, resident: str) -> None:
-    assert main_pid(node, "resident") == resident
+    assert node.main_pid("resident") == resident
     node.remove("resident")
     node.must(f"rm -r {DROP_IN} && systemctl daemon-reload")

@@ -32,11 +32,14 @@ def test_power_off_ends_kernels_of_every_runtime(machine: Machine, node: Node) -
     print(f"power-off with {len(names)} kernels, 5 of them deaf: {taken:.1f} s")
     machine.start()
     until_ready(node)
+    assert {kernel["kernel_id"] for kernel in node.ask("GET", "/v1/kernels")[1]} == set(names)
     for name in names:
         kernel = node.until(name, "terminated")
         assert kernel["reason"].startswith("the node restarted"), kernel
-        if name != "of-docker":  # nobody sees its exit: its engine had stopped before
-            assert kernel["exit_code"] == (137 if name.startswith("deaf") else 143), kernel
+        wanted = (137,) if name.startswith("deaf") else (143,)
+        if name == "of-docker":  # its engine had stopped before it ended
+            wanted = (137, 143, 255)
+        assert kernel["exit_code"] in wanted, kernel
     assert node.logs("talks")
     node.remove(*names)
     node.must("rm /etc/docker/daemon.json; systemctl restart docker", 300)
