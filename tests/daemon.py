@@ -156,16 +156,18 @@ class Daemon:
                 number = log.fileno()
                 shorter = {} if "AGENTD_SOAK" in os.environ else self.deadlines
                 return fork_server.spawn(
-                    "agentd", words, env, stdout=number, stderr=number, deadlines=shorter
-                )
+                    *("agentd", words, env), stdout=number, stderr=number,
+                    deadlines=shorter, boot_id=self.boot_id,
+                )  # fmt: skip
             assert not self.deadlines, "a cold start has the product's own"
-            command = [*self._in_another_boot(), sys.executable, *self.program, *words]
+            assert not self.boot_id, "only a fork has another"
+            command = [sys.executable, *self.program, *words]
             return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
     def _is_forked(self, environ: Mapping[str, str]) -> bool:
         """Return whether a fork behaves as a cold start would."""
         read_at_exec = any(name.startswith(("LD_", "PYTHON")) for name in environ)
-        return self._program is None and not self.boot_id and not read_at_exec
+        return self._program is None and not read_at_exec
 
     def _only_sim(self) -> dict[str, str]:
         """Leave the plugins out that would only look for hardware, unless a test names some."""
@@ -175,19 +177,13 @@ class Daemon:
             return {}
         return {"AGENTD__PLUGINS__ALLOW": '["sim"]'}
 
-    def _in_another_boot(self) -> list[str]:
-        """Return a prefix that gives a program the boot id that is set, if one is."""
-        if not self.boot_id:
-            return []
-        (self.folder / "boot_id").write_text(f"{self.boot_id}\n")
-        target = "/proc/sys/kernel/random/boot_id"
-        mount = f'mount --bind {self.folder}/boot_id {target} && exec "$0" "$@"'
-        return ["unshare", "--mount", "sh", "-c", mount]
-
     async def start(self, text: str | None = None, **environ: str) -> None:
         """Start, and wait until it says that it is ready."""
         if text is not None or not self.config_file.exists():
             self.configure(*([] if text is None else [text]))
+        with contextlib.suppress(BlockingIOError):  # a reload before this start was READY=1 as well
+            while self.notes.recv(4096):
+                pass
         notes: asyncio.Queue[str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         loop.add_reader(self.notes, lambda: notes.put_nowait(self.notes.recv(4096).decode()))

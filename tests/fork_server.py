@@ -3,7 +3,8 @@
 A cold start of a daemon spends most of its processor time on imports. A fork skips them and is
 otherwise a program of its own: it has its own pid, environment, arguments and descriptors, it is
 killed and waited for like any other, and failpoints are armed after the fork. A test may give it
-shorter deadlines than the product's: they are set after the fork as well.
+shorter deadlines than the product's: they are set after the fork as well. The processes of its
+plugins are forks too; tests/pluginhost starts them as the product does.
 
     worker   --- program, arguments, environment, descriptors --->   server
              <--- pid ---                                            fork() --> program
@@ -13,9 +14,12 @@ shorter deadlines than the product's: they are set after the fork as well.
 from __future__ import annotations
 
 import array
+import asyncio
 import atexit
 import contextlib
+import ctypes
 import dataclasses
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -33,7 +37,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 PROGRAMS = {
     "agentd": "agentd.cli.agentd.main:agentd",
@@ -47,9 +51,16 @@ PRELOADED = (
     "agentd.cli.tables",
     "agentd.client",
     "agentd_fleet.daemon",
+    "agentd_fleet.join.publisher",
 )
 MAX_REQUEST_BYTES = 1 << 20
 RUN_TIMEOUT_S = 80.0
+PLUGIN = "plugin"
+"""The name of a forked plugin's process, whose environment `/proc` shows as the server's."""
+BOOT_ID = b"/proc/sys/kernel/random/boot_id"
+CLONE_NEWNS = 0x20000
+MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+"""For unshare(2) and mount(2)."""
 STANDARD = 3
 """The descriptors of each request: standard input, output and error, then the status pipe."""
 
@@ -128,10 +139,11 @@ class ForkServer:
         stdout: int,
         stderr: int,
         deadlines: Mapping[str, float] = MappingProxyType({}),
+        boot_id: str = "",
     ) -> Forked:
         """Start a program of `PROGRAMS` with these descriptors."""
         request = {"program": program, "arguments": arguments, "env": dict(env)}
-        request |= {"cwd": str(Path.cwd()), "deadlines": dict(deadlines)}
+        request |= {"cwd": str(Path.cwd()), "deadlines": dict(deadlines), "boot_id": boot_id}
         status, theirs = os.pipe()
         passed = array.array("i", [stdin, stdout, stderr, theirs])
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)]
@@ -161,15 +173,16 @@ def spawn(
     stderr: int,
     stdin: int | None = None,
     deadlines: Mapping[str, float] = MappingProxyType({}),
+    boot_id: str = "",
 ) -> Forked:
-    """Fork a program from this worker's server.
+    """Fork a program from this worker's server; it may see another boot of the machine.
 
     `deadlines` replace constants of the product in the fork, by dotted name:
     `{"agentd.daemon.lifecycle.AFTER_DRAIN_S": 1.0}`.
     """
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is wanted
         source = nothing.fileno() if stdin is None else stdin
-        return of_worker().fork(program, arguments, env, source, stdout, stderr, deadlines)
+        return of_worker().fork(program, arguments, env, source, stdout, stderr, deadlines, boot_id)
 
 
 def run(
@@ -256,11 +269,89 @@ def _set_default(kind: Any, name: str, value: float) -> None:
     kind.__init__.__defaults__ = tuple({**defaults, name: value}.values())
 
 
-def _take(descriptors: Sequence[int]) -> None:
-    """Make the request's descriptors the standard ones, and close all others."""
+def _see_another_boot(boot_id: str) -> None:
+    """Replace the boot id in a mount namespace of this process's own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(f"{boot_id}\n")
+        file.flush()
+        for failed in (
+            libc.unshare(CLONE_NEWNS),
+            libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
+            libc.mount(file.name.encode(), BOOT_ID, None, MS_BIND, None),
+        ):
+            if failed:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _take(descriptors: Sequence[int], keep: int = STANDARD - 1) -> None:
+    """Make these descriptors the standard ones, and close all others but one."""
     for number, descriptor in enumerate(descriptors[:STANDARD]):
         os.dup2(descriptor, number)
-    os.closerange(STANDARD, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(STANDARD, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+class ForkedPlugin:
+    """A forked process of a plugin; the part of `subprocess.Popen` that agentd uses."""
+
+    def __init__(self, pid: int, stdout: BinaryIO) -> None:
+        self.pid, self.stdout = pid, stdout
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+        if self._status is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if ended else None
+        return self._status
+
+
+def _fork_plugin(
+    program: Callable[[], None],
+    modules: frozenset[str],
+    name: str,
+    channel: socket.socket,
+    mark: str,
+) -> ForkedPlugin:
+    """Fork a daemon into the process of a plugin, as `agentd.pluginhost.process` starts one."""
+    output, theirs = os.pipe()
+    daemon = os.getpid()
+    if (pid := os.fork()) == 0:
+        gc.freeze()
+        os.setsid()
+        os.chdir("/")
+        Path("/proc/self/comm").write_text(PLUGIN)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        asyncio.set_event_loop(None)
+        asyncio._set_running_loop(None)
+        faulthandler.disable()
+        _take([os.open(os.devnull, os.O_RDONLY), theirs, theirs], keep=channel.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        for loaded, module in list(sys.modules.items()):
+            if (loaded.startswith("agentd") and loaded not in modules) or module is None:
+                del sys.modules[loaded]  # a plugin that imports it is found out
+        importlib.invalidate_caches()
+        for variable in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS"):
+            os.environ.pop(variable, None)
+        os.environ["AGENTD_PLUGIN"] = mark
+        sys.argv = [sys.argv[0], name, str(channel.fileno()), str(daemon)]
+        _end(_status_of(program))
+    os.close(theirs)
+    return ForkedPlugin(pid, open(output, "rb", buffering=0))  # noqa: PTH123
+
+
+def _go_on_as(_: str, command: Sequence[str]) -> NoReturn:
+    """Run a module of agentd, which a cold program would execute in its place (`python -m`)."""
+    _, _, module, *arguments = command
+    sys.argv = [module, *arguments]
+    sys.modules[module].main()
+    raise SystemExit
 
 
 def main() -> None:
@@ -268,6 +359,8 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.remove(str(Path(__file__).parent))
+    child = importlib.import_module("agentd.pluginhost.child")
+    of_plugins = frozenset(name for name in sys.modules if name.startswith("agentd"))
     for module in [*PRELOADED, *(name.partition(":")[0] for name in PROGRAMS.values())]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:  # the fleet is optional
             importlib.import_module(module)
@@ -277,7 +370,12 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
+    if request["boot_id"]:
+        _see_another_boot(request["boot_id"])
     _set(request["deadlines"])
+    process: Any = importlib.import_module("agentd.pluginhost.process")
+    process._popen = functools.partial(_fork_plugin, child.main, of_plugins)
+    os.execv = _go_on_as
     sys.argv = [request["program"], *request["arguments"]]
     module, _, function = PROGRAMS[request["program"]].partition(":")
     _end(_status_of(getattr(sys.modules[module], function)))

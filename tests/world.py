@@ -30,6 +30,7 @@ from agentd.core.invariants import (
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from daemon import AGENTS, Answer, Daemon, gpus
+from fork_server import PLUGIN
 
 SEED = int(os.environ["AGENTD_SEED"])
 """The seed of tests that choose at random; the run prints it."""
@@ -106,11 +107,14 @@ class World:
         return await self.died()
 
     def kill_plugins(self) -> None:
-        """Kill every process of the daemon's plugins."""
+        """Kill the processes of the daemon's plugins, which are forks of it."""
         assert self.daemon.process is not None
-        for pid, env in environments():
-            if env.get("AGENTD_PLUGIN", "").startswith(f"{self.daemon.process.pid}."):
-                os.kill(pid, signal.SIGKILL)
+        pid = self.daemon.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        plugins = [c for c in children if Path(f"/proc/{c}/comm").read_text() == f"{PLUGIN}\n"]
+        assert plugins
+        for plugin in plugins:
+            os.kill(int(plugin), signal.SIGKILL)
 
     async def ask(self, method: str, path: str, body: Any = None) -> Answer | None:
         """Call; None where the daemon dies over it."""

@@ -163,7 +163,7 @@ _ALL = (
     Point("delete.after_rename", "the kernel's bundle is set aside", _ON_HOST),
     Point("delete.after_group", "the kernel's cgroup is gone (systemd: its unit)", _ON_HOST),
     Point("delete.after_runtime", "nothing of the kernel is left, the table has it"),
-    Point("delete.before_answer", "only the caller does not know", same_as=("record.after_drop",)),
+    Point("delete.before_answer", "the removal is noted, only the caller does not know"),
     Point("adopt.before_list", "the runtimes' events are heard, nothing is listed"),
     Point("adopt.after_list", "the list is there, nothing is compared"),
     Point("adopt.after_action", "one difference is settled, others are not"),

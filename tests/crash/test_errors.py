@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from agentd.core.invariants import NodeSnapshot
 from agentd.failpoints import POINTS
 from daemon import AGENTS, gpus
 from world import ONE, World
@@ -115,14 +116,20 @@ async def test_a_plugin_that_cannot_be_started_is_tried_again(world: World) -> N
     await world.start("plugin.before_spawn=2*error(EMFILE)->2*off->1*error(EMFILE)")
     assert world.lives() == lives
     await world.check(before)
+    await created_again(world, before)
     for _ in range(2):
         world.kill_plugins()
-        async with asyncio.timeout(40):
-            while (await daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
-                await asyncio.sleep(0.2)
-        await world.check(before, {"k2"})
-        await world.remove("k2")
+        await created_again(world, before)
     assert world.lives() == lives
+
+
+async def created_again(world: World, before: NodeSnapshot) -> None:
+    """Wait until a kernel gets a device, and remove it."""
+    async with asyncio.timeout(40):
+        while (await world.daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
+            await asyncio.sleep(0.2)
+    await world.check(before, {"k2"})
+    await world.remove("k2")
 
 
 async def test_drain_that_cannot_be_saved_is_refused(world: World) -> None:

@@ -24,7 +24,7 @@ failed=0
 
 # config NAME KEY=VALUE...: one node with the cuda plugin; kernels run as who runs this
 config() {
-  printf '[node]\nid = "hardware-%s"\nruntime = "process"\n[runtime.process]\nuser = "%s"\n[plugins]\nallow = ["cuda"]\n[plugins.cuda]\nrequired = true\n' "$1" "$(id -un)" >"$work/$1.toml"
+  printf '[node]\nid = "hardware-%s-%s"\nruntime = "process"\n[runtime.process]\nuser = "%s"\n[plugins]\nallow = ["cuda"]\n[plugins.cuda]\nrequired = true\n' "$1" $$ "$(id -un)" >"$work/$1.toml"
   printf '%s\n' "${@:2}" >>"$work/$1.toml"
 }
 wrong() { failed=1; printf '\n**failed**: %s\n' "$1"; }
@@ -41,6 +41,7 @@ serve() {
   daemon=$!
   for _ in $(seq 300); do
     "$bin/agentctl" status >/dev/null 2>&1 && break
+    kill -0 "$daemon" 2>/dev/null || { wrong "agentd does not start"; break; }
     sleep 0.1
   done
 }
@@ -63,6 +64,7 @@ claims() {
   stranger=$!
   for _ in $(seq 100); do
     [ "$("$bin/agentctl" claims -o name | wc -l)" = 1 ] && break
+    kill -0 "$stranger" 2>/dev/null || break
     sleep 0.1
   done
   if said=$("$bin/agentctl" claim main -s cuda.device=1 -- true 2>&1); then wrong "a GPU was given twice"; fi

@@ -27,8 +27,11 @@ def main() -> None:
         method, path, body[0] if body else None, {"Content-Type": "application/json"}
     )
     answer = connection.getresponse()
-    print(answer.status)
-    print(answer.read().decode(errors="replace"))
+    print(answer.status, flush=True)
+    while content := answer.read1():
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
+    print()
 
 
 main()

@@ -3,6 +3,7 @@
 The modules of a group run on one machine, in the order in which they stand.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -10,14 +11,14 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from node import images
-from node.machine import Machine
+from node.machine import Machine, MachineError
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
 """`make test-node` sets it: the machine takes minutes, and QEMU."""
@@ -42,12 +43,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(f"{group} machine"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Generator[None, None, None]:
+    """Delete the kernels of a test that fails: it is run once more, and makes them again."""
+    node = item.funcargs.get("node")
+    if isinstance(node, Node):
+        node.created.clear()
+    try:
+        yield
+    except Exception:
+        if isinstance(node, Node):
+            for kernel_id in node.created:
+                with contextlib.suppress(MachineError):
+                    node.machine.request("DELETE", f"/v1/kernels/{kernel_id}?timeout=0", "", 30)
+        raise
+
+
 class Node:
     """agentd on the machine, as its operators and callers use it."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.must, self.run = machine.must, machine.run
+        self.created: list[str] = []
+        """The kernels that the current test created."""
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Make a request on the main socket; return the status and the JSON of the answer."""
@@ -63,6 +82,7 @@ class Node:
         """Create a kernel, which has to succeed."""
         body.setdefault("slots", {"cpu": 0, "mem": "32m"})
         body |= {"kernel_id": kernel_id, "command": list(command)}
+        self.created.append(kernel_id)
         status, content = self.ask("POST", f"/v1/agents/{agent}/kernels", body)
         assert status == 201, content
         return content

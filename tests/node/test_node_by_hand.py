@@ -2,7 +2,7 @@
 
 import time
 
-from node.conftest import CONFIG, Node, until_ready
+from node.conftest import ASK, CONFIG, Node, until_ready
 
 OWNED = {"cpu": 0, "mem": "16m", "tpu.device": 1}
 DEAF = "trap '' TERM; while :; do sleep 1; done"
@@ -83,11 +83,20 @@ def test_a_record_that_is_damaged_or_newer_loses_no_device(node: Node) -> None:
 
 def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> None:
     script = (
-        "import sys, time; time.sleep(2); print('a\\n\\nb\\0c\\nd'); print('x' * 49160);"
-        "print('late')"
+        "import signal, time\n"
+        "told = []; signal.signal(signal.SIGUSR1, lambda *_: told.append(1))\n"
+        "while not told: print('waits', flush=True); time.sleep(0.2)\n"
+        "print('a\\n\\nb\\0c\\nd'); print('x' * 49160); print('late')"
     )
     node.create("lines", "python3", "-c", script)
-    shown = node.logs("lines", "?follow=true&tail=0").split("\n")
+    follow = f"{ASK} GET '/v1/kernels/lines/logs?follow=true&tail=0'"
+    node.must(f"systemd-run --unit follow -p StandardOutput=file:/tmp/shown {follow}")
+    node.must("until grep -q waits /tmp/shown; do sleep 0.1; done")
+    node.must(f"kill -USR1 {node.main_pid('lines')}")
+    node.must("while systemctl is-active -q follow; do sleep 0.1; done")
+    status, *lines = node.must("cat /tmp/shown; rm /tmp/shown").rstrip("\n").split("\n")
+    assert status == "200"
+    shown = [line for line in lines if line != "waits"]
     assert shown[:4] == ["a", "b", "c", "d"]
     assert [len(part) for part in shown[4:6]] == [49152, 8]
     assert shown[6:] == ["late"]

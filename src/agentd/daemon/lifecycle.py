@@ -144,7 +144,6 @@ class Daemon:
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
-        background = Background(self._shutdown.fail)
         events, background = EventLog(), Background(self._shutdown.fail)
         node = await self._assembled(stack, plugins, events, background)
         where = replace(endpoint(self._settings.rpc), passed=self._passed)

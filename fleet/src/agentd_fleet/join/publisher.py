@@ -261,7 +261,12 @@ async def publish(options: JoinOptions) -> None:
                     task.result()  # a part ends only by an unexpected error: raise it
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Publish with the options that the descriptor of the first argument has."""
     logs.configure()
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         asyncio.run(publish(msgspec.json.decode(file.read(), type=JoinOptions)))
+
+
+if __name__ == "__main__":
+    main()
