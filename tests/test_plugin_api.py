@@ -4,8 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd import plugin_api
 from agentd.core.partition.auto_split import split_units
 from agentd.plugin_api import dealt_in_groups
+
+
+def test_every_class_of_the_module_is_exported() -> None:
+    own = [
+        name
+        for name, value in vars(plugin_api).items()
+        if isinstance(value, type) and value.__module__ == plugin_api.__name__
+    ]
+    assert {name for name in own if not name.startswith("_")} <= set(plugin_api.__all__)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ __all__ = [
     "Mount",
     "NotPresent",
     "PartitionInfo",
+    "ProcessUse",
     "SettingProblem",
     "SlotTypeInfo",
     "dealt_in_groups",
