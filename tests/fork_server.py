@@ -39,6 +39,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NoReturn
 
+import importlib_metadata
+
 PROGRAMS = {
     "agentd": "agentd.cli.agentd.main:agentd",
     "agentctl": "agentd.cli.agentctl.main:agentctl",
@@ -50,6 +52,12 @@ PRELOADED = (
     "agentd.config.loading",
     "agentd.cli.tables",
     "agentd.client",
+    "agentd.host.systemd.dbus",
+    "agentd.runtimes.docker.runtime",
+    "agentd.runtimes.process.runtime",
+    "concurrent.futures.thread",
+    "termios",
+    "zipp",
     "agentd_fleet.daemon",
     "agentd_fleet.join.publisher",
 )
@@ -364,6 +372,7 @@ def main() -> None:
     for module in [*PRELOADED, *(name.partition(":")[0] for name in PROGRAMS.values())]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:  # the fleet is optional
             importlib.import_module(module)
+    importlib_metadata.entry_points()  # it caches the list of what is installed
     gc.freeze()  # a collection in a child would copy every page
     request = serve(channel)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -156,6 +156,7 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         assert [c["claim_id"] for c in await node.get("/v1/claims")] == ["lasting"]
         assert await free(node) == "3"
     finally:
+        await node.stop()  # it would live on in that boot, for the tests after this one
         node.boot_id = ""
         child.kill()
         child.wait()
