@@ -18,6 +18,8 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 # Elsewhere these shorten the product's deadlines, or repeat less.
 WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_peers.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
+# What `make check` leaves to `make test`: programs as a whole, many of them started from cold.
+WHOLE := $(addprefix tests/,end_to_end crash hostile hardware cli/agentd/test_hardware_check.py cli/test_agentctl.py cli/test_check_config.py cli/test_commands.py pluginhost/test_recovery.py test_ceilings.py test_console.py test_packaging.py)
 PROPERTIES := tests/core tests/fleet tests/services tests/runtimes/test_systemd.py
 NAMES := $(PLUGINS:plugins/%=agentd-plugin-%)
 
@@ -72,7 +74,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" --ignore=tests/end_to_end --ignore=tests/crash --ignore=tests/hostile --ignore=tests/hardware $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" $(WHOLE:%=--ignore=%) $(ARGS)
 
 soak: $(VENV)/.installed-dev
 	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_contracts.py tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
