@@ -9,6 +9,7 @@ that follows them.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,9 +31,14 @@ LATE_S = 5.0
 """Seconds by which the engine may be late to report a signal that agentd requested."""
 DOWN_S = 1800.0
 """Seconds that the host may take from the end of its kernels to its next boot."""
+TOGETHER_S = 120.0
+"""Seconds from the engine's stop to agentd's when the host goes down; systemd waits 90 s."""
+SHUTDOWN_S = 10.0
+"""Seconds before agentd has stopped in which a host that goes down may end containers already."""
 SLACK_S = 0.2
 """Seconds by which agentd may be late to notice a signal or an available engine."""
 KEPT = 100
+_KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
 class Absence(msgspec.Struct, frozen=True):
@@ -44,10 +50,16 @@ class Absence(msgspec.Struct, frozen=True):
     signalled: dict[str, float] = {}
     """When the engine signalled each kernel before it disconnected."""
 
-    def explains(self, kernel_id: str, started_at: float, finished_at: float) -> bool:
-        """Return whether a kernel ended in this period."""
+    def explains(self, kernel_id: str, started_at: float, ending: Ending) -> bool:
+        """Return whether a kernel ended in this period.
+
+        A host that goes down ends containers by a signal, and agentd at the same time.
+        """
         since = min(self.since, self.signalled.get(kernel_id, self.since))
-        return started_at < since and since - SLACK_S <= finished_at <= self.until + SLACK_S
+        is_of_host = self.reason == NODE and ending.exit_code in _KILLED
+        early_s = SHUTDOWN_S if is_of_host else SLACK_S
+        finished_at = ending.finished_at or 0.0
+        return started_at < since and since - early_s <= finished_at <= self.until + SLACK_S
 
 
 class _Saved(msgspec.Struct, frozen=True):
@@ -55,6 +67,8 @@ class _Saved(msgspec.Struct, frozen=True):
     closed_at: float | None = None
     open: Absence | None = None
     absences: tuple[Absence, ...] = ()
+    signals: dict[str, float] = {}
+    """The signals that agentd did not request, shortly before it stopped."""
 
 
 class Absences:
@@ -71,9 +85,7 @@ class Absences:
         self._absences = before.absences if before else ()
         self._open = before.open if before else None
         if before is not None and before.boot_id != boot_id:
-            booted_at = _booted_at()
-            since = max(before.closed_at or booted_at, booted_at - DOWN_S)
-            self._open = Absence(since, 0.0, NODE)
+            self._absences, self._open = _over_a_boot(before, _booted_at())
 
     @contextmanager
     def asked(self, kernel_id: str) -> Iterator[None]:
@@ -95,15 +107,13 @@ class Absences:
         """Record a signal to a kernel."""
         now = time.time()
         if kernel_id not in self._asked and self._asked_lately.get(kernel_id, 0.0) < now:
-            self._signals = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
-            self._signals[kernel_id] = now
+            self._signals = {**self._recent_signals(now), kernel_id: now}
 
     def went(self, *, ends_kernels: bool) -> None:
         """Begin an absence; with live-restore it ends no kernels."""
         now = time.time()
         if ends_kernels and self._open is None:
-            stopped = {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
-            self._open = Absence(now, 0.0, ENGINE, stopped)
+            self._open = Absence(now, 0.0, ENGINE, self._recent_signals(now))
             self._write()
         self._signals = {}
 
@@ -111,7 +121,7 @@ class Absences:
         """End the absence: the engine is available."""
         self._signals = {}
         if self._open is not None:
-            ended = msgspec.structs.replace(self._open, until=time.time())
+            ended = replace(self._open, until=time.time())
             self._absences = (*self._absences, ended)[-KEPT:]
             self._open = None
         self._write()
@@ -121,24 +131,40 @@ class Absences:
         self._closed_at = time.time()
         self._write()
 
+    def _recent_signals(self, now: float) -> dict[str, float]:
+        return {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
+
     def explained(self, kernel_id: str, ending: Ending, started_at: float | None) -> Ending:
         """Return the ending of a container, with a reason if it ended in an absence."""
         if ending.reason or ending.finished_at is None:
             return ending
         for absence in reversed(self._absences):
-            if absence.explains(kernel_id, started_at or 0.0, ending.finished_at):
+            if absence.explains(kernel_id, started_at or 0.0, ending):
                 return replace(ending, reason=absence.reason)
         return ending
 
     def _write(self) -> None:
         if self._file is None:
             return
-        saved = _Saved(self._boot_id, self._closed_at, self._open, self._absences)
+        signals = self._recent_signals(time.time())
+        saved = _Saved(self._boot_id, self._closed_at, self._open, self._absences, signals)
         folder = PrivateFolder(self._file.parent)
         try:
             folder.replace(self._file.name, msgspec.json.encode(saved).decode())
         except OSError as error:
             log.warning("runtime.absence_save_failed", file=str(self._file), reason=error.strerror)
+
+
+def _over_a_boot(before: _Saved, booted_at: float) -> tuple[tuple[Absence, ...], Absence]:
+    """Return the absences before a boot, and the host's own, which began before it.
+
+    An engine that stopped shortly before agentd did so because the host went down.
+    """
+    since = max(before.closed_at or booted_at, booted_at - DOWN_S)
+    last = before.open or Absence(since, 0.0, ENGINE, before.signals)
+    if since - last.since <= TOGETHER_S:
+        return before.absences, replace(last, since=min(since, last.since), reason=NODE)
+    return (*before.absences, replace(last, until=since)), Absence(since, 0.0, NODE)
 
 
 def _read(file: Path | None) -> _Saved | None:
