@@ -23,6 +23,7 @@ import faulthandler
 import functools
 import gc
 import importlib.util
+import io
 import json
 import os
 import select
@@ -64,7 +65,8 @@ PRELOADED = (
 MAX_REQUEST_BYTES = 1 << 20
 RUN_TIMEOUT_S = 80.0
 PLUGIN = "plugin"
-"""The name of a forked plugin's process, whose environment `/proc` shows as the server's."""
+"""The name of a forked plugin's process, with the pid of its daemon: the environment that `/proc`
+shows is the server's."""
 BOOT_ID = b"/proc/sys/kernel/random/boot_id"
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
@@ -283,12 +285,12 @@ def _see_another_boot(boot_id: str) -> None:
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(f"{boot_id}\n")
         file.flush()
-        for failed in (
-            libc.unshare(CLONE_NEWNS),
-            libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
-            libc.mount(file.name.encode(), BOOT_ID, None, MS_BIND, None),
+        for call in (
+            lambda: libc.unshare(CLONE_NEWNS),
+            lambda: libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None),
+            lambda: libc.mount(file.name.encode(), BOOT_ID, None, MS_BIND, None),
         ):
-            if failed:
+            if call():
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -318,45 +320,68 @@ class ForkedPlugin:
 def _fork_plugin(
     program: Callable[[], None],
     modules: frozenset[str],
+    environment: Callable[[str], dict[str, str]],
     name: str,
     channel: socket.socket,
     mark: str,
 ) -> ForkedPlugin:
     """Fork a daemon into the process of a plugin, as `agentd.pluginhost.process` starts one."""
-    output, theirs = os.pipe()
     daemon = os.getpid()
-    if (pid := os.fork()) == 0:
-        gc.freeze()
+    output, theirs = os.pipe()
+    begun, begins = os.pipe()
+
+    def become() -> None:
         os.setsid()
         os.chdir("/")
-        Path("/proc/self/comm").write_text(PLUGIN)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(-1)
-        asyncio.set_event_loop(None)
-        asyncio._set_running_loop(None)
-        faulthandler.disable()
+        Path("/proc/self/comm").write_text(f"{PLUGIN} {daemon}")
         _take([os.open(os.devnull, os.O_RDONLY), theirs, theirs], keep=channel.fileno())
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-        for loaded, module in list(sys.modules.items()):
-            if (loaded.startswith("agentd") and loaded not in modules) or module is None:
-                del sys.modules[loaded]  # a plugin that imports it is found out
-        importlib.invalidate_caches()
-        for variable in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS"):
-            os.environ.pop(variable, None)
-        os.environ["AGENTD_PLUGIN"] = mark
+        _begin_anew(environment(mark), modules)
         sys.argv = [sys.argv[0], name, str(channel.fileno()), str(daemon)]
-        _end(_status_of(program))
-    os.close(theirs)
+        program()
+
+    try:
+        if (pid := os.fork()) == 0:
+            _end(_status_of(become))
+    except OSError:
+        os.close(output)
+        raise
+    finally:
+        os.close(theirs)
+        os.close(begins)
+        os.read(begun, 1)  # until the child has a name and has closed its end, or there is none
+        os.close(begun)
     return ForkedPlugin(pid, open(output, "rb", buffering=0))  # noqa: PTH123
+
+
+def _begin_anew(environ: Mapping[str, str], modules: frozenset[str]) -> None:
+    """Forget what a program that has just started would not know."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    asyncio.set_event_loop(None)
+    asyncio._set_running_loop(None)
+    faulthandler.disable()
+    gc.freeze()
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    errors = io.FileIO(2, "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", write_through=True)
+    os.environ.clear()
+    os.environ.update(environ)
+    for loaded, module in list(sys.modules.items()):
+        if module is None or (loaded.startswith("agentd") and loaded not in modules):
+            del sys.modules[loaded]  # a plugin that imports it is found out
+            package, _, attribute = loaded.rpartition(".")
+            if package in modules:
+                vars(sys.modules[package]).pop(attribute, None)
+    importlib.invalidate_caches()
 
 
 def _go_on_as(_: str, command: Sequence[str]) -> NoReturn:
     """Run a module of agentd, which a cold program would execute in its place (`python -m`)."""
     _, _, module, *arguments = command
+    assert all(os.get_inheritable(int(number)) for number in arguments)
     sys.argv = [module, *arguments]
     sys.modules[module].main()
     raise SystemExit
@@ -383,7 +408,7 @@ def main() -> None:
         _see_another_boot(request["boot_id"])
     _set(request["deadlines"])
     process: Any = importlib.import_module("agentd.pluginhost.process")
-    process._popen = functools.partial(_fork_plugin, child.main, of_plugins)
+    process._popen = functools.partial(_fork_plugin, child.main, of_plugins, process._environment)
     os.execv = _go_on_as
     sys.argv = [request["program"], *request["arguments"]]
     module, _, function = PROGRAMS[request["program"]].partition(":")

@@ -101,6 +101,33 @@ async def test_forked_daemon_looks_like_a_cold_one(folder: Path) -> None:
     assert forked == [text.replace("cold", "forked") for text in cold]
 
 
+def plugin_of(daemon: Daemon) -> list[str]:
+    """Return what a process knows that nobody has told it, of the daemon's only plugin."""
+    assert daemon.process is not None
+    pid = int(
+        Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().strip()
+    )
+    process = Path(f"/proc/{pid}")
+    opened = sorted(f"{fd.name} {fd.readlink()}" for fd in (process / "fd").iterdir())
+    status = (process / "status").read_text()
+    signals = re.findall(r"(?m)^Sig(?:Blk|Ign|Cgt):.*(.{8})$", status)  # those below glibc's own
+    places = [str((process / "cwd").readlink()), str(os.getsid(pid) == pid)]
+    return [re.sub(r"(?<!^)\d+", "N", line) for line in opened] + signals + places
+
+
+async def test_forked_plugin_looks_like_a_cold_one(folder: Path) -> None:
+    views = []
+    for name in ("forked", "cold"):
+        (folder / name).mkdir()
+        daemon = Daemon(folder / name, "process")
+        if name == "cold":
+            daemon.program = daemon.program
+        await daemon.start()
+        views.append(plugin_of(daemon))
+        await daemon.close()
+    assert views[0] == views[1]
+
+
 async def test_forked_daemon_takes_shorter_deadlines(folder: Path) -> None:
     daemon = Daemon(folder, "process")
     daemon.deadlines = {"agentd.http.connections.connection.HEADER_TIMEOUT_S": 0.2}

@@ -5,6 +5,7 @@ engine or /proc, and from the state folder, without a line of the daemon's own a
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -107,14 +108,14 @@ class World:
         return await self.died()
 
     def kill_plugins(self) -> None:
-        """Kill the processes of the daemon's plugins, which are forks of it."""
+        """Kill every process of the daemon's plugins."""
         assert self.daemon.process is not None
-        pid = self.daemon.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        plugins = [c for c in children if Path(f"/proc/{c}/comm").read_text() == f"{PLUGIN}\n"]
+        mark = f"{self.daemon.process.pid}."
+        plugins = [p for p, env in environments() if env.get("AGENTD_PLUGIN", "").startswith(mark)]
         assert plugins
-        for plugin in plugins:
-            os.kill(int(plugin), signal.SIGKILL)
+        for pid in plugins:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def ask(self, method: str, path: str, body: Any = None) -> Answer | None:
         """Call; None where the daemon dies over it."""
@@ -334,13 +335,20 @@ def units(slot: str, amount: str) -> int:
 
 
 def environments() -> Iterator[Environment]:
-    """Yield the processes that agentd started, wherever their environment may be read."""
+    """Yield the processes that agentd started, wherever their environment may be read.
+
+    A forked plugin has the pid of its daemon in its name instead.
+    """
     for name in os.listdir("/proc"):  # noqa: PTH208 - names alone, of all processes
         if not name.isdecimal():
             continue
         try:
+            comm = Path(f"/proc/{name}/comm").read_text().split()
             text = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
+            continue
+        if comm[:1] == [PLUGIN]:
+            yield int(name), {"AGENTD_PLUGIN": f"{comm[1]}."}
             continue
         if b"AGENTD_" in text:
             items = (i.partition("=") for i in text.decode(errors="replace").split("\0") if i)

@@ -45,16 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Generator[None, None, None]:
-    """Delete the kernels of a test that fails: it is run once more, and makes them again."""
+    """Delete the kernels of a test that fails: run again, it makes them again (`--reruns`)."""
     node = item.funcargs.get("node")
     if isinstance(node, Node):
         node.created.clear()
     try:
         yield
-    except Exception:
+    except BaseException:
         if isinstance(node, Node):
             for kernel_id in node.created:
-                with contextlib.suppress(MachineError):
+                with contextlib.suppress(OSError, MachineError):
                     node.machine.request("DELETE", f"/v1/kernels/{kernel_id}?timeout=0", "", 30)
         raise
 

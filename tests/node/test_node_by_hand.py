@@ -90,7 +90,8 @@ def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> Non
     )
     node.create("lines", "python3", "-c", script)
     follow = f"{ASK} GET '/v1/kernels/lines/logs?follow=true&tail=0'"
-    node.must(f"systemd-run --unit follow -p StandardOutput=file:/tmp/shown {follow}")
+    follows = "systemd-run --collect --unit follow -p StandardOutput=truncate:/tmp/shown"
+    node.must(f"rm -f /tmp/shown; {follows} {follow}")
     node.must("until grep -q waits /tmp/shown; do sleep 0.1; done")
     node.must(f"kill -USR1 {node.main_pid('lines')}")
     node.must("while systemctl is-active -q follow; do sleep 0.1; done")

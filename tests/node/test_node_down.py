@@ -7,6 +7,7 @@ from node.conftest import ASK, CONFIG, Node, until_ready
 from node.machine import Machine
 
 POLITE = "while :; do sleep 1; done"
+LIMIT = "/etc/systemd/system.conf.d/limit.conf"
 DEAF = f"trap '' TERM; {POLITE}"
 
 
@@ -42,7 +43,8 @@ def test_power_off_ends_kernels_of_every_runtime(machine: Machine, node: Node) -
         assert kernel["exit_code"] in wanted, kernel
     assert node.logs("talks")
     node.remove(*names)
-    node.must("rm /etc/docker/daemon.json; systemctl restart docker", 300)
+    node.must(f"rm /etc/docker/daemon.json {LIMIT}; systemctl daemon-reexec", 300)
+    node.must("systemctl restart docker", 300)
 
 
 def live_restore(node: Node) -> None:
@@ -50,11 +52,11 @@ def live_restore(node: Node) -> None:
 
     When the machine ends, systemd waits for them as long as its default says: here 15 s, not 90.
     """
-    limit = "/etc/systemd/system.conf.d/limit.conf"
-    node.must(f"mkdir -p /etc/systemd/system.conf.d; printf '[Manager]\\n' >{limit}")
-    node.must(f"echo DefaultTimeoutStopSec=15s >>{limit}; systemctl daemon-reexec")
-    node.must("systemctl stop docker.socket docker; mkdir -p /etc/docker")
-    node.must("""printf '{"live-restore": true}' >/etc/docker/daemon.json""")
+    node.must("mkdir -p /etc/systemd/system.conf.d; systemctl stop docker.socket docker")
+    node.must(
+        f"printf '[Manager]\\nDefaultTimeoutStopSec=15s\\n' >{LIMIT}; systemctl daemon-reexec"
+    )
+    node.must("""mkdir -p /etc/docker; printf '{"live-restore": true}' >/etc/docker/daemon.json""")
     node.must("systemctl start docker", 300)
 
 

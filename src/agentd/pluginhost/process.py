@@ -270,8 +270,6 @@ class PluginProcess:
 
 
 def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[bytes]:
-    environ = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_PLUGINS}
-    environ |= {"PYTHONUNBUFFERED": "1", MARK: mark}
     return subprocess.Popen(  # noqa: S603 - our own program
         [
             *(sys.executable, "-P", "-m", "agentd.pluginhost.child"),
@@ -282,10 +280,15 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
         stderr=subprocess.STDOUT,
         pass_fds=(channel.fileno(),),
         cwd="/",
-        env=environ,
+        env=_environment(mark),
         start_new_session=True,
         bufsize=0,
     )
+
+
+def _environment(mark: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_PLUGINS}
+    return kept | {"PYTHONUNBUFFERED": "1", MARK: mark}
 
 
 def _plain(value: Any) -> Any:
