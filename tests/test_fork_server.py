@@ -120,6 +120,7 @@ async def test_forked_plugin_looks_like_a_cold_one(folder: Path) -> None:
     for name in ("forked", "cold"):
         (folder / name).mkdir()
         daemon = Daemon(folder / name, "process")
+        daemon.node += f"-{folder.name}"  # another test has a daemon of this name
         if name == "cold":
             daemon.program = daemon.program
         await daemon.start()
