@@ -84,23 +84,6 @@ def descriptors(pid: int) -> list[str]:
     return [str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)]
 
 
-async def test_forked_daemon_looks_like_a_cold_one(folder: Path) -> None:
-    views = []
-    for name in ("forked", "cold"):
-        (folder / name).mkdir()
-        daemon = Daemon(folder / name, "process")
-        if name == "cold":
-            daemon.program = daemon.program
-        await daemon.start()
-        assert daemon.process is not None
-        lines = sorted(re.findall(r'"event": "([\w.]+)"', daemon.log))
-        views.append((descriptors(daemon.process.pid), lines, await daemon.get("/v1/agents")))
-        assert await daemon.stop() == 0
-        daemon.notes.close()
-    forked, cold = ([v.replace(str(folder), "") for v in map(str, view)] for view in views)
-    assert forked == [text.replace("cold", "forked") for text in cold]
-
-
 def plugin_of(daemon: Daemon) -> list[str]:
     """Return what a process knows that nobody has told it, of the daemon's only plugin."""
     assert daemon.process is not None
@@ -115,18 +98,22 @@ def plugin_of(daemon: Daemon) -> list[str]:
     return [re.sub(r"(?<!^)\d+", "N", line) for line in opened] + signals + places
 
 
-async def test_forked_plugin_looks_like_a_cold_one(folder: Path) -> None:
+async def test_forked_daemon_and_plugin_look_like_cold_ones(folder: Path) -> None:
     views = []
     for name in ("forked", "cold"):
         (folder / name).mkdir()
         daemon = Daemon(folder / name, "process")
-        daemon.node += f"-{folder.name}"  # another test has a daemon of this name
         if name == "cold":
             daemon.program = daemon.program
         await daemon.start()
-        views.append(plugin_of(daemon))
-        await daemon.close()
-    assert views[0] == views[1]
+        assert daemon.process is not None
+        lines = sorted(re.findall(r'"event": "([\w.]+)"', daemon.log))
+        processes = [descriptors(daemon.process.pid), plugin_of(daemon)]
+        views.append((processes, lines, await daemon.get("/v1/agents")))
+        assert await daemon.stop() == 0
+        daemon.notes.close()
+    forked, cold = ([v.replace(str(folder), "") for v in map(str, view)] for view in views)
+    assert forked == [text.replace("cold", "forked") for text in cold]
 
 
 async def test_forked_daemon_takes_shorter_deadlines(folder: Path) -> None:

@@ -343,16 +343,17 @@ def environments() -> Iterator[Environment]:
         if not name.isdecimal():
             continue
         try:
-            comm = Path(f"/proc/{name}/comm").read_text().split()
             text = Path(f"/proc/{name}/environ").read_bytes()
+            if b"AGENTD_" not in text:  # that of a fork has the $AGENTD_SEED of its server
+                continue
+            program, *words = Path(f"/proc/{name}/comm").read_text().split()
         except OSError:
             continue
-        if comm[:1] == [PLUGIN]:
-            yield int(name), {"AGENTD_PLUGIN": f"{comm[1]}."}
+        if program == PLUGIN:
+            yield int(name), {"AGENTD_PLUGIN": f"{words[0]}."}
             continue
-        if b"AGENTD_" in text:
-            items = (i.partition("=") for i in text.decode(errors="replace").split("\0") if i)
-            yield int(name), {key: value for key, _, value in items}
+        items = (i.partition("=") for i in text.decode(errors="replace").split("\0") if i)
+        yield int(name), {key: value for key, _, value in items}
 
 
 def _stat(pid: int) -> list[str]:

@@ -46,16 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Generator[None, None, None]:
     """Delete the kernels of a test that fails: run again, it makes them again (`--reruns`)."""
-    node = item.funcargs.get("node")
-    if isinstance(node, Node):
-        node.created.clear()
+    node: Node | None = item.funcargs.get("node")
+    if node is None:
+        return (yield)
+    node.created.clear()
     try:
         yield
     except BaseException:
-        if isinstance(node, Node):
-            for kernel_id in node.created:
-                with contextlib.suppress(OSError, MachineError):
-                    node.machine.request("DELETE", f"/v1/kernels/{kernel_id}?timeout=0", "", 30)
+        for kernel_id in node.created:
+            with contextlib.suppress(OSError, MachineError):
+                node.machine.request("DELETE", f"/v1/kernels/{kernel_id}?timeout=0", "", 30)
         raise
 
 

@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -116,22 +116,28 @@ def start_installed(new: Machine) -> None:
     new.mount_payload()
 
 
+@contextlib.contextmanager
+def _to_save(folder: Path, snapshot: Path | None = None) -> Iterator[Machine]:
+    """Start a machine; save its disk and its memory to the folder afterwards, and end it."""
+    new = machine(folder / "machine")
+    try:
+        new.start(snapshot)
+        new.mount_payload()
+        yield new
+        new.save(folder)
+    finally:
+        new.pull_plug()
+        shutil.rmtree(new.folder)
+
+
 def _snapshot() -> Path:
     """Return the folder with the disk and the memory of a machine with the package installed."""
-
     before = _booted()
 
     def make(folder: Path) -> None:
-        booted = Machine(folder / "machine", image(), payload())
-        try:
-            booted.start(snapshot=before)
-            booted.mount_payload()
+        with _to_save(folder, before) as booted:
             booted.must("dpkg -i /payload/agentd_*.deb", timeout_s=300)
             booted.must("agentd run --help && man agentd >/dev/null")  # their files are read
-            booted.save(folder)
-        finally:
-            booted.pull_plug()
-            shutil.rmtree(booted.folder)
 
     return _made("snapshot", [before.name, packages().name], make)
 
@@ -140,15 +146,8 @@ def _booted() -> Path:
     """Return the folder with the disk and the memory of a machine that has booted."""
 
     def make(folder: Path) -> None:
-        new = Machine(folder / "machine", image(), payload())
-        try:
-            new.start()
+        with _to_save(folder) as new:
             new.must("rm -f /var/lib/man-db/auto-update")  # an index at each install takes seconds
-            new.mount_payload()
-            new.save(folder)
-        finally:
-            new.pull_plug()
-            shutil.rmtree(new.folder)
 
     qemu = subprocess.run(
         ["qemu-system-x86_64", "--version"], capture_output=True, text=True, check=True

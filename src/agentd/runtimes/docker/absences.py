@@ -112,10 +112,10 @@ class Absences:
     def went(self, *, ends_kernels: bool) -> None:
         """Begin an absence; with live-restore it ends no kernels."""
         now = time.time()
+        stopped, self._signals = self._recent_signals(now), {}
         if ends_kernels and self._open is None:
-            self._open = Absence(now, 0.0, ENGINE, self._recent_signals(now))
+            self._open = Absence(now, 0.0, ENGINE, stopped)
             self._write()
-        self._signals = {}
 
     def came(self) -> None:
         """End the absence: the engine is available."""
@@ -131,9 +131,6 @@ class Absences:
         self._closed_at = time.time()
         self._write()
 
-    def _recent_signals(self, now: float) -> dict[str, float]:
-        return {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
-
     def explained(self, kernel_id: str, ending: Ending, started_at: float | None) -> Ending:
         """Return the ending of a container, with a reason if it ended in an absence."""
         if ending.reason or ending.finished_at is None:
@@ -142,6 +139,9 @@ class Absences:
             if absence.explains(kernel_id, started_at or 0.0, ending):
                 return replace(ending, reason=absence.reason)
         return ending
+
+    def _recent_signals(self, now: float) -> dict[str, float]:
+        return {k: at for k, at in self._signals.items() if at > now - STOPPING_S}
 
     def _write(self) -> None:
         if self._file is None:
