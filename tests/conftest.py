@@ -28,6 +28,11 @@ settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 MOST_UNSTEADY = 5
+OF_OTHER_TARGETS = {
+    "tests/crash, tests/hostile": "test-chaos",
+    "tests/node": "test-node",
+    "tests/engines": "test-engines",
+}
 
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 
@@ -37,9 +42,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     for line in summary(report.longrepr[2].removeprefix("Skipped: ") for report in skipped):
         terminalreporter.write_line(line)
-    if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        terminalreporter.write_line("not run: tests/node; enable with: make test-node")
-        terminalreporter.write_line("not run: tests/engines; enable with: make test-engines")
+    config = terminalreporter.config
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for tests, target in OF_OTHER_TARGETS.items():
+            if target != "test-chaos" or config.option.ignore:
+                terminalreporter.write_line(f"not run: {tests}; enable with: make {target}")
     for test, failure in unsteady(terminalreporter).items():
         terminalreporter.write_line(f"run again: {test}: {failure}")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
@@ -74,6 +81,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start long tests first: workers take tests in this order, and finish with short ones."""
+    if "AGENTD_SOAK" not in os.environ:
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

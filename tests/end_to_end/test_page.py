@@ -1,5 +1,6 @@
 """The status page in a real Chromium: everything on it, as things happen."""
 
+import os
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -28,6 +29,8 @@ fault = "raise"
 fault-at = "open"
 """
 SLEEPER = ["sleep", "100000"]
+ENDLESS = 50_000_000 if "AGENTD_SOAK" in os.environ else 5_000_000
+"""Bytes of output, far more than the page keeps."""
 HOSTILE = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
 
 
@@ -143,7 +146,7 @@ async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit)
 
 
 async def test_page_stays_responsive_with_endless_output(node: Daemon, page: Visit) -> None:
-    command = ["sh", "-c", "yes | head -c 50000000; echo over; sleep 1000"]
+    command = ["sh", "-c", f"yes | head -c {ENDLESS}; echo over; sleep 1000"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")
     await page.until("#details .output", "over", 60_000)
@@ -191,8 +194,15 @@ async def test_page_sends_requests_to_its_own_origin_only(node: Daemon, page: Vi
     await page.until("#rows", "k")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1440, "light"),
+        (390, "dark"),
+        pytest.param(1440, "dark", marks=pytest.mark.soak),
+        pytest.param(390, "light", marks=pytest.mark.soak),
+    ],
+)
 async def test_axe_finds_no_serious_fault(
     node: Daemon, browser: Browser, scheme: str, width: int
 ) -> None:

@@ -40,7 +40,7 @@ serve() {
   "$bin/agentd" run 2>"$work/daemon" &
   daemon=$!
   for _ in $(seq 300); do
-    "$bin/agentctl" status >/dev/null 2>&1 && break
+    [ -S "$work/agentd.sock" ] && "$bin/agentctl" status >/dev/null 2>&1 && break
     kill -0 "$daemon" 2>/dev/null || { wrong "agentd does not start"; break; }
     sleep 0.1
   done

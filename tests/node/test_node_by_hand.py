@@ -35,16 +35,26 @@ def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
 
 
 def test_operators_drop_ins_take_precedence(node: Node) -> None:
-    prefix = node.create("first", "sleep", "9999") and node.unit("first").split("-")[1]
-    node.remove("first")
+    node.create("early", "sleep", "9999")
+    prefix = node.unit("early").split("-")[1]
     said = {
         r"/etc/systemd/system/agentd-team\x2da.slice.d/override.conf": "[Slice]\nMemoryMax=512M\n",
-        f"/etc/systemd/system/agentd-{prefix}-.service.d/ours.conf": "[Service]\nNice=7\n",
+        f"/etc/systemd/system/agentd-{prefix}-.service.d/ours.conf": (
+            "[Service]\nNice=7\nMemoryMax=31M\n"
+        ),
     }
     for file, text in said.items():
         node.must(f"mkdir -p '{file.rpartition('/')[0]}' && printf '{text}' >'{file}'")
     try:
-        node.must("systemctl daemon-reload; systemctl restart agentd", 300)
+        node.must("systemctl daemon-reload")
+        slices = "/sys/fs/cgroup/agentd.slice"
+        early = f"{slices}/agentd-team*/{node.unit('early')}"
+        assert node.must(f"cat {slices}/agentd-team*/memory.max {early}/memory.max").split() == [
+            str(512 << 20),
+            str(31 << 20),
+        ]
+        assert node.must(f"ps -o ni= -p $(cat {early}/cgroup.procs)").strip() == "0"
+        node.must("systemctl restart agentd", 300)
         until_ready(node)
         node.create("bound", "sleep", "9999")
         shown = r"systemctl show 'agentd-team\x2da.slice' -p MemoryMax --value"
@@ -54,6 +64,7 @@ def test_operators_drop_ins_take_precedence(node: Node) -> None:
         for file in said:
             node.must(f"rm -r '{file.rpartition('/')[0]}'")
         node.must("systemctl daemon-reload")  # the next test restarts agentd
+        node.remove("early")
         node.remove("bound")
 
 
