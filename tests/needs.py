@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from agentd.host.cgroups.hierarchies import find_cgroups
+from agentd.runtimes.systemd.bundle import static_busybox
 
 ROOT = Path(__file__).parents[1]
 ENGINE_26 = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))
@@ -61,6 +62,9 @@ NEEDS = {
     "docker": Need(
         _programs("dockerd", "containerd", "runc", "busybox"),
         "sudo apt-get install docker.io containerd runc busybox-static",
+    ),
+    "busybox": Need(
+        _unless(static_busybox, "a static busybox"), "sudo apt-get install busybox-static"
     ),
     "engine-26": Need(
         _unless((ENGINE_26 / "usr/sbin/dockerd").exists, f"nothing in {ENGINE_26}"), "sudo .ci/run"

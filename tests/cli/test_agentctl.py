@@ -90,6 +90,7 @@ async def test_error_suggests_the_nearest_name(up: Daemon) -> None:
     assert "did you mean inspect?" in ctl(up, "inspct", "k1", code=2).stderr
 
 
+@pytest.mark.needs("cgroups")
 async def test_stats_measures_the_processor_time_of_live_kernels(up: Daemon) -> None:
     busy = ["sh", "-c", "while :; do :; done"]
     await up.running(kernel_id="busy", slots={"cpu": 1}, command=busy)

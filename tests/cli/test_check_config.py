@@ -284,6 +284,7 @@ def test_check_config_starts_no_plugin_if_allow_is_unclear(config: Config, tmp_p
     assert text == f"agentd: {config.file}: plugins.allow: expected a list, not 3"
 
 
+@pytest.mark.needs("root")
 def test_run_names_the_file_as_check_config_does(config: Config) -> None:
     config.write('[[agents]]\nid = "a"\nuser = "nosuchuser"\n')
     line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this host"

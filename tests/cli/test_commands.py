@@ -114,6 +114,7 @@ def test_plan_exits_78_with_all_reasons_when_impossible(config: Path) -> None:
         assert all(str(config) in line for line in lines)
 
 
+@pytest.mark.needs("root")
 def test_a_plan_names_users_that_are_not_there(config: Path) -> None:
     text = config.read_text().replace("[[agents]]", '[[agents]]\nuser = "nobody-such"', 1)
     config.write_text(text)
@@ -211,7 +212,8 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
 def test_check_config_reports_every_refusal_in_one_pass(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text(
-        '[rpc]\nlisten = "127.0.0.1:6001"\ntoken-file = "/nonexistent/token"\n'
+        f'[node]\nstate-dir = "{tmp_path}"\n[rpc]\nsocket = "{tmp_path}/a.sock"\n'
+        'listen = "127.0.0.1:6001"\ntoken-file = "/nonexistent/token"\n'
         '[plugins.cuda]\nplugin = "sim"\ncounts = 3\n[plugins.foo]\nx = 1\n'
     )
     refused = run("agentd", "check-config", "--config", str(file), code=78).stderr

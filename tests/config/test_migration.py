@@ -1,6 +1,7 @@
 """Older, slot-based configurations: recognised, explained, and brought into today's form."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -217,7 +218,15 @@ devices = { "tpu.shares" = 0.5 }
     (tmp_path / "new.toml").write_text(migrated(text, Path("old.toml")))
     command = ["check-config", "--config", str(tmp_path / "new.toml")]
     run = subprocess.run(
-        [sys.executable, "-m", "agentd", *command], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "agentd", *command],
+        env={
+            **os.environ,
+            "AGENTD__NODE__STATE_DIR": str(tmp_path / "state"),
+            "AGENTD__RPC__SOCKET": str(tmp_path / "agentd.sock"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
 

@@ -283,10 +283,16 @@ def who_runs(argument: str, node: str) -> list[int]:
     return [
         pid
         for pid, path in lines.items()
-        if path.exists()
-        and path.read_bytes().endswith(argument.encode() + b"\0")
-        and f"AGENTD_NODE={node}\0".encode() in environs[pid].read_bytes()
+        if content_of(path).endswith(argument.encode() + b"\0")
+        and f"AGENTD_NODE={node}\0".encode() in content_of(environs[pid])
     ]
+
+
+def content_of(file: Path) -> bytes:
+    """Return a file of a process, empty where it has ended or is another user's."""
+    with suppress(OSError):
+        return file.read_bytes()
+    return b""
 
 
 @pytest.mark.needs("root")

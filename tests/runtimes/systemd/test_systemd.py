@@ -46,6 +46,7 @@ from agentd.runtimes.systemd.unit import (
     unit_name,
 )
 from agentd.runtimes.systemd.unit_state import end_of, state_of
+from needs import require
 
 
 def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> KernelPlan:
@@ -126,8 +127,8 @@ def run_drop_in(folder: Path, state: str, **environ: str) -> None:
 
     The kernel's variables are hostile: programs of its own, and a library for every loader.
     """
+    require("busybox")
     busybox = static_busybox()
-    assert busybox is not None, "install busybox-static"
     evil = folder / "evil"
     evil.mkdir(exist_ok=True)
     for name in ("date", "mv", "systemctl", "timeout", "env", "printf", "cat", "stat"):
