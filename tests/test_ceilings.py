@@ -21,7 +21,7 @@ from daemon import AGENTS, Daemon, gpus
 from standing_in import standing_in
 
 COUNTED = Path(__file__).with_name("counted.py")
-WARM, PAIRS, ROUNDS = 20, 50, 4
+WARM, PAIRS, ROUNDS = 20, 50, 3
 MOST_CALLS, MOST_TURNS = 4300, 30
 ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 2, "stop": 1, "remove": 1}
 MORE_LOOKS = 1.4

@@ -28,7 +28,10 @@ MOST_NOT_RUN = 30
 PLACE = "/tmp/agentd-dev"
 """Where `configs/dev.toml` has everything; each test has a place of its own."""
 SHELLS = ("bash", "sh", "shell", "shell-session", "zsh")
-READY = "for _ in $(seq 400); do agentctl status >&3 2>&1 && break; sleep 0.05; done"
+READY = (
+    "for _ in $(seq 400); do"
+    " [ -S dev/agentd.sock ] && agentctl status >&3 2>&1 && break; sleep 0.05; done"
+)
 RUN_HERE = [block for block in blocks("console") if not block.info]
 PAGES = list(dict.fromkeys(block.place.partition(":")[0] for block in RUN_HERE))
 
