@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 4
+WORKERS ?= 3
 # Where it is set each start of a daemon would compile agentd anew, a fifth of what the start takes.
 unexport PYTHONDONTWRITEBYTECODE
 SECONDS ?= 3600
