@@ -18,7 +18,7 @@ FOR ?= 3.11
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 # Elsewhere these shorten the product's deadlines, or repeat less.
 WAITING := $(addprefix tests/end_to_end/,test_engine_trouble.py test_events.py test_peers.py test_socket_activation.py test_statistics.py fleet/test_failures.py fleet/test_gateway.py fleet/test_lies.py)
-# What `make check` leaves to `make test`: programs as a whole, started from cold, and what waits long.
+# What `make check` leaves to `make test` and `make test-chaos`: programs as a whole, started from cold, and what waits long.
 WHOLE := $(addprefix tests/,end_to_end crash hostile hardware cli/agentd/test_hardware_check.py cli/test_agentctl.py cli/test_check_config.py cli/test_commands.py pluginhost/test_recovery.py test_ceilings.py test_console.py test_packaging.py)
 # Kills, damage, shortages and hostile callers, of which most are drawn by chance.
 CHAOS := tests/crash tests/hostile $(addprefix tests/end_to_end/,test_holders_together.py fleet/test_exactly_one.py)
@@ -39,7 +39,7 @@ test: $(VENV)/.installed-dev
 test-chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(CHAOS) $(ARGS)
 
-# Parts of `make test`: what needs a Docker Engine; the fleet, which needs etcd.
+# Parts of `make test` and `make test-chaos`: what needs a Docker Engine; the fleet, which needs etcd.
 test-docker: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m docker $(ARGS)
 
@@ -82,7 +82,7 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" $(WHOLE:%=--ignore=%) $(ARGS)
 
 soak: $(VENV)/.installed-dev
-	AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m soak
+	AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m soak $(ARGS)
 	AGENTD_TEST_NODE=1 AGENTD_SOAK=$(SECONDS) $(BIN)/python -m pytest -s tests/node/test_node_contracts.py tests/node/test_node_crash.py tests/node/test_node_reboots.py --timeout 14400
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_TEST_ENGINES=1 AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s tests/engines/test_slurm_collisions.py
 	AGENTD_SEED=$${AGENTD_SEED:-$$(shuf -i 0-999999 -n 1)} AGENTD_SOAK=$(SECONDS) AGENTD_REQUIRE_ALL=1 $(BIN)/python -m pytest -s $(CHAOS) tests/end_to_end/test_document.py tests/end_to_end/fleet/test_document.py tests/end_to_end/test_exec.py $(PROPERTIES) $(WAITING) $(ARGS)

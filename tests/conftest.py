@@ -28,11 +28,12 @@ settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 MOST_UNSTEADY = 5
-OF_OTHER_TARGETS = {
-    "tests/crash, tests/hostile": "test-chaos",
-    "tests/node": "test-node",
-    "tests/engines": "test-engines",
+OF_OTHER_TARGETS = {"tests/node": "test-node", "tests/engines": "test-engines"}
+IGNORED = {
+    "tests/end_to_end": ("whole programs", "test"),
+    "tests/crash": ("kills, damage and hostile callers", "test-chaos"),
 }
+"""What is not run where a target ignores a folder."""
 
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 
@@ -44,9 +45,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     config = terminalreporter.config
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        for tests, target in OF_OTHER_TARGETS.items():
-            if target != "test-chaos" or config.option.ignore:
-                terminalreporter.write_line(f"not run: {tests}; enable with: make {target}")
+        ignored = [what for path, what in IGNORED.items() if path in (config.option.ignore or ())]
+        for tests, target in [*ignored, *OF_OTHER_TARGETS.items()]:
+            terminalreporter.write_line(f"not run: {tests}; enable with: make {target}")
     for test, failure in unsteady(terminalreporter).items():
         terminalreporter.write_line(f"run again: {test}: {failure}")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")
@@ -79,10 +80,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start long tests first: workers take tests in this order, and finish with short ones."""
-    if "AGENTD_SOAK" not in os.environ:
-        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a soak runs, and start long tests first.
+
+    Workers take tests in this order, and finish with short ones.
+    """
+    of_soak = [item for item in items if item.get_closest_marker("soak")]
+    if of_soak and "AGENTD_SOAK" not in os.environ:
+        config.hook.pytest_deselected(items=of_soak)
+        items[:] = [item for item in items if item not in of_soak]
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -249,6 +249,16 @@ class Daemon:
         assert kernel["state"] == "running", kernel
         return kernel
 
+    async def trapping(self, trap: str, **body: Any) -> dict[str, Any]:
+        """Run a shell until its trap is set: the first process of a container has no default."""
+        script = f"{trap}; echo ready; while :; do sleep 0.05; done"
+        kernel = await self.running(command=["sh", "-c", script], **body)
+        path = f"/v1/kernels/{kernel['kernel_id']}/logs"
+        async with asyncio.timeout(20):
+            while (await self.call("GET", path)).content != b"ready\n":
+                await asyncio.sleep(0.02)
+        return kernel
+
     async def device(self, device_id: str) -> dict[str, Any]:
         return next(d for d in await self.get("/v1/devices") if d["id"] == device_id)
 

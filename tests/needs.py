@@ -41,6 +41,7 @@ def _unless(is_there: Callable[[], object], missing: str) -> Callable[[], str]:
     return lambda: "" if is_there() else missing
 
 
+AS_ROOT = "sudo make test test-chaos"
 OLDER = "ce65dc8"
 """The commit of version 0.2, whose gateways run beside the ones of this tree."""
 
@@ -58,7 +59,7 @@ def _commit(name: str) -> Callable[[], str]:
 
 
 NEEDS = {
-    "root": Need(_unless(lambda: os.geteuid() == 0, "another user runs this"), "sudo make test"),
+    "root": Need(_unless(lambda: os.geteuid() == 0, "another user runs this"), AS_ROOT),
     "docker": Need(
         _programs("dockerd", "containerd", "runc", "busybox"),
         "sudo apt-get install docker.io containerd runc busybox-static",
@@ -69,10 +70,10 @@ NEEDS = {
     "engine-26": Need(
         _unless((ENGINE_26 / "usr/sbin/dockerd").exists, f"nothing in {ENGINE_26}"), "sudo .ci/run"
     ),
-    "cgroups": Need(_unless(find_cgroups, "no cgroup can be written"), "sudo make test"),
+    "cgroups": Need(_unless(find_cgroups, "no cgroup can be written"), AS_ROOT),
     "fuse": Need(
         _unless(lambda: os.geteuid() == 0 and Path("/dev/fuse").exists(), "root and /dev/fuse"),
-        "sudo modprobe fuse && sudo make test",
+        f"sudo modprobe fuse && {AS_ROOT}",
     ),
     "etcd": Need(_programs("etcd"), "sudo apt-get install etcd-server"),
     "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),

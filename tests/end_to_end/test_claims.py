@@ -169,7 +169,7 @@ async def test_unreadable_claim_withholds_devices_until_its_release(
     await claimed(node, "c1")
     await node.stop()
     record = node.folder / "state/claims/c1.json"
-    record.unlink()
+    record.unlink()  # its mode allows no writing
     record.write_text("{")
     await node.start()
     assert await free(node) == "0"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.docker
 KILLED = "agentd-test:killed"
 """An image whose containers are stopped by SIGKILL: an engine that starts waits 10 s for others."""
 GPU = {"cuda.device": 1}
-SCRIPT = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
+TRAP = "trap 'exit 7' USR1"
 
 
 @pytest.fixture(params=[True, False], ids=["live-restore", "plain"])
@@ -45,7 +45,7 @@ async def mortal(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
 async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -> None:
     engine = mortal.test_engine
     one, two = [
-        await mortal.running(kernel_id=name, image=KILLED, command=["sh", "-c", SCRIPT], slots=GPU)
+        await mortal.trapping(TRAP, kernel_id=name, image=KILLED, slots=GPU)
         for name in ("k1", "k2")
     ]
     pids = [mortal.main_pid(kernel, engine) for kernel in (one, two)]
@@ -78,7 +78,7 @@ async def test_kernels_name_the_engine_stop_that_ended_them(
     engine = mortal.test_engine
     assert (await mortal.create(kernel_id="k1", command=["sh", "-c", "exit 3"])).status == 201
     await mortal.until("k1", "terminated")
-    await mortal.running(kernel_id="k2", command=["sh", "-c", "trap 'exit 0' TERM; sleep 9 & wait"])
+    await mortal.trapping("trap 'exit 0' TERM", kernel_id="k2")
     await asyncio.to_thread(engine.stop, signal.SIGTERM)
     await mortal.runtime_is("unavailable", within_s=30)
     await asyncio.to_thread(engine.start)
@@ -97,9 +97,7 @@ async def test_kernels_name_the_engine_stop_that_ended_them(
 
 async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemon) -> None:
     engine = mortal.test_engine
-    kernel = await mortal.running(
-        kernel_id="k1", image=KILLED, command=["sh", "-c", SCRIPT], slots=GPU
-    )
+    kernel = await mortal.trapping(TRAP, kernel_id="k1", image=KILLED, slots=GPU)
     pid = mortal.main_pid(kernel, engine)
     await asyncio.to_thread(engine.stop, signal.SIGKILL)
     await mortal.stop(signal.SIGKILL)

@@ -113,8 +113,7 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
 
 async def test_unreachable_engine_is_a_runtime_state(one_gpu, engine: Engine) -> None:
     daemon, proxy = one_gpu
-    script = "trap 'exit 7' USR1; while :; do sleep 0.05; done"
-    kernel = await daemon.running(command=["sh", "-c", script], **ASK)
+    kernel = await daemon.trapping("trap 'exit 7' USR1", **ASK)
     await proxy.stop()
     await daemon.runtime_is("unavailable")
     refused = await daemon.create(kernel_id="k2")

@@ -2,7 +2,7 @@
 
 Every workload locks the files of its devices (`device_locks`), so a device with two holders is seen
 from inside. Where systemd runs, the notebook is in a scope and leaves a child behind, which goes on
-using the devices; `make test-node` runs this module on such a machine.
+using the devices; `make soak` runs this module on such a machine.
 """
 
 import asyncio

@@ -142,9 +142,9 @@ async def test_a_stop_sends_the_image_s_own_signal(
 ) -> None:
     image = registry.image("interrupted", rootfs(), settings={"StopSignal": "SIGINT"})
     dockered = await serving_docker()
-    script = "trap 'exit 5' INT; trap 'exit 6' TERM; while :; do sleep 0.05; done"
-    await dockered.running(kernel_id="k1", image=image, command=["sh", "-c", script])
-    await dockered.running(kernel_id="k2", command=["sh", "-c", script])
+    traps = "trap 'exit 5' INT; trap 'exit 6' TERM"
+    await dockered.trapping(traps, kernel_id="k1", image=image)
+    await dockered.trapping(traps, kernel_id="k2")
     codes = [
         (await dockered.call("POST", f"/v1/kernels/{name}/stop")).json["exit_code"]
         for name in ("k1", "k2")

@@ -37,10 +37,7 @@ async def test_kernels_run_on_and_are_adopted(daemon: Daemon, number: int) -> No
 
 async def test_an_end_while_agentd_was_down_is_known_afterwards(daemon: Daemon) -> None:
     await daemon.start()
-    kernel = await daemon.running(
-        kernel_id="k1", command=["sh", "-c", "trap 'exit 9' TERM; while :; do sleep 0.05; done"],
-        slots={"cuda.device": 2},
-    )  # fmt: skip
+    kernel = await daemon.trapping("trap 'exit 9' TERM", kernel_id="k1", slots={"cuda.device": 2})
     pid = daemon.main_pid(kernel, daemon.test_engine)
     await daemon.stop(signal.SIGKILL)
     end(pid, signal.SIGTERM)

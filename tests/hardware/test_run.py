@@ -83,7 +83,6 @@ def test_run_needs_a_writable_record(machine: dict[str, str]) -> None:
     assert (result.returncode, "nothing was tried" in result.stderr) == (1, True)
 
 
-@pytest.mark.soak
 def test_a_probe_that_fails_makes_it_fail(machine: dict[str, str], folder: Path) -> None:
     result = run({**machine, "PROBE": "false"})
     assert result.returncode == 1

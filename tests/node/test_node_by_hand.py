@@ -47,12 +47,10 @@ def test_operators_drop_ins_take_precedence(node: Node) -> None:
         node.must(f"mkdir -p '{file.rpartition('/')[0]}' && printf '{text}' >'{file}'")
     try:
         node.must("systemctl daemon-reload")
-        slices = "/sys/fs/cgroup/agentd.slice"
-        early = f"{slices}/agentd-team*/{node.unit('early')}"
-        assert node.must(f"cat {slices}/agentd-team*/memory.max {early}/memory.max").split() == [
-            str(512 << 20),
-            str(31 << 20),
-        ]
+        team = "/sys/fs/cgroup/agentd.slice/agentd-team*2da.slice"
+        early = f"{team}/{node.unit('early')}"
+        limits = node.must(f"cat {team}/memory.max {early}/memory.max").split()
+        assert limits == [str(512 << 20), str(31 << 20)]
         assert node.must(f"ps -o ni= -p $(cat {early}/cgroup.procs)").strip() == "0"
         node.must("systemctl restart agentd", 300)
         until_ready(node)
