@@ -33,7 +33,7 @@ IGNORED = {
     "tests/end_to_end": ("whole programs", "test"),
     "tests/crash": ("kills, damage and hostile callers", "test-chaos"),
 }
-"""What is not run where a target ignores a folder."""
+"""The tests that a target leaves out with a folder that it ignores."""
 
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 

@@ -56,10 +56,10 @@ async def test_page_answers_operators_questions(node: Daemon, page: Visit) -> No
     assert "requested 9, 1.5 free" in await page.text("#refusals")
     assert "kernel big, asked by agentd" in await page.text("#refusals")
     await page.until("#tiles", "of 4 cuda free")
-    troubles = await page.text("#troubles")
-    assert "broken: plugin pending: open" in troubles
-    assert "cuda cuda3: unhealthy" in troubles
-    assert "it coughs" in troubles
+    warnings = await page.text("#warnings")
+    assert "broken: plugin pending: open" in warnings
+    assert "cuda cuda3: unhealthy" in warnings
+    assert "it coughs" in warnings
     assert "cuda.shares" in await page.text("#agents")
     await page.until("#rows", "train")
     rows = await page.text("#rows")

@@ -78,6 +78,8 @@ async def test_memory_is_switched_off_and_on_again(daemon: Daemon, number: int) 
     tried = await daemon.create(claim="c1", query="?dry_run=true")
     assert tried.status == 200, tried.content
     assert tried.json["allocation"]["cuda"].keys() == {"cuda.shares"}
+    held = await daemon.get("/v1/claims/c1")
+    assert held["allocation"]["cuda"] == {"cuda.shares": {"cuda0": "0.1"}}, "what is charged"
     assert (await daemon.call("DELETE", "/v1/claims/c1")).status == 204
     off = await daemon.get("/v1/kernels/k1")
     assert off["slots"] == kernel["slots"]

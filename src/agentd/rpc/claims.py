@@ -10,6 +10,7 @@ from aiohttp import web
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import (
     ClaimOwner,
+    ClaimStatus,
     EditsFor,
     NameHolder,
     TimeHolder,
@@ -30,6 +31,7 @@ from agentd.rpc.requests import (
 from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.protocols import Holders, NoSuchHolder
 from agentd.services.devices import NodeDevices
+from agentd.views import ClaimView
 
 
 class ClaimHandlers:
@@ -62,7 +64,10 @@ class ClaimHandlers:
         note_claim(request, spec.claim_id)
         status, is_new = await self._service.create(spec)
         headers = {"Location": f"/v1/claims/{spec.claim_id}"}
-        return answer(rendering.claim_view(status), 201 if is_new else 200, headers)
+        return answer(self._view(status), 201 if is_new else 200, headers)
+
+    def _view(self, status: ClaimStatus) -> ClaimView:
+        return rendering.claim_view(status, self._devices.inventory)
 
     def _holder(self, request: web.Request, wanted: HolderRequest, caller: Caller) -> ClaimOwner:
         """Verify the holder that a caller names.
@@ -116,18 +121,18 @@ class ClaimHandlers:
             found = found[:limit]
             url = request.rel_url.update_query(after=found[-1].claim.claim_id)
             headers["Link"] = f'<{url}>; rel="next"'
-        return answer([rendering.claim_view(status) for status in found], headers=headers)
+        return answer([self._view(status) for status in found], headers=headers)
 
     async def get_claim(self, request: web.Request) -> web.Response:
         """Show one claim."""
-        return answer(rendering.claim_view(self._service.get(request.match_info["claim"])))
+        return answer(self._view(self._service.get(request.match_info["claim"])))
 
     async def renew_claim(self, request: web.Request) -> web.Response:
         """Restart the time limit of a claim."""
         body = read_body(RenewRequest, await body_of(request))
         claim_id = request.match_info["claim"]
         status = self._service.renew(claim_id, body.ttl, caller_of(request))
-        return answer(rendering.claim_view(status))
+        return answer(self._view(status))
 
     async def delete_claim(self, request: web.Request) -> web.Response:
         """Release a claim."""

@@ -96,7 +96,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
     }
 
 
-def claim_view(status: ClaimStatus) -> ClaimView:
+def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
     """Return a claim as it is now."""
     claim = status.claim
     holder = msgspec.to_builtins(claim.holder)
@@ -107,7 +107,7 @@ def claim_view(status: ClaimStatus) -> ClaimView:
         "agent_id": claim.agent_id,
         "state": "used" if status.is_used else "held",
         "slots": dict(claim.slots),
-        "allocation": claim.allocation.to_wire(),
+        "allocation": charged_allocation(claim.allocation, inventory).to_wire(),
         "edits": edits_view(claim.edits),
         "holder": holder,
         "labels": dict(claim.labels),
@@ -130,11 +130,11 @@ def edits_view(edits: ContainerEdits) -> EditsView:
 
 
 def _claim_event_view(
-    value: ClaimStatus | EndedClaim | Collision, ledger: Ledger
+    value: ClaimStatus | EndedClaim | Collision, inventory: Inventory, ledger: Ledger
 ) -> Mapping[str, object]:
     match value:
         case ClaimStatus() as status:
-            return claim_view(status)
+            return claim_view(status, inventory)
         case EndedClaim(claim, reason):
             ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
             return {**ids, "reason": reason.value}
@@ -426,7 +426,7 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
         case EventKind.KERNEL_REMOVED, Kernel() as kernel:
             shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
         case _, ClaimStatus() | EndedClaim() | Collision() as value:
-            shown = _claim_event_view(value, ledger)
+            shown = _claim_event_view(value, split.inventory, ledger)
         case EventKind.DEVICE, Device() as device:
             shown = device_view(device, split, ledger)
         case EventKind.DEVICE_REMOVED, Device() as device:

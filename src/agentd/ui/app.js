@@ -5,7 +5,7 @@ import { Details } from "./details.js";
 import { byId, inFrames } from "./dom.js";
 import { login } from "./login.js";
 import { DeviceMap } from "./map.js";
-import { drawAgents, drawHead, drawRefusals, drawTiles, drawTroubles } from "./side.js";
+import { drawAgents, drawHead, drawRefusals, drawTiles, drawWarnings } from "./side.js";
 import { STATS_MS, Store } from "./store.js";
 import { KernelTable } from "./table.js";
 
@@ -26,7 +26,7 @@ const draw = inFrames(
   () => {
     drawHead(store);
     drawTiles(store);
-    drawTroubles(store);
+    drawWarnings(store);
     drawRefusals(store);
   },
   () => drawAgents(store, (agent) => map.colourOf(agent)),

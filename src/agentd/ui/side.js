@@ -15,12 +15,12 @@ export function drawTiles(store) {
     return [`${amount(sum("free"), kind)}`, `of ${amount(sum("capacity"), kind)} ${name} free`, ""];
   });
   const alive = [...store.kernels.values()].filter((kernel) => !isEnded(kernel)).length;
-  const wrong = store.troubles().length;
+  const wrong = store.warnings().length;
   const refused = recent(store).length;
   fill(byId("tiles"), [
     ...tiles,
     [String(alive), alive === 1 ? "kernel" : "kernels", ""],
-    [String(wrong), wrong === 1 ? "trouble" : "troubles", wrong ? "bad" : "good"],
+    [String(wrong), wrong === 1 ? "warning" : "warnings", wrong ? "bad" : "good"],
     [String(refused), "refused in the last hour", refused ? "warn" : "good"],
   ].map(([number, words, cls]) => h("li", { cls }, h("strong", {}, number), ` ${words}`)));
 }
@@ -47,10 +47,10 @@ export function drawAgents(store, colourOf) {
   }));
 }
 
-export function drawTroubles(store) {
-  const lines = store.troubles().slice(0, MOST_LINES).map(([what, state, why]) =>
+export function drawWarnings(store) {
+  const lines = store.warnings().slice(0, MOST_LINES).map(([what, state, why]) =>
     h("li", { cls: "bad" }, h("strong", {}, `${what}: ${state}`), why ? h("p", {}, why) : null));
-  fill(byId("troubles"), lines.length ? lines : [h("li", { cls: "good" }, "Nothing is wrong.")]);
+  fill(byId("warnings"), lines.length ? lines : [h("li", { cls: "good" }, "No warnings.")]);
 }
 
 export function drawRefusals(store) {

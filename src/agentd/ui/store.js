@@ -154,7 +154,7 @@ export class Store {
   }
 
   /** What is wrong, in words. */
-  troubles() {
+  warnings() {
     const { runtime, other_runtimes: others, plugins, warnings } = this.node;
     const found = [];
     for (const one of [runtime, ...others]) {
