@@ -25,8 +25,8 @@ from test_docs import ROOT, Block, blocks
 
 LIMIT_S = 60
 MOST_NOT_RUN = 30
-PLACE = "/tmp/agentd-dev"
-"""Where `configs/dev.toml` has everything; each test has a place of its own."""
+PLACE = re.compile(r"/tmp/agentd-(dev|eight-gpus|half-a-gpu)")
+"""Where examples have everything; each test has a place of its own."""
 SHELLS = ("bash", "sh", "shell", "shell-session", "zsh")
 READY = (
     "for _ in $(seq 400); do"
@@ -65,7 +65,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
     (folder / ".venv").symlink_to(ROOT / ".venv")
     (folder / "configs").mkdir()
     for file in (ROOT / "configs").glob("*.toml"):
-        text = file.read_text().replace(PLACE, str(folder / "dev"))
+        text = PLACE.sub(str(folder / "dev"), file.read_text())
         (folder / "configs" / file.name).write_text(text)
     for block in blocks("toml"):
         named = re.match(r"# ([\w-]+\.toml)\n", block.text)
@@ -73,7 +73,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
             (folder / named[1]).write_text(block.text)
     mine = [block for block in RUN_HERE if block.place.partition(":")[0] == page]
     wanted = [pair for block in mine for pair in commands(block)]
-    typed = [command.replace(PLACE, str(folder / "dev")) for command, _ in wanted]
+    typed = [PLACE.sub(str(folder / "dev"), command) for command, _ in wanted]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("AGENT")}
     environ["NOTIFY_SOCKET"] = ""
     environ["PATH"] = f"{folder / '.venv/bin'}:{environ['PATH']}"
@@ -89,7 +89,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
     for number, (command, shown) in enumerate(wanted):
         printed = (folder / f"{number}.out").read_text()
         if shown:
-            pattern = re.escape(shown.replace(PLACE, str(folder / "dev"))).replace("…", ".*")
+            pattern = re.escape(PLACE.sub(str(folder / "dev"), shown)).replace("…", ".*")
             assert re.fullmatch(pattern, printed), f"{page}: {command}\n{printed}"
         else:
             status = (folder / f"{number}.status").read_text()
