@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import structlog
@@ -62,7 +63,12 @@ def configure(level: str = "info") -> None:
 
 
 def _json(event: structlog.typing.EventDict, default: Callable[[object], object]) -> bytes:
-    return json.dumps(event, default=default).encode()
+    return _encoder(default).encode(event).encode()
+
+
+@cache
+def _encoder(default: Callable[[object], object]) -> json.JSONEncoder:
+    return json.JSONEncoder(default=default)
 
 
 def _drop_below_level(

@@ -1,6 +1,7 @@
 """Parts of a request that must arrive in time."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,6 +11,8 @@ from agentd.http import queries
 
 class Slow(dict):
     """A request whose body does not come."""
+
+    content = Mock(**{"is_eof.return_value": False})
 
     async def read(self) -> bytes:
         await asyncio.Event().wait()

@@ -147,12 +147,12 @@ def derived_amount(amount: int, of: int, to: int, quantum: int) -> int:
 class Quantity:
     """A number before its slot is known."""
 
-    value: Fraction
+    value: int | Fraction
     is_size: bool
     text: str = field(compare=False)
     """The original text, for messages."""
 
-    def in_units_of(self, kind: SlotKind) -> Fraction:
+    def in_units_of(self, kind: SlotKind) -> int | Fraction:
         """Return the amount in base units of `kind`, possibly a fraction."""
         return self.value if kind is SlotKind.BYTES else self.value * ONE
 
@@ -191,13 +191,13 @@ def read_quantity(raw: object) -> Quantity | AmountError:
 def _quantity_of(text: str) -> Quantity:
     """Parse a text of at most `MAX_TEXT` characters, cached: requests repeat a few amounts."""
     if text.isdecimal() and text.isascii():
-        return Quantity(Fraction(int(text)), is_size=False, text=text)
+        return Quantity(int(text), is_size=False, text=text)
     if match := _PLAIN.fullmatch(text):
         return Quantity(Fraction(text), is_size=False, text=text)
     if match := _SIZE.fullmatch(text):
         suffix = (match[2] or "").lower()
         power = "kmgtpe".index(suffix) + 1 if suffix else 0
-        number = Fraction(int(match[1]) if match[1].isdecimal() else match[1])
+        number = int(match[1]) if match[1].isdecimal() else Fraction(match[1])
         return Quantity(number * 1024**power, is_size=True, text=text)
     raise AmountError(_why_no_quantity(text))
 
@@ -252,7 +252,7 @@ def parse_amount(raw: object, slot: SlotType) -> int:
     if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
         raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot, expected 1 or 0")
     if amount % slot.quantum:
-        raise AmountError(_nearest(Fraction(amount), slot.quantum, slot.kind))
+        raise AmountError(_nearest(amount, slot.quantum, slot.kind))
     return amount
 
 
@@ -277,7 +277,7 @@ def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     return int(exact)
 
 
-def _nearest(exact: Fraction, quantum: int, kind: SlotKind) -> str:
+def _nearest(exact: int | Fraction, quantum: int, kind: SlotKind) -> str:
     below = int(exact // quantum) * quantum
     return (
         f"not a multiple of {format_amount(quantum, kind)}; the nearest amounts are"

@@ -152,17 +152,17 @@ def peer_of(request: web.Request) -> SocketPeer | None:
     return _peer(request.transport)
 
 
-def _peer_uid(transport: object) -> int | None:
+def _peer_uid(transport: asyncio.BaseTransport | None) -> int | None:
     """Return the user id of a unix socket's far end, None if it is unknown."""
     peer = _peer(transport)
     return None if peer is None else peer.uid
 
 
-def _peer(transport: object) -> SocketPeer | None:
-    held = transport.get_extra_info("socket") if transport else None  # type: ignore[attr-defined]
-    if held is None or held.family != socket.AF_UNIX:
+def _peer(transport: asyncio.BaseTransport | None) -> SocketPeer | None:
+    if transport is None or not isinstance(transport.get_extra_info("sockname"), str):
         return None
     try:
+        held = transport.get_extra_info("socket")
         content = held.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     except (AttributeError, OSError):
         return None

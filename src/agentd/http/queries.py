@@ -28,6 +28,8 @@ async def body_of(request: web.Request) -> bytes:
     if (too_large := request.get(_TOO_LARGE)) is not None:
         raise too_large
     try:
+        if request.content.is_eof():
+            return await request.read()
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:

@@ -1,6 +1,7 @@
 """Cases of the docker runtime only: a misbehaving engine, and foreign containers."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,15 +27,22 @@ async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
 
 
 def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
-    """Lose the answer of every call whose method and path contain one of these."""
-    call = runtime._engine.call
+    """Lose every call whose method and path contain one of these, or only its second answer."""
+    call, call_and_show = runtime._engine.call, runtime._engine.call_and_show
 
-    async def lossy(method: str, path: str, *rest: object):
+    async def lossy(method: str, path: str, *rest: object) -> Any:
         if any(part in f"{method} {path}" for part in paths):
             raise EngineAnswerLost("connection lost")
         return await call(method, path, *rest)
 
+    async def lossy_pair(method: str, path: str, shown: str, patience_s: float) -> Any:
+        answer = await call_and_show(method, path, shown, patience_s)
+        if any(part in shown for part in paths):
+            raise EngineAnswerLost("connection lost")
+        return answer
+
     monkeypatch.setattr(runtime._engine, "call", lossy)
+    monkeypatch.setattr(runtime._engine, "call_and_show", lossy_pair)
 
 
 async def test_outcome_is_unknown_when_engine_dies_after_start(
@@ -115,7 +123,8 @@ async def test_outcome_is_unknown_after_a_failed_undo(
             raise RuntimeError("Session is closed")
         return await call(method, path, *rest)
 
-    monkeypatch.setattr(runtime._engine, "call", closed)
+    for name in ("call", "call_and_show"):
+        monkeypatch.setattr(runtime._engine, name, closed)
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     monkeypatch.undo()

@@ -22,7 +22,6 @@ among those the tightest of the deciding slot are taken.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import or_
@@ -88,17 +87,18 @@ def allocate(
         InsufficientResource: one of the slots cannot be had in full; nothing changed.
     """
     shares: list[Share] = []
-    counted: Counter[str] = Counter()
+    counted: dict[str, int] = {}
     near: frozenset[int] = frozenset()
     for step in steps(slots, inventory.slot_types):
         name = device_name_of(step.slot)
         named = only.get(name)
+        earlier = counted.get(name, 0)
         left = ledger.within_limit(partition, name)
         chosen = _chosen(ledger, inventory, partition, step, near, policy, named)
         counts = 0
         if left is not None:
             counts = sum(share.counts for share in chosen or ())
-        if chosen is None or (left is not None and counted[name] + counts > left):
+        if chosen is None or (left is not None and earlier + counts > left):
             question = Question(
                 ledger,
                 inventory,
@@ -107,11 +107,11 @@ def allocate(
                 step.amounts,
                 policy,
                 named,
-                earlier=counted[name],
+                earlier=earlier,
                 counts=counts,
             )
             raise refusal(question)
-        counted[name] += counts
+        counted[name] = earlier + counts
         shares += chosen
         numa = (inventory.by_id[share.device_id].numa_node for share in chosen)
         near |= frozenset(node for node in numa if node is not None)

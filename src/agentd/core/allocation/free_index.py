@@ -15,8 +15,10 @@ Immutable: `with_rooms` returns the index after a change.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.allocation.derivation import SlotMeasure
 from agentd.core.allocation.distribute import Portion, Rooms
@@ -31,8 +33,7 @@ Siblings: TypeAlias = Sequence[int]
 """Devices that are parts of one (the threads of a core), as bits, where there are several."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FreeIndex:
+class FreeIndex(msgspec.Struct, frozen=True, eq=False):
     """Devices in natural order, and the room on each in quanta.
 
     `sizes` are the devices, as bits, by the most that the agent may hold of each, smallest first.

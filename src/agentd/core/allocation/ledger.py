@@ -239,9 +239,8 @@ class HeldAmount(NamedTuple):
 
 _Tallies: TypeAlias = Mapping[tuple[str, tuple[SlotName, ...]], HeldAmount]
 """Of one device, by agent and by the slots that shares have amounts of, the primary one first."""
-_Indexes: TypeAlias = dict[
-    tuple[Inventory, str, SlotName, tuple[SlotName, ...] | None], tuple[Partition, FreeIndex]
-]
+_IndexKey: TypeAlias = tuple[Inventory, str, SlotName, tuple[SlotName, ...] | None]
+_Indexes: TypeAlias = dict[_IndexKey, tuple[Partition, FreeIndex]]
 """Keyed by agent where partitions are exclusive (in shared mode all see the same), by slot, and by
 the slots that are not derived from it (None: all)."""
 
@@ -262,6 +261,8 @@ class Ledger:
     _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
     _by_agent: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
     _indexes: _Indexes = field(default_factory=dict, repr=False, compare=False)
+    _empty: _Indexes = field(default_factory=dict, repr=False, compare=False)
+    """Indexes without their rooms, which depend on no holder: all ledgers have the same."""
 
     def with_held(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the holder has exactly this allocation."""
@@ -306,7 +307,7 @@ class Ledger:
             of_agent = (touched.agent_id, share.device_id.name)
             by_agent[of_agent] = by_agent.get(of_agent, 0) + sign * share.counts
         by_agent = {of_agent: amount for of_agent, amount in by_agent.items() if amount}
-        after = Ledger(holdings, held, tallies, by_agent, indexes)
+        after = Ledger(holdings, held, tallies, by_agent, indexes, self._empty)
         device_ids = {share.device_id for share in shares}
         for key, (partition, index) in self._indexes.items():
             indexes[key] = (partition, _kept_up(index, partition, device_ids, self, after))
@@ -328,8 +329,23 @@ class Ledger:
         key = (inventory, agent, slot_type.name, beside)
         if (known := self._indexes.get(key)) is not None and known[0].members == partition.members:
             return known[1]
-        for stale in [other for other in self._indexes if other[0] is not inventory]:
-            del self._indexes[stale]
+        index = self._without_rooms(key, partition, slot_type)
+        index = index.with_rooms(
+            [(at, 0, self.room(index, at, partition)) for at in range(len(index.devices))]
+        )
+        if len(index.devices) > 1:
+            self._indexes[key] = (partition, index)
+        return index
+
+    def _without_rooms(
+        self, key: _IndexKey, partition: Partition, slot_type: SlotType
+    ) -> FreeIndex:
+        if (known := self._empty.get(key)) is not None and _see_the_same(known[0], partition):
+            return known[1]
+        inventory, _, _, beside = key
+        for indexes in (self._indexes, self._empty):
+            for stale in [other for other in indexes if other[0] is not inventory]:
+                del indexes[stale]
         devices = tuple(
             device
             for device in inventory.by_slot.get(slot_type.family, ())
@@ -349,11 +365,7 @@ class Ledger:
             siblings(devices),
             measures,
         )
-        index = index.with_rooms(
-            (position, 0, self.room(index, position, partition)) for position in range(len(devices))
-        )
-        if len(devices) > 1:
-            self._indexes[key] = (partition, index)
+        self._empty[key] = (partition, index)
         return index
 
     def holders(self, device_id: DeviceId) -> Mapping[Holder, Share]:
@@ -485,6 +497,10 @@ class Ledger:
         if not device.secondary:
             return self._left_alone(device, partition) // index.quantum
         return room(self.left(device, partition), measures)
+
+
+def _see_the_same(one: Partition, other: Partition) -> bool:
+    return one.members == other.members and one.memory_bytes == other.memory_bytes
 
 
 def _is_held_by(offered: tuple[SlotName, ...], slots: tuple[SlotName, ...]) -> bool:

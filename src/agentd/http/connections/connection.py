@@ -147,9 +147,10 @@ class Connection(FairConnection):
     def data_received(self, data: bytes) -> None:
         if self._in_request:
             self._is_next_begun = True
-        elif self._deadline is None:
-            self._expect_header()
         super().data_received(data)
+        is_within_header = not (self._in_request or self._messages)
+        if is_within_header and self._deadline is None:
+            self._expect_header()
 
     async def began(self, kind: Kind) -> None:
         """Begin a request whose header is complete, once the caller has a turn."""

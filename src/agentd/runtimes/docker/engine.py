@@ -13,10 +13,11 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote_plus
 
 import aiohttp
 import msgspec
@@ -32,6 +33,7 @@ from agentd.runtimes.docker.kept_connections import (
     CONNECT_TIMEOUT_S,
     REFUSED,
     Bounds,
+    EngineAnswer,
     KeptConnections,
 )
 
@@ -107,6 +109,26 @@ class EngineClient:
             await self.version()
         return await self._asked(method, self._prefix + path, params, body, timeout_s)
 
+    async def call_and_show(self, method: str, path: str, shown: str, patience_s: float) -> Any:
+        """Make a call, and return what the engine shows at another path after it.
+
+        Both requests are sent together; the second is repeated if only the first was answered.
+        `patience_s` is the time for the second.
+
+        Raises:
+            EngineError, EngineUnreachable, EngineAnswerLost: see `engine_errors`.
+        """
+        if not self._prefix:
+            await self.version()
+        paths = _checked(self._prefix + path), _checked(self._prefix + shown)
+        called, answer = await self._connections.exchange_and_get(
+            method, *paths, Bounds(MOST_ANSWER, MOST_ERROR), (CALL_TIMEOUT_S, patience_s)
+        )
+        _content(called)
+        if answer is None:
+            return await self._asked("GET", paths[1], timeout_s=patience_s)
+        return _content(answer)
+
     async def _asked(
         self,
         method: str,
@@ -115,20 +137,10 @@ class EngineClient:
         body: object = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        if not _PATH.fullmatch(path):
-            raise ValueError(f"invalid Engine API path {path!r}")
-        target = f"{path}?{urlencode(params)}" if params else path
+        target = f"{_checked(path)}?{_query(params)}" if params else _checked(path)
         content = None if body is None else msgspec.json.encode(body)
         most = Bounds(MOST_ANSWER, MOST_ERROR)
-        answer = await self._connections.exchange(method, target, content, most, timeout_s)
-        if answer.status >= REFUSED:
-            raise EngineError(answer.status, _message(answer.body))
-        if answer.is_cut:
-            raise EngineAnswerLost(f"the engine's response exceeds {MOST_ANSWER >> 20} MiB")
-        try:
-            return msgspec.json.decode(answer.body) if answer.body else None
-        except (ValueError, RecursionError) as error:
-            raise EngineAnswerLost(f"the engine's response is not JSON: {error}") from error
+        return _content(await self._connections.exchange(method, target, content, most, timeout_s))
 
     @asynccontextmanager
     async def stream(
@@ -303,6 +315,37 @@ def _parsed(text: str) -> tuple[list[Mapping[str, Any]], str]:
 
 _BETWEEN = " \t\r\n,"
 _JSON = json.JSONDecoder()
+
+
+def _checked(path: str) -> str:
+    """Return a path of the Engine API if it has the form of one."""
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"invalid Engine API path {path!r}")
+    return path
+
+
+_quoted = lru_cache(quote_plus)
+
+
+def _query(params: Mapping[str, str]) -> str:
+    return "&".join([f"{_quoted(name)}={_quoted(value)}" for name, value in params.items()])
+
+
+def _content(answer: EngineAnswer) -> Any:
+    """Return the JSON of a response, None if it is empty.
+
+    Raises:
+        EngineError: the response is an error.
+        EngineAnswerLost: the response is too large, or not JSON.
+    """
+    if answer.status >= REFUSED:
+        raise EngineError(answer.status, _message(answer.body))
+    if answer.is_cut:
+        raise EngineAnswerLost(f"the engine's response exceeds {MOST_ANSWER >> 20} MiB")
+    try:
+        return msgspec.json.decode(answer.body) if answer.body else None
+    except (ValueError, RecursionError) as error:
+        raise EngineAnswerLost(f"the engine's response is not JSON: {error}") from error
 
 
 def _message(content: bytes) -> str:

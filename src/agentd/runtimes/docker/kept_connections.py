@@ -2,13 +2,14 @@
 
 A create makes three calls, so the cost of one exchange is most of what agentd adds to a create.
 Here an exchange is one write, one read and httptools' parser; streams and lists use aiohttp
-(ADR 0011).
+(ADR 0011). A call and the GET that follows it are sent together, without waiting for the response
+in between (pipelining, RFC 9112, section 9.3.2).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -62,7 +63,28 @@ class KeptConnections:
         Raises:
             EngineUnreachable, EngineAnswerLost: see `engine_errors`.
         """
-        request, loop = _request(method, target, body), asyncio.get_running_loop()
+        request, is_repeatable = _request(method, target, body), method in _REPEATED
+        (answer,) = await self._answers(request, most, (timeout_s,), is_repeatable=is_repeatable)
+        return answer
+
+    async def exchange_and_get(
+        self, method: str, target: str, shown: str, most: Bounds, timeouts_s: tuple[float, float]
+    ) -> tuple[EngineAnswer, EngineAnswer | None]:
+        """Send a request and a GET of the path `shown`, and return both responses.
+
+        The second is None if the first is an error, or if the connection ended between the two.
+        `timeouts_s` limits the wait for the first, and from there for the second. Otherwise as
+        `exchange`.
+        """
+        requests = _request(method, target, None) + _request("GET", shown, None)
+        is_repeatable = method in _REPEATED
+        found = await self._answers(requests, most, timeouts_s, is_repeatable=is_repeatable)
+        return found[0], found[1] if len(found) > 1 else None
+
+    async def _answers(
+        self, requests: bytes, most: Bounds, timeouts_s: Sequence[float], *, is_repeatable: bool
+    ) -> list[EngineAnswer]:
+        """Send requests, one for each timeout, and return at least the first response."""
         while True:
             is_kept = bool(self._idle)
             connection = self._idle.pop() if is_kept else await self._connected()
@@ -70,21 +92,17 @@ class KeptConnections:
                 connection.hang_up(_CLOSED)
                 raise EngineUnreachable(f"{self._socket}: {_CLOSED}")
             self._used.add(connection)
-            late = f"no response from the engine within {timeout_s:g} s"
-            timer = loop.call_later(timeout_s, connection.hang_up, late)
             try:
-                answer = await connection.ask(request, most)
+                return await connection.ask(requests, most, timeouts_s)
             except _NotAnswered as error:
-                if is_kept and method in _REPEATED:
+                if is_kept and is_repeatable:
                     continue
                 raise EngineAnswerLost(f"{self._socket}: {error}") from error
             except EngineAnswerLost as error:
                 raise EngineAnswerLost(f"{self._socket}: {error}") from error
             finally:
-                timer.cancel()
                 self._used.discard(connection)
                 self._keep(connection)
-            return answer
 
     def close(self) -> None:
         """Close all connections; calls in progress fail with `EngineAnswerLost`."""
@@ -141,7 +159,10 @@ class _EngineConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[EngineAnswer] | None = None
+        self._waiting: asyncio.Future[list[EngineAnswer]] | None = None
+        self._answers: list[EngineAnswer] = []
+        self._timeouts_s: Sequence[float] = ()
+        self._timer: asyncio.TimerHandle | None = None
         self._most = Bounds(0, 0)
         self._received = 0
         self._status = 0
@@ -150,22 +171,34 @@ class _EngineConnection(asyncio.Protocol):
     @property
     def is_free(self) -> bool:
         """Whether another request can be sent."""
-        return self._transport is not None and self._answer is None
+        return self._transport is not None and self._waiting is None
 
-    def ask(self, request: bytes, most: Bounds) -> asyncio.Future[EngineAnswer]:
-        """Send a request; the future gets the response, `EngineAnswerLost` or `_NotAnswered`."""
-        answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
+    def ask(
+        self, requests: bytes, most: Bounds, timeouts_s: Sequence[float]
+    ) -> asyncio.Future[list[EngineAnswer]]:
+        """Send requests; the future gets the responses, `EngineAnswerLost` or `_NotAnswered`.
+
+        There is one timeout for each request, counted from the response before it. An error ends
+        the exchange, and so does the end of the connection after the first response.
+        """
+        waiting = asyncio.get_running_loop().create_future()
         if self._transport is None:
-            answer.set_exception(_NotAnswered("the connection has ended"))
-            return answer
-        self._answer, self._most = answer, most
+            waiting.set_exception(_NotAnswered("the connection has ended"))
+            return waiting
+        self._waiting, self._most, self._timeouts_s = waiting, most, timeouts_s
+        self._expect_answer()
+        self._transport.write(requests)
+        return waiting
+
+    def _expect_answer(self) -> None:
         self._received, self._status, self._body = 0, 0, bytearray()
-        self._transport.write(request)
-        return answer
+        timeout_s = self._timeouts_s[len(self._answers)]
+        late = f"no response from the engine within {timeout_s:g} s"
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.hang_up, late)
 
     def hang_up(self, why: str) -> None:
         """Close the connection."""
-        self._fail(EngineAnswerLost(why))
+        self._end(EngineAnswerLost(why))
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -176,7 +209,7 @@ class _EngineConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:
+        if self._waiting is None:
             self.hang_up("")  # data without a request cannot be trusted
             self._on_lost(self)
             return
@@ -186,7 +219,7 @@ class _EngineConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.hang_up(shortly(f"the response is not HTTP/1.1: {error}"))
             return
-        if self._answer is not None:
+        if self._waiting is not None:
             if len(self._body) > self._bound:
                 self._complete()
                 self.hang_up("")
@@ -197,16 +230,16 @@ class _EngineConnection(asyncio.Protocol):
         self._transport = None
         self._on_lost(self)
         if self._received == 0:
-            self._fail(_NotAnswered(str(error or "the connection ended before the response")))
+            self._end(_NotAnswered(str(error or "the connection ended before the response")))
         elif self._status >= REFUSED:  # Go's server ends its own refusals without a length
             self._complete()
         else:
-            self._fail(EngineAnswerLost(str(error or "the connection ended within the response")))
+            self._end(EngineAnswerLost(str(error or "the connection ended within the response")))
 
     # httptools.HTTPProtocol
 
     def on_message_begin(self) -> None:
-        if self._answer is None:  # a second response to one request
+        if self._waiting is None:  # more responses than requests
             self.hang_up("")
 
     def on_headers_complete(self) -> None:
@@ -227,14 +260,30 @@ class _EngineConnection(asyncio.Protocol):
         return self._most.answer if self._status < REFUSED else self._most.error
 
     def _complete(self) -> None:
-        waiting, self._answer = self._answer, None
-        if waiting is not None and not waiting.done():
-            body = bytes(self._body[: self._bound])
-            waiting.set_result(
-                EngineAnswer(self._status, body, is_cut=len(self._body) > self._bound)
-            )
+        if self._waiting is None or self._waiting.done():
+            return
+        body = bytes(self._body[: self._bound])
+        is_cut = len(self._body) > self._bound
+        self._answers.append(EngineAnswer(self._status, body, is_cut=is_cut))
+        self._stop_timer()
+        if len(self._answers) < len(self._timeouts_s) and self._status < REFUSED:
+            self._expect_answer()
+        else:
+            self._end()
 
-    def _fail(self, error: Exception) -> None:
-        waiting, self._answer = self._answer, None
-        if waiting is not None and not waiting.done():
+    def _end(self, error: Exception | None = None) -> None:
+        """End the exchange; responses that have come count more than an error."""
+        self._stop_timer()
+        waiting, self._waiting = self._waiting, None
+        answers, self._answers, self._body = self._answers, [], bytearray()
+        if waiting is None or waiting.done():
+            return
+        if answers or error is None:
+            waiting.set_result(answers)
+        else:
             waiting.set_exception(error)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

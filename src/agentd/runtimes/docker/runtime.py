@@ -44,7 +44,7 @@ from agentd.runtimes.docker.error_translation import (
 from agentd.runtimes.docker.exec import end_left_behind, start_exec
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inspection import verify
+from agentd.runtimes.docker.inspection import inspected, verify
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
 from agentd.runtimes.docker.streams import (
@@ -163,11 +163,9 @@ class DockerRuntime:
         try:
             await self._create(attempt, progress)
             await reach("create.after_engine_create")
-            container = f"/containers/{attempt.container}"
-            await uninterrupted(self._engine.call("POST", f"{container}/start"))
+            shown = await uninterrupted(self._started(attempt.container))
             await reach("create.after_engine_start")
-            shown = await self._observer.inspection(attempt.container)
-            await self._verify(shown, attempt)
+            await self._verify(inspected(shown), attempt)
         except BaseException as error:
             self._own.forget(plan.name)
             if attempt.container:
@@ -178,6 +176,13 @@ class DockerRuntime:
                 raise Undone from error
             raise translated(error, plan) from error
         return self._observer.observed(shown)
+
+    async def _started(self, container: str) -> Any:
+        """Start a container and return its inspection."""
+        path = f"/containers/{container}"
+        return await self._engine.call_and_show(
+            "POST", f"{path}/start", f"{path}/json", ASK_TIMEOUT_S
+        )
 
     async def _verify(self, shown: Mapping[str, Any], attempt: _Attempt) -> None:
         host = attempt.config["HostConfig"]

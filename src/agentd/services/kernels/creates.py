@@ -8,7 +8,7 @@ intent stays on disk, and the reconciler resolves it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 import structlog
@@ -42,7 +42,8 @@ class Creates:
         self._state = state
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[Kernel]] = {}
-        self._given_up: asyncio.Future[None] | None = None
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._has_given_up = False
 
     def __contains__(self, kernel_id: str) -> bool:
         return kernel_id in self._tasks
@@ -56,11 +57,31 @@ class Creates:
         if self._is_draining:
             raise Draining("the daemon is stopping")
 
-    def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
+    def begin(self, kernel_id: str, create: Callable[[], Coroutine[Any, Any, Kernel]]) -> None:
         """Run a create, independently of its caller."""
-        task = asyncio.create_task(create)
+        task = asyncio.create_task(self._run(kernel_id, create))
         self._tasks[kernel_id] = task
-        task.add_done_callback(lambda done: self._ended(kernel_id, done))
+        task.add_done_callback(lambda done: self._retrieve(kernel_id, done))
+
+    async def _run(
+        self, kernel_id: str, create: Callable[[], Coroutine[Any, Any, Kernel]]
+    ) -> Kernel:
+        """Run a create; those who wait for it run in the turn after its last step."""
+        try:
+            return await create()
+        finally:
+            self._ended(kernel_id)
+
+    def _retrieve(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+        if self._tasks.get(kernel_id) is task:  # cancelled before its first step
+            self._ended(kernel_id)
+        if not task.cancelled():
+            task.exception()  # a caller may have left; mark the error as retrieved
+
+    def _wake(self, kernel_id: str) -> None:
+        for waiter in self._waiters.pop(kernel_id, ()):
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def outcome(self, kernel_id: str) -> Kernel:
         """Wait for a create.
@@ -71,10 +92,10 @@ class Creates:
             KernelConflict: a delete cancelled it.
         """
         task = self._tasks[kernel_id]
-        if self._given_up is None:
-            self._given_up = asyncio.get_running_loop().create_future()
-        ends: set[asyncio.Future[Any]] = {task, self._given_up}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and not self._has_given_up:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(kernel_id, []).append(waiter)
+            await waiter
         if not task.done():
             raise OutcomeUnknown(f"the daemon stopped during the create; {kernel_id} may exist")
         if not task.cancelled():
@@ -116,10 +137,9 @@ class Creates:
             return error
         return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
 
-    def _ended(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
-        self._tasks.pop(kernel_id, None)
-        if not task.cancelled():
-            task.exception()  # a caller may have left; mark the error as retrieved
+    def _ended(self, kernel_id: str) -> None:
+        del self._tasks[kernel_id]
+        self._wake(kernel_id)
         if kernel_id in self._state.unsettled:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
@@ -149,8 +169,9 @@ class Creates:
                 tasks[kernel_id].cancel()
         if tasks:
             await asyncio.wait(tasks.values(), timeout=deadline.left_s())
-        if self._given_up is not None:
-            self._given_up.set_result(None)
+        self._has_given_up = True
+        for kernel_id in list(self._waiters):
+            self._wake(kernel_id)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
         return Drained([k for k in early if k not in unresolved], unresolved)
 

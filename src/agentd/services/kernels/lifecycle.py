@@ -8,6 +8,7 @@ held until the reconciler resolves it.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -97,7 +98,7 @@ class KernelService:
         decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
-        start = self._start(kernel, spec, keep_failure=not wait)
+        start = partial(self._start, kernel, spec, keep_failure=not wait)
         self._creates.begin(spec.kernel_id, start)
         return (await self._creates.outcome(spec.kernel_id) if wait else kernel), True
 
