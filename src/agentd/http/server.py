@@ -261,7 +261,7 @@ class Server:
                 if not connection.is_local:
                     connection.belongs_to(self._callers.payer_of(request))
                 kind = Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS
-                await connection.began(kind)
+                await connection.began(request, kind)
             response = await self._gate.answered(request, handler)
         except ConnectionError:
             raise  # the client disconnected; nobody reads the answer

@@ -1,8 +1,13 @@
-"""The connections that a stop waits for."""
+"""The connections that a stop waits for, and the deadline of a header."""
 
 import asyncio
+import socket
+
+from aiohttp import web
 
 from agentd.http.connections.admission import Newcomers
+from agentd.http.connections.connection import Connection
+from agentd.http.connections.turns import Kind, Turns
 
 
 async def test_stop_waits_a_limited_time_for_accepted_clients() -> None:
@@ -20,3 +25,36 @@ async def test_stop_waits_a_limited_time_for_accepted_clients() -> None:
     newcomers.add("says nothing")
     async with asyncio.timeout(5):
         await newcomers.heard(0.01)
+
+
+async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
+    """A connection that is idle after a request with a body stays open."""
+
+    async def handler(request: web.BaseRequest) -> web.Response:
+        await connection.began(request, Kind.REQUESTS)
+        await request.read()
+        connection.ended()
+        return web.Response(text="done")
+
+    loop = asyncio.get_running_loop()
+    server = web.Server(handler)
+    connection = Connection(server, None, Turns(), lambda _: "a", Newcomers(), web.Response)
+    here, there = socket.socketpair()
+    await loop.connect_accepted_socket(lambda: connection, there)
+    reader, writer = await asyncio.open_connection(sock=here)
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+    assert connection._deadline is not None
+    for pieces in ((head + b"abcd",), (head + b"ab", b"cd"), (head, b"abcd")):
+        for piece in pieces:
+            writer.write(piece)
+            for _ in range(3):  # turns in which the server reads it
+                await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+        assert connection._deadline is None
+    writer.write(head[:10])
+    async with asyncio.timeout(20):
+        while connection._deadline is None:
+            await asyncio.sleep(0)
+    writer.close()
+    await server.shutdown()

@@ -113,7 +113,7 @@ def _server_of(relay: Relay) -> web.Server:
         connection = request.protocol
         if not isinstance(connection, Connection):
             raise TypeError("a relay is for its own connections")
-        await connection.began(Kind.REQUESTS)
+        await connection.began(request, Kind.REQUESTS)
         try:
             return await relay.answer(request)
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from agentd.http.connections.admission import Limits, Newcomers, enable_keepalive
 from agentd.http.connections.client_warnings import warn_of_client
@@ -101,6 +102,7 @@ class Connection(FairConnection):
         self._broken = broken
         self._is_counted = False
         self._in_request = False
+        self._body: StreamReader = EMPTY_PAYLOAD
         self._is_next_begun = False
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -145,17 +147,18 @@ class Connection(FairConnection):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_request:
+        if self._in_request and data and self._body.is_eof():
             self._is_next_begun = True
         super().data_received(data)
         is_within_header = not (self._in_request or self._messages)
         if is_within_header and self._deadline is None:
             self._expect_header()
 
-    async def began(self, kind: Kind) -> None:
+    async def began(self, request: web.BaseRequest, kind: Kind) -> None:
         """Begin a request whose header is complete, once the caller has a turn."""
         self.stays_away()
         self._in_request, self._is_next_begun = True, False
+        self._body = request.content
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -163,7 +166,7 @@ class Connection(FairConnection):
 
     def ended(self) -> None:
         """Finish a request; the next one may take its time."""
-        self._in_request = False
+        self._in_request, self._body = False, EMPTY_PAYLOAD
         self._stream, self._may_pause = None, False
         if self.transport is not None and self.transport.get_write_buffer_size():
             self._expect_reading()
