@@ -281,7 +281,8 @@ class World:
             if accounted[kernel_id].state in LIVE:
                 yield f"kernel {kernel_id} without a record"
         for path in [*state.glob(".*.new"), *state.glob("*/.*")]:
-            if path.name.removeprefix(".removed-") not in accounted:
+            is_prepared = path == state / "intents/.next.new" and not path.stat().st_size
+            if path.name.removeprefix(".removed-") not in accounted and not is_prepared:
                 yield f"left over {path.relative_to(state)}"
         for pid, env in processes:
             if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in accounted:

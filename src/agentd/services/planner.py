@@ -251,9 +251,10 @@ class Planner:
             for slot, amount in self._rules.default_slots.items()
             if device_name_of(slot) not in claimed.names
         }
+        rest = default_amounts(claimed.left, _named_in(spec)) if claimed.names else {}
         rest_of_claim = {
             slot: format_amount(amount, types[slot].kind)
-            for slot, amount in default_amounts(claimed.left, _named_in(spec)).items()
+            for slot, amount in rest.items()
             if slot in types
         }
         reading = self._read_slots({**defaults, **spec.slots, **rest_of_claim})

@@ -211,6 +211,11 @@ class StateFolder:
         self._phases[kernel_id] = Phase.INTENT
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
+    def prepare_intent(self) -> None:
+        """Create the file of the next intent: that takes longer than to write it."""
+        with suppress(OSError):
+            os.close(os.open(_beside(self._path("next", Phase.INTENT)), _NEW, _LASTING))
+
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         before = self._phases.get(kernel_id)
         if before is phase:
@@ -357,8 +362,7 @@ class StateFolder:
         Raises:
             StateUnavailable: the file cannot be written.
         """
-        folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/.{name}.new"
+        folder, temporary = path.rpartition("/")[0], _beside(path)
         try:
             _fill(temporary, content, self._make, is_lasting=is_lasting, mode=mode)
             hit(f"{what}.before_replace")
@@ -387,6 +391,14 @@ class ReadOnlyState(StateFolder):
         del path, copy
 
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def _beside(path: str) -> str:
+    """Return the file that is written before it replaces another; one at a time in a folder."""
+    return f"{path.rpartition('/')[0]}/.next.new"
+
+
 def _was_lost(file: os.DirEntry[str], booted_at: float) -> bool:
     """Return whether a loss of power emptied the record of a claim that a reboot ends.
 
@@ -401,14 +413,19 @@ def _was_lost(file: os.DirEntry[str], booted_at: float) -> bool:
 def _fill(
     path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool, mode: int
 ) -> None:
-    """Write a new private file, creating its folders again if they were removed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    """Write a new private file, creating its folders again if they were removed.
+
+    A file that is there and empty is not truncated: ext4 would write it to the disk when it is
+    closed (mount option auto_da_alloc in ext4(5)).
+    """
     try:
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(path, _NEW, mode)
     except FileNotFoundError:
         make()
-        descriptor = os.open(path, flags, mode)
+        descriptor = os.open(path, _NEW, mode)
     try:
+        if os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, 0)
         while content:
             content = content[os.write(descriptor, content) :]
         if is_lasting:

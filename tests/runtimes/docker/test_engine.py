@@ -46,6 +46,28 @@ async def test_a_refusal_carries_status_and_message(engine, client, body, messag
     assert (caught.value.status, caught.value.message) == (404, message)
 
 
+async def test_what_follows_a_call_is_asked_for_again_if_only_that_is_lost(engine, client) -> None:
+    """As of an engine that ends each connection after one answer."""
+
+    async def one_answer(request: web.Request) -> web.Response:
+        response = web.json_response({"path": request.path})
+        response.force_close()
+        return response
+
+    engine.answer = one_answer
+    shown = await client.call_and_show("POST", "/containers/a/start", "/containers/a/json", 60.0)
+    assert shown == {"path": "/v1.41/containers/a/json"}
+    assert engine.asked[1:] == ["POST /v1.41/containers/a/start", "GET /v1.41/containers/a/json"]
+
+
+async def test_a_refused_call_is_followed_by_nothing(engine, client) -> None:
+    engine.answer = says(409, b'{"message": "no"}')
+    with pytest.raises(EngineError, match="no"):
+        await client.call_and_show("POST", "/containers/a/start", "/containers/a/json", 60.0)
+    with pytest.raises(ValueError, match="invalid Engine API path"):
+        await client.call_and_show("POST", "/containers/a/start", "/containers/a?b", 60.0)
+
+
 async def test_an_answer_that_is_no_json_is_lost(engine, client) -> None:
     engine.answer = says(200, b"<html>")
     with pytest.raises(EngineAnswerLost, match="JSON"):

@@ -74,6 +74,13 @@ async def ask(
         return await kept.exchange(method, "/x?a=b", body, MOST, 60.0)
 
 
+async def ask_both(
+    kept: KeptConnections, *timeouts_s: float
+) -> tuple[EngineAnswer, EngineAnswer | None]:
+    async with asyncio.timeout(20):
+        return await kept.exchange_and_get("POST", "/x", "/y", MOST, timeouts_s or (60.0, 60.0))
+
+
 async def until_ended(server: Server) -> None:
     async with asyncio.timeout(20):
         await server.ended.get()
@@ -167,6 +174,57 @@ async def test_an_idle_connection_that_speaks_is_ended(server, kept) -> None:
     await until_ended(server)
     assert await ask(kept) == EngineAnswer(200, b"{}")
     assert server.connections == 2
+
+
+async def test_a_call_and_what_is_shown_after_it_are_sent_together(server, kept) -> None:
+    server.says = [[b"HTTP/1.1 204 No Content\r\n\r\n"], [CHUNKED], [OK]]
+    answers = await ask_both(kept)
+    assert answers == (EngineAnswer(204, b""), EngineAnswer(200, b"{}"))
+    assert [request.split()[:2] for request in server.requests] == [
+        [b"POST", b"/x"],
+        [b"GET", b"/y"],
+    ]
+    assert await ask(kept) == EngineAnswer(200, b"{}")
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "answer"),
+    [
+        ([b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"], [OK],
+         EngineAnswer(404, b"no")),
+        ([b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"], [OK],
+         EngineAnswer(200, b"{}")),
+        ([OK, END], [], EngineAnswer(200, b"{}")),
+        ([OK], [END], EngineAnswer(200, b"{}")),
+        ([OK], [CUT, END], EngineAnswer(200, b"{}")),
+        ([OK], [b"SSH-2.0-OpenSSH\r\n"], EngineAnswer(200, b"{}")),
+    ],
+)  # fmt: skip
+async def test_a_first_answer_counts_without_the_second(
+    server, kept, first, second, answer
+) -> None:
+    server.says = [first, second]
+    assert await ask_both(kept) == (answer, None)
+    server.says = [[OK]]
+    assert await ask(kept) == EngineAnswer(200, b"{}")
+    assert server.connections == 2
+
+
+async def test_each_answer_has_a_time_of_its_own(server, kept) -> None:
+    server.says = [[OK], []]
+    assert await ask_both(kept, 60.0, 0.01) == (EngineAnswer(200, b"{}"), None)
+    server.says = [[], []]
+    with pytest.raises(EngineAnswerLost, match=r"no response from the engine within 0\.01 s"):
+        await ask_both(kept, 0.01, 60.0)
+
+
+async def test_a_lost_first_answer_is_not_asked_for_again(server, kept) -> None:
+    server.says = [[OK], [END], [OK]]
+    await ask(kept)
+    with pytest.raises(EngineAnswerLost):
+        await ask_both(kept)
+    assert len(server.requests) == 2
 
 
 async def test_cancelled_call_closes_its_connection(server: Server, kept: KeptConnections) -> None:

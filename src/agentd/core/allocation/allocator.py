@@ -156,6 +156,8 @@ def _parts(
     is_whole = not is_divisible(slot_type)
     if total(index.buckets) < wanted:
         return None
+    if len(index.devices) == 1:
+        return [(0, wanted)] if wanted else []
     tiers = _tiers(index.buckets, wanted, near, policy)
     if is_whole or policy.allow_fragmentation:
         rule = _rule(policy.strategy, is_whole=is_whole)

@@ -129,6 +129,8 @@ def _unsuspended(device: Device) -> Device:
 
 def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSlots, ResourceSlots]:
     """Return the slots of devices that a claim holds, and the others."""
+    if not names:
+        return ResourceSlots(), slots
     mine = {slot: amount for slot, amount in slots.items() if device_name_of(slot) in names}
     others = {slot: amount for slot, amount in slots.items() if slot not in mine}
     return ResourceSlots(mine), ResourceSlots(others)

@@ -162,6 +162,7 @@ class _EngineConnection(asyncio.Protocol):
         self._waiting: asyncio.Future[list[EngineAnswer]] | None = None
         self._answers: list[EngineAnswer] = []
         self._timeouts_s: Sequence[float] = ()
+        self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._most = Bounds(0, 0)
         self._received = 0
@@ -192,13 +193,27 @@ class _EngineConnection(asyncio.Protocol):
 
     def _expect_answer(self) -> None:
         self._received, self._status, self._body = 0, 0, bytearray()
-        timeout_s = self._timeouts_s[len(self._answers)]
-        late = f"no response from the engine within {timeout_s:g} s"
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.hang_up, late)
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + self._timeouts_s[len(self._answers)]
+        if self._timer is None or self._timer.when() > self._due:
+            self._stop_timer()
+            self._timer = loop.call_at(self._due, self._look_at_the_time)
+
+    def _look_at_the_time(self) -> None:
+        """Hang up if a response is late; one timer serves many exchanges."""
+        self._timer, loop = None, asyncio.get_running_loop()
+        if self._waiting is None:
+            return
+        if loop.time() < self._due:
+            self._timer = loop.call_at(self._due, self._look_at_the_time)
+        else:
+            timeout_s = self._timeouts_s[len(self._answers)]
+            self.hang_up(f"no response from the engine within {timeout_s:g} s")
 
     def hang_up(self, why: str) -> None:
         """Close the connection."""
         self._end(EngineAnswerLost(why))
+        self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -228,6 +243,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._stop_timer()
         self._on_lost(self)
         if self._received == 0:
             self._end(_NotAnswered(str(error or "the connection ended before the response")))
@@ -265,7 +281,6 @@ class _EngineConnection(asyncio.Protocol):
         body = bytes(self._body[: self._bound])
         is_cut = len(self._body) > self._bound
         self._answers.append(EngineAnswer(self._status, body, is_cut=is_cut))
-        self._stop_timer()
         if len(self._answers) < len(self._timeouts_s) and self._status < REFUSED:
             self._expect_answer()
         else:
@@ -273,7 +288,6 @@ class _EngineConnection(asyncio.Protocol):
 
     def _end(self, error: Exception | None = None) -> None:
         """End the exchange; responses that have come count more than an error."""
-        self._stop_timer()
         waiting, self._waiting = self._waiting, None
         answers, self._answers, self._body = self._answers, [], bytearray()
         if waiting is None or waiting.done():

@@ -61,7 +61,7 @@ class Creates:
         """Run a create, independently of its caller."""
         task = asyncio.create_task(self._run(kernel_id, create))
         self._tasks[kernel_id] = task
-        task.add_done_callback(lambda done: self._retrieve(kernel_id, done))
+        task.add_done_callback(lambda done: self._done(kernel_id, done))
 
     async def _run(
         self, kernel_id: str, create: Callable[[], Coroutine[Any, Any, Kernel]]
@@ -72,11 +72,13 @@ class Creates:
         finally:
             self._ended(kernel_id)
 
-    def _retrieve(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+    def _done(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+        """Note the end of a create, after those who waited for it."""
         if self._tasks.get(kernel_id) is task:  # cancelled before its first step
             self._ended(kernel_id)
-        if not task.cancelled():
-            task.exception()  # a caller may have left; mark the error as retrieved
+        # A caller may have left: asking for the error marks it as retrieved.
+        if not task.cancelled() and task.exception() is None:
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
 
     def _wake(self, kernel_id: str) -> None:
         for waiter in self._waiters.pop(kernel_id, ()):

@@ -7,6 +7,7 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -152,6 +153,7 @@ class KernelService:
                 plan = await self._planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
+                asyncio.get_running_loop().call_soon(self._store.prepare_intent)
                 found = await self._default.create(plan, self._progress(kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
@@ -162,7 +164,6 @@ class KernelService:
             now = self._state.get(kernel_id)
             wall = self._clock.wall()
             running = adopt(found, self._devices.inventory, now, plan, now=wall).kernel
-            log.info("kernel.created", kernel_id=kernel_id, agent_id=kernel.agent_id)
             self._state.put(running)
         return running
 
