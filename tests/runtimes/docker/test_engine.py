@@ -46,7 +46,7 @@ async def test_a_refusal_carries_status_and_message(engine, client, body, messag
     assert (caught.value.status, caught.value.message) == (404, message)
 
 
-async def test_what_follows_a_call_is_asked_for_again_if_only_that_is_lost(engine, client) -> None:
+async def test_only_a_lost_second_answer_is_asked_for_again(engine, client) -> None:
     """As of an engine that ends each connection after one answer."""
 
     async def one_answer(request: web.Request) -> web.Response:
