@@ -6,6 +6,7 @@
     removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
     engines.json            the engines that are ready in this boot
     intents/ID.json         the record of a kernel whose create is in progress
+    intents/.next.new       the empty file of the next one
     records/ID.json         the record of a live kernel
     ended/ID.json           the record of a kernel that has ended and is not removed yet
     claims/ID.json          the record of a claim
@@ -212,7 +213,7 @@ class StateFolder:
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
     def prepare_intent(self) -> None:
-        """Create the file of the next intent: that takes longer than to write it."""
+        """Create the file of the next intent; creating it takes longer than writing it."""
         with suppress(OSError):
             os.close(os.open(_beside(self._path("next", Phase.INTENT)), _NEW, _LASTING))
 

@@ -32,7 +32,8 @@ async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
 
     async def handler(request: web.BaseRequest) -> web.Response:
         await connection.began(request, Kind.REQUESTS)
-        await request.read()
+        if request.path == "/read":
+            await request.read()
         connection.ended()
         return web.Response(text="done")
 
@@ -42,16 +43,17 @@ async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
     here, there = socket.socketpair()
     await loop.connect_accepted_socket(lambda: connection, there)
     reader, writer = await asyncio.open_connection(sock=here)
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+    head = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
     assert connection._deadline is not None
-    for pieces in ((head + b"abcd",), (head + b"ab", b"cd"), (head, b"abcd")):
-        for piece in pieces:
-            writer.write(piece)
-            for _ in range(3):  # turns in which the server reads it
-                await asyncio.sleep(0)
-        async with asyncio.timeout(20):
-            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
-        assert connection._deadline is None
+    for path in (b"read", b"refused"):
+        for pieces in ([head + b"abcd"], [head + b"ab", b"cd"], [head, b"abcd"]):
+            for piece in pieces:
+                writer.write(piece.replace(b"%s", path))
+                for _ in range(3):  # turns in which the server reads it
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+            assert connection._deadline is None
     writer.write(head[:10])
     async with asyncio.timeout(20):
         while connection._deadline is None:

@@ -47,7 +47,7 @@ async def test_a_refusal_carries_status_and_message(engine, client, body, messag
 
 
 async def test_only_a_lost_second_answer_is_asked_for_again(engine, client) -> None:
-    """As of an engine that ends each connection after one answer."""
+    """As from an engine that ends each connection after one answer."""
 
     async def one_answer(request: web.Request) -> web.Response:
         response = web.json_response({"path": request.path})
@@ -60,10 +60,26 @@ async def test_only_a_lost_second_answer_is_asked_for_again(engine, client) -> N
     assert engine.asked[1:] == ["POST /v1.41/containers/a/start", "GET /v1.41/containers/a/json"]
 
 
-async def test_a_refused_call_is_followed_by_nothing(engine, client) -> None:
-    engine.answer = says(409, b'{"message": "no"}')
-    with pytest.raises(EngineError, match="no"):
+async def test_no_call_takes_what_follows_a_refused_one_for_its_answer(engine, client) -> None:
+    removing = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "GET":
+            await removing.wait()
+            return web.json_response({"Id": "a"})
+        return web.json_response({"message": f"no {request.method}"}, status=409)
+
+    engine.answer = answer
+    with pytest.raises(EngineError, match="no POST"):
         await client.call_and_show("POST", "/containers/a/start", "/containers/a/json", 60.0)
+    call = asyncio.create_task(client.call("DELETE", "/containers/a"))
+    await asyncio.sleep(0)
+    removing.set()
+    with pytest.raises(EngineError, match="no DELETE"):
+        await call
+
+
+async def test_both_paths_of_a_call_are_checked(client) -> None:
     with pytest.raises(ValueError, match="invalid Engine API path"):
         await client.call_and_show("POST", "/containers/a/start", "/containers/a?b", 60.0)
 

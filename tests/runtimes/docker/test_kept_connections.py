@@ -191,6 +191,8 @@ async def test_a_call_and_what_is_shown_after_it_are_sent_together(server, kept)
 @pytest.mark.parametrize(
     ("first", "second", "answer"),
     [
+        ([b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"], [],
+         EngineAnswer(404, b"no")),
         ([b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"], [OK],
          EngineAnswer(404, b"no")),
         ([b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"], [OK],

@@ -103,7 +103,6 @@ class Connection(FairConnection):
         self._is_counted = False
         self._in_request = False
         self._body: StreamReader = EMPTY_PAYLOAD
-        self._is_next_begun = False
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -147,18 +146,16 @@ class Connection(FairConnection):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_request and data and self._body.is_eof():
-            self._is_next_begun = True
+        is_of_body = not self._body.is_eof()
         super().data_received(data)
-        is_within_header = not (self._in_request or self._messages)
-        if is_within_header and self._deadline is None:
+        is_of_header = data and not (is_of_body or self._in_request or self._messages)
+        if is_of_header and self._deadline is None:
             self._expect_header()
 
     async def began(self, request: web.BaseRequest, kind: Kind) -> None:
         """Begin a request whose header is complete, once the caller has a turn."""
         self.stays_away()
-        self._in_request, self._is_next_begun = True, False
-        self._body = request.content
+        self._in_request, self._body = True, request.content
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -166,12 +163,10 @@ class Connection(FairConnection):
 
     def ended(self) -> None:
         """Finish a request; the next one may take its time."""
-        self._in_request, self._body = False, EMPTY_PAYLOAD
+        self._in_request = False
         self._stream, self._may_pause = None, False
         if self.transport is not None and self.transport.get_write_buffer_size():
             self._expect_reading()
-        if self._is_next_begun and self._deadline is None:
-            self._expect_header()
 
     def _expect_header(self) -> None:
         loop = asyncio.get_running_loop()

@@ -179,8 +179,8 @@ class _EngineConnection(asyncio.Protocol):
     ) -> asyncio.Future[list[EngineAnswer]]:
         """Send requests; the future gets the responses, `EngineAnswerLost` or `_NotAnswered`.
 
-        There is one timeout for each request, counted from the response before it. An error ends
-        the exchange, and so does the end of the connection after the first response.
+        There is one timeout for each request, counted from the response before it. After an error
+        as the first response, and after the connection's end, no second response follows.
         """
         waiting = asyncio.get_running_loop().create_future()
         if self._transport is None:
@@ -281,10 +281,12 @@ class _EngineConnection(asyncio.Protocol):
         body = bytes(self._body[: self._bound])
         is_cut = len(self._body) > self._bound
         self._answers.append(EngineAnswer(self._status, body, is_cut=is_cut))
-        if len(self._answers) < len(self._timeouts_s) and self._status < REFUSED:
-            self._expect_answer()
-        else:
+        if len(self._answers) == len(self._timeouts_s):
             self._end()
+        elif self._status < REFUSED:
+            self._expect_answer()
+        else:  # nobody may take the second response for that of another request
+            self.hang_up("")
 
     def _end(self, error: Exception | None = None) -> None:
         """End the exchange; responses that have come count more than an error."""
