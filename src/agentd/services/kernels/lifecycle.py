@@ -101,7 +101,11 @@ class KernelService:
         self._state.put(kernel)
         start = partial(self._start, kernel, spec, keep_failure=not wait)
         self._creates.begin(spec.kernel_id, start)
-        return (await self._creates.outcome(spec.kernel_id) if wait else kernel), True
+        if not wait:
+            return kernel, True
+        kernel = await self._creates.outcome(spec.kernel_id)
+        asyncio.get_running_loop().call_soon(self._store.prepare_intent)  # once it is answered
+        return kernel, True
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return an existing kernel, or wait for its create in progress."""
@@ -153,7 +157,6 @@ class KernelService:
                 plan = await self._planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
-                asyncio.get_running_loop().call_soon(self._store.prepare_intent)
                 found = await self._default.create(plan, self._progress(kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
