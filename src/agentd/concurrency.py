@@ -78,8 +78,9 @@ async def to_the_end(step: Awaitable[_T]) -> _T:
 class _Uninterrupted(Generic[_T]):
     """A coroutine run in its waiter's task; the task's cancellation is deferred to its end."""
 
-    def __init__(self, step: Coroutine[Any, Any, _T]) -> None:
+    def __init__(self, step: Coroutine[Any, Any, _T], meanwhile: Callable[[], None] | None) -> None:
         self._step = step
+        self._meanwhile = meanwhile
         self._cancelled: asyncio.CancelledError | None = None
 
     def __await__(self) -> Generator[_Shielded[Any] | None, None, _T]:
@@ -100,6 +101,9 @@ class _Uninterrupted(Generic[_T]):
             except StopIteration as end:
                 result: _T = end.value
                 return result
+            if self._meanwhile is not None:
+                self._meanwhile()
+                self._meanwhile = None
             try:
                 yield None if future is None else _Shielded.taken_over(future)
             except GeneratorExit:
@@ -112,13 +116,15 @@ class _Uninterrupted(Generic[_T]):
                 continue
 
 
-async def uninterrupted(step: Coroutine[Any, Any, _T]) -> _T:
+async def uninterrupted(
+    step: Coroutine[Any, Any, _T], meanwhile: Callable[[], None] | None = None
+) -> _T:
     """Complete a step before a cancellation takes effect, without a task of its own.
 
-    The step must bound its waits by other means than a cancellation: `asyncio.timeout` has no
-    effect inside.
+    `meanwhile` is called once, as soon as the step waits. The step must bound its waits by other
+    means than a cancellation: `asyncio.timeout` has no effect inside.
     """
-    return await _Uninterrupted(step)
+    return await _Uninterrupted(step, meanwhile)
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:

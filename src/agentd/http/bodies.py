@@ -121,6 +121,16 @@ def _executable(words: list[str]) -> list[str]:
 Command = Annotated[Words, AfterValidator(_executable)]
 
 
+def no_members() -> Any:
+    """Return the default of an object; a literal would be copied for each body."""
+    return Field(default_factory=dict, json_schema_extra={"default": {}})
+
+
+def no_items() -> Any:
+    """Return the default of a list; see `no_members`."""
+    return Field(default_factory=list, json_schema_extra={"default": []})
+
+
 class Body(BaseModel):
     """A request body; unknown members are errors."""
 

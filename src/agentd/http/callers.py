@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem
+from agentd.http.connections.fair import FairConnection
 from agentd.views import (
     CallerView,
 )
@@ -36,6 +37,13 @@ class Token(msgspec.Struct, frozen=True):
     is_gateway: bool = False
 
 
+class LocalUser(NamedTuple):
+    """The user at the other end of a unix socket; None is unknown."""
+
+    socket: str
+    uid: int | None
+
+
 class Callers:
     """The known tokens and the unix sockets by path; the first socket is the operator's."""
 
@@ -51,10 +59,10 @@ class Callers:
         self._tokens = tuple(tokens)
         return gone
 
-    def payer(self, transport: asyncio.BaseTransport) -> Hashable:
+    def payer(self, transport: asyncio.BaseTransport) -> LocalUser | None:
         """Return the caller charged for a connection, None if only its requests identify it."""
         name = transport.get_extra_info("sockname")
-        return (name, _peer_uid(transport)) if isinstance(name, str) else None
+        return LocalUser(name, _peer_uid(transport)) if isinstance(name, str) else None
 
     def payer_of(self, request: web.BaseRequest) -> Hashable:
         """Return the caller charged for a TCP request, None if it cannot be identified."""
@@ -71,11 +79,11 @@ class Callers:
             Forbidden: the caller may not act for others.
             InvalidRequest: the caller that it acts for is malformed.
         """
-        transport = request.transport
-        name = transport.get_extra_info("sockname") if transport is not None else None
-        if isinstance(name, str):
-            caller = replace(self._sockets[name], uid=_peer_uid(transport))
-            is_gateway = name == self._main
+        connection = request.protocol
+        user = connection.caller if isinstance(connection, FairConnection) else None
+        if isinstance(user, LocalUser):
+            caller = replace(self._sockets[user.socket], uid=user.uid)
+            is_gateway = user.socket == self._main
         else:
             token = self._by_token(request.headers.get("Authorization", ""))
             if token is None:

@@ -56,6 +56,8 @@ from agentd.http.bodies import (
     Path,
     Text,
     Variables,
+    no_items,
+    no_members,
 )
 
 MAX_LIMIT = 2**63 - 1
@@ -150,15 +152,15 @@ class CreateKernelRequest(Body):
 
     kernel_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
     image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
-    command: Command = []
-    env: Variables = {}
-    slots: Amounts = {}
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = {}
+    command: Command = no_items()
+    env: Variables = no_members()
+    slots: Amounts = no_members()
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
     claim: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
     keep_claim: bool = False
-    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = []
-    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = []
-    labels: Labels = {}
+    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = no_items()
+    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = no_items()
+    labels: Labels = no_members()
     working_dir: Path | None = None
     user: Name | None = None
     pull_policy: Literal["missing", "always", "never"] = "missing"
@@ -170,10 +172,10 @@ class CreateKernelRequest(Body):
         | None
     ) = None
     network: Name | None = None
-    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = []
+    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = no_items()
     shm_size: Size | None = None
     pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = {}
+    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = no_members()
 
     @field_validator("ulimits")
     @classmethod
@@ -286,11 +288,11 @@ class CreateClaimRequest(Body):
     is_required: ClassVar[bool] = True
 
     claim_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
-    slots: Amounts = {}
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = {}
+    slots: Amounts = no_members()
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
     holder: HolderRequest
     owner_uid: Annotated[int, Field(ge=0, le=2**32 - 2)] | None = None
-    labels: Labels = {}
+    labels: Labels = no_members()
     edits: Literal["process", "container"] = "process"
     observed: bool = False
 

@@ -184,6 +184,8 @@ def _hooks(spec: KernelSpec, edits: ContainerEdits) -> Mapping[str, str]:
     """Return the variables that disable unused hooks; the engine adds its own."""
     if spec.image is None:
         return {}
+    if not edits.device_requests:
+        return DEVICE_HOOKS
     used = {request.driver.upper() for request in edits.device_requests}
     return {
         name: value for name, value in DEVICE_HOOKS.items() if name.partition("_")[0] not in used

@@ -57,6 +57,11 @@ class FairConnection(web.RequestHandler, asyncio.BufferedProtocol):
         self._was_pipelined = False
 
     @property
+    def caller(self) -> Hashable:
+        """The caller that is charged for the connection."""
+        return self._caller
+
+    @property
     def is_local(self) -> bool:
         """Whether the socket alone identifies the caller."""
         return self._is_local

@@ -196,9 +196,8 @@ class DockerRuntime:
         """Create a container and pull its image if needed."""
         options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
-            progress(KernelState.CREATING)
             try:
-                await self._make(attempt)
+                await self._make(attempt, progress)
             except ImageNotFound as error:
                 if options.pull_policy is PullPolicy.NEVER:
                     raise ImageNotFound(f"{error} (pull_policy: never)") from error
@@ -209,13 +208,13 @@ class DockerRuntime:
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
         await reach("create.after_pull")
-        progress(KernelState.CREATING)
-        await self._make(attempt)
+        await self._make(attempt, progress)
 
-    async def _make(self, attempt: _Attempt) -> None:
+    async def _make(self, attempt: _Attempt, progress: CreateProgress) -> None:
+        """Create a container; while the engine works, note that it does."""
         attempt.take(await self._sources(attempt.plan.spec))
         await reach("create.before_engine_create")
-        await uninterrupted(self._ask_for(attempt))
+        await uninterrupted(self._ask_for(attempt), lambda: progress(KernelState.CREATING))
 
     async def _ask_for(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
