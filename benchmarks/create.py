@@ -6,14 +6,15 @@ Starts an engine of its own (needs root, dockerd, containerd, runc and busybox) 
 create through agentd against the engine's create + start, in pairs, one at a time and eight
 at once; agentd's own share
 against a stand-in that answers at once, beside a bare relay that makes the same three calls
-(`relay.py`: the limit; the goal is 1.3 times that), and the engine calls of one create; the
-memory (PSS) of the idle daemon; and the time from start to ready without kernels and with 100
+(`relay.py`: the limit; the goal is 1.3 times that), and the engine calls of one create, with the
+daemons on one core, caller and engine on another; the memory (PSS) of the idle daemon; and the time from start to ready without kernels and with 100
 containers to adopt, beside the import of agentd's libraries (the goals: 1.4 times that, and a
 millisecond for each adopted kernel; `goals.py` checks them).
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,25 @@ async def at_once(daemon: Daemon, engine: Engine, count: int, width: int = 8) ->
     }
 
 
+@contextlib.contextmanager
+def on_two_cores(daemons: Iterable[int], engine: int) -> Iterator[None]:
+    """Keep daemons on one core, and the engine and this process on another.
+
+    Where the scheduler puts them is a tenth of a create, and other in each run.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        for pid in daemons:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), cores[:1])
+        for pid in (engine, 0):
+            os.sched_setaffinity(pid, cores[1:2])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 async def own_share(folder: Path, count: int) -> dict[str, Any]:
     """Create against a stand-in, less what the stand-in alone takes for the same calls."""
     path = folder / "stand-in.sock"
@@ -171,10 +192,11 @@ async def own_share(folder: Path, count: int) -> dict[str, Any]:
             await delete(bare, f"a{n}")
 
         ways = (through_daemon, directly, through_relay)
-        for n in range(count + 20):
-            # What a way finds in the processor's caches depends on the one before it.
-            for way in ways if n % 2 else reversed(ways):
-                await way(n)
+        with on_two_cores((daemon.process.pid, relay.pid), stand_in.pid):
+            for n in range(count + 20):
+                # What a way finds in the processor's caches depends on the one before it.
+                for way in ways if n % 2 else reversed(ways):
+                    await way(n)
         for caller in (agentd, raw, bare):
             await caller.session.close()
         share = [a - b for a, b in zip(ours[20:], theirs[20:], strict=True)]
