@@ -3,13 +3,13 @@
     python benchmarks/create.py [--pairs 50] [--json]
 
 Starts an engine of its own (needs root, dockerd, containerd, runc and busybox) and prints:
-create through agentd against the engine's create + start, in pairs, one at a time and eight
-at once; agentd's own share
-against a stand-in that answers at once, beside a bare relay that makes the same three calls
-(`relay.py`: the limit; the goal is 1.3 times that), and the engine calls of one create, with the
-daemons on one core, caller and engine on another; the memory (PSS) of the idle daemon; and the time from start to ready without kernels and with 100
-containers to adopt, beside the import of agentd's libraries (the goals: 1.4 times that, and a
-millisecond for each adopted kernel; `goals.py` checks them).
+create through agentd against the engine's create + start, in pairs, one at a time and eight at
+once; agentd's own share against a stand-in that answers at once, beside a bare relay that makes the
+same three calls (`relay.py`: the limit; the goal is 1.3 times that), and the engine calls of one
+create, with the daemons on one core, caller and engine on another; the memory (PSS) of the idle
+daemon; and the time from start to ready without kernels and with 100 containers to adopt, beside
+the import of agentd's libraries (the goals: 1.4 times that, and a millisecond for each adopted
+kernel; `goals.py` checks them).
 """
 
 import argparse
@@ -137,13 +137,13 @@ async def at_once(daemon: Daemon, engine: Engine, count: int, width: int = 8) ->
 def on_two_cores(daemons: Iterable[int], engine: int) -> Iterator[None]:
     """Keep daemons on one core, and the engine and this process on another.
 
-    Where the scheduler puts them is a tenth of a create, and other in each run.
+    Where the scheduler puts them changes from run to run, and a create's time by a tenth with it.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         for pid in daemons:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setaffinity(int(thread), cores[:1])
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores[:1])
         for pid in (engine, 0):
             os.sched_setaffinity(pid, cores[1:2])
     try:
