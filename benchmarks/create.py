@@ -143,7 +143,8 @@ def on_two_cores(daemons: Iterable[int], engine: int) -> Iterator[None]:
     if len(cores) > 1:
         for pid in daemons:
             for thread in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), cores[:1])
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), cores[:1])
         for pid in (engine, 0):
             os.sched_setaffinity(pid, cores[1:2])
     try:

@@ -99,3 +99,35 @@ async def test_a_step_that_is_given_up_is_closed() -> None:
     running.send(None)
     running.close()
     assert is_closed
+
+
+async def test_something_is_done_once_while_a_step_waits() -> None:
+    done = list[str]()
+
+    async def step(waits: int) -> str:
+        for _ in range(waits):
+            done.append("waits")
+            await asyncio.sleep(0)
+        return "end"
+
+    assert await uninterrupted(step(2), lambda: done.append("meanwhile")) == "end"
+    assert done == ["waits", "meanwhile", "waits"]
+    assert await uninterrupted(step(0), lambda: done.append("never")) == "end"
+    assert "never" not in done
+
+
+async def test_a_step_ends_if_what_is_done_meanwhile_fails() -> None:
+    ended = list[bool]()
+
+    async def step() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        await uninterrupted(step(), fails)
+    assert ended == [True]

@@ -101,9 +101,13 @@ class _Uninterrupted(Generic[_T]):
             except StopIteration as end:
                 result: _T = end.value
                 return result
-            if self._meanwhile is not None:
-                self._meanwhile()
-                self._meanwhile = None
+            meanwhile, self._meanwhile = self._meanwhile, None
+            if meanwhile is not None:
+                try:
+                    meanwhile()
+                except BaseException:
+                    self._step.close()
+                    raise
             try:
                 yield None if future is None else _Shielded.taken_over(future)
             except GeneratorExit:
@@ -121,8 +125,8 @@ async def uninterrupted(
 ) -> _T:
     """Complete a step before a cancellation takes effect, without a task of its own.
 
-    `meanwhile` is called once, as soon as the step waits. The step must bound its waits by other
-    means than a cancellation: `asyncio.timeout` has no effect inside.
+    `meanwhile` is called once, as soon as the step waits; never, if it does not wait. The step must
+    bound its waits by other means than a cancellation: `asyncio.timeout` has no effect inside.
     """
     return await _Uninterrupted(step, meanwhile)
 

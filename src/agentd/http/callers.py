@@ -38,7 +38,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class LocalUser(NamedTuple):
-    """The user at the other end of a unix socket; None is unknown."""
+    """The user at the other end of a unix socket; `uid` is None if unknown."""
 
     socket: str
     uid: int | None

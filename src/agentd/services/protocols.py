@@ -212,7 +212,8 @@ class Runtime(Protocol):
 
         An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any other
         exception, including a bare cancellation, proves nothing once `creating` was reported.
-        `creating` is reported before the runtime is called, `pulling` while it has nothing to undo.
+        `creating` is reported before anything else runs after the runtime was called, `pulling`
+        while there is nothing to undo.
 
         Raises:
             ImageNotFound, CommandNotFound: the image or command does not exist.

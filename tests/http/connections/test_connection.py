@@ -34,6 +34,10 @@ async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
         await connection.began(request, Kind.REQUESTS)
         if request.path == "/read":
             await request.read()
+        if request.path == "/late":
+            writer.write(head[:10])
+            while not connection._is_next_begun:
+                await asyncio.sleep(0)
         connection.ended()
         return web.Response(text="done")
 
@@ -54,7 +58,13 @@ async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
             async with asyncio.timeout(20):
                 assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
             assert connection._deadline is None
-    writer.write(head[:10])
+    writer.write(head.replace(b"%s", b"late") + b"abcd")
+    async with asyncio.timeout(20):
+        await reader.readuntil(b"done")
+    assert connection._deadline is not None
+    connection._deadline.cancel()
+    connection._deadline = None
+    writer.write(head[10:20])
     async with asyncio.timeout(20):
         while connection._deadline is None:
             await asyncio.sleep(0)

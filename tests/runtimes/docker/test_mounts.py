@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.edits import Mount
+from agentd.errors import RuntimeFailure
+from agentd.runtimes.docker import mounts
 from agentd.runtimes.docker.mounts import MountSource, verify_mounts
 
 
@@ -21,3 +23,20 @@ def test_mounts_of_an_ending_process_are_gone() -> None:
             verify_mounts(zombie.pid, [Mount("/tmp", "/tmp")], [MountSource("/tmp", 1, 1)])
     finally:
         zombie.wait()
+
+
+def test_process_that_ends_while_its_mounts_are_read_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It did not replace them: a mount that is missing is a fault of a living process alone."""
+    wanted = [Mount("/tmp", "/tmp")], [MountSource("/tmp", 1, 1)]
+    monkeypatch.setattr(mounts, "_mounted", lambda _: iter(()))
+    zombie = subprocess.Popen(["true"])
+    try:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises((FileNotFoundError, ProcessLookupError)):
+            verify_mounts(zombie.pid, *wanted)
+    finally:
+        zombie.wait()
+    with pytest.raises(RuntimeFailure, match="/tmp was replaced during the create"):
+        verify_mounts(os.getpid(), *wanted)

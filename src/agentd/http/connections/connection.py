@@ -102,6 +102,7 @@ class Connection(FairConnection):
         self._broken = broken
         self._is_counted = False
         self._in_request = False
+        self._is_next_begun = False
         self._body: StreamReader = EMPTY_PAYLOAD
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -148,14 +149,16 @@ class Connection(FairConnection):
     def data_received(self, data: bytes) -> None:
         is_of_body = not self._body.is_eof()
         super().data_received(data)
-        is_of_header = data and not (is_of_body or self._in_request or self._messages)
-        if is_of_header and self._deadline is None:
+        is_of_header = data and not (is_of_body or self._messages)
+        if is_of_header and self._in_request:
+            self._is_next_begun = True
+        elif is_of_header and self._deadline is None:
             self._expect_header()
 
     async def began(self, request: web.BaseRequest, kind: Kind) -> None:
         """Begin a request whose header is complete, once the caller has a turn."""
         self.stays_away()
-        self._in_request, self._body = True, request.content
+        self._in_request, self._is_next_begun, self._body = True, False, request.content
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -167,6 +170,8 @@ class Connection(FairConnection):
         self._stream, self._may_pause = None, False
         if self.transport is not None and self.transport.get_write_buffer_size():
             self._expect_reading()
+        if self._is_next_begun and self._deadline is None:
+            self._expect_header()
 
     def _expect_header(self) -> None:
         loop = asyncio.get_running_loop()

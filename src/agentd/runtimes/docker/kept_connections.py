@@ -179,8 +179,8 @@ class _EngineConnection(asyncio.Protocol):
     ) -> asyncio.Future[list[EngineAnswer]]:
         """Send requests; the future gets the responses, `EngineAnswerLost` or `_NotAnswered`.
 
-        There is one timeout for each request, counted from the response before it. After an error
-        as the first response, and after the connection's end, no second response follows.
+        There is one timeout for each request, counted from the response before it. If the first
+        response is an error, or the connection ends, no second one follows.
         """
         waiting = asyncio.get_running_loop().create_future()
         if self._transport is None:

@@ -133,6 +133,7 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
         identity = (source.device, source.inode)
         counts[identity] -= 1
         if counts[identity] < 0 or at.get(os.path.normpath(mount.target), identity) != identity:
+            Path(f"/proc/{pid}/root").stat()  # one that ended meanwhile has lost its mounts
             raise _exchanged(mount)
 
 

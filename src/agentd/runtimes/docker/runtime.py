@@ -211,7 +211,7 @@ class DockerRuntime:
         await self._make(attempt, progress)
 
     async def _make(self, attempt: _Attempt, progress: CreateProgress) -> None:
-        """Create a container; while the engine works, note that it does."""
+        """Create a container; report `creating` once the request waits."""
         attempt.take(await self._sources(attempt.plan.spec))
         await reach("create.before_engine_create")
         await uninterrupted(self._ask_for(attempt), lambda: progress(KernelState.CREATING))
