@@ -298,7 +298,7 @@ async def main() -> None:
         daemon.notes.close()
     finally:
         engine.clean()
-        engine.stop()
+        engine.end()
         shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         print(json.dumps(results))

@@ -101,7 +101,7 @@ async def measure(pairs: int) -> dict[str, Any]:
             await daemon.close()
     finally:
         engine.clean()
-        engine.stop()
+        engine.end()
         shutil.rmtree(folder, ignore_errors=True)
     return found
 

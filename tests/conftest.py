@@ -115,7 +115,7 @@ def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterat
         yield running
         running.clean()
     finally:
-        running.stop()
+        running.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -124,12 +124,14 @@ class Engine:
             self._process = None
 
     def end(self) -> None:
-        """Stop for good, containerd too."""
+        """Stop for good, containerd too, and unmount the data, which dockerd leaves mounted."""
         self.stop()
         if self._containerd is not None:
             self._containerd.terminate()
             self._containerd.wait(30)
             self._containerd = None
+        command = ["umount", "--lazy", self.folder / "data"]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
     def call(self, method: str, path: str, body: Any = None, *, raw: bool = False) -> Any:
         connection = http.client.HTTPConnection("localhost")
