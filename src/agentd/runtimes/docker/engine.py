@@ -13,11 +13,10 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote_plus
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
@@ -137,7 +136,7 @@ class EngineClient:
         body: object = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
-        target = f"{_checked(path)}?{_query(params)}" if params else _checked(path)
+        target = f"{_checked(path)}?{urlencode(params)}" if params else _checked(path)
         content = None if body is None else msgspec.json.encode(body)
         most = Bounds(MOST_ANSWER, MOST_ERROR)
         return _content(await self._connections.exchange(method, target, content, most, timeout_s))
@@ -322,13 +321,6 @@ def _checked(path: str) -> str:
     if not _PATH.fullmatch(path):
         raise ValueError(f"invalid Engine API path {path!r}")
     return path
-
-
-_quoted = lru_cache(quote_plus)
-
-
-def _query(params: Mapping[str, str]) -> str:
-    return "&".join([f"{_quoted(name)}={_quoted(value)}" for name, value in params.items()])
 
 
 def _content(answer: EngineAnswer) -> Any:
