@@ -138,8 +138,9 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """The output since the daemon was given to the test."""
-        return (self.folder / "log").read_text()[self.log_from :]
+        """The output since the daemon was given to the test; nothing if it goes elsewhere."""
+        file = self.folder / "log"
+        return file.read_text()[self.log_from :] if file.is_file() else ""
 
     def configure(self, text: str = AGENTS + gpus(), base: str = BASE) -> None:
         filled = base.format(

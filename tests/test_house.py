@@ -1,6 +1,7 @@
 """The house: directions, sizes, and what is shipped with it."""
 
 import ast
+import errno
 import re
 import socket
 import subprocess
@@ -181,6 +182,14 @@ def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:
         for number in range(1000):  # more than its queue takes
             notifier.status(f"{number}")
     assert Notifier({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": "1"}).watchdog_s is None
+
+
+def test_a_notice_without_a_descriptor_is_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("agentd.service.sd_notify.socket.socket", refuse)
+    Notifier({"NOTIFY_SOCKET": "/run/none"}).alive()
 
 
 def test_every_route_code_and_command_is_documented() -> None:

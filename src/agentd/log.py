@@ -12,11 +12,15 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import structlog
+
+from agentd.stderr import LOST, NO_READER
+
+log = structlog.get_logger()
 
 _JOURNAL = "/run/systemd/journal/socket"
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
@@ -35,35 +39,63 @@ def set_level(level: str) -> None:
 
 
 def configure(level: str = "info") -> None:
-    """Configure structlog for this process."""
+    """Configure structlog for this process.
+
+    Logging never raises: what cannot be written is counted (`agentd.stderr`).
+    """
     set_level(level)
-    processors: list[structlog.typing.Processor] = [
-        _drop_below_level,
-        structlog.processors.add_log_level,
-    ]
-    factory: Callable[..., Any] = structlog.PrintLoggerFactory(sys.stderr)
+    write: Callable[[Any], object] = _print
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     if _is_journal(os.environ.get("JOURNAL_STREAM", "")):
-        journal = Journal()
-        processors += [structlog.processors.format_exc_info, journal_entry]
-        factory = lambda *_: journal  # noqa: E731 - the form that structlog takes
+        renderers: list[Any] = [structlog.processors.format_exc_info, journal_entry]
+        write = Journal().send
     elif sys.stderr.isatty() and "JOURNAL_STREAM" not in os.environ:
         plain = structlog.dev.plain_traceback
-        processors += [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
+        renderers = [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
         last = structlog.processors.JSONRenderer(serializer=_json)
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
-        processors += [stamp, structlog.processors.format_exc_info, last]
+        renderers = [stamp, structlog.processors.format_exc_info, last]
+    sink = _Sink(renderers, write)
     structlog.configure(
-        processors=processors,
+        processors=[_drop_below_level, structlog.processors.add_log_level],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=factory,
+        logger_factory=lambda *_: sink,
         cache_logger_on_first_use=True,
     )
 
 
-def _json(event: structlog.typing.EventDict, default: Callable[[object], object]) -> bytes:
-    return _encoder(default).encode(event).encode()
+class _Sink:
+    """Renders and writes events; one that fails is a lost line."""
+
+    def __init__(self, renderers: Sequence[Any], write: Callable[[Any], object]) -> None:
+        self._renderers = renderers
+        self._write = write
+
+    def msg(self, **event: Any) -> None:
+        """Write an event."""
+        name, level = event["event"], event["level"]
+        rendered: Any = event
+        try:
+            for render in self._renderers:
+                rendered = render(None, level, rendered)
+            self._write(rendered)
+        except Exception as error:  # noqa: BLE001 - the caller must not fail with its log
+            LOST.add(1, f"{name}: {type(error).__name__}")
+        LOST.report(_report)
+
+    debug = info = warning = error = critical = msg
+
+
+def _report(lines: int, reason: str) -> None:
+    log.error("log.lines_lost", lines=lines, reason=reason)
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _json(event: structlog.typing.EventDict, default: Callable[[object], object]) -> str:
+    return _encoder(default).encode(event)
 
 
 @cache
@@ -88,9 +120,7 @@ def _is_journal(stream: str) -> bool:
     return stream == f"{found.st_dev}:{found.st_ino}"
 
 
-def journal_entry(
-    _: object, method: str, event: structlog.typing.EventDict
-) -> dict[str, dict[str, str]]:
+def journal_entry(_: object, method: str, event: structlog.typing.EventDict) -> dict[str, str]:
     """Return an event as fields of the journal (systemd.journal-fields(7))."""
     level = str(event.pop("level", method))
     words = [f"{name}={value}" for name, value in event.items() if name != "event"]
@@ -101,7 +131,7 @@ def journal_entry(
     }
     for name, value in event.items():
         fields[_FIELDS.get(name, f"AGENTD_{name.upper()}")] = str(value)
-    return {"fields": fields}
+    return fields
 
 
 class Journal:
@@ -112,16 +142,16 @@ class Journal:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
 
-    def msg(self, fields: Mapping[str, str]) -> None:
+    def send(self, fields: Mapping[str, str]) -> None:
         """Send one entry; if that fails, print its message to stderr."""
         try:
             self._socket.sendto(serialized(fields), self._path)
         except BlockingIOError:
-            return  # journald is busy: the daemon must not wait for it
+            LOST.add(1, NO_READER)  # journald is busy: the daemon must not wait for it
         except OSError:
-            print(fields["MESSAGE"], file=sys.stderr, flush=True)  # noqa: T201 - the log of last resort
-
-    debug = info = warning = error = critical = msg
+            _print(fields["MESSAGE"])  # the log of last resort
+        else:
+            LOST.note_written()
 
 
 def serialized(fields: Mapping[str, str]) -> bytes:

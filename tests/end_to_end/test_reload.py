@@ -9,7 +9,7 @@ import pytest
 
 from agentd.client import AsyncClient
 from agentd.errors import Forbidden
-from agentd.service.background import VITAL
+from agentd.service.background import NOT_VITAL
 from certificates import certificate
 from daemon import Daemon
 from end_to_end.test_tokens import Tokens, tokens
@@ -111,7 +111,7 @@ async def test_a_fifo_as_configuration_or_state_holds_up_no_start(plain: Daemon)
     assert warning == f"{state}/devices.json is a FIFO, expected a regular file"
 
 
-@pytest.mark.parametrize("name", VITAL)
+@pytest.mark.parametrize("name", WORK)
 async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> None:
     trigger = plain.folder / "trigger"
     plain.program = ("-c", KILLED.format(name=WORK[name], trigger=str(trigger)))
@@ -125,7 +125,7 @@ async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> 
         trigger.touch()
     await said(plain, "task.ended")
     reason = f"background task {name} ended: RuntimeError: killed"
-    if not VITAL[name]:
+    if name in NOT_VITAL:
         assert (await plain.get("/v1/node"))["warnings"] == [f"{reason}; restart agentd"]
         return
     if plain.process is not None:

@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 import pytest
 from structlog.testing import capture_logs
 
-from agentd.concurrency import Deadline
-from agentd.service.background import VITAL, Background
+from agentd.service import background as module
+from agentd.service.background import NOT_VITAL, Background
 
 
 async def returns() -> None: ...
@@ -29,7 +29,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("work", "why"), ENDS, ids=lambda end: getattr(end, "__name__", ""))
-@pytest.mark.parametrize("name", VITAL)
+@pytest.mark.parametrize("name", ["reconciler", *sorted(NOT_VITAL)])
 async def test_a_task_that_ends_is_noticed(name: str, work, why: str) -> None:
     failures: list[str] = []
     background = Background(failures.append)
@@ -40,8 +40,24 @@ async def test_a_task_that_ends_is_noticed(name: str, work, why: str) -> None:
         ("task.ended", "error", name, why)
     ]
     reason = f"background task {name} ended: {why}"
-    assert failures == ([reason] if VITAL[name] else [])
-    assert background.warnings == ([] if VITAL[name] else [f"{reason}; restart agentd"])
+    is_vital = name not in NOT_VITAL
+    assert failures == ([reason] if is_vital else [])
+    assert background.warnings == ([] if is_vital else [f"{reason}; restart agentd"])
+
+
+async def test_end_of_a_vital_task_counts_before_it_is_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Log:
+        def error(self, *_: object, **__: object) -> None:
+            steps.append("logged")
+
+    steps: list[str] = []
+    monkeypatch.setattr(module, "log", Log())
+    background = Background(lambda _: steps.append("failed"))
+    background.run("reconciler", raises())
+    await _turns()
+    assert steps == ["failed", "logged"]
 
 
 async def test_a_task_that_the_daemon_stops_is_no_error() -> None:
@@ -52,10 +68,10 @@ async def test_a_task_that_the_daemon_stops_is_no_error() -> None:
         return asyncio.sleep(1000)
 
     with capture_logs() as logs:
-        for name in VITAL:
+        for name in ("reconciler", *NOT_VITAL):
             background.run(name, forever())
         await _turns()
-        await background.close(Deadline.after(10))
+        await background.close()
     assert (failures, background.warnings, logs) == ([], [], [])
 
 

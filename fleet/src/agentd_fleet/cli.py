@@ -10,7 +10,7 @@ from functools import partial
 
 import click
 
-from agentd import __version__, log
+from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
 from agentd.service.exit_status import end_refused
 
@@ -38,6 +38,7 @@ _refused = partial(end_refused, "agentd-fleet")
 @config_option
 def gateway(config_file: str | None) -> None:
     """Serve the fleet in the foreground."""
+    stderr.guard()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     from agentd_fleet.daemon import GatewayDaemon
     from agentd_fleet.settings import load
@@ -61,6 +62,7 @@ def join(config_file: str | None) -> None:
 
     The node stays published while this command runs.
     """
+    stderr.guard()
     import msgspec
 
     from agentd_fleet.daemon import etcd_access

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -15,12 +15,13 @@ from pydantic import ValidationError
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.concurrency import is_set_within
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, DaemonFailed, Problem
 from agentd.http.certificates import load_chain, read_named
 from agentd.http.credentials import endpoint, guarded_secret_in, tokens
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
+from agentd.service.background import Background
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.tomlfile.parsing import problem_of
@@ -129,7 +130,7 @@ class GatewayDaemon:
         Raises:
             ConfigRefused: the configuration is unusable.
             StartRefused: the gateway cannot run on this host.
-            AgentdError: a part has failed.
+            DaemonFailed: a vital part has failed.
         """
         self._shutdown.listen({signal.SIGHUP: self._reload.set})
         try:
@@ -138,6 +139,8 @@ class GatewayDaemon:
         finally:
             self._shutdown.finish()
         log.info("gateway.stopped", late=self._shutdown.late)
+        if self._shutdown.failure:
+            raise DaemonFailed(self._shutdown.failure)
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the parts in order and serve until the stop."""
@@ -151,7 +154,11 @@ class GatewayDaemon:
         placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
         stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
         gateway = Gateway(store, state, nodes, placer)
-        await stack.enter_async_context(self._running(store.run()))
+        background = Background(self._shutdown.fail)
+        stack.push_async_callback(
+            step, "background tasks", lambda _: background.close(), AFTER_PLACING_S
+        )
+        background.run("store", store.run())
         server = Server(
             "agentd-fleet",
             routes(gateway),
@@ -162,8 +169,8 @@ class GatewayDaemon:
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
         sweep = Sweep(store, state, nodes, placer, self._pace)
-        await stack.enter_async_context(self._running(sweep.run()))
-        await stack.enter_async_context(self._running(self._reloading(server)))
+        background.run("sweep", sweep.run())
+        background.run("reload", self._reloading(server))
         await self._until_seen(store)
         gc.freeze()  # keep full collections from visiting every node
         gc.set_threshold(*COLLECT)
@@ -215,19 +222,6 @@ class GatewayDaemon:
                 log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
-
-    @contextlib.asynccontextmanager
-    async def _running(self, work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-        """Run a task in the background; the gateway stops if the task ends."""
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._shutdown.asked.set())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
 
 
 def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:

@@ -45,6 +45,7 @@ from agentd.services.protocols import Clock, Runtime, SavedRecord
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 from agentd.state.peers import HostPeers, PeerPaths
+from agentd.stderr import LOST
 
 log = structlog.get_logger()
 
@@ -156,7 +157,9 @@ class Daemon:
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
         await reach("start.after_server")
-        stack.push_async_callback(step, "background tasks", background.close, AFTER_SERVER_S)
+        stack.push_async_callback(
+            step, "background tasks", lambda _: background.close(), AFTER_SERVER_S
+        )
         background.run("reconciler", node.services.loops.run())
         background.run("claims", node.services.claims.run())
         background.run("unclaimed", node.services.unclaimed.run())
@@ -211,7 +214,7 @@ class Daemon:
             node,
             services,
             self._reload_now,
-            lambda: [*self._weaknesses.warnings(), *background.warnings],
+            lambda: [*self._weaknesses.warnings(), *background.warnings, *LOST.warnings()],
         )
         return _Node(node.state, events, services, runtimes, *served)
 

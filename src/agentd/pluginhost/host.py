@@ -132,9 +132,9 @@ class PluginHost:
         if task.cancelled() or (error := task.exception()) is None:
             return
         name, why = instance.wanted.name, f"{type(error).__name__}: {error}"
-        log.error("plugin.supervision_ended", plugin=name, reason=why, exc_info=error)
         instance.settle(PluginState.FAILED, f"supervision ended ({why}); restart agentd")
         self._note(name)
+        log.error("plugin.supervision_ended", plugin=name, reason=why, exc_info=error)
 
     def problems(self) -> list[Problem]:
         """Return the problems of the plugins' tables."""

@@ -25,6 +25,7 @@ from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
 from agentd.services.statistics import KernelUse, Statistics
 from agentd.services.unclaimed import UnclaimedProcesses
+from agentd.stderr import LOST
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -141,6 +142,9 @@ def _node(
     warnings = _gauge("warnings", "Number of warnings in GET /v1/node")
     warnings.add_metric([], warned)
     yield warnings
+    lost = _counter("log_lines_lost", "Lines of the log that could not be written")
+    lost.add_metric([], LOST.total)
+    yield lost
     runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
     for name, status in state.runtimes.items():
         runtimes.add_metric([name], status.state is RuntimeState.AVAILABLE)

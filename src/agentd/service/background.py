@@ -1,30 +1,26 @@
-"""Background tasks of the daemon: one that ends early is an error.
+"""Background tasks of a daemon, gateway or publisher: one that ends early is an error.
 
-Without a vital one the daemon's answers become wrong, so the daemon stops, and its supervisor
+Without a vital one the program's answers become wrong, so the program stops, and its supervisor
 restarts it. The end of any other one is a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
+from collections.abc import Callable, Coroutine
 
 import structlog
 
-from agentd.concurrency import Deadline
-
 log = structlog.get_logger()
 
-VITAL: Mapping[str, bool] = {
-    "reconciler": True,  # the state would no longer follow the runtimes
-    "claims": True,  # claims would outlive their holders
-    "unclaimed": False,  # processes without a claim go unnoticed
-    "reload": True,  # a revoked token would stay valid
-    "retention": False,  # ended kernels pile up
-    "status": False,  # systemd shows an old status
-}
-"""Every background task, and whether the daemon stops with it."""
+NOT_VITAL = frozenset(
+    {
+        "unclaimed",  # processes without a claim go unnoticed
+        "retention",  # ended kernels pile up
+        "status",  # systemd shows an old status
+    }
+)
+"""Tasks whose end is a warning; the program stops with any other one."""
 
 
 class Background:
@@ -37,25 +33,25 @@ class Background:
         self._is_closing = False
 
     def run(self, name: str, work: Coroutine[object, object, None]) -> None:
-        """Start a task of `VITAL`."""
+        """Start a task; it is vital unless `NOT_VITAL` has its name."""
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(partial(self._note_end, VITAL[name]))
+        task.add_done_callback(self._note_end)
         self._tasks.append(task)
 
-    def _note_end(self, is_vital: bool, task: asyncio.Task[None]) -> None:  # noqa: FBT001 - see `run`
+    def _note_end(self, task: asyncio.Task[None]) -> None:
         if self._is_closing:
             return
         error = None if task.cancelled() else task.exception()
         why = "was cancelled" if task.cancelled() else "returned"
         why = why if error is None else f"{type(error).__name__}: {error}"
         reason = f"background task {task.get_name()} ended: {why}"
-        log.error("task.ended", task=task.get_name(), reason=why, exc_info=error)
-        if is_vital:
-            self._failed(reason)
-        else:
+        if task.get_name() in NOT_VITAL:
             self.warnings.append(f"{reason}; restart agentd")
+        else:
+            self._failed(reason)
+        log.error("task.ended", task=task.get_name(), reason=why, exc_info=error)
 
-    async def close(self, _: Deadline) -> None:
+    async def close(self) -> None:
         """Cancel all tasks and wait for them."""
         self._is_closing = True
         for task in self._tasks:

@@ -7,7 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
+_DATAGRAM = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
 PATIENCE_S = 1.0
 """Seconds that a manager which does not read may block the daemon."""
 
@@ -60,10 +62,8 @@ class Notifier:
     def _send(self, message: str, patience_s: float = PATIENCE_S) -> None:
         if not self._address:
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        # without a descriptor, or a manager that listens, the daemon goes on
+        with suppress(OSError), socket.socket(socket.AF_UNIX, _DATAGRAM) as sender:
             sender.settimeout(patience_s)
-            try:
-                sender.connect(self._address)
-                sender.send(message.encode())
-            except OSError:
-                return  # a manager that does not listen must not stop the daemon
+            sender.connect(self._address)
+            sender.send(message.encode(errors="replace"))

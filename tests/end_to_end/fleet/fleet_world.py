@@ -48,7 +48,7 @@ class Program:
 
     @property
     def log(self) -> str:
-        return self.log_file.read_text() if self.log_file.exists() else ""
+        return self.log_file.read_text() if self.log_file.is_file() else ""
 
     @property
     def pid(self) -> int:

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.kernel.observation import Listing, ObservedState
+from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.states import KernelRef, KernelState
 from agentd.core.slots import ONE
 from agentd.errors import (
@@ -330,6 +330,25 @@ async def test_events_that_a_library_cancels_are_followed_again(
     rig.runtime.follow = following
     async with running(rig):
         assert breaks == []
+
+
+async def test_observation_that_a_library_cancels_is_repeated(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentd.services.kernels.reconciler.LONGEST_PAUSE_S", 0.0)
+    await rig.create()
+    find, breaks, is_found = rig.runtime.find, [asyncio.CancelledError()], asyncio.Event()
+
+    async def finding(ref: KernelRef) -> ObservedKernel | None:
+        if breaks:
+            raise breaks.pop()
+        is_found.set()
+        return await find(ref)
+
+    rig.runtime.find = finding
+    async with running(rig), asyncio.timeout(10):
+        rig.reconciler.requeue("k1")
+        await is_found.wait()
 
 
 async def test_kernel_removed_before_its_turn_is_not_looked_for(rig: Rig) -> None:

@@ -22,9 +22,11 @@ def agentd_slurm(socket: str | None, map_file: str | None) -> None:
 
     Exit status: 0 done, 1 failed, 2 wrong usage.
     """
+    from agentd import stderr
     from agentd_slurm.gres_map import MAP_VARIABLE
     from agentd_slurm.node_client import SOCKET_VARIABLE
 
+    stderr.guard()  # a hook must not fail because slurmd has ended
     for name, value in ((SOCKET_VARIABLE, socket), (MAP_VARIABLE, map_file)):
         if value:
             os.environ[name] = value

@@ -11,6 +11,7 @@ from agentd.core.access import Caller
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import AgentdError
 from agentd.http.problems import CREATE_CODES
+from agentd.stderr import LOST
 from agentd_fleet.view.fleet_view import FleetView
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ def _fleet(view: FleetView, counts: GatewayCounts, *, is_live: bool) -> Iterator
     )
     for result, count in counts.creates.items():
         creates.add_metric([result], count)
-    yield from (live, nodes, creates)
+    lost = CounterMetricFamily(
+        "agentd_fleet_log_lines_lost", "Lines of the gateway's log that could not be written"
+    )
+    lost.add_metric([], LOST.total)
+    yield from (live, nodes, creates, lost)
 
 
 def _slots(view: FleetView, caller: Caller) -> Iterator[Metric]:

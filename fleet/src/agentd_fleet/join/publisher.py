@@ -22,9 +22,12 @@ import msgspec
 import structlog
 
 from agentd import log as logs
+from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
-from agentd.errors import AgentdError
+from agentd.errors import AgentdError, DaemonFailed
+from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
+from agentd.service.exit_status import end_refused
 from agentd.service.sd_notify import Notifier
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, LeaseGone
@@ -235,6 +238,9 @@ async def publish(options: JoinOptions) -> None:
     """Publish the node of a socket until SIGTERM or SIGINT.
 
     Published reports stay until the lease ends, so the node survives a restart of the publisher.
+
+    Raises:
+        DaemonFailed: a part of the publisher has ended.
     """
     tls = None
     if options.ca or options.cert:
@@ -249,23 +255,31 @@ async def publish(options: JoinOptions) -> None:
     async with Etcd(access) as etcd:
         publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0) as client:
-            reader = NodeReader(client, publisher.told)
-            work = [asyncio.create_task(part) for part in (publisher.run(), reader.run())]
-            ends = [*work, asyncio.create_task(stop.wait())]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in ends:
-                task.cancel()
-            await asyncio.wait(ends)
-            for task in work:
-                if not task.cancelled():
-                    task.result()  # a part ends only by an unexpected error: raise it
+            failures: list[str] = []
+
+            def fail(reason: str) -> None:
+                failures.append(reason)
+                stop.set()
+
+            background = Background(fail)
+            background.run("publisher", publisher.run())
+            background.run("reader", NodeReader(client, publisher.told).run())
+            await stop.wait()
+            await background.close()
+    if failures:
+        raise DaemonFailed(failures[0])
 
 
 def main() -> None:
     """Publish with the options that the descriptor of the first argument has."""
+    stderr.guard()
     logs.configure()
     with os.fdopen(int(sys.argv[1]), "rb") as file:
-        asyncio.run(publish(msgspec.json.decode(file.read(), type=JoinOptions)))
+        options = msgspec.json.decode(file.read(), type=JoinOptions)
+    try:
+        asyncio.run(publish(options))
+    except DaemonFailed as error:
+        end_refused("agentd-fleet", error)
 
 
 if __name__ == "__main__":

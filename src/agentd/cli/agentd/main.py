@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 from msgspec.structs import asdict
 
-from agentd import __version__, failpoints
+from agentd import __version__, failpoints, stderr
 from agentd.cli.output import (
     CommandError,
     is_table,
@@ -83,6 +83,7 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 )
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
+    stderr.guard()
     sys.modules.setdefault("rich", None)  # type: ignore[arg-type] # see docs/adr/0019
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
     loaded = _settings(config_file)

@@ -317,11 +317,13 @@ class Manager:
 
     @staticmethod
     async def _until_lost(connection: _BusConnection) -> None:
-        with suppress(Exception):
-            await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
-        connection.lost.set_result(None)
-        for queue in connection.changes:
-            queue.put_nowait(None)
+        try:
+            with suppress(Exception):
+                await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
+        finally:
+            connection.lost.set_result(None)
+            for queue in connection.changes:
+                queue.put_nowait(None)
 
     @staticmethod
     def _heard(connection: _BusConnection, message: Message) -> None:

@@ -400,7 +400,9 @@ class Loops:
     async def _observe_or_requeue(self, kernel_id: str) -> None:
         try:
             await self._reconciler.observe(kernel_id)
-        except Exception:
+        except (Exception, asyncio.CancelledError):
+            if is_being_cancelled():
+                raise
             log.exception("reconciler.failed", kernel_id=kernel_id)
             await asyncio.sleep(LONGEST_PAUSE_S)
             self._reconciler.requeue(kernel_id)

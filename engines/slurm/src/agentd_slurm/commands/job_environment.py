@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agentd.stderr import LOST
+
 MOST_LINE = 2000
 
 
@@ -44,4 +46,9 @@ class JobEnvironment:
 def note(command: str, text: str) -> None:
     """Write one line to standard error, which slurmd logs."""
     line = " ".join(text.split())[:MOST_LINE]
+    _write(command, line)
+    LOST.report(lambda lines, why: _write(command, f"lines lost from this log: {lines} ({why})"))
+
+
+def _write(command: str, line: str) -> None:
     sys.stderr.write(f"agentd-slurm {command}: {line}\n")
