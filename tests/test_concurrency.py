@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentd.concurrency import to_the_end, uninterrupted
+from agentd.concurrency import run_endless, to_the_end, uninterrupted
 
 both = pytest.mark.parametrize("to_its_end", [to_the_end, uninterrupted])
 
@@ -131,3 +131,41 @@ async def test_a_step_ends_if_what_is_done_meanwhile_fails() -> None:
     with pytest.raises(RuntimeError, match="no"):
         await uninterrupted(step(), fails)
     assert ended == [True]
+
+
+async def _returns() -> None: ...
+
+
+async def _fails() -> None:
+    raise ValueError("why")
+
+
+async def _is_cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("ends", [_returns, _fails, _is_cancelled])
+async def test_endless_loops_end_with_any_of_them(ends) -> None:
+    has_ended = asyncio.Event()
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.timeout(10):
+            await run_endless(goes_on(), ends())
+    (error,) = raised.value.exceptions
+    assert str(error) == ("why" if ends is _fails else f"{ends.__name__} ended")
+    assert has_ended.is_set()
+
+
+async def test_endless_loops_are_cancelled_together() -> None:
+    task = asyncio.create_task(run_endless(asyncio.Event().wait(), asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

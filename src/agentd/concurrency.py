@@ -131,6 +131,26 @@ async def uninterrupted(
     return await _Uninterrupted(step, meanwhile)
 
 
+async def run_endless(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run loops concurrently until cancelled; the end of one, for whatever reason, ends all.
+
+    Raises:
+        ExceptionGroup: a loop failed, returned, or was cancelled by a library.
+    """
+    async with asyncio.TaskGroup() as group:
+        for loop in loops:
+            group.create_task(_endless(loop))
+
+
+async def _endless(loop: Coroutine[Any, Any, None]) -> None:
+    try:
+        await loop
+    except asyncio.CancelledError:
+        if is_being_cancelled():
+            raise
+    raise RuntimeError(f"{loop.__qualname__} ended")
+
+
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
     """Wait for an event for a limited time, and return whether it is set."""
     if not event.is_set() and seconds > 0:

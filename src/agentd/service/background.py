@@ -42,6 +42,8 @@ class Background:
         if self._is_closing:
             return
         error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         why = "was cancelled" if task.cancelled() else "returned"
         why = why if error is None else f"{type(error).__name__}: {error}"
         reason = f"background task {task.get_name()} ended: {why}"

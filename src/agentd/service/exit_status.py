@@ -45,7 +45,7 @@ class Meaning(NamedTuple):
 SERVICES = ("agentd", "agentd-fleet")
 MEANINGS = (
     Meaning((), ExitStatus.DONE, "Done."),
-    Meaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host."),
+    Meaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host, or failed."),
     Meaning(("agentd reload",), ExitStatus.FAILED, "No daemon answers."),
     Meaning(("agentd plugin check",), ExitStatus.FAILED, "A check failed."),
     Meaning(("agentctl",), ExitStatus.FAILED, "The daemon refused the request, or is unreachable."),

@@ -22,6 +22,7 @@ from itertools import islice
 import msgspec
 import structlog
 
+from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
@@ -128,12 +129,13 @@ class EtcdStore:
         return True
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow("slot-types/", self._slot_types_are, self._slot_type))
-            group.create_task(self._follow("nodes/", self._nodes_are, self._node))
-            group.create_task(self._follow("free/", self._free_are, self._freed))
-            group.create_task(self._follow("known/", self._known_are, self._knows))
-            group.create_task(self._write())
+        await run_endless(
+            self._follow("slot-types/", self._slot_types_are, self._slot_type),
+            self._follow("nodes/", self._nodes_are, self._node),
+            self._follow("free/", self._free_are, self._freed),
+            self._follow("known/", self._known_are, self._knows),
+            self._write(),
+        )
 
     async def _follow(
         self,

@@ -18,6 +18,7 @@ import msgspec.structs
 import structlog
 
 from agentd.client.asynchronous import AsyncClient
+from agentd.concurrency import run_endless
 from agentd.core.names import is_name
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import StateUnavailable
@@ -189,9 +190,7 @@ class SqliteStore:
             self._sql("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for address, client in self._nodes:
-                group.create_task(self._follow(address, client))
+        await run_endless(*(self._follow(address, client) for address, client in self._nodes))
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
         async def told(reading: NodeReading) -> None:
