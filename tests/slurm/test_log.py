@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pytest
 
+EPILOG = """
+from agentd_slurm.commands.epilog import main
+from agentd_slurm.node_client import NodeClient
+NodeClient.__init__.__defaults__ = (0.0,)
+main()
+"""
 COMMAND = "from agentd_slurm.cli import agentd_slurm; agentd_slurm()"
 
 
@@ -44,13 +50,11 @@ def test_sync_goes_on_without_a_reader_of_its_log(tmp_path: Path, unread: int) -
     assert all("none.sock" in status for status in statuses[1:]), statuses
 
 
-@pytest.mark.parametrize("command", ["prolog", "epilog", "sync"])
-def test_hook_ends_as_documented_without_a_reader(
-    tmp_path: Path, unread: int, command: str
-) -> None:
-    words = ["sync", "--node", "n1", "--once"] if command == "sync" else [command]
-    process = start(tmp_path, unread, *words)
-    assert process.wait(30) == 1, "120 is the interpreter's: it could not flush its output"
+def test_epilog_leaves_its_job_to_sync_without_a_reader(tmp_path: Path, unread: int) -> None:
+    job = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1", "AGENTD_SOCKET": str(tmp_path / "none")}
+    command, env = [sys.executable, "-c", EPILOG], {**os.environ, **job}
+    done = subprocess.run(command, stderr=unread, env=env, timeout=30, check=False)
+    assert done.returncode == 0, "Slurm drains a node whose epilog fails"
 
 
 def test_sync_says_how_many_lines_were_lost(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from agentd import stderr
 from agentd.errors import AgentdError
 from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
 from agentd_slurm.decisions.prolog import claim_id
@@ -25,6 +26,7 @@ PAUSE_S = 0.1
 
 def main() -> None:
     """Run as Slurm's `Epilog=`."""
+    stderr.guard()
     sys.exit(run_epilog(os.environ))
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from agentd import stderr
 from agentd.errors import AgentdError, Unavailable
 from agentd_slurm import controller
 from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
@@ -35,6 +36,7 @@ FAILED = 1
 
 def main() -> None:
     """Run as Slurm's `Prolog=`."""
+    stderr.guard()
     sys.exit(run_prolog(os.environ))
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+from agentd import stderr
 from agentd.errors import AgentdError, UnknownClaim
 from agentd_slurm import controller
 from agentd_slurm.controller import SlurmFailed
@@ -32,6 +33,7 @@ REFUSED = 1
 
 def main() -> None:
     """Run as Slurm's `TaskProlog=`."""
+    stderr.guard()
     sys.exit(run_task_prolog(os.environ))
 
 
