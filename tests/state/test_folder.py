@@ -80,6 +80,33 @@ def test_claims_that_cannot_be_listed_are_not_none(state, monkeypatch) -> None:
         state.load_claims()
 
 
+@pytest.mark.parametrize("listed", ["iterdir", "scandir"])
+def test_records_that_cannot_be_listed_refuse_a_start(
+    state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    state.close()
+
+    def failing(path: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(*((Path, listed) if listed == "iterdir" else (os, listed)), failing)
+    with pytest.raises(StartRefused, match="cannot be read: Stale file handle"):
+        StateFolder(state.folder, "n").open(tmp_path / "locks")
+
+
+def test_bundles_that_cannot_be_listed_may_be_there(
+    state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert state.bundled() == set()
+
+    def failing(_: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", failing)
+    assert state.bundled() == {"process", "systemd", "docker"}
+
+
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]

@@ -134,6 +134,16 @@ def test_published_file_of_another_owner_is_ignored(machine: Machine) -> None:
 
 
 @as_root
+def test_file_of_root_that_cannot_be_read_is_a_warning(machine: Machine) -> None:
+    root, alice = machine.daemon(0, "root"), machine.daemon(ALICE, "alice")
+    machine.publish(root, GPU)
+    (machine.run / "served/root.json").chmod(0o600)
+    assert machine.seen(alice) == {}
+    (said,) = alice.warnings()
+    assert said.endswith("served/root.json: Permission denied")
+
+
+@as_root
 @pytest.mark.parametrize("obstacle", ["folder", "link"])
 def test_folder_of_another_owner_is_a_warning(machine: Machine, obstacle: str) -> None:
     place = machine.tmp / f"agentd-served-{ALICE}"

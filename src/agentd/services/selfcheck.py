@@ -100,7 +100,7 @@ class SelfCheck:
         strays += [f"{i.runtime} kernel {i.kernel_id} ({i.handle}), duplicate id" for i in seconds]
         ids = {item.kernel_id for item in found} | self._state.kernels.keys()
         settled = {k for k in ids if self._state.is_unchanged(k, since)}
-        settled -= self._state.unsettled.keys()
+        settled -= self._state.unsettled.keys() | {i.kernel_id for i in found if i.is_unreadable}
         saved = self._store.load_claims()
         strays += self._kept_for_nobody(saved)
         kernels = [i for i in found if i not in seconds]

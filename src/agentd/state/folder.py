@@ -96,17 +96,21 @@ class StateFolder:
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         why = f"another agentd serves node id {self._node_id} on this host"
         self._lock(lock_folder / f"node-{self._node_id}.lock", why)
-        for folder in (self.folder, self._claims, *self._folders.values()):
-            for unfinished in folder.glob(".*.new"):
-                with suppress(OSError):
-                    unfinished.unlink()
+        try:
+            for folder in (self.folder, self._claims, *self._folders.values()):
+                for unfinished in folder.glob(".*.new"):
+                    with suppress(OSError):
+                        unfinished.unlink()
+            claims, kernels = self._saved_claims(), self._saved()
+        except OSError as error:  # holders that are unknown must not be forgotten
+            raise StartRefused(f"{error.filename} cannot be read: {error.strerror}") from None
         booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        for claim_id, file in self._saved_claims():
+        for claim_id, file in claims:
             with suppress(OSError):
                 if _was_lost(file, booted_at):
                     os.unlink(file)
                     log.info("claim.record_lost", claim_id=claim_id)
-        self._phases = {kernel_id: phase for kernel_id, (phase, _) in self._saved().items()}
+        self._phases = {kernel_id: phase for kernel_id, (phase, _) in kernels.items()}
 
     def refusal(self) -> str:
         """Return why `open` would be refused, empty if it would not; changes nothing."""
@@ -143,12 +147,16 @@ class StateFolder:
         return [f"{what} {why}" for what, why in self._complaints.items()]
 
     def bundled(self) -> set[str]:
-        """Return the runtimes that have bundles here."""
+        """Return the runtimes that have bundles here, or may have some."""
         found = set()
         for name, folder in self.bundles.items():
-            with suppress(OSError):
+            try:
                 if any(path.is_dir() for path in folder.iterdir()):
                     found.add(name)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                found.add(name)
         return found
 
     def load_node(self) -> SavedNode | None:
@@ -199,9 +207,10 @@ class StateFolder:
         """Return the path of each record; one found twice, during a move, where it began."""
         found: dict[str, tuple[Phase, Path]] = {}
         for phase in Phase:
-            for path in sorted(self._folders[phase].glob("[!.]*.json")):
-                if is_name(path.stem):
-                    found.setdefault(path.stem, (phase, path))
+            with suppress(FileNotFoundError, NotADirectoryError):
+                for path in sorted(self._folders[phase].iterdir()):
+                    if path.suffix == ".json" and is_name(path.stem):
+                        found.setdefault(path.stem, (phase, path))
         return found
 
     def save_intent(self, kernel_id: str, text: str) -> None:

@@ -226,7 +226,12 @@ class HostPeers:
         return content.node_id == self.node_id and uid == self.places.uid
 
     def _read(self, path: Path, uid: int) -> _Published | None:
-        text = _text(path, uid)
+        try:
+            text = _text(path, uid)
+        except OSError as error:
+            if uid == 0:  # see `_files`
+                self._unread = f"{path}: {error.strerror}"
+            return None
         try:
             content = msgspec.json.decode(text, type=_Published) if text else None
         except (msgspec.MsgspecError, RecursionError):
@@ -324,18 +329,20 @@ def _is_same(descriptor: int, path: Path) -> bool:
 
 
 def _text(path: Path, uid: int) -> bytes:
-    """Return a user's regular file, empty if it is another kind or too large."""
+    """Return a user's regular file, empty if it is missing, another kind or too large.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    except FileNotFoundError:
         return b""
     try:
         found = os.fstat(descriptor)
         is_theirs = stat.S_ISREG(found.st_mode) and found.st_uid == uid
         is_theirs = is_theirs and (uid == 0 or found.st_size <= _MOST_BYTES)
         return os.read(descriptor, found.st_size) if is_theirs else b""
-    except OSError:
-        return b""
     finally:
         os.close(descriptor)
 

@@ -263,7 +263,7 @@ def test_problem_of_a_record_is_told(tmp_path: Path, text, expected) -> None:
     (bundle.path / "record.json").unlink()
     if text is not None:
         (bundle.path / "record.json").write_text(text)
-    record, problem, is_own = observer._own_record(bundle)
+    record, problem, is_own, _ = observer._own_record(bundle)
     assert (record, is_own) == (expected[0], expected[2])
     assert problem.startswith(expected[1])
     assert bool(problem) is bool(expected[1])

@@ -110,7 +110,7 @@ def adopt(
         handle=item.handle,
         started_at=seen.started_at,
         ending=seen.ending,
-        reason=doubt,
+        reason=doubt or item.record_problem,
         pid=item.pid,
         unit=item.unit,
     )

@@ -26,7 +26,8 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     `cores`, `memory_bytes` and `ports` are the runtime's own limits, if known; they only matter if
     `record` cannot be read. One that `is_partial` was only listed, and its times and ending are
     unknown. `pid` and `unit` are as in `Kernel`. An empty `record` is missing, unless
-    `record_problem` says otherwise.
+    `record_problem` says otherwise; a record with a problem can be read. What is there of a kernel
+    that `is_unreadable` cannot be read: it counts as running unless its end is proved.
     """
 
     kernel_id: str
@@ -45,6 +46,7 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     pid: int | None = None
     unit: str | None = None
     record_problem: str = ""
+    is_unreadable: bool = False
 
     def __post_init__(self) -> None:
         checked(self.kernel_id)

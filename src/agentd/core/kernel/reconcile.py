@@ -9,7 +9,7 @@ A kernel whose create is unresolved counts as absent only after its grace period
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -18,7 +18,15 @@ from msgspec.structs import replace
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import SIGHTS, Adoption, adopt, changed_limits
 from agentd.core.kernel.observation import ObservedKernel, ObservedState
-from agentd.core.kernel.states import ENDED, PRESENT, STARTING, Ending, Kernel, Observed
+from agentd.core.kernel.states import (
+    ENDED,
+    PRESENT,
+    STARTING,
+    Ending,
+    Kernel,
+    KernelState,
+    Observed,
+)
 
 
 class RemoveNeverRan(msgspec.Struct, frozen=True):
@@ -53,7 +61,9 @@ def reconcile(
     for kernel_id, item in by_id.items():
         before = known.get(kernel_id)
         shown = as_seen_before(before, item) if before else item
-        if shown.state is ObservedState.CREATED:
+        if item.is_unreadable and (before or not item.handle):
+            actions += _unreadable(before, item)
+        elif shown.state is ObservedState.CREATED:
             actions.append(RemoveNeverRan(shown))
         elif action := _difference(before, shown, inventory, now):
             actions.append(action)
@@ -64,6 +74,16 @@ def reconcile(
         if state in PRESENT or (state in STARTING and kernel_id in expired):
             actions.append(MarkAbsent(kernel_id))
     return actions
+
+
+def _unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoption]:
+    """Yield a kernel whose remains cannot be read as it was known; unknown ones are left alone."""
+    if before is None or before.state in ENDED:
+        return
+    sight = Observed.UNREADABLE if item.is_alive else Observed.EXITED
+    now = before.observed(sight, reason=item.record_problem, ending=item.ending)
+    if now != before:
+        yield Adoption(now)
 
 
 def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
@@ -91,6 +111,9 @@ def _difference(
 ) -> Adoption | None:
     if before is None or before.state in STARTING or before.handle != item.handle:
         return adopt(item, inventory, before, now=now)
+    if before.state is KernelState.UNREADABLE and item.record and not item.is_partial:
+        adoption = adopt(item, inventory, before, now=now)
+        return None if adoption.kernel == before else adoption
     after = before.observed(_sight(before, item), degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)

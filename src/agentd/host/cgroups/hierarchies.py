@@ -69,6 +69,10 @@ class Cgroup(msgspec.Struct, frozen=True):
                     return folder / name
         return self.folders[0] / "memory.events"
 
+    def exists(self) -> bool:
+        """Return whether the group is known to exist."""
+        return self.folders[0].exists()
+
     def members(self) -> set[int]:
         """Return the member processes, none if the group does not exist.
 

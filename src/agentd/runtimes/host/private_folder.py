@@ -1,8 +1,9 @@
-"""A private folder, mode 0700, that only agentd and root can write: a runtime's bundle.
+"""A private folder that only agentd and root can write: a runtime's bundle.
 
 Nothing is opened through a symbolic link, nothing is read beyond a bound, and a folder that another
-user could have created is not trusted. Temporary failures (no file descriptor, no memory) raise
-OSError and prove nothing.
+user could have created is not trusted. Only ENOENT proves that a folder or file does not exist. One
+that is there and cannot be used is `Unreadable`. Temporary failures (no file descriptor, no memory)
+raise another OSError.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
-_NO_SUCH = (FileNotFoundError, NotADirectoryError)
+_OTHERS_MAY_WRITE, _OTHERS_MAY = 0o022, 0o077
+
+
+class Unreadable(OSError):
+    """A folder or a file is there and cannot be used; `strerror` has the mode or the error."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +41,22 @@ class PrivateFolder:
     path: Path
 
     def exists(self) -> bool:
-        """Return whether there is a folder that only agentd or root can have created."""
+        """Return whether there is a folder that only agentd or root can have created.
+
+        Raises:
+            Unreadable: something else is there, or it cannot be opened.
+            OSError: a temporary failure.
+        """
         try:
-            return _is_private(self.path.lstat())
-        except _NO_SUCH:
+            os.close(self.open_folder())
+        except FileNotFoundError:
             return False
+        return True
+
+    def exposure(self) -> str:
+        """Return why others can look into the folder, empty if they cannot."""
+        mode = stat.S_IMODE(self.path.lstat().st_mode)
+        return f"{self.path}: {_of_mode(mode)}" if mode & _OTHERS_MAY else ""
 
     def is_taken(self) -> bool:
         """Return whether anything exists at its path."""
@@ -48,12 +67,14 @@ class PrivateFolder:
 
         Raises:
             FileNotFoundError: the file or the folder does not exist.
-            OSError: the file cannot be opened.
+            Unreadable: the file cannot be opened.
+            OSError: a temporary failure.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         folder = self.open_folder()
         try:
-            return os.open(name, flags, 0o600, dir_fd=folder)
+            with _opening(self.path / name):
+                return os.open(name, flags, 0o600, dir_fd=folder)
         finally:
             os.close(folder)
 
@@ -61,13 +82,20 @@ class PrivateFolder:
         """Open the folder itself; the caller closes it.
 
         Raises:
-            FileNotFoundError: the folder does not exist, or is not private.
+            FileNotFoundError: the folder does not exist.
+            Unreadable: it cannot be opened, or another user could have created or written it.
+            OSError: a temporary failure.
         """
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if _is_private(os.fstat(folder)):
+        with _opening(self.path):
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        found = os.fstat(folder)
+        if found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE:
             return folder
         os.close(folder)
-        raise FileNotFoundError(errno.ENOENT, "not a bundle", str(self.path))
+        why = _of_mode(stat.S_IMODE(found.st_mode))
+        if found.st_uid != os.geteuid():
+            why = f"belongs to user {found.st_uid}, expected {os.geteuid()}"
+        raise Unreadable(errno.EACCES, why, str(self.path))
 
     def write(self, name: str, text: str) -> None:
         """Create a file."""
@@ -90,11 +118,9 @@ class PrivateFolder:
         """
         try:
             descriptor = self.opened(name, os.O_RDONLY | os.O_NONBLOCK)
-        except _NO_SUCH:
+        except FileNotFoundError:
             return None
-        except OSError as error:
-            if error.errno in PASSING:
-                raise
+        except Unreadable:
             return ""
         try:
             found = os.fstat(descriptor)
@@ -110,23 +136,35 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Remove the folder and its content, or whatever is in its place."""
-        with suppress(*_NO_SUCH):
+        with suppress(FileNotFoundError):
             if stat.S_ISDIR(self.path.lstat().st_mode):
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()
 
 
-def _is_private(found: os.stat_result) -> bool:
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return is_ours and not stat.S_IMODE(found.st_mode) & 0o077
+def _of_mode(mode: int) -> str:
+    return f"has mode {mode:04o}, expected 0700"
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Raise `Unreadable` if a path is there, or may be, and cannot be opened."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        raise Unreadable(error.errno, error.strerror, str(path)) from None
 
 
 def names_in(folder: Path) -> set[str]:
     """Return the names in a folder, none if it does not exist."""
     try:
         return set(os.listdir(folder))  # noqa: PTH208 - only names are needed
-    except _NO_SUCH:
+    except FileNotFoundError:
         return set()
 
 

@@ -1,4 +1,4 @@
-"""The bundle of a process kernel: a folder that only agentd and root can write, mode 0700.
+"""The bundle of a process kernel: a folder that only agentd and root can write.
 
 lock           held by the kernel's shim while it lives (see `shim`)
 record.json    the kernel's record, written before anything starts
@@ -22,7 +22,7 @@ import msgspec
 from agentd.core.kernel.record import MALFORMED, parse_time, required_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.host.private_folder import PASSING, PrivateFolder, names_in
+from agentd.runtimes.host.private_folder import PrivateFolder, names_in
 from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
@@ -66,15 +66,20 @@ class Bundle(PrivateFolder):
             os.close(descriptor)
 
     def is_locked(self, byte: int) -> bool:
-        """Return whether a byte of the lock is held, `SHIM_BYTE` or `COMMAND_BYTE`."""
+        """Return whether a byte of the lock is held, `SHIM_BYTE` or `COMMAND_BYTE`.
+
+        A user who may read the file can take read locks, which do not count.
+
+        Raises:
+            Unreadable: the lock or the bundle is there and cannot be used.
+            OSError: a temporary failure.
+        """
         try:
-            descriptor = self.opened(LOCK, os.O_RDONLY)
-        except OSError as error:
-            if error.errno in PASSING:
-                raise
+            descriptor = self.opened(LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
             return False
         try:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
             answer = fcntl.fcntl(descriptor, F_OFD_GETLK, asked)
             return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
         finally:

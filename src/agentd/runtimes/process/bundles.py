@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.plan import kernel_name, name_prefix
@@ -16,14 +18,17 @@ from agentd.core.kernel.record import (
     require_owner,
     required_record,
 )
+from agentd.core.kernel.states import Ending
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
-from agentd.runtimes.host.private_folder import TRASH, names_in
-from agentd.runtimes.process.bundle import Bundle
+from agentd.runtimes.host.private_folder import TRASH, Unreadable, names_in
+from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.proof import Proof
+
+log = structlog.get_logger()
 
 RUNTIME = "process"
 AGENT, DEVICES = "agent", "devices"
@@ -31,12 +36,16 @@ AGENT, DEVICES = "agent", "devices"
 
 
 class Bundles(msgspec.Struct, frozen=True):
-    """The bundles in a folder, and this node's cgroups in the current boot."""
+    """The bundles in a folder, and this node's cgroups in the current boot.
+
+    `identities` are those by which kernels were last proved to live.
+    """
 
     folder: Path
     node_id: str
     boot_id: str
     cgroups: Cgroups | None
+    identities: dict[str, ShimIdentity] = {}
 
     def bundle(self, kernel_id: str) -> Bundle:
         """Return a kernel's bundle, which need not exist."""
@@ -50,7 +59,12 @@ class Bundles(msgspec.Struct, frozen=True):
 
     def proof(self, kernel_id: str) -> Proof:
         """Inspect a kernel."""
-        return Proof(self.bundle(kernel_id), self.cgroup(kernel_id), self.boot_id)
+        return self._proof_of(self.bundle(kernel_id), kernel_id)
+
+    def _proof_of(self, bundle: Bundle, kernel_id: str) -> Proof:
+        """Inspect a kernel whose bundle may be set aside."""
+        last = self.identities.get(kernel_id)
+        return Proof(bundle, self.cgroup(kernel_id), self.boot_id, last)
 
     def account(self, kernel_id: str) -> CgroupCounters:
         """Return the counters of a kernel's cgroup, empty without one."""
@@ -61,10 +75,11 @@ class Bundles(msgspec.Struct, frozen=True):
     def listing(self) -> Listing:
         """Return every kernel, and the remains of others."""
         names = {name for name in names_in(self.folder) if is_name(name)}
-        names |= self._grouped_kernels().keys()
+        names |= self._grouped_kernels().keys() | self.identities.keys()
         found = [self.observed(name) for name in sorted(names)]
         kernels = tuple(item for item in found if item is not None)
-        return Listing(kernels, tuple(self._leftovers({item.kernel_id for item in kernels})))
+        proved = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
+        return Listing(kernels, tuple(self._leftovers(proved)))
 
     def _grouped_kernels(self) -> dict[str, Cgroup]:
         """Return the cgroups of this node's kernels, by kernel id."""
@@ -86,15 +101,24 @@ class Bundles(msgspec.Struct, frozen=True):
     def observed(self, kernel_id: str) -> ObservedKernel | None:
         """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
-        proof = Proof(bundle, cgroup, self.boot_id)
-        is_bundle = bundle.exists()
-        state, ending = proof.state()
+        proof, why = self.proof(kernel_id), ""
+        try:
+            is_bundle = bundle.exists()
+            state, ending = proof.state()
+        except Unreadable as error:
+            is_bundle, why = True, str(error)
+            state, ending = _unreadable_state(proof, why)
         is_alive = state is ObservedState.RUNNING
-        record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
+        record, problem, is_own = "", why, True
+        if not why:
+            record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
         if not is_own and not proof.is_grouped:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
+            self.identities.pop(kernel_id, None)
             return None
+        if is_alive and (identity := proof.proved_identity()) is not None:
+            self.identities[kernel_id] = identity
         handle = proof.handle()
         return ObservedKernel(
             kernel_id=kernel_id,
@@ -108,6 +132,7 @@ class Bundles(msgspec.Struct, frozen=True):
             ending=ending,
             pid=int(handle) if handle else None,
             record_problem=problem,
+            is_unreadable=bool(why),
         )
 
     def _record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
@@ -126,7 +151,7 @@ class Bundles(msgspec.Struct, frozen=True):
             return "", str(error), False
         except RecordError as error:
             return "", str(error), not bundle.has_strangers()
-        return record, "", True
+        return record, bundle.exposure(), True
 
     async def take_away(self, kernel_id: str) -> bool:
         """Remove the bundle of a dead kernel; return False if the kernel has come alive."""
@@ -140,9 +165,11 @@ class Bundles(msgspec.Struct, frozen=True):
             return True
         except OSError as error:
             raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
-        if Proof(trash, self.cgroup(kernel_id), self.boot_id).lives:
-            trash.path.rename(bundle.path)
-            return False
+        with suppress(Unreadable):  # it was proved to have ended before
+            if self._proof_of(trash, kernel_id).lives:
+                trash.path.rename(bundle.path)
+                return False
+        self.identities.pop(kernel_id, None)
         await reach("delete.after_rename")
         await self.clear(trash)
         return True
@@ -154,7 +181,11 @@ class Bundles(msgspec.Struct, frozen=True):
             if name == kernel_id or not is_name(kernel_id):
                 continue
             trash = Bundle(self.folder / name)
-            lives = Proof(trash, self.cgroup(kernel_id), self.boot_id).lives
+            try:
+                lives = self._proof_of(trash, kernel_id).lives
+            except Unreadable as error:
+                log.warning("runtime.leftover_unreadable", reason=str(error))
+                continue
             if lives and not self.bundle(kernel_id).is_taken():
                 trash.path.rename(self.folder / kernel_id)
             elif not lives:
@@ -166,3 +197,11 @@ class Bundles(msgspec.Struct, frozen=True):
             await cgroup.remove()
             await reach("delete.after_group")
         trash.remove()
+
+
+def _unreadable_state(proof: Proof, why: str) -> tuple[ObservedState, Ending]:
+    """Return the state of a kernel with an unreadable bundle: running, unless its end is proved."""
+    with suppress(Unreadable):
+        if not proof.lives:
+            return ObservedState.EXITED, Ending(reason=f"its exit status cannot be read: {why}")
+    return ObservedState.RUNNING, Ending()

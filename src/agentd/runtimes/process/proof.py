@@ -10,7 +10,8 @@ leader   the process that the shim recorded in the bundle lives: the same pid, t
          time, the same boot
 
 A process's own claims (environment, name, arguments, parents) prove nothing. See
-docs/explanation/trust.md.
+docs/explanation/trust.md. While the bundle cannot be used, or after it was removed, the identity
+of a shim that held the lock before still counts: the kernel lives as long as that shim or leader.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from agentd.host.processes import (
     started_at,
     strike,
 )
+from agentd.runtimes.host.private_folder import Unreadable
 from agentd.runtimes.process.bundle import LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
@@ -52,23 +54,52 @@ _LOOKS_ALONE = 20
 
 
 class Proof:
-    """The evidence about one kernel; `boot_id` is the current boot."""
+    """The evidence about one kernel; `boot_id` is the current boot.
 
-    def __init__(self, bundle: Bundle, cgroup: Cgroup | None, boot_id: str) -> None:
+    `last` is the identity by which the kernel was last proved to live.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        cgroup: Cgroup | None,
+        boot_id: str,
+        last: ShimIdentity | None = None,
+    ) -> None:
         self._bundle = bundle
         self._cgroup = cgroup
         self._boot_id = boot_id
+        self._last = last
         self._looks_alone = 0
 
     @cached_property
     def identity(self) -> ShimIdentity | None:
         """The shim's record, of any boot."""
-        return self._bundle.identity()
+        return self._bundle.identity() or self._last
 
     @property
     def lives(self) -> bool:
-        """Whether anything proves that the kernel lives at this moment."""
-        return self._bundle.is_locked(COMMAND_BYTE) or self.is_grouped or self._leader is not None
+        """Whether anything proves that the kernel lives at this moment.
+
+        Raises:
+            Unreadable: that is unknown, because its bundle cannot be used.
+            OSError: a temporary failure.
+        """
+        return self.is_grouped or self._leader is not None or self._is_locked(COMMAND_BYTE)
+
+    def _is_locked(self, byte: int) -> bool:
+        try:
+            if self._bundle.is_locked(byte):
+                return True
+        except Unreadable:
+            if self._last is None and not (self._cgroup and self._cgroup.exists()):
+                raise
+        return self._last is not None and self._last.shim.is_alive()
+
+    def proved_identity(self) -> ShimIdentity | None:
+        """Return the identity if its shim holds the lock."""
+        who = self.identity
+        return who if who is not None and who.shim == self._shim else None
 
     @property
     def is_grouped(self) -> bool:
@@ -98,10 +129,14 @@ class Proof:
     @property
     def _shim(self) -> Proc | None:
         """The shim's process, if it is proved to live: it has the held lock file open."""
-        if not self._bundle.is_locked(SHIM_BYTE):
+        try:
+            if not self._is_locked(SHIM_BYTE):
+                return None
+        except Unreadable:  # `lives` raises it, unless something else proves life
             return None
         lock, who = self._bundle.path / LOCK, self.identity
-        if who is not None and who.shim.is_alive() and _has_open(who.shim.pid, lock):
+        is_recorded = who is not None and who.shim.is_alive()
+        if who is not None and is_recorded and (who == self._last or _has_open(who.shim.pid, lock)):
             return who.shim
         holders = (
             stat for stat in all_processes() if stat.pid != INIT and _has_open(stat.pid, lock)

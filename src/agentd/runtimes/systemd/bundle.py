@@ -188,7 +188,7 @@ class UnitBundle(PrivateFolder):
 
     def has_usage(self) -> bool:
         """Return whether the usage is saved."""
-        return any((self.path / name).exists() for name in (USAGE, COUNTED))
+        return any(self.read(name) is not None for name in (USAGE, COUNTED))
 
     def usage(self) -> Usage:
         """Return the usage at the end, as far as it is known."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
 from agentd.core.kernel.plan import name_prefix
@@ -25,7 +26,7 @@ from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeUnavailable
 from agentd.host.cgroups.usage import MOUNT, UNIFIED, CgroupCounters, counted
 from agentd.host.systemd.dbus import Manager, Unit
-from agentd.runtimes.host.private_folder import TRASH, looking, names_in
+from agentd.runtimes.host.private_folder import TRASH, Unreadable, looking, names_in
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
 from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
 from agentd.runtimes.systemd.unit_state import LIVING, SEEN, end_of, fields_of, state_of, usage_of
@@ -49,6 +50,15 @@ async def live_units(manager: Manager, node_id: str) -> list[str]:
         if state_of(unit.active, unit.sub, group) in LIVING:
             found.append(kernel_id)
     return found
+
+
+class OwnRecord(NamedTuple):
+    """A kernel's record, its problem, and whether the bundle is the kernel's own and readable."""
+
+    text: str
+    problem: str
+    is_own: bool = True
+    is_unreadable: bool = False
 
 
 class UnitObserver:
@@ -76,7 +86,7 @@ class UnitObserver:
             kept = {name for name in names if is_name(name)}
             found = [await self._listed(name, units.get(name)) for name in sorted(kept | {*units})]
         kernels = tuple(item for item in found if item is not None)
-        listed = {item.kernel_id for item in kernels}
+        listed = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
         left = [
             Leftover(name.removeprefix(TRASH), f"folder {name}")
             for name in sorted(names)
@@ -88,8 +98,8 @@ class UnitObserver:
         bundle = self.bundle(kernel_id)
         if unit is None:
             return self._gone(kernel_id, bundle)
-        record, _, _ = self._own_record(bundle)
-        identity, agent_id = bundle.identity(), self._agent_of(record)
+        record = self._own_record(bundle)
+        identity, agent_id = bundle.identity(), self._agent_of(record.text)
         if agent_id is None or identity is None:
             return await self.find(kernel_id)  # the manager knows what the record lacks
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
@@ -109,17 +119,17 @@ class UnitObserver:
             if seen is None:
                 return self._gone(kernel_id, bundle)
             state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"], seen["ControlGroup"])
-            record, problem, _ = self._own_record(bundle)
+            record = self._own_record(bundle)
             identity = UnitIdentity(
                 bytes(seen["Unit.InvocationID"]).hex(),
                 self._boot_id,
                 seen["ExecMainStartTimestamp"] / 1e6,
                 seen["MainPID"],
             )
-            if record and identity.started_at and bundle.identity() != identity:
+            if record.text and identity.started_at and bundle.identity() != identity:
                 with suppress(OSError):  # a full disk; the next observation tries again
                     bundle.identify(identity)
-            if record and seen["Unit.SubState"] == "running":
+            if record.text and seen["Unit.SubState"] == "running":
                 bundle.save_group(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
             if state is ObservedState.EXITED:
                 bundle.finish(end_of(seen))
@@ -131,7 +141,6 @@ class UnitObserver:
             identity,
             ending=end_of(seen).ending if state is ObservedState.EXITED else Ending(),
             said=fields_of(seen["LogExtraFields"]),
-            problem=problem,
         )
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
@@ -178,31 +187,31 @@ class UnitObserver:
 
     def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
         """Return a kernel whose unit does not exist (any more)."""
-        record, problem, is_own = self._own_record(bundle)
-        if not is_own:
+        record = self._own_record(bundle)
+        if not record.is_own:
             return None
         identity, end = bundle.identity(), bundle.end()
-        if end is not None:
+        if record.is_unreadable:
+            ending = Ending(reason=f"its exit status cannot be read: {record.problem}")
+        elif end is not None:
             ending = end.ending
         elif identity is None:
-            return self._observed(kernel_id, ObservedState.CREATED, record, None, problem=problem)
+            return self._observed(kernel_id, ObservedState.CREATED, record, None)
         elif identity.boot_id != self._boot_id:
             ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
         else:
             ending = Ending(reason="its unit was removed; its exit status is lost")
-        state = ObservedState.EXITED
-        return self._observed(kernel_id, state, record, identity, ending=ending, problem=problem)
+        return self._observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
 
     def _observed(
         self,
         kernel_id: str,
         state: ObservedState,
-        record: str,
+        record: OwnRecord,
         identity: UnitIdentity | None,
         *,
         ending: Ending | None = None,
         said: Mapping[str, str] | None = None,
-        problem: str = "",
     ) -> ObservedKernel:
         said = said or {}
         return ObservedKernel(
@@ -211,13 +220,14 @@ class UnitObserver:
             runtime=RUNTIME,
             handle=identity.invocation_id if identity else "",
             state=state,
-            record=record,
+            record=record.text,
             statement=said.get("AGENTD_DEVICES", ""),
             started_at=identity.started_at if identity else None,
             ending=ending or Ending(),
             pid=(identity.pid or None) if identity and state in LIVING else None,
             unit=unit_name(self._node_id, kernel_id),
-            record_problem=problem,
+            record_problem=record.problem,
+            is_unreadable=record.is_unreadable,
         )
 
     def bundle(self, kernel_id: str) -> UnitBundle:
@@ -230,7 +240,7 @@ class UnitObserver:
             return decode(record).kernel.agent_id
         return None
 
-    def _own_record(self, bundle: UnitBundle) -> tuple[str, str, bool]:
+    def _own_record(self, bundle: UnitBundle) -> OwnRecord:
         """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
         A bundle without a record, or with that of another kernel, is not.
@@ -239,12 +249,14 @@ class UnitObserver:
             record = bundle.record() if bundle.exists() else required_record(None)
             require_owner(record, self._node_id, bundle.path.name)
         except MissingRecordError:
-            return "", "", False
+            return OwnRecord("", "", is_own=False)
         except ForeignRecordError as error:
-            return "", str(error), False
+            return OwnRecord("", str(error), is_own=False)
         except RecordError as error:
-            return "", str(error), True
-        return record, "", True
+            return OwnRecord("", str(error))
+        except Unreadable as error:
+            return OwnRecord("", str(error), is_unreadable=True)
+        return OwnRecord(record, bundle.exposure())
 
 
 def agent_of(record: str) -> str:

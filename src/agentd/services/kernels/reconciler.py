@@ -35,7 +35,7 @@ log = structlog.get_logger()
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
-"""Seconds between observations of kernels that a runtime lists with few details."""
+"""Seconds between observations of kernels that are unreadable, or listed with few details."""
 PEERS_PAUSE_S = 2.0
 """Seconds between checks of the devices that other daemons on this host serve."""
 LOOKS_AT_ONCE = 16
@@ -129,7 +129,7 @@ class Reconciler:
             now=self._clock.wall(),
         )
         await self._settle(actions)
-        self._partial |= {item.kernel_id for item in found if item.is_partial}
+        self._partial |= {i.kernel_id for i in found if i.is_partial or i.is_unreadable}
         for kernel_id in changed:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
@@ -206,6 +206,8 @@ class Reconciler:
             return
         before = {kernel_id: known} if known else {}
         items = [found] if found and not self._is_second(found) else []
+        if found and found.is_unreadable:
+            self._partial.add(kernel_id)
         inventory, now = self._devices.inventory, self._clock.wall()
         await self._settle(reconcile(before, items, inventory, now=now), is_locked=True)
         await reach("reconcile.after_settle")

@@ -1,0 +1,195 @@
+"""Bundles that are there and cannot be used: nothing of their kernels is lost or freed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentd.host.processes import Proc, read_stat
+from daemon import AGENTS, Answer, Daemon, gpus
+from world import World
+
+WITHOUT_CGROUPS = """
+import ctypes, runpy
+from agentd.services.kernels import reconciler
+reconciler.PARTIAL_PAUSE_S = 0.2
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000) == 0
+assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
+assert libc.mount(b"tmpfs", b"/sys/fs/cgroup", b"tmpfs", 1, None) == 0
+runpy.run_module("agentd", run_name="__main__", alter_sys=True)
+"""
+"""The daemon in a mount namespace without cgroups; it often looks at unreadable kernels."""
+NOBODY = 65534
+STOPS = "trap '' TERM; while :; do sleep 0.05; done"
+
+
+def kept(folder: Path) -> Path:
+    """Return the place of a bundle that was moved."""
+    return folder.with_name("moved")
+
+
+def moved(folder: Path) -> None:
+    folder.rename(kept(folder))
+    folder.symlink_to(kept(folder))
+
+
+def moved_back(folder: Path) -> None:
+    folder.unlink()
+    kept(folder).rename(folder)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "writable": (lambda f: f.chmod(0o770), lambda f: f.chmod(0o700), "has mode 0770, expected"),
+    "other-owner": (
+        lambda f: os.chown(f, NOBODY, -1),
+        lambda f: os.chown(f, 0, -1),
+        "belongs to user 65534, expected 0",
+    ),
+    "link": (moved, moved_back, "Not a directory"),
+}
+"""What happens to a bundle, how it is mended, and the reason."""
+CGROUPS = [pytest.param(True, marks=pytest.mark.needs("cgroups")), False]
+
+
+@pytest.fixture
+def node(plain_world: World) -> Daemon:
+    return plain_world.daemon
+
+
+async def started(node: Daemon, *, has_cgroups: bool) -> None:
+    if not has_cgroups:
+        node.program = ("-c", WITHOUT_CGROUPS)
+    else:
+        node.deadlines = {"agentd.services.kernels.reconciler.PARTIAL_PAUSE_S": 0.2}
+    await node.start(AGENTS + gpus(2))
+
+
+async def running(node: Daemon, *command: str) -> Proc:
+    """Run k1 on a GPU, and return its process."""
+    words = {"command": list(command)} if command else {}
+    kernel = await node.running(kernel_id="k1", slots={"cuda.device": 1}, **words)
+    stat = read_stat(kernel["pid"])
+    assert stat is not None
+    return Proc(stat.pid, stat.start_time)
+
+
+async def stop(node: Daemon, timeout_s: float) -> Answer:
+    return await node.call("POST", "/v1/kernels/k1/stop", {"timeout": timeout_s})
+
+
+def bundle(node: Daemon) -> Path:
+    return node.folder / "state" / "kernels" / "k1"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("has_cgroups", CGROUPS)
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_an_unreadable_kernel_holds_until_mended(
+    node: Daemon, damage: str, has_cgroups: bool
+) -> None:
+    break_, mend, why = DAMAGES[damage]
+    await started(node, has_cgroups=has_cgroups)
+    process = await running(node)
+    before = await node.get("/v1/kernels/k1")
+    await node.stop()
+    break_(bundle(node))
+    await node.start()
+    kernel = await node.get("/v1/kernels/k1")
+    assert (kernel["state"], kernel["allocation"]) == ("unreadable", before["allocation"])
+    assert why in kernel["reason"]
+    assert f"kernel k1: {kernel['reason']}" in (await node.get("/v1/node"))["warnings"]
+    assert await node.free("cuda.device") == "1"
+    assert (await node.create(slots={"cuda.device": 2})).status == 409
+    if not has_cgroups:  # nothing else is known of its processes
+        refused = await stop(node, 0)
+        assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+        assert why in refused.json["detail"]
+        assert (await node.call("DELETE", "/v1/kernels/k1")).status == 503
+    assert process.is_alive()
+    mend(bundle(node))
+    assert await node.until("k1", "running") == before
+    stopped = await stop(node, 0)
+    assert (stopped.json["exit_code"], process.is_alive()) == (137, False)
+    assert await node.free("cuda.device") == "2"
+
+
+@pytest.mark.needs("root", "cgroups")
+async def test_an_unreadable_kernel_ends_by_its_cgroup(node: Daemon) -> None:
+    await started(node, has_cgroups=True)
+    process = await running(node)
+    await node.stop()
+    bundle(node).chmod(0o777)
+    await node.start()
+    assert (await node.get("/v1/kernels/k1"))["state"] == "unreadable"
+    stopped = await stop(node, 0)
+    assert (stopped.status, stopped.json["state"]) == (200, "terminated"), stopped.content
+    assert "has mode 0777" in stopped.json["reason"]
+    assert not process.is_alive()
+    assert (await node.call("DELETE", "/v1/kernels/k1")).status == 204
+    assert not bundle(node).exists()
+
+
+@pytest.mark.parametrize("has_cgroups", CGROUPS)
+async def test_a_state_folder_that_others_can_read_is_used(node: Daemon, has_cgroups: bool) -> None:
+    await started(node, has_cgroups=has_cgroups)
+    await running(node, "sh", "-c", "echo hello; trap 'exit 7' TERM; while :; do sleep 0.05; done")
+    await node.stop()
+    for path in [bundle(node).parent.parent, *bundle(node).parent.parent.rglob("*")]:
+        path.chmod(path.stat().st_mode | (0o050 if path.is_dir() else 0o040))
+    await node.start()
+    kernel = await node.get("/v1/kernels/k1")
+    assert kernel["state"] == "running"
+    assert f"{bundle(node)}: has mode 0750, expected 0700" in kernel["reason"]
+    assert await node.free("cuda.device") == "1"
+    assert (await node.call("GET", "/v1/kernels/k1/logs")).content == b"hello\n"
+    stopped = await stop(node, 20)
+    assert (stopped.json["state"], stopped.json["exit_code"]) == ("terminated", 7)
+    assert await node.free("cuda.device") == "2"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("has_cgroups", CGROUPS)
+@pytest.mark.parametrize("damage", ["removed", *DAMAGES])
+async def test_a_kernel_damaged_while_it_runs_can_be_stopped(
+    node: Daemon, damage: str, has_cgroups: bool
+) -> None:
+    await started(node, has_cgroups=has_cgroups)
+    process = await running(node, "sh", "-c", STOPS)
+    (shutil.rmtree if damage == "removed" else DAMAGES[damage][0])(bundle(node))
+    waiting = await stop(node, 0.2)
+    assert waiting.status == 200, waiting.content
+    assert not process.is_alive()
+    assert waiting.json["state"] == ("lost" if damage == "removed" else "terminated")
+    assert await node.free("cuda.device") == "2"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("has_cgroups", CGROUPS)
+async def test_a_kernel_without_its_bundle_holds_until_it_ends(
+    node: Daemon, has_cgroups: bool
+) -> None:
+    await started(node, has_cgroups=has_cgroups)
+    process = await running(node)
+    shutil.rmtree(bundle(node))
+    checks = (await node.get("/v1/node?check=true"))["checks"]
+    assert [check for check in checks if not check["passed"]] == []
+    assert (await node.get("/v1/kernels/k1"))["state"] == "running"
+    assert await node.free("cuda.device") == "1"
+    os.kill(process.pid, 9)
+    await node.until("k1", "lost")
+    assert await node.free("cuda.device") == "2"
+
+
+@pytest.mark.parametrize("has_cgroups", CGROUPS)
+async def test_a_bundle_removed_after_the_end_is_gone(node: Daemon, has_cgroups: bool) -> None:
+    await started(node, has_cgroups=has_cgroups)
+    await node.create(kernel_id="k1", slots={"cuda.device": 1}, command=["true"])
+    await node.until("k1", "terminated")
+    await node.stop()
+    shutil.rmtree(bundle(node))
+    await node.start()
+    assert (await node.get("/v1/kernels/k1"))["state"] == "lost"
+    assert await node.free("cuda.device") == "2"
