@@ -1,11 +1,12 @@
-"""Deadlines shared by several waits, and steps that a cancellation must not interrupt."""
+"""Deadlines shared by several waits, steps that a cancellation must not interrupt, thread names."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 _T = TypeVar("_T")
@@ -158,3 +159,17 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
             async with asyncio.timeout(seconds):
                 await event.wait()
     return event.is_set()
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Name this thread after what it waits for; if that never answers, errors name it."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        yield
+        return
+    before, thread.name = thread.name, what
+    try:
+        yield
+    finally:
+        thread.name = before

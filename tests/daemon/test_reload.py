@@ -1,6 +1,8 @@
 """A reload takes everything or nothing, and says of each key whether it was taken."""
 
+import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentd.concurrency import asking
 from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon import runtime_factory
@@ -118,9 +121,22 @@ async def test_an_unforeseen_error_is_a_reason_too(
 async def test_files_that_are_not_read_in_time_are_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.0)
-    waiting, reasons = await Node(tmp_path).reloaded()
-    assert (waiting, reasons) == ([], ["agentd did not finish reloading within 0 s"])
+    node, read, answered = Node(tmp_path), module.tokens, threading.Event()
+
+    def hangs(rpc: Any) -> Any:
+        with asking(str(node.token)):
+            answered.wait(20)
+        return read(rpc)
+
+    monkeypatch.setattr(module, "tokens", hangs)
+    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.1)
+    assert await node.reloaded() == ([], [f"{node.token} does not answer within 0.1 s"])
+    assert await node.reloaded() == ([], [f"earlier lookups do not answer: {node.token}"])
+    answered.set()
+    monkeypatch.undo()
+    async with asyncio.timeout(20):
+        while (await node.reloaded())[1]:
+            await asyncio.sleep(0.01)
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import aiohttp
 
 from agentd.client.defaults import CHUNK
 from agentd.client.errors import error_in
+from agentd.concurrency import is_set_within
 from agentd.errors import Unreachable
 
 FAREWELL_S = 2.0
@@ -47,6 +48,7 @@ class Execution:
         self._wire = wire
         self._where = where
         self._exit_code: int | None = None
+        self._is_heard = asyncio.Event()
 
     @property
     def exit_code(self) -> int | None:
@@ -66,7 +68,10 @@ class Execution:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._wire:
-            if frame.type is aiohttp.WSMsgType.BINARY:
+            self._is_heard.set()
+            if frame.type is aiohttp.WSMsgType.PING:
+                await self._wire.pong(frame.data)
+            elif frame.type is aiohttp.WSMsgType.BINARY:
                 yield frame.data[0], frame.data[1:]
             elif frame.type is aiohttp.WSMsgType.TEXT:
                 content = json.loads(frame.data)
@@ -76,6 +81,14 @@ class Execution:
                 self._exit_code = int(content["exit_code"])
                 return
         raise Unreachable(f"{self._where}: the connection ended before the command did")
+
+    async def is_served(self, seconds: float) -> bool:
+        """Wait for a frame for a limited time, and return whether one arrived.
+
+        The daemon sends one each second while the command runs, even if it prints nothing.
+        """
+        self._is_heard.clear()
+        return await is_set_within(self._is_heard, seconds)
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""

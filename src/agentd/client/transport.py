@@ -159,7 +159,7 @@ class Transport:
             try:
                 async with asyncio.timeout_at(end):
                     return await self._session.ws_connect(
-                        url, ssl=self._tls or True, max_msg_size=0
+                        url, ssl=self._tls or True, max_msg_size=0, autoping=False
                     )
             except aiohttp.WSServerHandshakeError as refused:
                 try:

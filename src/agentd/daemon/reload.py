@@ -19,7 +19,8 @@ from agentd import log as logging
 from agentd.config.loading import Loaded, load
 from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
+from agentd.host.lookups import Lookups
 from agentd.http.credentials import Weaknesses, certificate_of, tokens, weaknesses
 from agentd.http.server import Server
 from agentd.services.protocols import Runtime
@@ -101,6 +102,7 @@ class Reload:
         self._runtimes = runtimes
         self._known = known
         self._turn = asyncio.Lock()
+        self._lookups = Lookups(most=1)
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
         """Read the configuration; return it, its applicable part, and the steps.
@@ -146,10 +148,10 @@ class Reload:
 
         Raises:
             ConfigRefused: the configuration is unusable; nothing has changed.
-            TimeoutError: its files could not be read in time; nothing has changed.
+            RuntimeUnavailable: something of it does not answer; nothing has changed.
         """
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            settings, wanted, steps = await asyncio.to_thread(self.prepare)
+        reading = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
+        settings, wanted, steps = await reading
         for step in steps:
             step.take()
             self._in_force = with_keys(self._in_force, wanted, step.keys)
@@ -166,9 +168,8 @@ class Reload:
                 waiting = await self.take()
         except ConfigRefused as error:
             refused = error.of(self._loaded.source)
-        except TimeoutError:
-            why = f"agentd did not finish reloading within {READ_TIMEOUT_S:g} s"
-            refused = ConfigRefused([Problem("", why)])
+        except RuntimeUnavailable as error:
+            refused = ConfigRefused([Problem("", str(error))])
         except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")
             refused = ConfigRefused([Problem("", f"{type(error).__name__}: {error}")])

@@ -1,7 +1,8 @@
-"""Bounded lookups of files that may never answer: stale network file systems, FUSE.
+"""Bounded lookups of what may never answer: stale network file systems, FUSE, the name service.
 
-A thread that waits for one cannot be cancelled. So it is a daemon thread, their number is limited,
-and callers wait for a bounded time.
+A thread that waits for one cannot be cancelled. So it is a daemon thread of its own, beside the
+pool that creates and stops need, the number of these threads is limited, and callers wait for a
+bounded time.
 """
 
 from __future__ import annotations
@@ -21,23 +22,38 @@ _T = TypeVar("_T")
 
 
 class Lookups:
-    """Runs lookups beside the event loop."""
+    """Runs lookups beside the event loop, `most` at once.
 
-    def __init__(self) -> None:
-        self._free = asyncio.Semaphore(MOST_AT_ONCE)
+    A thread whose caller has stopped waiting counts until it ends. While all of them are such
+    threads, further lookups are refused.
+    """
 
-    async def look(self, what: str, function: Callable[[], _T]) -> _T:
-        """Return the result of a function; `what` names the object of the lookup in errors.
+    def __init__(self, most: int = MOST_AT_ONCE) -> None:
+        self._most = most
+        self._free = asyncio.Semaphore(most)
+        self._abandoned: set[threading.Thread] = set()
+
+    async def look(
+        self, what: str, function: Callable[[], _T], timeout_s: float | None = None
+    ) -> _T:
+        """Return the result of a function, within `timeout_s` (default: `ANSWER_TIMEOUT_S`).
+
+        `what` names the object of the lookup in errors, unless the function names it (`asking`).
 
         Raises:
-            RuntimeUnavailable: there is no answer in time.
+            RuntimeUnavailable: there is no answer in time, or no thread.
             Exception: the function raised it.
         """
+        timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
+        if len(self._abandoned) == self._most:
+            names = ", ".join(sorted(thread.name for thread in self._abandoned))
+            raise RuntimeUnavailable(f"earlier lookups do not answer: {names}")
         loop = asyncio.get_running_loop()
         found: asyncio.Future[_T] = loop.create_future()
 
         def ended(answer: Callable[[], None]) -> None:
             self._free.release()
+            self._abandoned.discard(thread)
             if not found.done():
                 answer()
 
@@ -49,11 +65,23 @@ class Lookups:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(ended, answer)
 
+        thread = threading.Thread(target=run, name=what, daemon=True)
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._free.acquire()
-                threading.Thread(target=run, name="lookup", daemon=True).start()
-                return await found
+                self._start(thread, what)
+                try:
+                    return await found
+                finally:
+                    if found.cancelled():
+                        self._abandoned.add(thread)
         except TimeoutError:
-            why = f"{what} does not answer within {ANSWER_TIMEOUT_S:g} s"
+            why = f"{thread.name} does not answer within {timeout_s:g} s"
             raise RuntimeUnavailable(why) from None
+
+    def _start(self, thread: threading.Thread, what: str) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # no free process id
+            self._free.release()
+            raise RuntimeUnavailable(f"{what} cannot be looked up: {error}") from None

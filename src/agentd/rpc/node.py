@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from aiohttp import web
 
 from agentd.core.access import Caller
+from agentd.errors import RuntimeUnavailable
+from agentd.host.lookups import Lookups
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
 from agentd.http.queries import read_flag
@@ -52,6 +54,7 @@ class NodeHandlers:
         self._warnings = warnings
         self._host_warnings = host_warnings
         self._checking = asyncio.Lock()
+        self._lookups = Lookups(most=1)
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts and its warnings; `check` runs the self-check, too."""
@@ -62,9 +65,15 @@ class NodeHandlers:
             node["checks"] = rendering.check_views(await self._check.run())
             used = {kernel.runtime for kernel in self._state if kernel.holds}
             async with self._checking:
-                found = await asyncio.to_thread(self._host_warnings, used)
+                found = await self._warnings_of_host(used)
                 node["warnings"] = [*dict.fromkeys([*node["warnings"], *found])]
         return answer(node)
+
+    async def _warnings_of_host(self, used: Collection[str]) -> Sequence[str]:
+        try:
+            return await self._lookups.look("this host", lambda: self._host_warnings(used))
+        except RuntimeUnavailable as error:
+            return [str(error)]
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pwd
 import stat
 import threading
 import time
@@ -250,7 +249,8 @@ class HostPeers:
             if with_lock
             else _may_run(Proc(content.pid, content.start_time))
         )
-        return Peer(content.node_id, _user_name(uid), content.pid, is_alive, content.served)
+        user = f"user {uid}" if uid else "root"  # its name may be one that nobody answers for
+        return Peer(content.node_id, user, content.pid, is_alive, content.served)
 
     @property
     def _file(self) -> Path:
@@ -359,10 +359,3 @@ def _replace(path: Path, content: bytes) -> None:
     finally:
         os.close(descriptor)
     temporary.replace(path)
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

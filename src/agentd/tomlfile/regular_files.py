@@ -11,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from agentd.concurrency import asking
+
 MOST_BYTES = 1 << 20
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -65,11 +67,12 @@ def read_regular(
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
-        try:
-            return _read(descriptor, most_bytes)
-        finally:
-            os.close(descriptor)
+        with asking(str(path)):
+            descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+            try:
+                return _read(descriptor, most_bytes)
+            finally:
+                os.close(descriptor)
     except FileNotFoundError as error:
         raise MissingFile(f"cannot be read: {error.strerror}") from None
     except OSError as error:

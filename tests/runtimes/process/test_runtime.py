@@ -1,9 +1,12 @@
 """Cases of the process runtime only: shims, sessions, identities."""
 
 import asyncio
+import errno
 import json
 import os
+import pwd
 import signal
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -310,6 +313,46 @@ async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
     ]
     await runtime.remove(K1)
     await runtime.close()
+
+
+async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
+    """The user of a container need not be in its /etc/passwd."""
+
+    def fails(uid: int) -> object:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", fails)
+    assert await runtime.problems(plan("true").spec) == []
+    me = str(os.geteuid())
+    assert await runtime.problems(plan("true", user=me).spec) == []
+    (problem,) = await runtime.problems(plan("true", user="root").spec)
+    assert str(problem) == f"user: kernels of agent-1 run as {me} here"
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+async def test_shortage_of_processes_is_unavailable(runtime, monkeypatch, number) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(runtime, "_manager", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", fails)
+        with pytest.raises(RuntimeUnavailable, match=f"shim: {os.strerror(number)}"):
+            await create(runtime, "true")
+    assert await runtime.find(K1) is None
+    await create(runtime, "sleep", "1000")
+
+
+async def test_shortage_of_threads_is_unavailable(runtime, monkeypatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(runtime, "_manager", None)
+    with monkeypatch.context() as patch:
+        patch.setattr("agentd.runtimes.process.runtime.spawn", fails)
+        with pytest.raises(RuntimeUnavailable, match="can't start new thread"):
+            await create(runtime, "true")
+    assert await runtime.find(K1) is None
 
 
 async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
 FINAL = ("INT", "TERM", "QUIT")
+SERVED_S = 5.0
+"""Seconds without a sign of life of the daemon, after one of these, that end the exec."""
 
 
 @click.command("exec")
@@ -62,7 +64,7 @@ def run_inside(
     given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
     try:
         sys.exit(asyncio.run(_run(client.asynchronous(), kernel, command, interactive, given)))
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         sys.exit(ExitStatus.INTERRUPTED)
 
 
@@ -130,7 +132,10 @@ async def _feed(running: Execution) -> None:
 
 
 async def _pass_on(running: Execution, whole: asyncio.Task[int], *, is_terminal: bool) -> None:
-    """Forward the terminal's size and signals; a second one that cannot be sent ends the exec."""
+    """Forward the terminal's size and signals.
+
+    A second one that cannot be sent, or a daemon that does not answer one, ends the exec.
+    """
     loop, happened = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def arrived(name: str) -> None:
@@ -141,10 +146,18 @@ async def _pass_on(running: Execution, whole: asyncio.Task[int], *, is_terminal:
     for name in ("WINCH", *PASSED_ON):
         loop.add_signal_handler(signal.Signals[f"SIG{name}"], arrived, name)
     happened.put_nowait("WINCH")
-    while True:
-        name = await happened.get()
-        if name != "WINCH":
-            await running.send_signal(name)
-        elif is_terminal and sys.stdout.isatty():
-            size = shutil.get_terminal_size()
-            await running.resize(size.columns, size.lines)
+    async with asyncio.TaskGroup() as checks:
+        while True:
+            name = await happened.get()
+            if name != "WINCH":
+                await running.send_signal(name)
+                if name in FINAL:
+                    checks.create_task(_end_unless_served(running, whole))
+            elif is_terminal and sys.stdout.isatty():
+                size = shutil.get_terminal_size()
+                await running.resize(size.columns, size.lines)
+
+
+async def _end_unless_served(running: Execution, whole: asyncio.Task[int]) -> None:
+    if not await running.is_served(SERVED_S):
+        whole.cancel()

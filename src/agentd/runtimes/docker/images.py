@@ -14,6 +14,7 @@ from base64 import b64decode, urlsafe_b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ import structlog
 
 from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
+from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import (
     EngineAnswerLost,
@@ -62,6 +64,7 @@ class Images:
     def __init__(self, engine: EngineClient, registry_auth: Path | None) -> None:
         self._engine = engine
         self._registry_auth = registry_auth
+        self._lookups = Lookups()
         self._pulls: dict[_Key, _Shared] = {}
 
     def renew(self, registry_auth: Path | None) -> None:
@@ -121,7 +124,8 @@ class Images:
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        credentials = await asyncio.to_thread(self._credentials, image)
+        look = partial(self._credentials, image)
+        credentials = await self._lookups.look("the credentials of registries", look)
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from agentd.core.kernel.options import TOO_LONG, is_too_long, over_ceiling
+from agentd.core.kernel.options import TOO_LONG, PullPolicy, is_too_long, over_ceiling
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
 
@@ -26,6 +26,7 @@ def uncontained_problems(
         "tmpfs": options.tmpfs,
         "shm_size": options.shm_size,
         "platform": options.platform,
+        "pull_policy": options.pull_policy is not PullPolicy.MISSING,
     }
     for member, given in needs_container.items():
         if given:

@@ -8,8 +8,6 @@ belongs to a kernel.
 from __future__ import annotations
 
 import asyncio
-import os
-import pwd
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,6 +49,7 @@ from agentd.runtimes.process.spawn import (
     failure,
     group_ids,
     order_of,
+    own_name,
     spawn,
     spawn_unit,
 )
@@ -104,9 +103,10 @@ class ProcessRuntime:
             await self._manager.close()
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        account = self._rules.account_of(spec.agent_id)
-        user = account.name if account else pwd.getpwuid(os.geteuid()).pw_name
-        rules = self._rules
+        rules, account = self._rules, self._rules.account_of(spec.agent_id)
+        user = account.name if account else ""
+        if spec.user is not None and account is None:
+            user = await self._lookups.look("the user database", own_name)
         return list(uncontained_problems(spec, "process", user, rules.pids_limit, rules.ulimits))
 
     async def support(self, spec: KernelSpec) -> Support:
@@ -177,7 +177,10 @@ class ProcessRuntime:
         self, plan: KernelPlan, order: Mapping[str, Any], lock: int
     ) -> dict[str, Any]:
         if self._manager is None:
-            return await asyncio.to_thread(spawn, order, lock)
+            try:
+                return await asyncio.to_thread(spawn, order, lock)
+            except RuntimeError as error:  # no free process id for a thread
+                raise RuntimeUnavailable(f"the kernel did not start: {error}") from error
         unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
         return await spawn_unit(self._manager, unit, order, lock)
 

@@ -34,7 +34,7 @@ from agentd.runtimes.process.shim_output import CHUNK, Output  # noqa: E402 - it
 TYPE_CHECKING = False  # type checkers know this name; importing typing takes 5 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -67,7 +67,10 @@ def main() -> None:
         refuse(answer, "bundle", error)
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        refuse(answer, "fork", error)
     if pid == 0:
         os.close(go_write)
         run(order, libc, output, go_read, error_write)
@@ -376,7 +379,7 @@ def read_all(descriptor: int) -> bytes:
     return data
 
 
-def refuse(answer: int, step: str, error: OSError) -> None:
+def refuse(answer: int, step: str, error: OSError) -> NoReturn:
     """Report why nothing was started, and exit."""
     tell(answer, json.dumps({"step": step, "errno": error.errno}).encode())
     os._exit(1)

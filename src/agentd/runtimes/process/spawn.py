@@ -13,13 +13,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from agentd.concurrency import asking
 from agentd.core.kernel.plan import KernelPlan
-from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure
+from agentd.errors import (
+    AgentdError,
+    InvalidRequest,
+    Problem,
+    RuntimeFailure,
+    RuntimeUnavailable,
+)
 from agentd.failpoints import inherited
 from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.systemd.dbus import Manager, Property, UnitExists, UnitRefused
@@ -77,12 +85,20 @@ def find_account(user: str, where: str) -> UserAccount:
     Raises:
         InvalidRequest: the account does not exist.
     """
-    try:
-        entry = pwd.getpwnam(user)
-    except KeyError:
-        raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
-    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    with asking(f"user {user!r} of {where}"):
+        try:
+            entry = pwd.getpwnam(user)
+        except KeyError:
+            raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
+        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
+
+
+def own_name() -> str:
+    """Return the name of the daemon's user, its number if it has none; may block, as NSS does."""
+    with suppress(KeyError):
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return str(os.geteuid())
 
 
 def group_ids(names: Sequence[str]) -> list[int]:
@@ -155,7 +171,9 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
             check=False,
         )
         return _answer(done.stdout)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
+        return {"step": "shim", "errno": error.errno}
+    except subprocess.TimeoutExpired as error:
         return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
 
 
@@ -236,4 +254,6 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
         return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
     if number == errno.EAGAIN and "nproc" in plan.spec.container.ulimits:
         return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {why}")])
-    return RuntimeFailure(f"the kernel did not start; {step}: {why}")
+    is_passing = number in (errno.EAGAIN, errno.ENOMEM)
+    kind = RuntimeUnavailable if is_passing else RuntimeFailure
+    return kind(f"the kernel did not start; {step}: {why}")

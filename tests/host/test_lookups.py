@@ -1,0 +1,106 @@
+"""Lookups that may never answer: threads of their own, bounded, named and given back."""
+
+import asyncio
+import threading
+
+import pytest
+
+from agentd.concurrency import asking
+from agentd.errors import RuntimeUnavailable
+from agentd.host.lookups import Lookups
+
+
+class Hanging:
+    """A lookup that waits until it is answered."""
+
+    def __init__(self, name: str = "user 'slow'") -> None:
+        self.name = name
+        self.answered = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self) -> str:
+        with asking(self.name):
+            self.answered.wait(30)
+        self.ended.set()
+        return self.name
+
+
+async def free_again(lookups: Lookups) -> None:
+    """Wait until a lookup is not refused."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await lookups.look("x", lambda: 1, 10) == 1
+            except RuntimeUnavailable:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+async def test_error_names_what_does_not_answer() -> None:
+    hanging, lookups = Hanging(), Lookups(most=1)
+    with pytest.raises(RuntimeUnavailable, match=r"^user 'slow' does not answer within 0.1 s$"):
+        await lookups.look("the configuration", hanging, 0.1)
+    with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
+        await lookups.look("the configuration", lambda: 1, 10)
+    hanging.answered.set()
+    await free_again(lookups)
+
+
+async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
+    hanging, lookups = Hanging(), Lookups(most=2)
+    asked = asyncio.create_task(lookups.look("x", hanging, 10))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert await lookups.look("y", lambda: 2, 10) == 2
+    second = Hanging("group 'render'")
+    with pytest.raises(RuntimeUnavailable, match="group 'render' does not answer"):
+        await lookups.look("y", second, 0.1)
+    with pytest.raises(RuntimeUnavailable, match=r"do not answer: group 'render', user 'slow'$"):
+        await lookups.look("y", lambda: 2, 10)
+    hanging.answered.set()
+    await free_again(lookups)
+    second.answered.set()
+
+
+async def test_lookup_without_a_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = Lookups()
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        for _ in range(8):
+            with pytest.raises(
+                RuntimeUnavailable, match="a mount cannot be looked up: can't start"
+            ):
+                await lookups.look("a mount", lambda: 1)
+    assert await lookups.look("a mount", lambda: 1) == 1
+
+
+async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
+    lookups = Lookups(most=1)
+
+    def fails() -> None:
+        raise KeyError("x")
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            await lookups.look("x", fails)
+
+
+async def test_names_of_threads_are_restored() -> None:
+    names: list[str] = []
+
+    def nested() -> None:
+        with asking("a user"):
+            names.append(threading.current_thread().name)
+        names.append(threading.current_thread().name)
+
+    await Lookups().look("the configuration", nested)
+    assert names == ["a user", "the configuration"]
+    before = threading.main_thread().name
+    with asking("nothing"):
+        assert threading.main_thread().name == before
