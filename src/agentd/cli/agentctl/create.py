@@ -68,8 +68,12 @@ _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.option(
         "--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]", help="Limit of setrlimit(2)."
     ),
-    click.option("--async", "is_async", is_flag=True, help="Return before the kernel runs."),
     click.option("--dry-run", is_flag=True, help="Show the decision; create nothing."),
+)
+
+
+async_option = click.option(
+    "--async", "is_async", is_flag=True, help="Return before the kernel runs."
 )
 
 
@@ -103,6 +107,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
+@async_option
 @output_option
 @click.pass_obj
 def create(client: Client, /, agent: str, **options: Any) -> None:
@@ -144,6 +149,16 @@ def explaining_refusal() -> Iterator[None]:
         raise
 
 
+def print_dry_run(client: Client, agent: str, body: Mapping[str, Any]) -> None:
+    """Print the decision about a create; create nothing.
+
+    Raises:
+        AgentdError, ClickException: the create would be refused.
+    """
+    with explaining_refusal(), suggesting_agents(client, agent):
+        print_decision(client.explain(agent, body))
+
+
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]
 
 
@@ -177,20 +192,8 @@ def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> N
 
 @click.command()
 @click.argument("agent", shell_complete=completion.agents)
-@click.option(
-    "--slot",
-    "-s",
-    "slot",
-    multiple=True,
-    metavar="NAME=AMOUNT",
-    help="Amount of a slot, such as cuda.device=1.",
-)
-@click.option(
-    "--device",
-    multiple=True,
-    metavar="NAME=ID",
-    help="Only from these devices, such as cuda=cuda0.",
-)
+@slot_option
+@device_option
 @output_option
 @click.pass_obj
 def explain(

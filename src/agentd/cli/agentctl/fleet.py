@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from agentd.cli.agentctl.create import (
+    async_option,
     given_devices,
     kernel_body,
     kernel_options,
@@ -158,6 +159,7 @@ def devices(client: Client, node: Sequence[str]) -> None:
 
 @fleet_group.command(context_settings={"ignore_unknown_options": True})
 @kernel_options
+@async_option
 @click.option("--node", multiple=True, help="Only on this node; may be repeated.")
 @click.option("--agent", multiple=True, help="Only on this agent; may be repeated.")
 @click.option("--on", multiple=True, metavar="LABEL=VALUE", help="Only on nodes with this label.")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _Lines: TypeAlias = "queue.SimpleQueue[bytes | AgentdError | None]"
+STARTING = ("preparing", "pulling", "creating")
 ENDED = ("terminated", "failed", "lost")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import queue
 import signal
 import sys
@@ -15,8 +17,8 @@ from typing import Any, BinaryIO, TypeAlias
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.create import kernel_body, kernel_options
-from agentd.cli.agentctl.follow import ENDED
+from agentd.cli.agentctl.create import kernel_body, kernel_options, print_dry_run
+from agentd.cli.agentctl.follow import ENDED, STARTING
 from agentd.cli.agentctl.options import RpcProblem
 from agentd.cli.output import say
 from agentd.client import Client
@@ -36,7 +38,9 @@ SIGNALLED = 128
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
 CREATE_PATIENCE_S = 15.0
-"""Seconds that a create is repeated while the daemon does not answer."""
+"""Seconds that a create is repeated without an answer, and that a signal waits for its outcome."""
+RUN_LABEL = "agentctl.run"
+"""Label with a random number for each run, so that no other run's create is the same request."""
 _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 
 
@@ -50,26 +54,33 @@ def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **op
     """Run a kernel and wait for its end.
 
     Prints the kernel's output as it appears. INT, TERM and HUP stop the kernel; a second signal
-    kills it. A restart of the daemon affects neither.
+    kills it. A restart of the daemon affects neither. Only the kernel of this run is stopped or
+    deleted; its label "agentctl.run" identifies it. With --dry-run, prints the decision and runs
+    nothing.
 
     Exit status: the kernel's; 125 it was not created or was lost, 126 the command cannot be
-    executed, 127 the command does not exist.
+    executed, 127 the command does not exist. With --dry-run: 0 it would be created, 1 it would not.
 
     \b
     agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi
     agentctl run agent-1 --claim slurm-17 --rm -- ./train
     """
-    body = kernel_body(options)
+    label = f"{RUN_LABEL}={os.urandom(8).hex()}"
+    body = kernel_body({**options, "label": (*options["label"], label)})
     body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
     if claim_id:
         body |= {"claim": claim_id, "keep_claim": True}
+    if options["dry_run"]:
+        print_dry_run(client, agent, body)
+        return
     sys.exit(Run(client, agent, body).until_end(removes=removes))
 
 
 class Run:
     """One kernel, from its create to its end.
 
-    Threads create it, follow it and stop it, so that a signal is taken at any time.
+    Threads create it, follow it and stop it, so that a signal is taken at any time. A kernel is
+    stopped or deleted only after an answer with this run's label: its id may be another's.
     """
 
     def __init__(self, client: Client, agent: str, body: Mapping[str, Any]) -> None:
@@ -78,7 +89,9 @@ class Run:
         self._body = body
         self._kernel_id = str(body["kernel_id"])
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._is_created = False
+        self._is_created: bool | None = None
+        """None until the outcome of the create is known."""
+        self._is_signalled = False
 
     def until_end(self, *, removes: bool) -> int:
         """Run the kernel, and return the exit status."""
@@ -88,19 +101,33 @@ class Run:
         try:
             return self._status()
         finally:
-            if removes:
+            if removes and self._is_created is not None:
                 self._remove()
 
     def _status(self) -> int:
         signals: list[signal.Signals] = []
+        deadline = math.inf
         while True:
-            match self._events.get():
+            is_bounded = signals and self._is_created is None
+            left_s = max(0.0, deadline - time.monotonic()) if is_bounded else None
+            try:
+                event = self._events.get(timeout=left_s)
+            except queue.Empty:
+                if self._is_created is None:
+                    self._warn_unresolved("its create was not answered")
+                    return SIGNALLED + signals[0]
+                continue
+            match event:
                 case signal.Signals() as number:
+                    self._is_signalled = True
+                    deadline = min(deadline, time.monotonic() + CREATE_PATIENCE_S)
                     signals.append(number)
                     self._start(self._forward, 0.0 if len(signals) > 1 else None)
                 case AgentdError() as error:
                     is_gone = isinstance(error, UnknownKernel) or not self._is_created
                     if signals and is_gone:  # the signal cancelled its create
+                        if isinstance(error, Unavailable):
+                            self._warn_unresolved(str(error))
                         return SIGNALLED + signals[0]
                     RpcProblem.of(error).show()
                     return _status_of(error)
@@ -110,13 +137,21 @@ class Run:
                         return ExitStatus.NOT_CREATED
                     return kernel["exit_code"]
 
+    def _warn_unresolved(self, reason: str) -> None:
+        say(f"agentctl: kernel {self._kernel_id} may exist: {reason}", err=True)
+
     def _start(self, act: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=act, args=arguments, daemon=True).start()
 
     def _create_and_follow(self) -> None:
         try:
             self._create()
-            self._is_created = True
+        except AgentdError as error:
+            self._is_created = False
+            self._events.put(error)
+            return
+        self._is_created = True
+        try:
             streams = [
                 threading.Thread(target=self._follow, args=(name, output), daemon=True)
                 for name, output in self._outputs().items()
@@ -148,29 +183,45 @@ class Run:
     def _create(self) -> None:
         """Create the kernel; the same request is repeated while nothing answers.
 
+        After a signal nothing is created any more: a request whose answer was lost is looked up.
+
         Raises:
             AgentdError: it was refused, or nothing answered in time.
         """
-        end = time.monotonic() + CREATE_PATIENCE_S
+        end = math.inf
         while True:
             try:
-                self._client.create_kernel(self._agent, self._body)
+                if not self._is_signalled:
+                    self._client.create_kernel(self._agent, self._body)
+                    return
+                if self._own_kernel()["state"] not in STARTING:
+                    return
             except Unavailable:
+                end = min(end, time.monotonic() + CREATE_PATIENCE_S)
                 if time.monotonic() > end:
                     raise
-                time.sleep(PAUSE_S)
-            else:
-                return
+            time.sleep(PAUSE_S)
+
+    def _own_kernel(self) -> KernelView:
+        """Return the kernel that this run created.
+
+        Raises:
+            UnknownKernel: it does not exist, or another request created the kernel of this id.
+        """
+        kernel = self._client.kernel(self._kernel_id)
+        if kernel["labels"].get(RUN_LABEL) != self._body["labels"][RUN_LABEL]:
+            raise UnknownKernel(f"another request created kernel {self._kernel_id}")
+        return kernel
 
     def _ended(self) -> KernelView:
         """Wait for the end of the kernel, also while the daemon is away.
 
         Raises:
-            UnknownKernel: it was removed.
+            UnknownKernel: it was removed, or replaced by another one.
         """
         while True:
             with suppress(Unavailable):
-                kernel = self._client.kernel(self._kernel_id)
+                kernel = self._own_kernel()
                 if kernel["state"] in ENDED:
                     return kernel
             time.sleep(PAUSE_S)
@@ -187,7 +238,7 @@ class Run:
                     printed += len(rest)
                     output.write(rest)
                     output.flush()
-                is_over = self._client.kernel(self._kernel_id)["state"] in ENDED
+                is_over = self._own_kernel()["state"] in ENDED
             except Unavailable:
                 pass
             except (AgentdError, OSError):
@@ -197,28 +248,29 @@ class Run:
             time.sleep(PAUSE_S)
 
     def _forward(self, timeout: float | None) -> None:
-        """Stop the kernel, or cancel its create."""
+        """Stop the kernel, or cancel its create; one that is not there yet is waited for."""
         while True:
             try:
-                if self._is_created:
-                    self._client.stop_kernel(self._kernel_id, timeout)
+                if self._own_kernel()["state"] in STARTING:
+                    self._client.delete_kernel(self._kernel_id, timeout)
                 else:
-                    self._client.delete_kernel(self._kernel_id)
-            except Unavailable:
-                time.sleep(PAUSE_S)
+                    self._client.stop_kernel(self._kernel_id, timeout)
             except UnknownKernel:
-                if self._is_created:
+                if self._is_created is not None:
                     return
-                time.sleep(PAUSE_S)
+            except (KernelConflict, Unavailable):  # it started meanwhile, or the daemon is away
+                pass
             except AgentdError:
                 return
             else:
                 return
+            time.sleep(PAUSE_S)
 
     def _remove(self) -> None:
         end = time.monotonic() + CREATE_PATIENCE_S
         while time.monotonic() < end:
             try:
+                self._own_kernel()
                 self._client.delete_kernel(self._kernel_id, 0.0)
             except (KernelConflict, Unavailable):  # of an unresolved create, or a daemon away
                 time.sleep(PAUSE_S)

@@ -1,0 +1,300 @@
+"""`agentctl run`: which kernels it stops and deletes, and what a dry run does."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from aiohttp import web
+
+import fork_server
+from agentd.cli.agentctl.run import RUN_LABEL
+from daemon import Daemon
+
+PATIENCE = "agentd.cli.agentctl.run.CREATE_PATIENCE_S"
+
+
+class Done(NamedTuple):
+    """The end of a program."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Agentctl:
+    """`agentctl run` in a process of its own."""
+
+    def __init__(self, folder: Path, *words: str, patience_s: float | None = None) -> None:
+        self._stdout, self._stderr = folder / "stdout", folder / "stderr"
+        arguments = ["--socket", str(folder / "agentd.sock"), "run", "agent-1", *words]
+        deadlines = {} if patience_s is None else {PATIENCE: patience_s}
+        with self._stdout.open("wb") as out, self._stderr.open("wb") as err:
+            files = {"stdout": out.fileno(), "stderr": err.fileno()}
+            self._process = fork_server.spawn(
+                "agentctl", arguments, {}, **files, deadlines=deadlines
+            )
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    async def done(self) -> Done:
+        try:
+            status = await asyncio.to_thread(self._process.wait, 40)
+        finally:
+            self._process.kill()
+        return Done(status, self._stdout.read_text(), self._stderr.read_text())
+
+
+@pytest.fixture
+async def up(folder: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    await made.start()
+    yield made
+    await made.close()
+
+
+def run(up: Daemon, *words: str) -> Agentctl:
+    return Agentctl(up.folder, *words)
+
+
+async def ids(up: Daemon) -> list[str]:
+    return [kernel["kernel_id"] for kernel in await up.get("/v1/kernels")]
+
+
+async def listed(up: Daemon, state: str) -> dict[str, Any]:
+    """Wait until a kernel is in a state, and return it."""
+    async with asyncio.timeout(20):
+        while True:
+            for kernel in await up.get("/v1/kernels"):
+                if kernel["state"] == state:
+                    return dict(kernel)
+            await asyncio.sleep(0.02)
+
+
+async def test_refused_run_leaves_the_kernel_of_its_id(up: Daemon) -> None:
+    await up.running(kernel_id="train")
+    done = await run(up, "--id", "train", "--rm", "--", "echo", "hi").done()
+    assert (done.status, done.stdout) == (125, "")
+    assert "KernelConflict" in done.stderr
+    assert (await up.get("/v1/kernels/train"))["state"] == "running"
+
+
+async def test_repeated_run_with_an_id_is_a_conflict(up: Daemon) -> None:
+    words = ("--id", "nightly", "--", "echo", "hi")
+    assert (await run(up, *words).done())[:2] == (0, "hi\n")
+    again = await run(up, *words).done()
+    assert (again.status, again.stdout) == (125, "")
+    assert "KernelConflict" in again.stderr
+    assert await ids(up) == ["nightly"]
+
+
+async def test_run_has_a_label_of_its_own(up: Daemon) -> None:
+    for _ in range(2):
+        assert (await run(up, "--label", "a=b", "--", "true").done()).status == 0
+    first, second = [kernel["labels"] for kernel in await up.get("/v1/kernels")]
+    assert first.keys() == {"a", RUN_LABEL}
+    assert first[RUN_LABEL] != second[RUN_LABEL]
+    assert len(bytes.fromhex(first[RUN_LABEL])) == 8
+    refused = await run(up, "--label", f"{RUN_LABEL}=x", "--", "true").done()
+    assert (refused.status, f"duplicate name {RUN_LABEL}" in refused.stderr) == (2, True)
+
+
+async def test_run_leaves_a_kernel_that_replaced_its_own(up: Daemon) -> None:
+    running = run(up, "--id", "k1", "--rm", "--", "sleep", "1000")
+    await listed(up, "running")
+    assert (await up.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
+    await up.running(kernel_id="k1")
+    done = await running.done()
+    assert (done.status, "UnknownKernel" in done.stderr) == (125, True)
+    assert (await up.get("/v1/kernels/k1"))["state"] == "running"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_signal_cancels_the_create_of_its_run(folder: Path, number: int) -> None:
+    up = Daemon(folder, "process")
+    await up.start(AGENTD_FAILPOINTS="create.after_commit=delay(600000)")
+    try:
+        running = run(up, "--", "sleep", "1000")
+        await listed(up, "preparing")
+        running.send(number)
+        assert await running.done() == (128 + number, "", "")
+        assert await ids(up) == []
+    finally:
+        await up.close()
+
+
+async def test_run_goes_on_when_agentd_dies_in_its_create(folder: Path) -> None:
+    up = Daemon(folder, "process")
+    await up.start(AGENTD_FAILPOINTS="create.after_runtime=kill")
+    try:
+        assert up.process is not None
+        running = run(up, "--rm", "--", "echo", "hi")
+        await asyncio.to_thread(up.process.wait, 40)
+        await up.start()
+        assert await running.done() == (0, "hi\n", "")
+        assert await ids(up) == []
+    finally:
+        await up.close()
+
+
+async def test_dry_run_prints_the_decision_and_runs_nothing(up: Daemon) -> None:
+    done = await run(up, "-s", "cuda.device=1", "--rm", "--dry-run", "--", "echo", "ran").done()
+    assert (done.status, "cuda0" in done.stdout, "ran" in done.stdout) == (0, True, False)
+    refused = await run(up, "-s", "cuda.device=9", "--dry-run", "--", "echo", "ran").done()
+    assert (refused.status, "InsufficientResource" in refused.stderr) == (1, True)
+    assert await ids(up) == []
+
+
+class ScriptedNode:
+    """A node that answers as a test decides, and lists the calls that change something."""
+
+    def __init__(self) -> None:
+        self.created = asyncio.Event()
+        """A create was received; it is answered once `may_answer` is set."""
+        self.may_answer = asyncio.Event()
+        self.answer: tuple[int, dict[str, Any]] | None = None
+        """Status and content of the answer to a create; None closes the connection."""
+        self.kernel: dict[str, Any] | None = None
+        self.labels: dict[str, str] = {}
+        self.looked_up = asyncio.Semaphore(0)
+        self.calls: list[str] = []
+
+    def has(self, state: str, **members: Any) -> None:
+        """Add the kernel of the create."""
+        self.kernel = {"labels": self.labels, "state": state, "exit_code": None, **members}
+
+    async def create(self, request: web.Request) -> web.Response:
+        self.calls.append("create")
+        self.labels = (await request.json())["labels"]
+        self.created.set()
+        await self.may_answer.wait()
+        if self.answer is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        status, content = self.answer
+        return web.json_response(content, status=status)
+
+    async def show(self, _: web.Request) -> web.Response:
+        self.looked_up.release()
+        if self.kernel is None:
+            return web.json_response({"code": "UnknownKernel", "detail": "no"}, status=404)
+        return web.json_response(self.kernel)
+
+    async def log(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def stop(self, _: web.Request) -> web.Response:
+        self.calls.append("stop")
+        self.has("terminated", exit_code=143)
+        return web.json_response(self.kernel)
+
+    async def delete(self, _: web.Request) -> web.Response:
+        self.calls.append("delete")
+        self.kernel = None
+        return web.Response(status=204)
+
+
+@pytest.fixture
+async def node(folder: Path) -> AsyncIterator[ScriptedNode]:
+    made, app = ScriptedNode(), web.Application()
+    app.router.add_post("/v1/agents/agent-1/kernels", made.create)
+    app.router.add_get("/v1/kernels/k1", made.show)
+    app.router.add_post("/v1/kernels/k1/stop", made.stop)
+    app.router.add_delete("/v1/kernels/k1", made.delete)
+    app.router.add_get("/v1/kernels/k1/logs", made.log)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "agentd.sock")).start()
+    yield made
+    made.may_answer.set()
+    await runner.cleanup()
+
+
+async def created(node: ScriptedNode, folder: Path, *words: str, **how: float) -> Agentctl:
+    """Begin a run of k1, and wait until the node has its create."""
+    running = Agentctl(folder, "--id", "k1", *words, "--", "true", **how)
+    async with asyncio.timeout(20):
+        await node.created.wait()
+    return running
+
+
+@pytest.mark.parametrize("words", [(), ("--rm",), ("--claim", "c1", "--rm")], ids=" ".join)
+async def test_early_signal_leaves_the_kernel_of_another(
+    node: ScriptedNode, folder: Path, words: tuple[str, ...]
+) -> None:
+    running = await created(node, folder, *words)
+    node.has("running", labels={RUN_LABEL: "0" * 16})
+    running.send(signal.SIGINT)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            await node.looked_up.acquire()
+    node.answer = 409, {"code": "KernelConflict", "detail": "another request"}
+    node.may_answer.set()
+    assert await running.done() == (130, "", "")
+    assert node.calls == ["create"]
+
+
+async def test_signal_stops_a_kernel_whose_answer_was_lost(
+    node: ScriptedNode, folder: Path
+) -> None:
+    running = await created(node, folder)
+    running.send(signal.SIGTERM)
+    async with asyncio.timeout(20):
+        await node.looked_up.acquire()  # it is not there yet
+    node.has("running")
+    node.may_answer.set()
+    assert await running.done() == (143, "", "")
+    assert node.calls == ["create", "stop"]
+
+
+async def test_signal_before_any_outcome_creates_nothing_more(
+    node: ScriptedNode, folder: Path
+) -> None:
+    running = await created(node, folder, "--rm")
+    running.send(signal.SIGTERM)
+    async with asyncio.timeout(20):
+        await node.looked_up.acquire()
+    node.may_answer.set()
+    assert await running.done() == (143, "", "")
+    assert node.calls == ["create"]
+
+
+async def test_unanswered_create_ends_after_a_signal(node: ScriptedNode, folder: Path) -> None:
+    running = await created(node, folder, "--rm", patience_s=0.5)
+    running.send(signal.SIGINT)
+    text = "agentctl: kernel k1 may exist: its create was not answered\n"
+    assert await running.done() == (130, "", text)
+    assert node.calls == ["create"]
+
+
+async def test_refused_create_deletes_its_kernel_alone(node: ScriptedNode, folder: Path) -> None:
+    """A proxy's refusal says nothing about the kernel: its label does."""
+    running = await created(node, folder, "--rm")
+    node.has("running")
+    node.answer = 502, {"code": "Internal", "detail": "bad gateway"}
+    node.may_answer.set()
+    assert (await running.done()).status == 125
+    assert node.calls == ["create", "delete"]
+
+
+async def test_long_create_is_repeated_after_a_restart(node: ScriptedNode, folder: Path) -> None:
+    running = await created(node, folder, "--rm", patience_s=0.5)
+    await asyncio.sleep(1)  # longer than a create is repeated
+    node.created.clear()
+    node.may_answer.set()
+    async with asyncio.timeout(20):
+        await node.created.wait()
+    node.has("terminated", exit_code=0)
+    node.answer = 200, node.kernel or {}
+    assert await running.done() == (0, "", "")
+    assert node.calls == ["create"] * node.calls.count("create") + ["delete"]
+    assert node.calls.count("create") > 1
+
+
+async def test_run_is_no_command_of_a_fleet(folder: Path) -> None:
+    done = fork_server.run("agentctl", "--fleet", f"unix:{folder}/none", "run", "a", "--", "true")
+    assert (done.returncode, "not for a fleet" in done.stderr) == (2, True)
