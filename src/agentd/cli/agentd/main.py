@@ -271,6 +271,8 @@ def check(
 
     Exit status: 0 all checks passed, 1 a check failed.
     """
+    if (image or probe) and not hardware:
+        raise click.UsageError("--image and --probe need --hardware")
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly

@@ -1,0 +1,368 @@
+"""Every parameter of every command has an effect.
+
+Each command runs twice, without a parameter and with it. What it does outside of itself (calls of
+a node, programs, daemons, output, exit status) must differ.
+"""
+
+import builtins
+import functools
+import importlib
+import io
+import json
+import os
+import re
+import secrets
+import signal
+import tempfile
+import time
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from unittest.mock import patch
+
+import click
+import pytest
+from click.testing import CliRunner
+from typing_extensions import is_typeddict
+
+from agentd import log, views
+from agentd.cli.agentctl import exec as agentctl_exec
+from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentd import hardware_check
+from agentd.cli.agentd.hardware_check import Report
+from agentd.cli.agentd.main import agentd
+from agentd.client import Client
+from agentd.client.calls import Call
+from agentd.client.errors import error_of
+from agentd.daemon import lifecycle
+from agentd.pluginhost.conformance import Conformance
+from agentd_fleet import daemon as fleet_daemon
+from agentd_fleet.cli import agentd_fleet
+from agentd_slurm.cli import agentctl_slurm, agentd_slurm
+from agentd_slurm.commands import doctor, sync
+
+USAGE = 2
+MAX_EFFECTS = 60
+"""Effects after which a command that goes on for ever is ended."""
+TIME = "2026-01-01T00:00:00Z"
+MEMBERS = {
+    "at": TIME, "created_at": TIME, "started_at": TIME, "finished_at": TIME, "expires_at": TIME,
+    "agent_id": "agent-1", "device_name": "cuda", "holder": {"ttl": 5}, "explain": {},
+    "id": "cuda0", "numa_node": 0, "exit_code": 0, "agents": ["agent-1"],
+}  # fmt: skip
+STATES = {
+    views.KernelView: "terminated", views.KernelUseView: "running", views.RuntimeView: "available",
+    views.PluginView: "ready",
+}  # fmt: skip
+
+
+class EnoughError(Exception):
+    """A command goes on for ever."""
+
+
+def sample(kind: Any) -> Any:
+    """Return an answer of this type."""
+    if is_typeddict(kind):
+        members = {n: MEMBERS.get(n, sample(of)) for n, of in get_type_hints(kind).items()}
+        return members | {"state": STATES[kind]} if kind in STATES else members
+    arguments = [argument for argument in get_args(kind) if argument is not NoneType]
+    match get_origin(kind):
+        case builtins.list:
+            return [sample(arguments[0])]
+        case builtins.dict:
+            return {sample(arguments[0]): sample(arguments[1])}
+        case typing.Literal:
+            return arguments[0]
+        case typing.Union | types.UnionType:
+            return sample(arguments[0])
+    return {str: "1", int: 1, float: 1.0, bool: True}.get(kind, {})
+
+
+KERNEL = sample(views.KernelView)
+FLEET_NODE = {"id": "n1", "state": "ready", "agents": {}, "seen_at": TIME, "url": "", "reason": ""}
+FLEET_NODE |= {"labels": {}, "generation": 1, "conflicting": []}
+ANSWERS: Sequence[tuple[str, Any]] = (
+    ("POST /v1/agents/[^/]+/kernels.*dry_run", sample(views.DecisionView)),
+    ("POST /v1/kernels.*dry_run", {**sample(views.DecisionView), "node_id": "n1", "agent_id": "1"}),
+    ("POST /v1/agents/[^/]+/claims", sample(views.ClaimView)),
+    ("POST /v1/claims/[^/]+/renew", sample(views.ClaimView)),
+    ("GET /v1/nodes/[^/]+/stats", [sample(views.KernelUseView)]),
+    ("GET /v1/kernels/[^/]+/stats", sample(views.KernelUseView)),
+    ("fleet GET /v1/stats", {"slots": {}}),
+    ("GET /v1/stats", [sample(views.KernelUseView)]),
+    ("GET /v1/kernels/removed$", error_of({"code": "UnknownKernel", "detail": "no"})),
+    ("GET /v1/kernels/[^/?]+$", KERNEL),
+    ("GET /v1/kernels", [KERNEL | {"node_id": "n1"}]),
+    ("POST /v1/.*kernels", KERNEL | {"node_id": "n1"}),
+    ("GET /v1/claims", [sample(views.ClaimView)]),
+    ("GET /v1/nodes", [FLEET_NODE]),
+    ("GET /v1/node$", sample(views.NodeView)),
+    ("GET /v1/node", sample(views.NodeView)),
+    ("GET /v1/agents/[^/]+/kernels", [KERNEL]),
+    ("GET /v1/agents", [sample(views.AgentView)]),
+    ("GET /v1/devices", [sample(views.DeviceView)]),
+    ("POST /v1/devices", sample(views.DeviceView)),
+    ("GET /v1/slot-types", [sample(views.SlotTypeView)]),
+    ("GET /v1/plugins", [sample(views.PluginView)]),
+    ("POST /v1/plugins", sample(views.PluginView)),
+    ("GET /v1/runtimes", [sample(views.RuntimeView)]),
+    ("GET /v1/whoami", sample(views.CallerView)),
+    ("POST /v1/reload", sample(views.ReloadView)),
+)
+EVENT = b'id: 1\nevent: kernel\ndata: {"kernel_id": "k1", "state": "running"}\n\n'
+
+
+class Response(io.BytesIO):
+    """The part of `http.client.HTTPResponse` that commands use."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+class Recorder:
+    """What a command does outside of itself."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._labels: dict[str, str] = {}
+
+    def add(self, *facts: Any) -> None:
+        """Note an effect, with generated ids made equal."""
+        self.seen.append(re.sub(r"[0-9a-f]{12,}", "#", repr(facts)))
+        if len(self.seen) > MAX_EFFECTS:
+            raise EnoughError
+
+    def open(self, client: Client, call: Call[Any], timeout_s: float | None = None) -> Response:
+        """Answer a call in place of `Client.open`."""
+        where = (client._socket_path, client._url, client._token)
+        self.add(*where, call.method, call.path, call.body, call.headers, timeout_s)
+        fleet = "fleet " if "fleet" in client._socket_path and call.path == "/v1/stats" else ""
+        line = f"{fleet}{call.method} {call.path}"
+        if call.body and call.path.endswith("/kernels"):
+            self._labels = call.body["labels"]
+        if "/logs" in line:
+            return Response(b"a line\n")
+        if "/events" in line:
+            return Response(EVENT)
+        answer = next((answer for path, answer in ANSWERS if re.match(path, line)), None)
+        if isinstance(answer, Exception):
+            raise answer
+        if re.match("GET /v1/kernels/[^/]+$", line):
+            answer |= {"labels": self._labels}
+        return Response(b"" if answer is None else json.dumps(answer).encode())
+
+    def noting(self, name: str, result: Any = None) -> Callable[..., Any]:
+        """Return a function that notes its arguments."""
+
+        def note(*arguments: Any, **named: Any) -> Any:
+            plain = [text for text in map(repr, arguments) if " at 0x" not in text]
+            self.add(name, plain, named, [os.environ.get(v) for v in SLURM_VARIABLES])
+            return result
+
+        return note
+
+    def noting_async(self, name: str, result: Any = None) -> Callable[..., Any]:
+        """Return a coroutine function that notes its arguments."""
+        note = self.noting(name, result)
+
+        async def noting(*arguments: Any, **named: Any) -> Any:
+            return note(*arguments, **named)
+
+        return noting
+
+    def join(self, program: str, arguments: Sequence[str]) -> None:
+        """Note what a publisher is given, in place of `os.execv`."""
+        self.add(program, os.pread(int(arguments[-1]), 1 << 16, 0))
+        os.close(int(arguments[-1]))
+        raise SystemExit(0)
+
+    def daemon(self, name: str) -> Callable[..., Any]:
+        """Return a daemon's class that notes what it would run."""
+        recorder = self
+
+        class NotedDaemon:
+            def __init__(self, settings: Any, *_: Any) -> None:
+                recorder.add(name, getattr(settings, "source", None) or str(settings))
+
+            async def run(self) -> None: ...
+
+        return NotedDaemon
+
+
+SLURM_VARIABLES = ("AGENTD_SOCKET", "AGENTD_SLURM_MAP")
+SIM = '[plugins]\nallow = ["sim"]\n[plugins.{}]\nplugin = "sim"\ncount = 1\n'
+CREDENTIALS = '[[rpc.tokens]]\nname = "one"\nfile = "/{}"\nrole = "admin"\n'
+FILES = {
+    "a.toml": f'[rpc]\nsocket = "/a.sock"\n{CREDENTIALS}{SIM.format("cuda")}',
+    "b.toml": f'[rpc]\nsocket = "/b.sock"\n{SIM.format("other")}',
+    "fleet-a.toml": '[fleet]\nname = "a"\netcd = ["http://127.0.0.1:1"]\n',
+    "fleet-b.toml": '[fleet]\nname = "b"\netcd = ["http://127.0.0.1:1"]\n',
+    "old.toml": "[agent]\n",
+    "older.toml": "[agent]\nx = 1\n",
+    "text": "secret\n",
+}
+
+
+class Effects(NamedTuple):
+    """What a command did: calls and the like, each once, and the rest of its outcome."""
+
+    calls: list[str]
+    output: str
+    status: int
+    files: Mapping[str, bytes]
+
+
+def effects_of(words: Sequence[str]) -> Effects:
+    """Run a command on files of its own, with stand-ins for what it would reach."""
+    recorder = Recorder()
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (
+            Client,
+            "open",
+            lambda client, call, timeout_s=None: recorder.open(client, call, timeout_s),
+        ),
+        (agentctl_exec, "_run", recorder.noting_async("exec", 0)),
+        (importlib.import_module("agentd.cli.agentctl.ui"), "_serve", recorder.noting_async("ui")),
+        (os, "execvpe", recorder.noting("execvpe")),
+        (os, "execv", recorder.join),
+        (time, "sleep", recorder.noting("sleep")),
+        (signal, "signal", recorder.noting("signal")),
+        (secrets, "token_urlsafe", lambda _: "token"),
+        (log, "configure", recorder.noting("log.configure")),
+        (lifecycle, "Daemon", recorder.daemon("agentd")),
+        (fleet_daemon, "GatewayDaemon", recorder.daemon("gateway")),
+        (Conformance, "run", recorder.noting_async("conformance", [])),
+        (hardware_check, "tried", recorder.noting("tried", Report("", {}, [], [], []))),
+        (sync, "run_sync", recorder.noting("sync", 0)),
+        (doctor, "checks", recorder.noting("doctor", [])),
+    ]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("AGENT", "SLURM"))}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, environ, clear=True),
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        for owner, name, stand_in in stand_ins:
+            patched.setattr(owner, name, stand_in)
+        patched.chdir(folder)
+        for name, text in FILES.items():
+            Path(name).write_text(text)
+        done = CliRunner().invoke(PROGRAMS[words[0]], words[1:])
+        files = {file.name: file.read_bytes() for file in Path().iterdir()}
+    if done.exception and not isinstance(done.exception, SystemExit | EnoughError):
+        raise AssertionError(words) from done.exception
+    output = re.sub(r"[0-9a-f]{12,}", "#", done.output.replace(folder, ""))
+    return Effects(sorted(set(recorder.seen)), output, done.exit_code, files)
+
+
+CONFIG = ("--config", "a.toml")
+OPTIONS: dict[str, Sequence[str]] = {
+    "agentctl wait --timeout": ("--for", "removed"),
+    "agentctl token create": ("--agent", "agent-1", "--file", "t1"),
+    "agentctl token create --role": ("--file", "t1"),
+    "agentctl token create --gateway": ("--file", "t1"),
+    "agentctl token revoke": CONFIG,
+    "agentd config migrate --force": ("--output", "a.toml"),
+    "agentd plugin check --image": (*CONFIG, "--hardware"),
+    "agentd plugin check --probe": (*CONFIG, "--hardware"),
+}
+"""Options of both runs, by command, or by command and parameter."""
+STATUSES = {
+    "agentctl top": 1, "agentctl fleet top": 1, "agentctl wait --timeout": 1,  # they do not end
+    "agentctl fleet nodes forget": 1,  # not confirmed
+    "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
+    "agentd config init": 1, "agentd config migrate --force": 1,  # the file exists
+    "agentd": 2, "agentd-fleet": 2,  # no subcommand
+}  # fmt: skip
+"""Exit statuses without the parameter, where that is not 0."""
+SUBCOMMANDS = {"agentctl": ("whoami",), "agentd-slurm": ("sync",)}
+"""The subcommand on which the options of a group are tried."""
+VALUES = {
+    "device": "cuda=cuda0", "mount": "/a:/b", "port": "80", "tmpfs": "/t", "ulimit": "nofile=5",
+    "slot": "cuda.device=1", "env": "a=b", "label": "a=b", "on": "a=b", "timeout": "0",
+    "config": "b.toml", "config_file": "b.toml", "token_file": "text", "pids_limit": "7",
+    "agentd check-config --config": "wrong.toml",
+    "agentd-fleet check-config --config": "wrong.toml",
+    "agentd-fleet gateway --config": "fleet-b.toml", "agentd-fleet join --config": "fleet-b.toml",
+    "tail": "7", "interval": "7.5", "count": "1", "ttl": "7", "fleet_address": "unix:/f.sock",
+}  # fmt: skip
+"""Values of options that are not any text."""
+ARGUMENTS = {
+    "agentd plugin check name": ("cuda", "none"), "device": ("cuda0", "cuda1"),
+    "file": ("a.toml", "new.toml"), "old": ("old.toml", "older.toml"),
+    "key": ("node.id", "node.runtime"),
+}  # fmt: skip
+"""Two values of each argument that is not any text."""
+
+
+def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from commands(below, f"{path} {name}")
+
+
+PROGRAMS: dict[str, click.Group] = {
+    "agentctl": agentctl, "agentd": agentd, "agentd-fleet": agentd_fleet,
+    "agentd-slurm": agentd_slurm,
+}  # fmt: skip
+ADDED = {"agentctl slurm": agentctl_slurm}
+"""Commands of other distributions."""
+COMMANDS = {
+    path: command
+    for name, program in [*PROGRAMS.items(), *ADDED.items()]
+    for path, command in commands(program, name)
+}
+
+
+def value_of(path: str, option: click.Option) -> list[str]:
+    """Return the words that follow an option: none for a flag."""
+    if option.is_flag:
+        return []
+    if isinstance(option.type, click.Choice):
+        return [next(str(c) for c in option.type.choices if c != option.default)]
+    value = VALUES.get(f"{path} {option.opts[-1]}") or VALUES.get(str(option.name))
+    return [value or ("7" if option.type is click.INT else "other")]
+
+
+def words_of(path: str, parameter: click.Parameter, *, changed: bool) -> tuple[str, ...]:
+    """Return the words of a command without a parameter, or with it."""
+    option: Sequence[str] = ()
+    if changed and isinstance(parameter, click.Option):
+        option = (parameter.opts[-1], *value_of(path, parameter))
+    if path in SUBCOMMANDS:
+        return (path, *option, *SUBCOMMANDS[path])
+    parameters = COMMANDS[path].params
+    config = CONFIG if path.startswith("agentd ") else ("--config", "fleet-a.toml")
+    has_config = any(each.name == "config_file" for each in parameters)
+    options = OPTIONS.get(path, config if has_config else ())
+    options = OPTIONS.get(f"{path} {parameter.opts[-1]}", options)
+    arguments = []
+    for each in parameters:
+        if isinstance(each, click.Argument):
+            values = ARGUMENTS.get(f"{path} {each.name}") or ARGUMENTS.get(str(each.name))
+            arguments.append((values or ("one", "other"))[changed and each is parameter])
+    return (*path.split(), *options, *option, *arguments)
+
+
+@pytest.mark.parametrize("path", [path for path, command in COMMANDS.items() if command.params])
+def test_each_parameter_has_an_effect(path: str) -> None:
+    effects, unused = functools.cache(effects_of), []
+    for parameter in COMMANDS[path].params:
+        name = f"{path} {parameter.opts[-1]}"
+        words = words_of(path, parameter, changed=False)
+        changed = effects(words_of(path, parameter, changed=True))
+        assert effects(words).status == STATUSES.get(name, STATUSES.get(path, 0)), effects(words)
+        assert changed.status != USAGE, (name, changed)
+        if changed == effects(words):
+            unused.append(name)
+    assert unused == []
+    assert effects_of(words) == effects(words), "the effects differ from run to run"
+
+
+@pytest.mark.parametrize("option", ["--image", "--probe"])
+def test_option_of_a_hardware_check_is_refused_without_it(option: str) -> None:
+    done = effects_of(("agentd", "plugin", "check", *CONFIG, option, "x", "cuda"))
+    assert (done.status, "--hardware" in done.output, done.calls) == (USAGE, True, [])
