@@ -46,7 +46,7 @@ from agentd_slurm.commands import doctor, sync
 
 USAGE = 2
 MAX_EFFECTS = 60
-"""Effects after which a command that goes on for ever is ended."""
+"""Effects after which a command that goes on without an end is ended."""
 TIME = "2026-01-01T00:00:00Z"
 MEMBERS = {
     "at": TIME, "created_at": TIME, "started_at": TIME, "finished_at": TIME, "expires_at": TIME,
@@ -60,7 +60,7 @@ STATES = {
 
 
 class EnoughError(Exception):
-    """A command goes on for ever."""
+    """A command goes on without an end."""
 
 
 def sample(kind: Any) -> Any:
@@ -122,16 +122,16 @@ class Response(io.BytesIO):
 
 
 class Recorder:
-    """What a command does outside of itself."""
+    """Recorded effects of a command, and the answers to its calls."""
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.calls: list[str] = []
         self._labels: dict[str, str] = {}
 
     def add(self, *facts: Any) -> None:
-        """Note an effect, with generated ids made equal."""
-        self.seen.append(re.sub(r"[0-9a-f]{12,}", "#", repr(facts)))
-        if len(self.seen) > MAX_EFFECTS:
+        """Record an effect, with generated ids made equal."""
+        self.calls.append(re.sub(r"[0-9a-f]{12,}", "#", repr(facts)))
+        if len(self.calls) > MAX_EFFECTS:
             raise EnoughError
 
     def open(self, client: Client, call: Call[Any], timeout_s: float | None = None) -> Response:
@@ -150,45 +150,45 @@ class Recorder:
         if isinstance(answer, Exception):
             raise answer
         if re.match("GET /v1/kernels/[^/]+$", line):
-            answer |= {"labels": self._labels}
+            answer = {**KERNEL, "labels": self._labels}
         return Response(b"" if answer is None else json.dumps(answer).encode())
 
-    def noting(self, name: str, result: Any = None) -> Callable[..., Any]:
-        """Return a function that notes its arguments."""
+    def function(self, name: str, result: Any = None) -> Callable[..., Any]:
+        """Return a function that records its arguments."""
 
-        def note(*arguments: Any, **named: Any) -> Any:
+        def record(*arguments: Any, **named: Any) -> Any:
             plain = [text for text in map(repr, arguments) if " at 0x" not in text]
             self.add(name, plain, named, [os.environ.get(v) for v in SLURM_VARIABLES])
             return result
 
-        return note
+        return record
 
-    def noting_async(self, name: str, result: Any = None) -> Callable[..., Any]:
-        """Return a coroutine function that notes its arguments."""
-        note = self.noting(name, result)
+    def async_recorder(self, name: str, result: Any = None) -> Callable[..., Any]:
+        """Return a coroutine function that records its arguments."""
+        record = self.function(name, result)
 
-        async def noting(*arguments: Any, **named: Any) -> Any:
-            return note(*arguments, **named)
+        async def function(*arguments: Any, **named: Any) -> Any:
+            return record(*arguments, **named)
 
-        return noting
+        return function
 
     def join(self, program: str, arguments: Sequence[str]) -> None:
-        """Note what a publisher is given, in place of `os.execv`."""
+        """Record the request to a publisher, in place of `os.execv`."""
         self.add(program, os.pread(int(arguments[-1]), 1 << 16, 0))
         os.close(int(arguments[-1]))
         raise SystemExit(0)
 
     def daemon(self, name: str) -> Callable[..., Any]:
-        """Return a daemon's class that notes what it would run."""
+        """Return a daemon's class that records its settings."""
         recorder = self
 
-        class NotedDaemon:
+        class RecordedDaemon:
             def __init__(self, settings: Any, *_: Any) -> None:
                 recorder.add(name, getattr(settings, "source", None) or str(settings))
 
             async def run(self) -> None: ...
 
-        return NotedDaemon
+        return RecordedDaemon
 
 
 SLURM_VARIABLES = ("AGENTD_SOCKET", "AGENTD_SLURM_MAP")
@@ -206,7 +206,7 @@ FILES = {
 
 
 class Effects(NamedTuple):
-    """What a command did: calls and the like, each once, and the rest of its outcome."""
+    """The effects of a command: its calls, each once, and the rest of its outcome."""
 
     calls: list[str]
     output: str
@@ -223,20 +223,24 @@ def effects_of(words: Sequence[str]) -> Effects:
             "open",
             lambda client, call, timeout_s=None: recorder.open(client, call, timeout_s),
         ),
-        (agentctl_exec, "_run", recorder.noting_async("exec", 0)),
-        (importlib.import_module("agentd.cli.agentctl.ui"), "_serve", recorder.noting_async("ui")),
-        (os, "execvpe", recorder.noting("execvpe")),
+        (agentctl_exec, "_run", recorder.async_recorder("exec", 0)),
+        (
+            importlib.import_module("agentd.cli.agentctl.ui"),
+            "_serve",
+            recorder.async_recorder("ui"),
+        ),
+        (os, "execvpe", recorder.function("execvpe")),
         (os, "execv", recorder.join),
-        (time, "sleep", recorder.noting("sleep")),
-        (signal, "signal", recorder.noting("signal")),
+        (time, "sleep", recorder.function("sleep")),
+        (signal, "signal", recorder.function("signal")),
         (secrets, "token_urlsafe", lambda _: "token"),
-        (log, "configure", recorder.noting("log.configure")),
+        (log, "configure", recorder.function("log.configure")),
         (lifecycle, "Daemon", recorder.daemon("agentd")),
         (fleet_daemon, "GatewayDaemon", recorder.daemon("gateway")),
-        (Conformance, "run", recorder.noting_async("conformance", [])),
-        (hardware_check, "tried", recorder.noting("tried", Report("", {}, [], [], []))),
-        (sync, "run_sync", recorder.noting("sync", 0)),
-        (doctor, "checks", recorder.noting("doctor", [])),
+        (Conformance, "run", recorder.async_recorder("conformance", [])),
+        (hardware_check, "tried", recorder.function("tried", Report("", {}, [], [], []))),
+        (sync, "run_sync", recorder.function("sync", 0)),
+        (doctor, "checks", recorder.function("doctor", [])),
     ]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("AGENT", "SLURM"))}
     with (
@@ -254,7 +258,7 @@ def effects_of(words: Sequence[str]) -> Effects:
     if done.exception and not isinstance(done.exception, SystemExit | EnoughError):
         raise AssertionError(words) from done.exception
     output = re.sub(r"[0-9a-f]{12,}", "#", done.output.replace(folder, ""))
-    return Effects(sorted(set(recorder.seen)), output, done.exit_code, files)
+    return Effects(sorted(set(recorder.calls)), output, done.exit_code, files)
 
 
 CONFIG = ("--config", "a.toml")

@@ -159,11 +159,11 @@ class ScriptedNode:
         """Status and content of the answer to a create; None closes the connection."""
         self.kernel: dict[str, Any] | None = None
         self.labels: dict[str, str] = {}
-        self.looked_up = asyncio.Semaphore(0)
+        self.lookups = asyncio.Semaphore(0)
         self.calls: list[str] = []
 
-    def has(self, state: str, **members: Any) -> None:
-        """Add the kernel of the create."""
+    def set_kernel(self, state: str, **members: Any) -> None:
+        """Set the kernel that the create made."""
         self.kernel = {"labels": self.labels, "state": state, "exit_code": None, **members}
 
     async def create(self, request: web.Request) -> web.Response:
@@ -179,7 +179,7 @@ class ScriptedNode:
         return web.json_response(content, status=status)
 
     async def show(self, _: web.Request) -> web.Response:
-        self.looked_up.release()
+        self.lookups.release()
         if self.kernel is None:
             return web.json_response({"code": "UnknownKernel", "detail": "no"}, status=404)
         return web.json_response(self.kernel)
@@ -189,7 +189,7 @@ class ScriptedNode:
 
     async def stop(self, _: web.Request) -> web.Response:
         self.calls.append("stop")
-        self.has("terminated", exit_code=143)
+        self.set_kernel("terminated", exit_code=143)
         return web.json_response(self.kernel)
 
     async def delete(self, _: web.Request) -> web.Response:
@@ -227,11 +227,11 @@ async def test_early_signal_leaves_the_kernel_of_another(
     node: ScriptedNode, folder: Path, words: tuple[str, ...]
 ) -> None:
     running = await created(node, folder, *words)
-    node.has("running", labels={RUN_LABEL: "0" * 16})
+    node.set_kernel("running", labels={RUN_LABEL: "0" * 16})
     running.send(signal.SIGINT)
     async with asyncio.timeout(20):
         for _ in range(3):
-            await node.looked_up.acquire()
+            await node.lookups.acquire()
     node.answer = 409, {"code": "KernelConflict", "detail": "another request"}
     node.may_answer.set()
     assert await running.done() == (130, "", "")
@@ -244,8 +244,8 @@ async def test_signal_stops_a_kernel_whose_answer_was_lost(
     running = await created(node, folder)
     running.send(signal.SIGTERM)
     async with asyncio.timeout(20):
-        await node.looked_up.acquire()  # it is not there yet
-    node.has("running")
+        await node.lookups.acquire()  # it is not there yet
+    node.set_kernel("running")
     node.may_answer.set()
     assert await running.done() == (143, "", "")
     assert node.calls == ["create", "stop"]
@@ -257,7 +257,7 @@ async def test_signal_before_any_outcome_creates_nothing_more(
     running = await created(node, folder, "--rm")
     running.send(signal.SIGTERM)
     async with asyncio.timeout(20):
-        await node.looked_up.acquire()
+        await node.lookups.acquire()
     node.may_answer.set()
     assert await running.done() == (143, "", "")
     assert node.calls == ["create"]
@@ -274,7 +274,7 @@ async def test_unanswered_create_ends_after_a_signal(node: ScriptedNode, folder:
 async def test_refused_create_deletes_its_kernel_alone(node: ScriptedNode, folder: Path) -> None:
     """A proxy's refusal says nothing about the kernel: its label does."""
     running = await created(node, folder, "--rm")
-    node.has("running")
+    node.set_kernel("running")
     node.answer = 502, {"code": "Internal", "detail": "bad gateway"}
     node.may_answer.set()
     assert (await running.done()).status == 125
@@ -288,7 +288,7 @@ async def test_long_create_is_repeated_after_a_restart(node: ScriptedNode, folde
     node.may_answer.set()
     async with asyncio.timeout(20):
         await node.created.wait()
-    node.has("terminated", exit_code=0)
+    node.set_kernel("terminated", exit_code=0)
     node.answer = 200, node.kernel or {}
     assert await running.done() == (0, "", "")
     assert node.calls == ["create"] * node.calls.count("create") + ["delete"]

@@ -29,6 +29,7 @@ from agentd.errors import (
     KernelConflict,
     Unavailable,
     UnknownKernel,
+    Unreachable,
 )
 from agentd.service.exit_status import ExitStatus
 from agentd.views import KernelView
@@ -109,14 +110,13 @@ class Run:
         deadline = math.inf
         while True:
             is_bounded = signals and self._is_created is None
-            left_s = max(0.0, deadline - time.monotonic()) if is_bounded else None
+            remaining_s = max(0.0, deadline - time.monotonic()) if is_bounded else None
             try:
-                event = self._events.get(timeout=left_s)
+                event = self._events.get(timeout=remaining_s)
             except queue.Empty:
-                if self._is_created is None:
-                    self._warn_unresolved("its create was not answered")
-                    return SIGNALLED + signals[0]
-                continue
+                if self._is_created is not None:
+                    continue
+                event = Unreachable("its create was not answered")
             match event:
                 case signal.Signals() as number:
                     self._is_signalled = True
@@ -127,7 +127,7 @@ class Run:
                     is_gone = isinstance(error, UnknownKernel) or not self._is_created
                     if signals and is_gone:  # the signal cancelled its create
                         if isinstance(error, Unavailable):
-                            self._warn_unresolved(str(error))
+                            say(f"agentctl: kernel {self._kernel_id} may exist: {error}", err=True)
                         return SIGNALLED + signals[0]
                     RpcProblem.of(error).show()
                     return _status_of(error)
@@ -136,9 +136,6 @@ class Run:
                         say(f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True)
                         return ExitStatus.NOT_CREATED
                     return kernel["exit_code"]
-
-    def _warn_unresolved(self, reason: str) -> None:
-        say(f"agentctl: kernel {self._kernel_id} may exist: {reason}", err=True)
 
     def _start(self, act: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=act, args=arguments, daemon=True).start()
