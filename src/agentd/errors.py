@@ -241,7 +241,7 @@ class ClaimConflict(RequestError):
 
 
 class TooManyClaims(RequestError):
-    """The node has reached the maximum of claims."""
+    """The node has reached the maximum of claims, or the claim's labels exceed a bound."""
 
     code = "TooManyClaims"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentd.client.paths import next_query
 from daemon import AGENTS, Answer, Daemon, gpus
 from daemon_pool import Serving
 
@@ -317,12 +318,14 @@ async def test_an_invalid_holder_is_refused(node: Daemon, holder: dict[str, Any]
     assert await node.get("/v1/claims") == []
 
 
-async def test_a_page_starts_after_a_claim_that_has_ended(node: Daemon) -> None:
+async def test_cursor_of_a_claim_that_has_ended_stays_valid(node: Daemon) -> None:
     for number in range(3):
         await claimed(node, f"c{number}", slots={"cpu": 1})
     page = await node.call("GET", "/v1/claims?limit=1")
     assert [each["claim_id"] for each in page.json] == ["c0"]
     assert (await node.call("DELETE", "/v1/claims/c0")).status == 204
-    rest = await node.get("/v1/claims?limit=5&after=c0")
-    assert [each["claim_id"] for each in rest] == ["c1", "c2"]
-    assert (await node.call("GET", "/v1/claims?after=never")).status == 422
+    rest = await node.get(f"/v1/claims?{next_query(page.headers['Link'])}")
+    assert [each["claim_id"] for each in rest] == ["c1"]
+    rest = await node.get("/v1/claims?limit=5&after=c1")
+    assert [each["claim_id"] for each in rest] == ["c2"]
+    assert (await node.call("GET", "/v1/claims?after=c0")).status == 422

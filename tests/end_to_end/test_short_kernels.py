@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from agentd.client.paths import next_query
 from daemon import Daemon
 from daemon_pool import Serving
 
@@ -47,13 +48,17 @@ async def test_each_end_of_a_short_command_is_logged_once(serving: Serving) -> N
     assert ended == Counter(names)
 
 
-async def test_page_begins_after_a_kernel_removed_before_a_restart(plain: Daemon) -> None:
+async def test_cursor_of_a_removed_kernel_outlasts_a_restart(plain: Daemon) -> None:
     await plain.start()
     for kernel_id in ("k1", "k2", "k3"):
         await plain.running(kernel_id=kernel_id, slots={"cpu": 0, "mem": "16m"})
+    page = await plain.call("GET", "/v1/kernels?limit=1&after=k1")
+    assert [kernel["kernel_id"] for kernel in page.json] == ["k2"]
     await plain.call("DELETE", "/v1/kernels/k2?timeout=0")
     await plain.restart(number=signal.SIGKILL)
-    after = await plain.get("/v1/kernels?limit=1&after=k2")
+    cursor = next_query(page.headers["Link"])
+    after = await plain.get(f"/v1/kernels?{cursor}")
     assert [kernel["kernel_id"] for kernel in after] == ["k3"]
-    unknown = await plain.call("GET", "/v1/kernels?after=k4")
-    assert (unknown.status, unknown.json["code"]) == (422, "InvalidRequest")
+    for unknown in ("k2", "k4", "1~", "~k1", "-1~k1", "1~../x", "9" * 19 + "~k1", ""):
+        answer = await plain.call("GET", f"/v1/kernels?after={unknown}")
+        assert (answer.status, answer.json["code"]) == (422, "InvalidRequest"), unknown

@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.allocation.ports import Port
+from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.devices import DeviceId
-from agentd.core.kernel.states import Kernel, KernelState
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.core.labels import MAX_AGENT_BYTES
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
 from agentd.events import EventLog
@@ -159,3 +161,29 @@ def test_recreated_kernel_never_looks_unchanged(state: NodeState) -> None:
     state.drop("k1")
     state.put(kernel())
     assert not state.is_unchanged("k1", since)
+
+
+def test_labels_of_what_has_ended_do_not_count(state: NodeState) -> None:
+    large = {"a": "x" * (MAX_AGENT_BYTES - 1)}
+    one = {"a": ""}
+    claim = Claim("c1", "a", NameHolder("n"), "hash", 1.0, "boot", labels=large)
+    labelled = KernelSpec("k2", "a", (), "hash", labels=one)
+
+    def fits() -> bool:
+        return state.label_excess(labelled) is None
+
+    assert fits()
+    state.put(kernel(labels=large))
+    assert not fits()
+    assert state.label_excess(KernelSpec("k2", "b", (), "hash", labels=one)) is None
+    state.put(kernel(state=KernelState.TERMINATED, labels=large))
+    assert fits()
+    state.put(kernel(labels=large))
+    state.drop("k1")
+    assert fits()
+    state.put_claim(claim)
+    state.put_claim(replace(claim, boot_id="other"))
+    assert not fits()
+    state.drop_claim("c1")
+    state.drop_claim("c1")
+    assert fits()

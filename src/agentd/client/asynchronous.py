@@ -277,7 +277,8 @@ class AsyncClient(Transport):
             await asyncio.sleep(RECONNECT_S)
 
     async def metrics(self) -> str:
-        return (await self._content(calls.metrics(), self._timeout_s)).decode()
+        content, _ = await self._answer(calls.metrics(), self._timeout_s)
+        return content.decode()
 
     async def openapi(self) -> dict[str, Any]:
         return await self.carry_out(calls.openapi())
@@ -287,18 +288,6 @@ class AsyncClient(Transport):
 
     async def ready(self) -> None:
         await self.carry_out(calls.ready())
-
-    async def all_kernels(
-        self, agent_id: str | None = None, *, page: int = 500
-    ) -> AsyncIterator[KernelView]:
-        """Yield every kernel, page by page, so that no answer is large."""
-        after: str | None = None
-        while found := await self.kernels(agent_id, limit=page, after=after):
-            for kernel in found:
-                yield kernel
-            if len(found) < page:
-                return
-            after = found[-1]["kernel_id"]
 
 
 async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:

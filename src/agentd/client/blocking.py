@@ -115,23 +115,33 @@ class Client:
         return response
 
     def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
-        """Make a call, and repeat it while the daemon is not ready for it.
+        """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
 
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
         """
+        content, link = self._answer(call, timeout_s)
+        answer = content_of(content)
+        page = call.next_page(link)
+        while page is not None:
+            content, link = self._answer(page, timeout_s)
+            answer += content_of(content)
+            page = page.next_page(link)
+        return cast("T", answer)
+
+    def _answer(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
+        """Return the content and the header `Link` of an answer."""
         end = time.monotonic() + self._retry_s
         while True:
             try:
-                content = self.open(call, timeout_s).read()
+                response = self.open(call, timeout_s)
+                return response.read(), response.headers.get("Link")
             except Unavailable as error:
                 if not call.is_worth_another(error, end - time.monotonic()):
                     raise
                 time.sleep(error.retry_after_s)
             except (OSError, http.client.HTTPException) as error:
                 raise unreachable(self._where, error) from None
-            else:
-                return cast("T", content_of(content))
 
     def node(self, *, check: bool = False) -> NodeView:
         return self.carry_out(calls.node(check=check))

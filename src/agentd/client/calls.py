@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Self, TypeVar
 
-from agentd.client.paths import at
+from agentd.client.paths import at, next_query
 from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
@@ -35,17 +35,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One call; `T` is its answer's type. One that `is_repeatable` may be sent again."""
+    """One call; `T` is its answer's type. One that `is_repeatable` may be sent again.
+
+    One that `is_paged` asks for a list without a limit: the clients read all of its pages.
+    """
 
     method: str
     path: str
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     is_repeatable: bool = True
+    is_paged: bool = False
 
     def is_worth_another(self, refusal: Unavailable, left_s: float) -> bool:
         """Return whether to send it again: what `refusal` asks to wait for fits what is left."""
         return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= left_s
+
+    def next_page(self, link: str | None) -> Self | None:
+        """Return the call for the page after an answer with the header `Link`, if there is one.
+
+        It has the path of this call: only the query is taken from the header.
+        """
+        query = next_query(link) if self.is_paged else None
+        path = self.path.partition("?")[0]
+        return None if query is None else replace(self, path=f"{path}?{query}")
 
 
 def node(*, check: bool = False) -> Call[NodeView]:
@@ -151,7 +164,7 @@ def kernels(
     states = [state] if isinstance(state, str) else list(state or ())
     wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
     query = {"state": states, "label": wanted, "limit": limit, "after": after, "claim": claim}
-    return Call("GET", at(*place, **query))
+    return Call("GET", at(*place, **query), is_paged=limit is None)
 
 
 def kernel(kernel_id: str) -> Call[KernelView]:
@@ -185,7 +198,8 @@ def claims(
 ) -> Call[list[ClaimView]]:
     """`GET /v1/claims`."""
     wanted = [f"{name}={value}" for name, value in (labels or {}).items()]
-    return Call("GET", at("claims", agent=agent_id, label=wanted, limit=limit, after=after))
+    path = at("claims", agent=agent_id, label=wanted, limit=limit, after=after)
+    return Call("GET", path, is_paged=limit is None)
 
 
 def claim(claim_id: str) -> Call[ClaimView]:

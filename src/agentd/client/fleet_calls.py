@@ -38,7 +38,7 @@ def uses(node_id: str) -> Call[list[KernelUseView]]:
 
 def kernels(node: tuple[str, ...] = (), **filters: object) -> Call[list[dict[str, Any]]]:
     """`GET /v1/kernels`."""
-    return Call("GET", at("kernels", node=node, **filters))
+    return Call("GET", at("kernels", node=node, **filters), is_paged=True)
 
 
 def devices(node: tuple[str, ...] = ()) -> Call[list[dict[str, Any]]]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, urlencode
 
 from agentd.errors import InvalidRequest, Problem
 
 _RAW = "surrogateescape"
 """Command line bytes that are not UTF-8 are sent unchanged; the daemon refuses them."""
+
+_NEXT = re.compile(r'<[^<>?]*\?([^<>#]+)[^<>]*>\s*;\s*rel="?next"?')
+
+
+def next_query(link: str | None) -> str | None:
+    """Return the query of the next page in the header `Link` (RFC 8288), None if it has none."""
+    found = _NEXT.search(link or "")
+    return found[1] if found else None
 
 
 def at(*parts: str, **query: object) -> str:

@@ -60,15 +60,23 @@ class Transport:
             self._session = None
 
     async def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
-        """Make a call, and repeat it while the daemon is not ready for it.
+        """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
 
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
         """
-        content = await self._content(call, self._timeout_s if timeout_s is None else timeout_s)
-        return cast("T", content_of(content))
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        content, link = await self._answer(call, timeout_s)
+        answer = content_of(content)
+        page = call.next_page(link)
+        while page is not None:
+            content, link = await self._answer(page, timeout_s)
+            answer += content_of(content)
+            page = page.next_page(link)
+        return cast("T", answer)
 
-    async def _content(self, call: Call[Any], timeout_s: float) -> bytes:
+    async def _answer(self, call: Call[Any], timeout_s: float) -> tuple[bytes, str | None]:
+        """Return the content and the header `Link` of an answer."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self._timeout_s
         try:
@@ -76,7 +84,7 @@ class Transport:
                 while True:
                     try:
                         async with await self._opened(call) as response:
-                            return await response.read()
+                            return await response.read(), response.headers.get("Link")
                     except Unavailable as error:
                         if not call.is_worth_another(error, end - loop.time()):
                             raise

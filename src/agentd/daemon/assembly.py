@@ -323,7 +323,6 @@ class Assembly:
             services.kernels,
             services.execs,
             services.statistics,
-            self._store.removed,
         )
         table = routes(
             site,

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from agentd.core.kernel.states import KERNEL_ID
+from agentd.core.labels import MAX_LABELS_BYTES, size_of
 from agentd.core.names import did_you_mean
 from agentd.core.slots import (
     WrittenFloat,
@@ -39,6 +40,10 @@ MAX_PARTS = 8192
 
 MAX_VARIABLES = 1024
 """Maximum entries of an object whose keys the client chooses: variables, labels."""
+
+
+MAX_COMMAND_BYTES = 128 << 10
+"""Maximum bytes of all words of a command."""
 
 
 MAX_NAME, MAX_PATH = 256, 4095
@@ -101,7 +106,18 @@ Words = Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)]
 Names = Annotated[list[Name], Field(min_length=1, max_length=MAX_WORDS, fail_fast=True)]
 
 
-Labels = Annotated[dict[Name, Text], Field(max_length=MAX_VARIABLES)]
+def _within_bytes(labels: dict[str, str]) -> dict[str, str]:
+    if (size := size_of(labels)) > MAX_LABELS_BYTES:
+        raise ValueError(f"{size} bytes in all labels exceed the limit of {MAX_LABELS_BYTES}")
+    return labels
+
+
+_Label = Annotated[str, Field(max_length=MAX_LABELS_BYTES, pattern=_NO_NUL)]
+
+
+Labels = Annotated[
+    dict[Name, _Label], Field(max_length=MAX_VARIABLES), AfterValidator(_within_bytes)
+]
 
 
 _Variable = Annotated[str, Field(max_length=MAX_NAME, pattern=_NO_EQUALS)]
@@ -115,6 +131,8 @@ def _executable(words: list[str]) -> list[str]:
         raise ValueError("expected a non-empty first word in the command")
     if words and len(words[0].encode(errors="replace")) > MAX_PATH:
         raise ValueError(f"the first word is longer than {MAX_PATH} bytes, the limit for a path")
+    if (size := sum(len(word.encode(errors="replace")) for word in words)) > MAX_COMMAND_BYTES:
+        raise ValueError(f"{size} bytes in all words exceed the limit of {MAX_COMMAND_BYTES}")
     return words
 
 

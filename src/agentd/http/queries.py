@@ -80,6 +80,9 @@ def _number(text: str) -> float:
 
 
 MAX_PAGE = 1000
+"""Entries of a page of a list: the maximum, and the default."""
+MAX_PAGE_BYTES = 4 << 20
+"""Bytes of JSON after which a page ends."""
 
 
 def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
@@ -97,15 +100,13 @@ def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
     return found
 
 
-def read_limit(query: MultiMapping[str]) -> int | None:
-    """Parse `limit`; None if absent.
+def read_limit(query: MultiMapping[str]) -> int:
+    """Parse `limit`; `MAX_PAGE` if absent.
 
     Raises:
         InvalidRequest: the value is not 1 to `MAX_PAGE`.
     """
-    text = query.get("limit")
-    if text is None:
-        return None
+    text = query.get("limit", f"{MAX_PAGE}")
     if not (text.isascii() and text.isdigit() and len(text) < len("10000")) or not (
         1 <= int(text) <= MAX_PAGE
     ):

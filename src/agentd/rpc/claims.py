@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from agentd.core.access import Caller, Role
@@ -20,8 +21,9 @@ from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_claim, peer_of
-from agentd.http.queries import body_of, read_labels, read_limit
+from agentd.http.queries import body_of
 from agentd.rpc import rendering
+from agentd.rpc.pages import answer_page
 from agentd.rpc.requests import (
     CreateClaimRequest,
     EditsRequest,
@@ -101,27 +103,17 @@ class ClaimHandlers:
 
     async def list_claims(self, request: web.Request) -> web.Response:
         """List the claims that hold devices, the oldest first."""
-        query, caller = request.query, caller_of(request)
-        labels, limit = read_labels(query), read_limit(query)
-        visible = [s for s in self._service.all() if caller.sees(s.claim.agent_id)]
-        if (agent := query.get("agent")) is not None:
-            visible = [status for status in visible if status.claim.agent_id == agent]
-        if (after := query.get("after")) is not None:
-            last = self._service.known(after)
-            if last is None or not caller.sees(last.agent_id):
-                raise InvalidRequest([Problem("after", f"unknown claim {after!r}")])
-            visible = [status for status in visible if status.claim.order > last.order]
-        found = [
-            status
-            for status in visible
-            if all(status.claim.labels.get(name) == value for name, value in labels)
+        caller, agent = caller_of(request), request.query.get("agent")
+        claims = [
+            claim
+            for claim in self._service.recorded()
+            if caller.sees(claim.agent_id) and agent in (None, claim.agent_id)
         ]
-        headers = {}
-        if limit is not None and len(found) > limit:
-            found = found[:limit]
-            url = request.rel_url.update_query(after=found[-1].claim.claim_id)
-            headers["Link"] = f'<{url}>; rel="next"'
-        return answer([self._view(status) for status in found], headers=headers)
+        return answer_page(
+            request,
+            claims,
+            lambda claim: msgspec.json.encode(self._view(self._service.status(claim))),
+        )
 
     async def get_claim(self, request: web.Request) -> web.Response:
         """Show one claim."""

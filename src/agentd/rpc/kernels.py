@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
+from multidict import MultiMapping
 
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.core.kernel.states import Kernel
+from agentd.core.kernel.states import Kernel, KernelState
+from agentd.errors import InvalidRequest, Problem
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_kernel
@@ -18,7 +20,7 @@ from agentd.http.streaming.streams import stream_log
 from agentd.rpc import rendering
 from agentd.rpc.exec import run_over
 from agentd.rpc.log_query import read_log_query
-from agentd.rpc.pages import CreationOrder, Encodings, Removed
+from agentd.rpc.pages import Encodings, answer_page
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.rpc.usage import usage_view
 from agentd.services.access import Access
@@ -42,7 +44,6 @@ class KernelHandlers:
         service: KernelService,
         execs: Execs,
         statistics: Statistics,
-        removed: Removed | None = None,
     ) -> None:
         self._site = site
         self._state = state
@@ -51,9 +52,7 @@ class KernelHandlers:
         self._service = service
         self._execs = execs
         self._statistics = statistics
-        self._order = CreationOrder(removed)
         self._encodings = Encodings()
-        state.listen(self._order.note)
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
@@ -91,14 +90,14 @@ class KernelHandlers:
             kernels = [kernel for kernel in kernels if kernel.claim_id == claim]
         if agent is not None and not kernels:
             self._devices.partition(agent)
-        page = self._order.page(kernels, request.query, caller_of(request))
-        body = self._encodings.of(page.kernels, self._devices.inventory)
         self._encodings.keep_only(self._state.kernels)
-        headers = {}
-        if page.next_after is not None:
-            url = request.rel_url.update_query(after=page.next_after)
-            headers["Link"] = f'<{url}>; rel="next"'
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        states = _read_states(request.query)
+        return answer_page(
+            request,
+            kernels,
+            lambda kernel: self._encodings.of(kernel, self._devices.inventory),
+            lambda kernel: kernel.state in states,
+        )
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
@@ -151,3 +150,17 @@ class KernelHandlers:
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)
+
+
+def _read_states(query: MultiMapping[str]) -> frozenset[KernelState]:
+    """Parse the repeatable parameter `state`; absent means every state.
+
+    Raises:
+        InvalidRequest: a state is unknown.
+    """
+    known = [state.value for state in KernelState]
+    requested = query.getall("state", known)
+    if unknown := sorted(set(requested) - set(known)):
+        why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
+        raise InvalidRequest([Problem("state", why)])
+    return frozenset(map(KernelState, requested))

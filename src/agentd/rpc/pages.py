@@ -1,107 +1,79 @@
-"""Lists of kernels: filters, order and pages."""
+"""Lists of kernels and claims: their order and their pages.
+
+A list has the order of creation. A page ends after `limit` entries, or after `MAX_PAGE_BYTES`, so
+that no answer takes the event loop for long; the header `Link` then has the next page.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import TypeAlias, TypeVar
 
 import msgspec
-from multidict import MultiMapping
+from aiohttp import web
 
-from agentd.core.access import Caller
+from agentd.core.claim.claim import Claim
 from agentd.core.devices import Inventory
-from agentd.core.kernel.states import STARTING, Kernel, KernelState, RemovedKernel
+from agentd.core.kernel.states import KERNEL_ID, Kernel
 from agentd.errors import InvalidRequest, Problem
-from agentd.http.queries import read_labels, read_limit
+from agentd.http.queries import MAX_PAGE_BYTES, read_labels, read_limit
 from agentd.rpc.rendering import kernel_view
 
-MOST_REMOVED = 16_384
-"""Removed kernels that `after` may still name."""
+AFTER = rf"([0-9]{{1,18}}~)?{KERNEL_ID}"
+"""The pattern of `after`: an id, or the cursor of `Link`."""
+_CURSOR = re.compile(rf"([0-9]{{1,18}})~({KERNEL_ID})")
+_Position: TypeAlias = tuple[int, str]
+"""The position in a list: microseconds since the epoch at the creation, and the id."""
+_T = TypeVar("_T", Kernel, Claim)
 
 
-class Page(NamedTuple):
-    """One page of a list; `next_after` starts the next one, None on the last."""
+def answer_page(
+    request: web.Request,
+    listed: Iterable[_T],
+    encode: Callable[[_T], bytes],
+    is_selected: Callable[[_T], bool] = lambda _: True,
+) -> web.Response:
+    """Answer with the page that `label`, `limit` and `after` select of a list.
 
-    kernels: Sequence[Kernel]
-    next_after: str | None
-
-
-class Removed(Protocol):
-    """A store of the creation times of removed kernels, kept over restarts."""
-
-    def load(self) -> Sequence[RemovedKernel]: ...
-
-    def add(self, kernel: RemovedKernel) -> None: ...
-
-
-class CreationOrder:
-    """The order of creation, including recently removed kernels."""
-
-    def __init__(self, lasting: Removed | None = None) -> None:
-        self._lasting = lasting
-        places = lasting.load() if lasting is not None else ()
-        self._removed = OrderedDict((place.kernel_id, place) for place in places)
-
-    def note(self, before: Kernel | None, now: Kernel | None) -> None:
-        """Remember a removed kernel; a create that failed is not remembered."""
-        if now is not None or before is None or before.state in STARTING:
-            return
-        place = RemovedKernel(before.created_at, before.kernel_id, before.agent_id)
-        self._removed[place.kernel_id] = place
-        self._removed.move_to_end(place.kernel_id)
-        if len(self._removed) > MOST_REMOVED:
-            self._removed.popitem(last=False)
-        if self._lasting is not None:
-            self._lasting.add(place)
-
-    def page(self, kernels: Iterable[Kernel], query: MultiMapping[str], caller: Caller) -> Page:
-        """Return the kernels that a query selects with `state`, `label`, `limit` and `after`.
-
-        Raises:
-            InvalidRequest: a parameter is invalid, or `after` names an unknown kernel.
-        """
-        states, labels = _states(query), read_labels(query)
-        limit = read_limit(query)
-        found = sorted(kernels, key=_place)
-        after = query.get("after")
-        if after is not None:
-            place = self._place_of(after, found, caller)
-            found = [kernel for kernel in found if _place(kernel) > place]
-        found = [
-            kernel
-            for kernel in found
-            if (not states or kernel.state in states)
-            and all(kernel.labels.get(name) == value for name, value in labels)
-        ]
-        if limit is None or len(found) <= limit:
-            return Page(found, None)
-        return Page(found[:limit], found[limit - 1].kernel_id)
-
-    def _place_of(
-        self, kernel_id: str, visible: Iterable[Kernel], caller: Caller
-    ) -> tuple[float, str]:
-        for kernel in visible:
-            if kernel.kernel_id == kernel_id:
-                return _place(kernel)
-        removed = self._removed.get(kernel_id)
-        if removed is not None and caller.sees(removed.agent_id):
-            return removed.created_at, removed.kernel_id
-        why = f"unknown kernel {kernel_id!r} (also among the last {MOST_REMOVED} removed ones)"
-        raise InvalidRequest([Problem("after", why)])
+    Raises:
+        InvalidRequest: a parameter is invalid, or `after` is neither a cursor nor a listed id.
+    """
+    query = request.query
+    limit, labels, after = read_limit(query), read_labels(query), query.get("after")
+    ordered = sorted(listed, key=_position)
+    start = 0 if after is None else bisect_right(ordered, _read(after, ordered), key=_position)
+    rows: list[bytes] = []
+    size, last, headers = 0, (0, ""), dict[str, str]()
+    for item in islice(ordered, start, None):
+        has_labels = all(item.labels.get(name) == value for name, value in labels)
+        if not (has_labels and is_selected(item)):
+            continue
+        if len(rows) == limit or size >= MAX_PAGE_BYTES:
+            url = request.rel_url.update_query(after=f"{last[0]}~{last[1]}")
+            headers["Link"] = f'<{url}>; rel="next"'
+            break
+        rows.append(encode(item))
+        size, last = size + len(rows[-1]), _position(item)
+    body = b"[%s]" % b",".join(rows)
+    return web.Response(body=body, content_type="application/json", headers=headers)
 
 
-def _place(kernel: Kernel) -> tuple[float, str]:
-    return kernel.created_at, kernel.kernel_id
+def _position(item: Kernel | Claim) -> _Position:
+    name = item.kernel_id if isinstance(item, Kernel) else item.claim_id
+    return round(item.created_at * 1e6), name
 
 
-def _states(query: MultiMapping[str]) -> frozenset[KernelState]:
-    given = query.getall("state", [])
-    known = {state.value for state in KernelState}
-    if unknown := sorted(set(given) - known):
-        why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
-        raise InvalidRequest([Problem("state", why)])
-    return frozenset(KernelState(value) for value in given)
+def _read(after: str, ordered: Sequence[Kernel | Claim]) -> _Position:
+    if (cursor := _CURSOR.fullmatch(after)) is not None:
+        return int(cursor[1]), cursor[2]
+    for item in ordered:
+        if (position := _position(item))[1] == after:
+            return position
+    why = f"invalid position {after!r}: expected a listed id, or `after` of the header Link"
+    raise InvalidRequest([Problem("after", why)])
 
 
 class Encodings:
@@ -110,19 +82,16 @@ class Encodings:
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Kernel, Inventory, bytes]] = {}
 
-    def of(self, kernels: Iterable[Kernel], inventory: Inventory) -> bytes:
-        """Return a JSON array of kernels."""
-        return b"[%s]" % b",".join(self._encoded(kernel, inventory) for kernel in kernels)
-
-    def keep_only(self, kernels: Collection[str]) -> None:
-        """Drop every cached kernel that is not in `kernels`."""
-        for gone in self._kept.keys() - set(kernels):
-            del self._kept[gone]
-
-    def _encoded(self, kernel: Kernel, inventory: Inventory) -> bytes:
+    def of(self, kernel: Kernel, inventory: Inventory) -> bytes:
+        """Return a kernel as JSON."""
         known = self._kept.get(kernel.kernel_id)
         if known is not None and known[0] is kernel and known[1] is inventory:
             return known[2]
         encoded = msgspec.json.encode(kernel_view(kernel, inventory))
         self._kept[kernel.kernel_id] = (kernel, inventory, encoded)
         return encoded
+
+    def keep_only(self, kernels: Collection[str]) -> None:
+        """Drop every cached kernel that is not in `kernels`."""
+        for gone in self._kept.keys() - set(kernels):
+            del self._kept[gone]

@@ -61,8 +61,6 @@ from agentd.http.bodies import (
 )
 
 MAX_LIMIT = 2**63 - 1
-MAX_LABELS = 64 * 1024
-"""Total characters of all labels; the engine repeats them in every event."""
 
 
 _Amount = Annotated[
@@ -98,12 +96,6 @@ Amounts = Annotated[
 """Amounts by slot."""
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 """Whole seconds."""
-
-
-def _not_too_long(labels: dict[str, str]) -> dict[str, str]:
-    if (size := sum(len(name) + len(text) for name, text in labels.items())) > MAX_LABELS:
-        raise ValueError(f"{size} characters in all labels exceed the limit of {MAX_LABELS}")
-    return labels
 
 
 class MountRequest(Body):
@@ -186,8 +178,6 @@ class CreateKernelRequest(Body):
             if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
         return value
-
-    _labels = field_validator("labels")(_not_too_long)
 
     @model_validator(mode="after")
     def _keeps_a_claim(self) -> Self:
@@ -295,8 +285,6 @@ class CreateClaimRequest(Body):
     labels: Labels = no_members()
     edits: Literal["process", "container"] = "process"
     observed: bool = False
-
-    _labels = field_validator("labels")(_not_too_long)
 
     def to_spec(self, agent_id: str, caller: Caller, holder: ClaimOwner) -> ClaimSpec:
         """Return the request as the core knows it, with a verified holder, and a claim id."""

@@ -14,6 +14,7 @@ from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
 from agentd.rpc.node import NodeHandlers, PartHandlers
+from agentd.rpc.pages import AFTER
 from agentd.rpc.requests import (
     CreateClaimRequest,
     CreateKernelRequest,
@@ -43,6 +44,7 @@ from agentd.views import (
 
 _FLAG = {"type": "boolean", "default": False}
 _SECONDS = {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S}
+_AFTER = {"type": "string", "pattern": f"^{AFTER}$"}
 _KERNEL_ID = {"type": "string", "pattern": f"^{KERNEL_ID}$"}
 CHECK = (Parameter("check", _FLAG, "Run the self-check, too."),)
 DRY_RUN = (
@@ -69,17 +71,17 @@ LIST = (
     ),
     Parameter(
         "limit",
-        {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+        {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": MAX_PAGE},
         "Maximum number of entries.",
     ),
-    Parameter("after", _KERNEL_ID, "Only kernels created after this one."),
+    Parameter("after", _AFTER, "Only kernels after this one: an id, or the cursor of Link."),
 )
 CLAIM = Parameter("claim", _KERNEL_ID, "Only kernels that hold devices of this claim.")
 CLAIMS = (
     Parameter("agent", _KERNEL_ID, "Only claims of this agent."),
     LIST[1],
     LIST[2],
-    Parameter("after", _KERNEL_ID, "Only claims created after this one."),
+    Parameter("after", _AFTER, "Only claims after this one: an id, or the cursor of Link."),
 )
 DELETE = (Parameter("timeout", _SECONDS, "Seconds between TERM and KILL."),)
 LOGS = (

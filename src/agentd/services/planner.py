@@ -44,6 +44,7 @@ from agentd.errors import (
     InsufficientResource,
     InvalidRequest,
     Problem,
+    TooManyClaims,
     UnknownClaim,
 )
 from agentd.services.devices import NodeDevices
@@ -142,8 +143,12 @@ class Planner:
         """Choose devices for a claim; changes nothing. An observed one may meet other holders.
 
         Raises:
+            TooManyClaims: its labels exceed a sum of the node.
             InsufficientResource: it cannot be granted.
         """
+        if (excess := state.label_excess(spec)) is not None:
+            used = f"{excess.size} bytes of labels, {excess.free} free"
+            raise TooManyClaims(f"{used}; {excess.bound}")
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         policy = self._policy(spec)
         wanted = (partition, asked.slots, policy, asked.only)
@@ -161,6 +166,9 @@ class Planner:
         Raises:
             RequestError: the request cannot be granted.
         """
+        if (excess := state.label_excess(spec)) is not None:
+            amounts = f"{excess.size}", f"{excess.free}"
+            raise InsufficientResource("labels", *amounts, (), limit=excess.bound)
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
         mine, free = split_slots(asked.slots, asked.claimed.names)

@@ -11,6 +11,7 @@ a new revision, and a task that works on it holds its lock.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -22,8 +23,9 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import ClaimHolder, Holding, Ledger
 from agentd.core.allocation.ports import HostPort, host_ports
-from agentd.core.claim.claim import Claim, remaining
-from agentd.core.kernel.states import Kernel, KernelState
+from agentd.core.claim.claim import Claim, ClaimSpec, remaining
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.core.labels import LabelExcess, excess_of, size_of
 from agentd.errors import (
     NotReady,
     RuntimeUnavailable,
@@ -88,6 +90,7 @@ class NodeState:
         self._changes = 0
         self._drops = 0
         self._ledger = Ledger()
+        self._label_bytes: Counter[str] = Counter()
         self._claims: dict[str, Claim] = {}
         self._users: dict[str, dict[str, Kernel]] = {}
         self._closed: set[str] = set()
@@ -146,6 +149,7 @@ class NodeState:
         self._revisions[kernel_id] = self._changes
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, kernel if kernel.holds else None, holding)
+        self._count_labels(before, kernel)
         self._release_ports(before)
         for port in host_ports(kernel.ports) if kernel.holds else ():
             self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
@@ -161,6 +165,7 @@ class NodeState:
         self._drops += 1
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, None, holding)
+        self._count_labels(before, None)
         self._release_ports(before)
         self._publish(before, None, holding)
 
@@ -191,6 +196,21 @@ class NodeState:
         left = remaining(claim.allocation, (kernel.allocation for kernel in users))
         return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, left)
 
+    def _count_labels(self, before: Kernel | Claim | None, now: Kernel | Claim | None) -> None:
+        """Keep the bytes of the labels of each agent; those of ended kernels do not count."""
+        for owner, sign in ((before, -1), (now, 1)):
+            if owner is not None and (isinstance(owner, Claim) or owner.holds):
+                self._label_bytes[owner.agent_id] += sign * size_of(owner.labels)
+
+    def label_excess(self, spec: KernelSpec | ClaimSpec) -> LabelExcess | None:
+        """Return how the labels of a request exceed a sum of the node, None if they fit."""
+        return excess_of(
+            spec.labels,
+            spec.agent_id,
+            agent_bytes=self._label_bytes[spec.agent_id],
+            node_bytes=self._label_bytes.total(),
+        )
+
     @property
     def claims(self) -> Mapping[str, Claim]:
         return MappingProxyType(self._claims)
@@ -215,6 +235,7 @@ class NodeState:
         self._claims[claim.claim_id] = claim
         if before is None or before.allocation is not claim.allocation:
             self._ledger = self._with_claim(self._ledger, claim)
+        self._count_labels(before, claim)
         self._publish_claim(before, claim)
 
     def drop_claim(self, claim_id: str) -> None:
@@ -222,6 +243,7 @@ class NodeState:
         before = self._claims.pop(claim_id, None)
         self._closed.discard(claim_id)
         self._ledger = self._ledger.without(ClaimHolder(claim_id))
+        self._count_labels(before, None)
         self._publish_claim(before, None)
 
     def _publish_claim(self, before: Claim | None, now: Claim | None) -> None:

@@ -3,7 +3,6 @@
     lock                    held while a daemon runs; a second one refuses
     node.json               the node id of the kernels here, and the runtimes that have some
     devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
-    removed.jsonl           removed kernels for paging of lists (see `removed_kernels`)
     engines.json            the engines that are ready in this boot
     intents/ID.json         the record of a kernel whose create is in progress
     intents/.next.new       the empty file of the next one
@@ -42,7 +41,6 @@ from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
-from agentd.state.removed_kernels import RemovedKernelsFile
 from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedEngines, SavedNode
 from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
@@ -62,7 +60,6 @@ class StateFolder:
         self.folder = folder
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
-        self.removed = RemovedKernelsFile(folder / "removed.jsonl")
         self._claims = folder / "claims"
         self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()

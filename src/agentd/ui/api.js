@@ -50,13 +50,13 @@ export async function get(path) {
   return (await open(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
 }
 
-/** Get all pages of a list. */
+/** Get all pages of a list; only the query of `Link` counts, so that it leads nowhere else. */
 export async function list(path) {
   const found = [];
-  for (let next = path; next; ) {
-    const answer = await open(next, { signal: AbortSignal.timeout(PATIENCE_MS) });
+  for (let query = ""; query !== null; ) {
+    const answer = await open(path + query, { signal: AbortSignal.timeout(PATIENCE_MS) });
     found.push(...(await answer.json()));
-    next = /<([^>]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
+    query = /<[^<>?]*(\?[^<>#]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
   }
   return found;
 }

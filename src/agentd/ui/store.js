@@ -49,8 +49,8 @@ export class Store {
       get("/v1/devices"),
       get("/v1/agents"),
       get("/v1/slot-types"),
-      list("/v1/kernels?limit=1000"),
-      list("/v1/claims?limit=1000"),
+      list("/v1/kernels"),
+      list("/v1/claims"),
       get("/v1/refusals"),
     ]);
     Object.assign(this, { caller, node, refusals });

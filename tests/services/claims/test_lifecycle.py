@@ -101,7 +101,7 @@ async def test_a_failed_claim_holds_nothing(rig: Rig, failure: str) -> None:
         rig.plugins.failure = asyncio.CancelledError()
     with pytest.raises((PluginUnavailable, StateUnavailable, asyncio.CancelledError)):
         await rig.claims.create(spec())
-    assert (rig.free_gpus, rig.memory.claims, rig.claims.all()) == (2, {}, [])
+    assert (rig.free_gpus, rig.memory.claims, rig.claims.recorded()) == (2, {}, [])
     assert [event.kind for event in rig.events._past][-1] is EventKind.FREE
 
 
@@ -117,7 +117,7 @@ async def test_a_claim_that_is_not_recorded_yet_cannot_be_seen(rig: Rig) -> None
     creating = asyncio.create_task(rig.claims.create(spec()))
     await asked.wait()
     assert rig.free_gpus == 1
-    assert rig.claims.all() == []
+    assert rig.claims.recorded() == []
     for act in (
         lambda: rig.claims.get("c1"),
         lambda: rig.claims.release("c1", ADMIN),

@@ -2,9 +2,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
+from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import Ending, Kernel, KernelState
 from agentd.errors import RuntimeUnavailable
 from agentd.events import EventLog
+from agentd.services.kernels import retention
 from agentd.services.kernels.retention import Retention
 from agentd.services.state import NodeState
 
@@ -55,3 +59,26 @@ async def test_retention_waits_while_there_are_few() -> None:
     state.put(ended("third", 3.0))
     assert keeper._are_too_many.is_set()
     running.cancel()
+
+
+async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> None:
+    state = NodeState(["any"], EventLog())
+
+    async def remove(kernel_id: str, *, only: Kernel) -> None:
+        state.drop(only.kernel_id)
+
+    keeper = Retention(state, SimpleNamespace(remove=remove), 9)  # type: ignore[arg-type]
+    size = len(encode(ended("k1", 1.0), ""))
+    monkeypatch.setattr(retention, "MAX_ENDED_BYTES", 2 * size)
+    for number in (2, 1):
+        state.put(ended(f"k{number}", float(number)))
+    await keeper.once()
+    assert list(state.kernels) == ["k2", "k1"]
+    large = replace(ended("k0", 0.5), labels={"a": "x" * size})
+    state.put(large)
+    await keeper.once()
+    assert list(state.kernels) == ["k0"]  # as the last that ended, though it is the oldest
+    state.put(replace(large, state=KernelState.RUNNING))
+    state.put(ended("k3", 3.0))
+    await keeper.once()
+    assert list(state.kernels) == ["k0", "k3"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
-from urllib.parse import urlencode
 
 from aiohttp import web
 from multidict import MultiMapping
@@ -14,17 +13,15 @@ from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem, UnknownNode
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.http.queries import read_labels, read_limit
+from agentd.http.queries import MAX_PAGE_BYTES, read_labels, read_limit
 from agentd_fleet.gateway import views
-from agentd_fleet.placement.kernels import FleetKernels, unknown_kernel
+from agentd_fleet.placement.kernels import AT_ONCE, FleetKernels, NodeList, unknown_kernel
 from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 
 MISSING = "Fleet-Missing"
 MOST_NAMED = 50
-AHEAD = 8
-"""Nodes that are called concurrently for one page."""
 
 
 class Lists:
@@ -49,12 +46,11 @@ class Lists:
         """
         nodes = self._state.view.nodes
         if named := query.getall("node", []):
-            ids = dict.fromkeys(named)
             return [
                 nodes[node_id]
                 if node_id in nodes and _is_forgetful(nodes[node_id])
                 else self.node(caller, node_id)
-                for node_id in ids
+                for node_id in sorted(set(named))
             ]
         return [
             nodes[node_id]
@@ -76,23 +72,21 @@ class Lists:
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Return the kernels of nodes, by node and then by creation."""
-        caller, query, missing = caller_of(request), request.query, list[str]()
+        caller, query = caller_of(request), request.query
         nodes = self._nodes(caller, query)
-        limit, after = read_limit(query), query.get("after")
         if (begin := query.get("after_node")) is not None:
             nodes = [node for node in nodes if node.node_id >= begin]
-        elif after is not None:
+        elif "after" in query:
             raise InvalidRequest([Problem("after", "requires after_node; use the URL in Link")])
-        filters = [(n, v) for n, v in query.items() if n in ("state", "label")]
-        if limit is not None:
-            return await self._page(request, nodes, filters, limit)
-        shown: list[dict[str, Any]] = []
-        path = f"/v1/kernels?{urlencode(filters)}"
-        async for _, found in self._kernels.lists(caller, nodes, path, missing):
-            shown += found
-        routes = [] if filters else await self._kernels.routed_to(caller, frozenset(missing))
-        shown += map(unknown_kernel, routes)
-        return answer(shown, headers=_missing(self._told(caller, missing, routes, query)))
+        page = _Page(self._kernels, caller, query)
+        await page.read(nodes)
+        headers = _missing(self._told(caller, page.missing, page.routes or (), query))
+        if page.following is not None:
+            node_id, after = page.following
+            names = {"after_node": node_id} | ({"after": after} if after else {})
+            url = request.rel_url.without_query_params("after").update_query(names)
+            headers["Link"] = f'<{url}>; rel="next"'
+        return answer(page.rows, headers=headers)
 
     def _told(
         self,
@@ -120,60 +114,6 @@ class Lists:
             told.append(node_id)
         return told
 
-    async def _page(
-        self,
-        request: web.Request,
-        nodes: list[FleetNode],
-        filters: list[tuple[str, str]],
-        limit: int,
-    ) -> web.Response:
-        """Return at most `limit` kernels, node after node, with a link to the next page.
-
-        A few nodes are called concurrently, so that hanging ones delay the page only once. Routes
-        to unavailable nodes are read once.
-        """
-        caller, missing = caller_of(request), list[str]()
-        begin, after = request.query.get("after_node", ""), request.query.get("after", "")
-        shown: list[dict[str, Any]] = []
-        routes: list[KernelRoute] | None = None
-        for at in range(0, len(nodes), AHEAD):
-            some = nodes[at : at + AHEAD]
-            asked = [*filters, ("limit", str(limit - len(shown)))]
-            found = await asyncio.gather(
-                *(
-                    self._kernels.list_of(
-                        caller,
-                        node,
-                        [*asked, ("after", after)] if after and node.node_id == begin else asked,
-                    )
-                    for node in some
-                )
-            )
-            for node, rows in zip(some, found, strict=True):
-                if len(shown) >= limit:
-                    break
-                if rows is not None:
-                    shown += rows[: limit - len(shown)]
-                    continue
-                missing.append(node.node_id)
-                if filters:
-                    continue
-                if routes is None:
-                    left = frozenset(n.node_id for n in nodes)
-                    routes = await self._kernels.routed_to(caller, left, (begin, after))
-                mine = [route for route in routes if route.node_id == node.node_id]
-                shown += [unknown_kernel(route) for route in mine[: limit - len(shown)]]
-            if len(shown) >= limit:
-                break
-        headers = _missing(self._told(caller, missing, routes or (), request.query))
-        if shown and len(shown) >= limit:
-            last = shown[-1]
-            url = request.rel_url.update_query(
-                after=str(last.get("kernel_id", "")), after_node=last["node_id"]
-            )
-            headers["Link"] = f'<{url}>; rel="next"'
-        return answer(shown, headers=headers)
-
     def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
         """Return the sums of slots, also by node."""
         named = [self.node(caller, node_id).node_id for node_id in query.getall("node", [])] or None
@@ -191,6 +131,76 @@ class Lists:
             and (part := view.statistics([node_id], agents=agents)) is not None
         }
         return {"revision": view.revision, "slots": views.uses_view(view, sums), "nodes": nodes}
+
+
+class _Page:
+    """One page of kernels, node after node.
+
+    A few nodes are called concurrently, so that hanging ones delay the page only once. Routes to
+    unavailable nodes are read once. The page ends within a node only where that node ended its own
+    page, so that the node's cursor is also the gateway's.
+    """
+
+    def __init__(self, kernels: FleetKernels, caller: Caller, query: MultiMapping[str]) -> None:
+        self._kernels = kernels
+        self._caller = caller
+        self._limit = read_limit(query)
+        self._first, self._after = query.get("after_node", ""), query.get("after", "")
+        self._filters = [(n, v) for n, v in query.items() if n in ("state", "label")]
+        self.rows: list[dict[str, Any]] = []
+        self.missing: list[str] = []
+        self.routes: list[KernelRoute] | None = None
+        self.following: tuple[str, str] | None = None
+        """The node with which the next page begins, and `after` there."""
+
+    async def read(self, nodes: Sequence[FleetNode]) -> None:
+        """Read the page from the first of these nodes on."""
+        size, lists = 0, list[NodeList | None]()
+        for index, node in enumerate(nodes):
+            room = self._limit - len(self.rows)
+            if room <= 0 or size >= MAX_PAGE_BYTES:
+                self.following = node.node_id, ""
+                return
+            if not lists:
+                chunk = nodes[index : index + AT_ONCE]
+                lists = [*reversed(await asyncio.gather(*map(self._list, chunk)))]
+            found = lists.pop()
+            if found is not None and len(found.rows) > room:
+                found = await self._list(node)
+            if found is None:
+                found = await self._routed(node, nodes, room)
+            self.rows += found.rows[:room]
+            size += found.size
+            if found.after and found.rows:
+                self.following = node.node_id, found.after
+                return
+
+    async def _list(self, node: FleetNode) -> NodeList | None:
+        query = [*self._filters, ("limit", str(self._limit - len(self.rows)))]
+        if after := self._after_in(node):
+            query.append(("after", after))
+        return await self._kernels.list_of(self._caller, node, query)
+
+    def _after_in(self, node: FleetNode) -> str:
+        return self._after if node.node_id == self._first else ""
+
+    async def _routed(self, node: FleetNode, nodes: Sequence[FleetNode], room: int) -> NodeList:
+        """Return the kernels that are routed to a node without an answer, by id.
+
+        Their cursor has the time 0: once the node answers, all of its kernels come after it.
+        """
+        self.missing.append(node.node_id)
+        if self._filters:
+            return NodeList([], 0, "")
+        if self.routes is None:
+            time, _, last = self._after.partition("~")
+            past = self._first, last if time == "0" else ""
+            self.routes = await self._kernels.routed_to(
+                self._caller, frozenset(node.node_id for node in nodes), past
+            )
+        routes = [route for route in self.routes if route.node_id == node.node_id]
+        after = f"0~{routes[room - 1].kernel_id}" if len(routes) > room else ""
+        return NodeList([unknown_kernel(route) for route in routes[:room]], 0, after)
 
 
 def _is_forgetful(node: FleetNode) -> bool:

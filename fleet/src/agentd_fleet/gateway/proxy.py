@@ -10,6 +10,7 @@ import structlog
 from aiohttp import web
 
 from agentd.client.exec import hang_up
+from agentd.client.paths import next_query
 from agentd.concurrency import to_the_end
 from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
@@ -45,6 +46,8 @@ async def pass_on(
         except TimeoutError:
             raise NodeUnavailable(f"node {node.node_id} does not answer") from None
         kept = {name: given.headers[name] for name in KEPT if name in given.headers}
+        if (query := next_query(kept.pop("Link", None))) is not None:
+            kept["Link"] = f'<{request.rel_url.raw_path}?{query}>; rel="next"'
         response = web.StreamResponse(status=given.status, headers=kept)
         await response.prepare(request)
         try:

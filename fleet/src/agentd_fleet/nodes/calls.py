@@ -33,7 +33,7 @@ PATIENCE_S = 30.0
 CREATE_PATIENCE_S = 3600.0
 UNHEARD_MS = 20_000
 MOST_ANSWER = 64 << 20
-"""Maximum bytes of an answer that is read completely: ten thousand kernels take a third of it."""
+"""Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
 """The caller of the gateway's own calls."""

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 import msgspec
 
+from agentd.client.paths import next_query
 from agentd.core.access import Caller
 from agentd.errors import (
     InvalidRequest,
@@ -35,6 +36,14 @@ LIST = msgspec.json.Decoder(list[dict[str, Any]])
 LIST_PATIENCE_S = 5.0
 AT_ONCE = 32
 """Nodes that are called concurrently for lists."""
+
+
+class NodeList(NamedTuple):
+    """The page of a node's list: its rows, its bytes, and `after` of the next page, if any."""
+
+    rows: list[dict[str, Any]]
+    size: int
+    after: str
 
 
 class KernelLocation(NamedTuple):
@@ -153,7 +162,7 @@ class FleetKernels:
         """Yield the lists of nodes in order; nodes without an answer are added to `missing`."""
         turn = asyncio.Semaphore(AT_ONCE)
 
-        async def asked(node: FleetNode) -> list[dict[str, Any]] | None:
+        async def asked(node: FleetNode) -> NodeList | None:
             async with turn:
                 return await self._list(caller, node, path)
 
@@ -162,17 +171,15 @@ class FleetKernels:
             if found is None:
                 missing.append(node.node_id)
             else:
-                yield node, found
+                yield node, found.rows
 
     async def list_of(
         self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
-    ) -> list[dict[str, Any]] | None:
-        """Return the kernels of one node, None if it does not answer."""
+    ) -> NodeList | None:
+        """Return a page of the kernels of one node, None if it does not answer."""
         return await self._list(caller, node, f"/v1/kernels?{urlencode(query)}")
 
-    async def _list(
-        self, caller: Caller, node: FleetNode, path: str
-    ) -> list[dict[str, Any]] | None:
+    async def _list(self, caller: Caller, node: FleetNode, path: str) -> NodeList | None:
         if node.status is not NodeStatus.READY:
             return None
         try:
@@ -187,7 +194,9 @@ class FleetKernels:
             rows = LIST.decode(answer.body)
         except msgspec.MsgspecError:
             return None
-        return [{**row, "node_id": node.node_id} for row in rows]
+        following = parse_qs(next_query(answer.headers.get("Link")) or "").get("after", [""])
+        rows = [{**row, "node_id": node.node_id} for row in rows]
+        return NodeList(rows, len(answer.body), following[0])
 
     async def routed_to(
         self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")

@@ -7,10 +7,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import structlog
 from msgspec.structs import replace
 
+from agentd.client import calls
+from agentd.client.calls import Call
 from agentd.errors import AgentdError, NodeUnavailable, Unavailable
 from agentd_fleet.nodes.calls import GATEWAY, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
@@ -126,15 +129,22 @@ class Sweep:
         """Return the states of a node's kernels, None if it does not answer."""
         if not node.is_asked:
             return None
+        states: dict[str, str] = {}
+        page: Call[Any] | None = calls.kernels()
         try:
-            answer = await self._nodes.ask(
-                node, GATEWAY, "GET", "/v1/kernels", patience_s=PATIENCE_S
-            )
-        except NodeUnavailable:
+            async with asyncio.timeout(PATIENCE_S):
+                while page is not None:
+                    answer = await self._nodes.ask(
+                        node, GATEWAY, page.method, page.path, patience_s=PATIENCE_S
+                    )
+                    if answer.is_error:
+                        return None
+                    for row in LIST.decode(answer.body):
+                        states[row["kernel_id"]] = row["state"]
+                    page = page.next_page(answer.headers.get("Link"))
+        except (NodeUnavailable, TimeoutError):
             return None
-        if answer.is_error:
-            return None
-        return {row["kernel_id"]: row["state"] for row in LIST.decode(answer.body)}
+        return states
 
     async def _settle(self, kept: Kept, states: Mapping[str, str]) -> None:
         route, key = kept.route, _key(kept)

@@ -80,10 +80,16 @@ def nodes(context: click.Context) -> None:
 
 def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return a list over nodes, and name the nodes without an answer on standard error."""
-    response = client.open(call)
-    rows: list[dict[str, Any]] = json.loads(response.read())
-    if missing := response.headers.get("Fleet-Missing"):
-        say(f"agentctl: no answer from {missing.replace(',', ', ')}", err=True)
+    rows: list[dict[str, Any]] = []
+    missing = dict[str, None]()
+    page: Call[list[dict[str, Any]]] | None = call
+    while page is not None:
+        response = client.open(page)
+        rows += json.loads(response.read())
+        missing |= dict.fromkeys(response.headers.get("Fleet-Missing", "").split(","))
+        page = page.next_page(response.headers.get("Link"))
+    if names := [name for name in missing if name]:
+        say(f"agentctl: no answer from {', '.join(names)}", err=True)
     return rows
 
 

@@ -118,11 +118,6 @@ class Claim(msgspec.Struct, frozen=True):
     is_observed: bool = False
     problem: str = ""
 
-    @property
-    def order(self) -> tuple[float, str]:
-        """The key that sorts claims, the oldest first."""
-        return self.created_at, self.claim_id
-
     def ends_with(self, boot_id: str) -> bool:
         """Return whether a reboot has ended it, given the id of the boot now."""
         survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot

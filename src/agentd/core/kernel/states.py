@@ -149,14 +149,6 @@ class Ending(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class RemovedKernel(NamedTuple):
-    """A removed kernel: its position in the order of creation, and its agent."""
-
-    created_at: float
-    kernel_id: str
-    agent_id: str
-
-
 class KernelRef(NamedTuple):
     """A kernel for its runtime: its id, and the handle that the runtime assigned."""
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
-MAX_KEPT = 256
-"""Encoded events that stay cached for slower clients."""
+MAX_KEPT, MAX_KEPT_BYTES = 256, 4 << 20
+"""Encoded events, and their bytes, that stay cached for slower clients."""
 
 
 def encode_event(event_id: str, kind: str, content: object) -> bytes:
@@ -25,12 +25,14 @@ class EncodedEvents:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._bytes = 0
 
     def of(self, event: Hashable, audience: Hashable, encode: Callable[[], bytes]) -> bytes:
         """Return an event encoded for an audience; `encode` is called on a cache miss."""
         key = event, audience
         if (known := self._kept.get(key)) is None:
             known = self._kept[key] = encode()
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._bytes += len(known)
+            while len(self._kept) > MAX_KEPT or self._bytes > MAX_KEPT_BYTES:
+                self._bytes -= len(self._kept.popitem(last=False)[1])
         return known

@@ -8,7 +8,6 @@ once they let go of it; whether a create from it succeeded shows in the kernel (
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -56,8 +55,6 @@ tried again."""
 IDLE_S = 3600.0
 TICK_S = 0.25
 """Longest pause between two looks at time limits: timers of the loop stop in a suspend."""
-MOST_ENDED = 4096
-"""Ended claims that a page of a list may still start after."""
 FEATURES: Mapping[EditsFor, Features] = {
     EditsFor.PROCESS: Features("process"),
     EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
@@ -103,7 +100,6 @@ class ClaimService:
         self._unwatched: set[str] = set()
         self._ends: dict[str, EndReason] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._ended: OrderedDict[str, Claim] = OrderedDict()
         self._woken = asyncio.Event()
 
     def get(self, claim_id: str) -> ClaimStatus:
@@ -117,14 +113,9 @@ class ClaimService:
             raise UnknownClaim(f"unknown claim {claim_id}")
         return self.status(claim)
 
-    def all(self) -> list[ClaimStatus]:
-        """Return every claim, the oldest first."""
-        found = [c for c in self._state.claims.values() if c.claim_id not in self._pending]
-        return [self.status(claim) for claim in sorted(found, key=lambda claim: claim.order)]
-
-    def known(self, claim_id: str) -> Claim | None:
-        """Return a claim, or one that ended lately, for its place in the order of creation."""
-        return self._state.claims.get(claim_id) or self._ended.get(claim_id)
+    def recorded(self) -> list[Claim]:
+        """Return every claim whose create has finished."""
+        return [c for c in self._state.claims.values() if c.claim_id not in self._pending]
 
     def status(self, claim: Claim) -> ClaimStatus:
         """Return a claim with the time that it has left, and whether kernels use it."""
@@ -344,10 +335,6 @@ class ClaimService:
         self._ends.pop(claim_id, None)
         self._unwatched.discard(claim_id)
         self._state.drop_claim(claim_id)
-        self._ended[claim_id] = claim
-        self._ended.move_to_end(claim_id)
-        if len(self._ended) > MOST_ENDED:
-            self._ended.popitem(last=False)
         self._counts.ended(claim.agent_id, reason)
         log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
         ended = EndedClaim(claim, reason)

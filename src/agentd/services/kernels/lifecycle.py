@@ -35,7 +35,7 @@ from agentd.services.state import NodeState
 log = structlog.get_logger()
 
 MAX_KEPT = 32 * 1024
-"""Maximum characters of a saved command, and of the names of variables and of mounts.
+"""Maximum bytes of a saved command, and of the names of variables and of mounts.
 
 Longer ones are not saved and not shown.
 """
@@ -293,14 +293,14 @@ def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> 
         ports=decision.ports,
         created_by=spec.created_by,
         image=spec.image,
-        command=_kept(spec.command, map(len, spec.command)),
-        env_names=_kept(tuple(spec.env), map(len, spec.env)),
-        mounts=_kept(spec.mounts, (len(mount.source) + len(mount.target) for mount in spec.mounts)),
+        command=_kept(spec.command, spec.command),
+        env_names=_kept(tuple(spec.env), spec.env),
+        mounts=_kept(spec.mounts, (mount.source + mount.target for mount in spec.mounts)),
         labels=spec.labels,
         claim_id=spec.claim_id,
         keeps_claim=spec.keeps_claim,
     )
 
 
-def _kept(words: tuple[_T, ...], lengths: Iterable[int]) -> tuple[_T, ...]:
-    return words if sum(lengths) <= MAX_KEPT else ()
+def _kept(items: tuple[_T, ...], texts: Iterable[str]) -> tuple[_T, ...]:
+    return items if sum(len(text.encode(errors="replace")) for text in texts) <= MAX_KEPT else ()

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import structlog
 
+from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import ENDED, Kernel
 from agentd.errors import AgentdError
 from agentd.services.kernels.lifecycle import KernelService
@@ -14,26 +15,38 @@ from agentd.services.state import NodeState
 
 log = structlog.get_logger()
 
+MAX_ENDED_BYTES = 64 << 20
+"""Maximum bytes of the records of all ended kernels."""
+
 
 class Retention:
-    """Prunes ended kernels beyond a maximum."""
+    """Prunes ended kernels beyond a maximum number, and beyond `MAX_ENDED_BYTES`."""
 
     def __init__(self, state: NodeState, service: KernelService, most: int) -> None:
         self._state = state
         self._service = service
         self._most = most
-        self._ended = {kernel.kernel_id for kernel in state if kernel.state in ENDED}
+        self._sizes: dict[str, int] = {}
+        """The bytes of each ended kernel's record, in the order in which they ended."""
+        self._bytes = 0
         self._are_too_many = asyncio.Event()
         self._are_too_many.set()
+        for kernel in state:
+            self._changed(None, kernel)
         state.listen(self._changed)
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
-        if now is not None and now.state in ENDED:
-            self._ended.add(now.kernel_id)
-            if len(self._ended) > self._most:
+        kernel = now or before
+        if kernel is None:
+            return
+        size = len(encode(now, "")) if now is not None and now.state in ENDED else 0
+        self._bytes += size - self._sizes.get(kernel.kernel_id, 0)
+        if size:
+            self._sizes[kernel.kernel_id] = size
+            if len(self._sizes) > self._most or self._bytes > MAX_ENDED_BYTES:
                 self._are_too_many.set()
-        elif before is not None:
-            self._ended.discard(before.kernel_id)
+        else:
+            self._sizes.pop(kernel.kernel_id, None)
 
     async def run(self) -> None:
         """Prune whenever too many kernels have ended, until cancelled."""
@@ -46,13 +59,19 @@ class Retention:
                 log.exception("retention.failed")
 
     async def once(self) -> None:
-        """Prune the oldest ended kernels beyond the maximum.
+        """Prune the oldest ended kernels beyond the maxima; the latest one to end has any size.
 
         A kernel that cannot be removed stays until the next kernel ends.
         """
         ended = [k for k in self._state if k.state in ENDED]
         ended.sort(key=lambda kernel: kernel.ending.finished_at or kernel.created_at)
-        for kernel in ended[: max(0, len(ended) - self._most)]:
+        latest = next(reversed(self._sizes), None)
+        count, size = len(ended), self._bytes
+        for kernel in ended:
+            is_too_large = size > MAX_ENDED_BYTES and kernel.kernel_id != latest
+            if count <= self._most and not is_too_large:
+                continue
+            count, size = count - 1, size - self._sizes.get(kernel.kernel_id, 0)
             with suppress(AgentdError):
                 await self._service.remove(kernel.kernel_id, only=kernel)
                 log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._most)
