@@ -4,6 +4,7 @@ import asyncio
 
 import click
 import pytest
+from playwright.async_api import Browser
 
 from agentd.cli.agentctl.completion import claims, kernels
 from agentd.client import AsyncClient, Client
@@ -12,6 +13,7 @@ from agentd.core.labels import MAX_AGENT_BYTES, MAX_LABELS_BYTES
 from agentd.http.queries import MAX_PAGE, MAX_PAGE_BYTES
 from agentd_slurm.node_client import NodeClient
 from daemon import AGENTS, BASE, Daemon
+from end_to_end.browser import shown, visit
 from fork_server import run
 from many import save_claims, save_kernels
 
@@ -99,3 +101,11 @@ async def test_labels_of_an_agent_have_a_bound_over_a_restart(plain: Daemon) -> 
     assert await refusals("agent-2", {"a": "b"}) == made
     assert (await plain.call("DELETE", "/v1/claims/c0000")).status == 204
     assert await refusals("agent-1", {"a": "b"}) == made
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_status_page_reads_all_pages(full: Daemon, browser: Browser) -> None:
+    async with shown(full) as address, visit(browser, address) as page:
+        await page.until("#shown", f"of {COUNT}")
+        pages = [url.partition("?")[0] for url in page.asked if "after=" in url]
+        assert sorted(url.rpartition("/")[2] for url in pages) == ["claims", "kernels"]

@@ -78,7 +78,7 @@ class Lists:
             nodes = [node for node in nodes if node.node_id >= begin]
         elif "after" in query:
             raise InvalidRequest([Problem("after", "requires after_node; use the URL in Link")])
-        page = _Page(self._kernels, caller, query)
+        page = KernelPage(self._kernels, caller, query)
         await page.read(nodes)
         headers = _missing(self._told(caller, page.missing, page.routes or (), query))
         if page.following is not None:
@@ -133,7 +133,7 @@ class Lists:
         return {"revision": view.revision, "slots": views.uses_view(view, sums), "nodes": nodes}
 
 
-class _Page:
+class KernelPage:
     """One page of kernels, node after node.
 
     A few nodes are called concurrently, so that hanging ones delay the page only once. Routes to

@@ -1,0 +1,75 @@
+"""A gateway's lists of more kernels than one page has."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agentd.client import Client, fleet_calls
+from agentd.client.paths import next_query
+from agentd.http.queries import MAX_PAGE
+from daemon import AGENTS, BASE, Daemon
+from end_to_end.fleet.fleet_world import GatewayProgram, World
+from fork_server import run
+from many import save_claims, save_kernels
+
+KERNELS = [*(f"a{number:04}" for number in range(600)), *(f"b{number:04}" for number in range(401))]
+
+
+@pytest.fixture
+async def gateway(world: World, tmp_path: Path) -> AsyncIterator[GatewayProgram]:
+    """A gateway over two nodes with 1,001 ended kernels together, and 1,001 claims on one."""
+    nodes = []
+    for name, count in (("a", 600), ("b", 401)):
+        folder = tmp_path / name
+        folder.mkdir()
+        daemon = Daemon(folder, "process")
+        daemon.node = name
+        save_kernels(daemon, count, name)
+        if name == "a":
+            save_claims(daemon, MAX_PAGE + 1)
+        daemon.configure(AGENTS, BASE)
+        nodes.append(daemon)
+    try:
+        await asyncio.gather(*(daemon.start() for daemon in nodes))
+        listed = [f"unix:{daemon.folder}/agentd.sock" for daemon in nodes]
+        program = world.gateway(f"[fleet]\nnodes = {json.dumps(listed)}\n")
+        await program.until({"a": "ready", "b": "ready"})
+        yield program
+    finally:
+        await asyncio.gather(*(daemon.close() for daemon in nodes))
+
+
+async def test_each_client_of_a_gateway_reads_all_pages(gateway: GatewayProgram) -> None:
+    page = await gateway.call("GET", "/v1/kernels")
+    assert len(page.json) == MAX_PAGE
+    client = Client(gateway.socket)
+    rows = await asyncio.to_thread(client.carry_out, fleet_calls.kernels())
+    assert [row["kernel_id"] for row in rows] == KERNELS
+    words = ["agentctl", "--fleet", f"unix:{gateway.socket}", "ls", "-q"]
+    done = await asyncio.to_thread(run, *words)
+    assert done.stdout.split() == KERNELS, done.stderr
+
+
+async def test_page_of_a_gateway_ends_within_a_node(gateway: GatewayProgram) -> None:
+    path, sizes, found = "/v1/kernels?node=b&node=a&limit=350", list[int](), list[str]()
+    while path:
+        page = await gateway.call("GET", path)
+        assert page.status == 200, page.content
+        sizes.append(len(page.json))
+        found += [kernel["kernel_id"] for kernel in page.json]
+        query = next_query(page.headers.get("Link"))
+        path = f"/v1/kernels?{query}" if query else ""
+        assert len(sizes) < 9
+    assert (sizes, found) == ([350, 350, 301], KERNELS)
+
+
+async def test_link_of_a_nodes_list_leads_through_the_gateway(gateway: GatewayProgram) -> None:
+    page = await gateway.call("GET", "/v1/nodes/a/claims")
+    assert len(page.json) == MAX_PAGE
+    link = page.headers["Link"]
+    assert link.startswith("</v1/nodes/a/claims?after=")
+    last = await gateway.get(link[1:].partition(">")[0])
+    assert [claim["claim_id"] for claim in last] == [f"c{MAX_PAGE:04}"]
