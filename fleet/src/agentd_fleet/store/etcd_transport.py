@@ -8,6 +8,7 @@ different order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -22,6 +23,17 @@ from agentd.errors import AgentdError, Unavailable
 
 # A member without a leader refuses at once and ends its watches, instead of waiting.
 _HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}
+_REFUSED_TOKENS = (
+    "invalid auth token",
+    "revision of auth store is old",
+    "revision in header is old",
+    "user name is empty",
+    "code = Unauthenticated",
+)
+"""Texts with which etcd refuses a token, in answers and as reasons of cancelled watches."""
+_NO_LOGINS = "authentication is not enabled"
+_HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 401}
+"""The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
 T = TypeVar("T")
 
 
@@ -51,8 +63,15 @@ class _NeverSent(EtcdUnavailable):
     """There was no connection, so nothing was done."""
 
 
-class _TokenRefused(EtcdRefused):
-    """The token has expired, or its member has forgotten it."""
+class _TokenRefused(_NeverSent):
+    """The token has expired, or is older than the last change of users or roles.
+
+    Nothing was done. A login helps, or a later one, if users change again at this moment.
+    """
+
+
+class _WatchDenied(EtcdRefused):
+    """A watch is not permitted; members before 3.4.20 say so of an expired token, too."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,8 @@ class Stream:
                 raise EtcdUnavailable(f"{self.endpoint}: {error!r}") from None
             if not part:
                 # When etcd ends a stream, the last line has the reason and no newline.
-                _content(self.endpoint, self._response.status, b"".join(self._parts) or b"{}")
+                if last := b"".join(self._parts):
+                    _content(self.endpoint, self._response.status, last)
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
 
@@ -117,7 +137,8 @@ class EtcdTransport:
         self._endpoints = tuple(endpoint.rstrip("/") for endpoint in access.endpoints)
         self._timeout_s = timeout_s
         self._preferred = 0
-        self._token = ""
+        self._token: str | None = None
+        """The token of the last login; empty while etcd needs none."""
         self._login = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
 
@@ -176,23 +197,30 @@ class EtcdTransport:
         raise EtcdUnavailable("; ".join(faults))
 
     async def _as_user(self, endpoint: str, attempt: Callable[[str, str], Awaitable[T]]) -> T:
+        """Make a call with the current token, and once more after a login if that is refused."""
+        if not self._access.user:
+            try:
+                return await attempt(endpoint, "")
+            except _TokenRefused as error:
+                raise EtcdRefused(str(error)) from None
         token = self._token
-        if self._access.user and not token:
-            token = await self._renewed(endpoint, token)
-        try:
-            return await attempt(endpoint, token)
-        except _TokenRefused:
-            if not self._access.user:
-                raise
+        if token is not None:
+            with contextlib.suppress(_TokenRefused, _WatchDenied):
+                return await attempt(endpoint, token)
         return await attempt(endpoint, await self._renewed(endpoint, token))
 
-    async def _renewed(self, endpoint: str, refused: str) -> str:
+    async def _renewed(self, endpoint: str, refused: str | None) -> str:
         """Log in, unless a concurrent call already has: a login costs etcd a bcrypt."""
         async with self._login:
-            if self._token == refused:
+            if self._token is None or self._token == refused:
                 who = {"name": self._access.user, "password": self._access.password}
-                answer = await self._asked(endpoint, "", "/v3/auth/authenticate", who)
-                self._token = answer["token"]
+                try:
+                    answer = await self._asked(endpoint, "", "/v3/auth/authenticate", who)
+                except EtcdRefused as error:
+                    if _NO_LOGINS not in str(error):
+                        raise
+                    answer = {}
+                self._token = str(answer.get("token", ""))
             return self._token
 
     async def _asked(
@@ -245,9 +273,12 @@ def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
         raise _failure(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
     error = content.get("error")
     if isinstance(error, dict):  # the form of streams, also after a good beginning
-        raise _failure(endpoint, int(error["http_code"]), str(error["message"]))
+        status = error.get("http_code") or _HTTP_STATUS.get(error.get("code", 0), 400)
+        raise _failure(endpoint, status, str(error.get("message")))
     if error is not None or status != HTTPStatus.OK:
-        raise _failure(endpoint, status, str(error))
+        raise _failure(endpoint, status, str(error or content.get("message")))
+    if not ("header" in content or isinstance(content.get("result"), dict)):
+        raise _failure(endpoint, status, f"this is not an answer of etcd: {raw[:200]!r}")
     return content
 
 
@@ -257,21 +288,21 @@ def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
     Raises:
         AgentdError: etcd ends the watch with it.
     """
-    message: dict[str, Any] = _content(endpoint, HTTPStatus.OK, raw)["result"]
+    message: dict[str, Any] = _content(endpoint, HTTPStatus.OK, raw).get("result", {})
     if not message.get("canceled", False):
         return message
     if "compact_revision" in message:
         raise Compacted(f"{endpoint}: revisions before {message['compact_revision']} are compacted")
     why = message.get("cancel_reason", "the watch was cancelled")
-    is_denied = "permission denied" in why
-    status = HTTPStatus.FORBIDDEN if is_denied else HTTPStatus.SERVICE_UNAVAILABLE
-    raise _failure(endpoint, status, why)
+    if "permission denied" in why:
+        raise _WatchDenied(f"{endpoint}: {why}")
+    raise _failure(endpoint, HTTPStatus.SERVICE_UNAVAILABLE, why)
 
 
 def _failure(endpoint: str, status: int, why: str) -> AgentdError:
     """Return the error for an answer; its text tells apart several with one status."""
     text = f"{endpoint}: {why}"
-    if "invalid auth token" in why:
+    if status == HTTPStatus.UNAUTHORIZED or any(refused in why for refused in _REFUSED_TOKENS):
         return _TokenRefused(text)
     if "has been compacted" in why:
         return Compacted(text)
