@@ -28,6 +28,7 @@ from agentd.tomlfile.parsing import problem_of
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
+from agentd_fleet.nodes.reader import MAX_ANSWER
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
@@ -226,5 +227,5 @@ class GatewayDaemon:
 
 def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:
     if address.startswith(UNIX):
-        return AsyncClient(address.removeprefix(UNIX), timeout_s=10.0)
-    return AsyncClient(url=address, token=token, tls=tls, timeout_s=10.0)
+        return AsyncClient(address.removeprefix(UNIX), timeout_s=10.0, max_bytes=MAX_ANSWER)
+    return AsyncClient(url=address, token=token, tls=tls, timeout_s=10.0, max_bytes=MAX_ANSWER)

@@ -21,7 +21,7 @@ from agentd.client.errors import unreachable
 from agentd.client.events import Frames, NodeEvent
 from agentd.client.exec import Execution
 from agentd.client.transport import Transport
-from agentd.errors import Unavailable, Unreachable
+from agentd.errors import Refused, Unavailable, Unreachable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -255,7 +255,7 @@ class AsyncClient(Transport):
         """
         stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
         async with stream as response:
-            yield _events_of(response.content.iter_any())
+            yield _events_of(response.content.iter_any(), self._max_bytes)
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
         """Yield events of the node forever, and reconnect after a lost connection.
@@ -290,10 +290,13 @@ class AsyncClient(Transport):
         await self.carry_out(calls.ready())
 
 
-async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:
+async def _events_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[NodeEvent]:
     """Yield the events of a stream until its connection ends.
 
     A line may be as long as a kernel's command and labels.
+
+    Raises:
+        Refused: a line exceeds `max_bytes`, or is not an event.
     """
     frames, rest = Frames(), b""
     with suppress(aiohttp.ClientError, TimeoutError):
@@ -302,3 +305,5 @@ async def _events_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[NodeEvent]:
             for line in lines:
                 if (event := frames.read(line)) is not None:
                     yield event
+            if len(rest) > max_bytes:
+                raise Refused("Internal", f"an event exceeds {max_bytes} bytes", {})

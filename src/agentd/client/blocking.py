@@ -107,7 +107,7 @@ class Client:
             base = urlsplit(self._url or "").path.rstrip("/")
             connection.request(call.method, f"{base}{call.path}", data, sent)
             response = connection.getresponse()
-            if response.status >= http.client.BAD_REQUEST:
+            if response.status >= http.client.MULTIPLE_CHOICES:
                 retry_after = response.headers.get("Retry-After")
                 raise error_in(response.status, response.read(), retry_after)
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentd.errors import AgentdError, Problem, Refused, Unavailable, Unreachable
+from agentd.errors import MOST_DETAIL, AgentdError, Problem, Refused, Unavailable, Unreachable
 
 _SERVER_ERROR = 500
 NO_FACTS = frozenset({"type", "title", "status", "detail", "code", "retry_after_s"})
@@ -43,8 +44,8 @@ def error_of(content: Mapping[str, Any]) -> AgentdError:
 def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdError:
     """Return the error of an answer; `retry_after` is that header."""
     error = _error_in(status, raw)
-    if isinstance(error, Unavailable) and retry_after and retry_after.isdecimal():
-        error.retry_after_s = int(retry_after)  # type: ignore[misc]
+    if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
+        error.retry_after_s = int(retry_after or "")  # type: ignore[misc]
     return error
 
 
@@ -56,7 +57,7 @@ def content_of(raw: bytes) -> Any:
     """
     try:
         return json.loads(raw) if raw else None
-    except ValueError:
+    except (ValueError, RecursionError):
         shown = raw[:80].decode(errors="replace")
         raise Refused("Internal", f"the answer is not JSON: {shown!r}", {}) from None
 
@@ -64,11 +65,11 @@ def content_of(raw: bytes) -> Any:
 def _error_in(status: int, raw: bytes) -> AgentdError:
     try:
         content = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
         return error_of(content)
-    text = raw.decode(errors="replace")
+    text = raw[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
     return Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
 
 

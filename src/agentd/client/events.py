@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
+
+from agentd.client.errors import content_of
+
+_FIELDS = ("event", "data", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +29,19 @@ class Frames:
         self._members: dict[str, str] = {}
 
     def read(self, line: bytes) -> NodeEvent | None:
-        """Parse a line, and return the event that it completes."""
-        text = line.decode().rstrip("\r\n")
+        """Parse a line, and return the event that it completes.
+
+        Raises:
+            Refused: the event is not JSON.
+        """
+        text = line.decode(errors="replace").rstrip("\r\n")
         if text:
             name, _, value = text.partition(":")
-            if name:
+            if name in _FIELDS:
                 self._members[name] = value.removeprefix(" ")
             return None
         members, self._members = self._members, {}
         if "data" not in members:
             return None
         kind, event_id = members.get("event", "message"), members.get("id", "")
-        return NodeEvent(kind, json.loads(members["data"]), event_id)
+        return NodeEvent(kind, content_of(members["data"].encode()), event_id)

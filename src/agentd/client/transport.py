@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -20,7 +21,7 @@ from agentd.client.defaults import (
     TIMEOUT_S,
 )
 from agentd.client.errors import content_of, error_in, unreachable
-from agentd.errors import InvalidRequest, Unavailable, Unreachable
+from agentd.errors import InvalidRequest, Refused, Unavailable, Unreachable
 
 T = TypeVar("T")
 
@@ -36,17 +37,21 @@ class Transport:
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
         tls: ssl.SSLContext | None = None,
+        max_bytes: int = sys.maxsize,
     ) -> None:
         self._tls = tls
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         connector = None if self._url else aiohttp.UnixConnector(self._socket_path)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+        )
         return self
 
     async def __aexit__(
@@ -84,7 +89,7 @@ class Transport:
                 while True:
                     try:
                         async with await self._opened(call) as response:
-                            return await response.read(), response.headers.get("Link")
+                            return await self._body(response), response.headers.get("Link")
                     except Unavailable as error:
                         if not call.is_worth_another(error, end - loop.time()):
                             raise
@@ -112,6 +117,7 @@ class Transport:
                 f"{(self._url or 'http://agentd').rstrip('/')}{call.path}",
                 json=call.body,
                 headers=call.headers,
+                allow_redirects=False,
                 ssl=self._tls or True,
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=self._timeout_s, sock_read=silence_s
@@ -119,11 +125,24 @@ class Transport:
             )
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(self._where, error) from None
-        if response.status >= HTTPStatus.BAD_REQUEST:
+        if response.status >= HTTPStatus.MULTIPLE_CHOICES:
             async with response:
                 retry_after = response.headers.get("Retry-After")
-                raise error_in(response.status, await response.read(), retry_after)
+                raise error_in(response.status, await self._body(response), retry_after)
         return response
+
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of an answer.
+
+        Raises:
+            Refused: it exceeds the limit of this client.
+        """
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > self._max_bytes:
+                raise Refused("Internal", f"the answer exceeds {self._max_bytes} bytes", {})
+        return bytes(body)
 
     @asynccontextmanager
     async def passing(

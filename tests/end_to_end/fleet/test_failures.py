@@ -199,8 +199,8 @@ async def test_newer_and_broken_nodes_are_listed_harmlessly(world: World) -> Non
         await gateway.until({"newer": "newer-schema", "text": "ready", "other": "conflicting"})
         nodes = {node["id"]: node for node in await gateway.get("/v1/nodes")}
         assert nodes["newer"]["reason"] == "schema 2 is newer than this gateway's, 1"
-        assert "unreadable report" in nodes["broken"]["reason"]
-        assert "unreadable report" in nodes["text"]["reason"]
+        assert "unreadable: " in nodes["broken"]["reason"]
+        assert "unreadable: " in nodes["text"]["reason"]
         assert nodes["plain"]["reason"] == "its address is not https"
         lied = await gateway.create(placement={"labels": {"is": "liar"}})
         assert (lied.status, lied.json["code"]) == (503, "NodeUnavailable")

@@ -134,7 +134,7 @@ async def test_calls_succeed_after_the_token_has_expired(
         first, pause_s = etcd._gateway._token, 1.0
         async with asyncio.timeout(20):
             while etcd._gateway._token == first:
-                await asyncio.sleep(pause_s)  # each use of a simple token starts its time anew
+                await asyncio.sleep(pause_s)  # each use of a simple token starts its time again
                 pause_s *= 2
                 await use(etcd)
 

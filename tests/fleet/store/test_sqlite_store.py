@@ -1,15 +1,25 @@
 """The file of a gateway without etcd, including corrupted content."""
 
+import asyncio
+import contextlib
 import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
+from agentd.core.slots import SlotKind
+from agentd.errors import StateUnavailable
+from agentd_fleet.store import sqlite_store
 from agentd_fleet.store.route import KernelRoute, RouteUnreadable
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.reports import KnownNode, SlotTypeReport
+from agentd_fleet.view.reports import KnownNode, NodeReading, SlotTypeReport
 
 CHIP = SlotTypeReport("tpu.chip", "count", "1")  # type: ignore[arg-type]
 
@@ -49,4 +59,139 @@ async def test_rows_that_cannot_be_read_stop_no_start_and_no_other_row(tmp_path:
     await store.close()
     store, state = await opened(file)
     assert sorted(state.view.nodes) == ["n2", "n3", "n4"]
+    await store.close()
+
+
+HOLD = """
+import sqlite3, sys
+base = sqlite3.connect(sys.argv[1], isolation_level=None)
+base.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.asynccontextmanager
+async def locked(file: Path) -> AsyncIterator[None]:
+    """Hold the write lock of a file in another process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLD, file, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        assert await process.stdout.readline() == b"locked\n"
+        yield
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def full(store: SqliteStore) -> AsyncIterator[None]:
+    """Limit a file to its pages of now."""
+
+    def limit(pages: int) -> None:
+        store._rows(f"PRAGMA max_page_count = {pages}")
+
+    pages = await store._do(lambda: store._rows("PRAGMA page_count")[0][0])
+    await store._do(lambda: limit(pages))
+    try:
+        yield
+    finally:
+        await store._do(lambda: limit(1 << 20))
+
+
+async def keep_many(store: SqliteStore, route: KernelRoute) -> None:
+    for number in range(1, 100):
+        await store.keep(replace(route, kernel_id=f"k{number}", request_hash="h" * 4000), 0)
+
+
+async def until_written(store: SqliteStore) -> None:
+    async with asyncio.timeout(20):
+        while store._unwritten:
+            await asyncio.sleep(0.01)
+
+
+def reading(node_id: str, *names: str) -> NodeReading:
+    """Return a reading with slot types of these names, whose units fill some pages."""
+    types = [SlotTypeReport(name, SlotKind.COUNT, "1", unit="x" * 100) for name in names]
+    return NodeReading(
+        node_id=node_id, slot_types=types, agents={"main": dict.fromkeys(names, "1")}
+    )
+
+
+@pytest.mark.parametrize("fault", ["locked", "full"])
+async def test_unwritable_file_ends_nothing_and_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(sqlite_store, "LOCK_S", 0.05)
+    monkeypatch.setattr(sqlite_store, "AGAIN_S", 0.05)
+    file = tmp_path / "fleet.sqlite"
+    store, state = await opened(file)
+    route = KernelRoute(kernel_id="k0", node_id="n0", agent_id="main", request_hash="h", owner="o")
+    await store.keep(route, 0)
+    running = asyncio.create_task(store.run())
+    names = [f"chip{number}.unit" for number in range(100)]
+    with capture_logs() as logged:
+        async with locked(file) if fault == "locked" else full(store):
+            for number in range(8):
+                some = names[number * 10 : number * 10 + 20]
+                await store.heard(f"unix:/{number}", reading(f"n{number}", *some))
+            with pytest.raises(StateUnavailable, match=r"locked|full"):
+                await keep_many(store, route)
+            async with asyncio.timeout(20):
+                while not any(event["event"] == "store.write_failed" for event in logged):
+                    await asyncio.sleep(0.01)
+            assert sorted(state.view.nodes) == [f"n{number}" for number in range(8)]
+            assert set(names[:90]) <= state.view.slot_types.keys()
+            assert (await store.route("k0")) is not None
+            await store.heard("unix:/0", replace(reading("n0", *names[:20]), is_down=True))
+            assert not running.done()
+        await until_written(store)
+    events = [event["event"] for event in logged]
+    assert events == ["store.write_failed", "store.recovered"]
+    running.cancel()
+    await asyncio.wait([running])
+    await store.close()
+    store, state = await opened(file)
+    assert sorted(state.view.nodes) == [f"n{number}" for number in range(8)]
+    assert set(names[:90]) <= state.view.slot_types.keys()
+    await store.close()
+
+
+async def test_forgotten_node_is_not_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_store, "AGAIN_S", 0.05)
+    store, state = await opened(tmp_path / "fleet.sqlite")
+    await store.heard("unix:/1", reading("n1", "chip.unit"))
+    store._address.clear()  # it has moved away
+    node = state.node("n1")
+    assert node is not None
+    assert await store.forget(node)
+    await store.unlearn("chip.unit")
+    running = asyncio.create_task(store.run())
+    await store.heard("unix:/2", reading("n2", "other.unit"))
+    await until_written(store)
+    running.cancel()
+    await asyncio.wait([running])
+    await store.close()
+    store, state = await opened(tmp_path / "fleet.sqlite")
+    assert sorted(state.view.nodes) == ["n2"]
+    assert "chip.unit" not in state.view.slot_types
+    await store.close()
+
+
+async def test_store_opens_while_another_program_has_the_lock(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.sqlite"
+    store, _ = await opened(file)
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    await store.keep(route, 0)
+    async with locked(file):
+        second, _ = await opened(file)
+        kept = await second.route("k1")
+        assert kept is not None
+        assert kept.route == route
+        await second.close()
     await store.close()

@@ -29,10 +29,16 @@ from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
 from agentd.service.exit_status import end_refused
 from agentd.service.sd_notify import Notifier
-from agentd_fleet.nodes.reader import NodeReader
+from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
 from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import key_of, prefix_of
-from agentd_fleet.view.reports import KnownNode, NodeReading, NodeReport, first_seen
+from agentd_fleet.view.reports import (
+    UNREADABLE,
+    KnownNode,
+    NodeReading,
+    NodeReport,
+    first_seen,
+)
 
 log = structlog.get_logger()
 
@@ -144,7 +150,7 @@ class Publisher:
     def _is_mine(self, value: bytes) -> bool:
         try:
             said = msgspec.json.decode(value, type=NodeReport)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return False
         return (said.install_id, said.boot_id) == (self._install_id, self._boot_id)
 
@@ -210,7 +216,7 @@ class Publisher:
 def _taken(node_id: str, value: bytes, mine: str) -> str:
     try:
         other = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         other = "an unreadable report"
     return (
         f"node id {node_id} is taken by {other}; this one is at {mine or 'no address'}. If that was"
@@ -254,7 +260,7 @@ async def publish(options: JoinOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Etcd(access) as etcd:
         publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
-        async with AsyncClient(options.socket, timeout_s=5.0) as client:
+        async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
 
             def fail(reason: str) -> None:
@@ -263,7 +269,7 @@ async def publish(options: JoinOptions) -> None:
 
             background = Background(fail)
             background.run("publisher", publisher.run())
-            background.run("reader", NodeReader(client, publisher.told).run())
+            background.run("reader", NodeReader(options.socket, client, publisher.told).run())
             await stop.wait()
             await background.close()
     if failures:

@@ -194,6 +194,7 @@ class Nodes:
             session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=timeout,
+                cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 trace_configs=[_watch_of_sockets()],
             )

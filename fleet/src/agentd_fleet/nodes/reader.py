@@ -1,61 +1,102 @@
-"""Readings of one node over its API, after every event."""
+"""Readings of one node over its API, after every event.
+
+Whatever a node answers concerns that node alone: its reader ends only when it is cancelled.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import structlog
 from msgspec.structs import replace
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.events import NodeEvent
-from agentd.errors import AgentdError
-from agentd.views import SlotTypeView
-from agentd_fleet.view.reports import NodeReading, reading_of
+from agentd.core.names import name_or_empty
+from agentd.errors import Unavailable
+from agentd_fleet.view.reports import NodeReading, node_in, reading_of, unreadable
+
+log = structlog.get_logger()
 
 AGAIN_S = 30.0
 """Seconds after which a node is read without an event."""
 PAUSE_S, LEAST_S = 0.2, 0.8
 """Seconds in which events are collected before a reading, and minimum between two readings."""
 BACKOFF_S = (0.1, 2.0)
+MAX_ANSWER = 16 << 20
+"""Maximum bytes of an answer or event of a node."""
 PROBE_S, PROBE_PATIENCE_S = 1.0, 3.0
 """Seconds between liveness probes, and that a probe may take."""
 
 
 class NodeReader:
-    """Follows one daemon; reports its readings, and when it is unavailable."""
+    """Follows one daemon; reports its readings, and when it is unavailable or unreadable.
 
-    def __init__(self, client: AsyncClient, told: Callable[[NodeReading], Awaitable[None]]) -> None:
+    `told` must not raise.
+    """
+
+    def __init__(
+        self, address: str, client: AsyncClient, told: Callable[[NodeReading], Awaitable[None]]
+    ) -> None:
+        self._address = address
         self._client = client
         self._told = told
         self._last: NodeReading | None = None
-        self._types: tuple[int, list[SlotTypeView]] | None = None
+        self._logged = ""
+        self._types: tuple[int, object] | None = None
 
     async def run(self) -> None:
         """Follow until cancelled; the client must be open."""
+        loop = asyncio.get_running_loop()
         pause_s, most_s = BACKOFF_S
         while True:
+            began, reason = loop.time(), ""
             self._types = None
-            with contextlib.suppress(AgentdError, TimeoutError, OSError):
+            try:
+                await self._identify()
                 async with self._client.listening() as events:
                     await self._read()
-                    pause_s = BACKOFF_S[0]
                     await self._follow(events)
-            if self._last is not None and not self._last.is_down:
-                self._last = replace(self._last, is_down=True)
-                await self._told(self._last)
-            await asyncio.sleep(pause_s)
+            except (Unavailable, TimeoutError, OSError):
+                pass
+            except Exception as error:  # noqa: BLE001 - a node may answer anything
+                reason = unreadable(error)
             pause_s = min(pause_s * 2, most_s)
+            if loop.time() - began > most_s:
+                pause_s, self._logged = BACKOFF_S[0], ""
+            await self._fail(reason)
+            await asyncio.sleep(pause_s)
+
+    async def _identify(self) -> None:
+        """Learn the node's id, so that a node whose other answers cannot be read is listed."""
+        node: object = await self._client.node()
+        node_id = name_or_empty(node.get("id")) if isinstance(node, dict) else ""
+        if node_id and (self._last is None or self._last.node_id != node_id):
+            self._last = NodeReading(node_id=node_id, is_down=True)
+
+    async def _fail(self, reason: str) -> None:
+        """Report that the node is unreadable for this reason, or down without one."""
+        if reason and reason != self._logged:
+            self._logged = reason
+            node_id = "" if self._last is None else self._last.node_id
+            log.warning("node.read_failed", address=self._address, node_id=node_id, reason=reason)
+        if self._last is None:
+            return
+        reading = replace(self._last, is_down=not reason, reason=reason)
+        if reading != self._last:
+            self._last = reading
+            await self._told(reading)
 
     async def _read(self) -> None:
         client = self._client
         async with asyncio.timeout(PROBE_PATIENCE_S):
             node, agents = await client.node(), await client.agents()
-            if self._types is None or self._types[0] != node["generation"]:
-                self._types = node["generation"], await client.slot_types()
+            generation = node_in(node).generation
+            if self._types is None or self._types[0] != generation:
+                self._types = generation, await client.slot_types()
             devices = await client.devices()
-            if (await client.node())["generation"] != node["generation"]:
+            if node_in(await client.node()).generation != generation:
                 self._types = None
                 raise TimeoutError("the node changed during the reading")
         self._last = reading_of(node, self._types[1], agents, devices)
@@ -80,16 +121,16 @@ class NodeReader:
                 changed.clear()
                 await self._read()
                 read_at = loop.time()
+            hearing.result()
         finally:
             hearing.cancel()
-            await asyncio.wait([hearing])
+            await asyncio.gather(hearing, return_exceptions=True)
 
 
 async def _hear(events: AsyncIterator[NodeEvent], changed: asyncio.Event) -> None:
-    with contextlib.suppress(AgentdError, OSError):
-        async for event in events:
-            if event.kind != "audit":
-                changed.set()
+    async for event in events:
+        if event.kind != "audit":
+            changed.set()
 
 
 async def _within(seconds: float, event: asyncio.Event, ended: asyncio.Task[None]) -> bool:

@@ -26,12 +26,13 @@ from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.store.etcd_client import MOST_CREATED, Compacted, Etcd, KeyValue
+from agentd_fleet.store.etcd_client import MOST_CREATED, Compacted, Etcd, EtcdRefused, KeyValue
 from agentd_fleet.store.keys import key_of, prefix_of
 from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
+    UNREADABLE,
     KnownNode,
     Published,
     SlotTypeReport,
@@ -166,6 +167,8 @@ class EtcdStore:
                 if not self._away[part]:
                     log.warning("store.lost", part=part, reason=str(error))
                 self._away[part] = str(error)
+                if isinstance(error, EtcdRefused):
+                    after = 0  # a watch that is denied costs a login each time, a list does not
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
     async def _slot_types_are(self, found: Mapping[str, KeyValue], _: int) -> None:
@@ -190,7 +193,7 @@ class EtcdStore:
     def _slot_type_in(self, name: str, value: bytes) -> SlotType | None:
         try:
             return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
-        except (msgspec.MsgspecError, ValueError) as error:
+        except UNREADABLE as error:
             log.warning("slot_type.read_failed", name=name, reason=str(error))
             return None
 
@@ -262,8 +265,13 @@ class EtcdStore:
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
         before = self._state.node(node_id)
-        if node.status is NodeStatus.NEWER and (before is None or before.remark != node.remark):
-            log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
+        if node.remark and (before is None or before.remark != node.remark):
+            if node.status is NodeStatus.NEWER:
+                log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
+            elif node.remark.startswith("unreadable: "):
+                log.warning(
+                    "node.read_failed", address=node.url, node_id=node_id, reason=node.remark
+                )
         self._state.note(node)
         self._teach(self._state.learned(node))
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ import structlog
 from agentd.client.asynchronous import AsyncClient
 from agentd.concurrency import run_endless
 from agentd.core.names import is_name
-from agentd.core.slots import SlotName, SlotType
+from agentd.core.slots import SlotName
 from agentd.errors import StateUnavailable
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import (
+    UNREADABLE,
     KnownNode,
     NodeReading,
     SlotTypeReport,
@@ -51,8 +52,12 @@ CREATE TABLE IF NOT EXISTS routes (kernel_id TEXT PRIMARY KEY, value BLOB, revis
 CREATE TABLE IF NOT EXISTS slot_types (place INTEGER PRIMARY KEY, name TEXT UNIQUE, value BLOB);
 CREATE TABLE IF NOT EXISTS known (node_id TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS revisions (last INTEGER);
-INSERT INTO revisions SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions);
 """
+_NO_REVISION = "SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions)"
+LOCK_S = 1.0
+"""Seconds that a call waits for another program's lock on the file."""
+AGAIN_S = 2.0
+"""Seconds after which a failed write of slot types and nodes is repeated."""
 
 
 class SqliteStore:
@@ -66,6 +71,9 @@ class SqliteStore:
         self._state = state
         self._address: dict[str, str] = {}
         self._known: dict[str, bytes] = {}
+        self._unwritten: dict[tuple[str, str], bytes] = {}
+        """Values by table and name: what the nodes reported and the file lacks."""
+        self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
         self._unheard = {address for address, _ in nodes}
         self._until = time.monotonic() + FIRST_WORD_S
@@ -82,8 +90,8 @@ class SqliteStore:
         query = "SELECT value FROM slot_types ORDER BY place"
         for (value,) in await self._do(lambda: self._rows(query)):
             try:
-                slot = slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
-            except (msgspec.MsgspecError, ValueError, TypeError) as error:
+                slot = slot_type_in(msgspec.json.decode(_bytes(value), type=SlotTypeReport))
+            except UNREADABLE as error:
                 log.warning("slot_type.read_failed", reason=str(error))
             else:
                 self._state.learn(slot)
@@ -154,20 +162,8 @@ class SqliteStore:
     def _rows(self, query: str, *values: object) -> list[Any]:
         return self._sql(query, *values).fetchall()
 
-    async def _learn(self, slots: Sequence[SlotType]) -> None:
-        """Save slot types with unknown names, in one transaction."""
-        query = "INSERT OR IGNORE INTO slot_types (name, value) VALUES (?, ?)"
-
-        def insert() -> None:
-            for slot in slots:
-                self._sql(query, slot.name, msgspec.json.encode(slot_type_report(slot)))
-
-        await self._do(insert)
-        for slot in slots:
-            self._state.learn(slot)
-
     async def unlearn(self, name: SlotName) -> None:
-        await self._do(lambda: self._sql("DELETE FROM slot_types WHERE name = ?", name))
+        await self._do(partial(self._delete, "slot_types", name))
         self._state.unlearn(name)
 
     async def forget(self, node: FleetNode) -> bool:
@@ -185,19 +181,20 @@ class SqliteStore:
                 yield kept.route.kernel_id
 
     def _forgot(self, node_id: str, routes: Sequence[str]) -> None:
-        self._sql("DELETE FROM known WHERE node_id = ?", node_id)
+        self._delete("known", node_id)
         for kernel_id in routes:
             self._sql("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
 
     async def run(self) -> None:
-        await run_endless(*(self._follow(address, client) for address, client in self._nodes))
+        follows = (self._follow(address, client) for address, client in self._nodes)
+        await run_endless(self._write(), *follows)
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
         async def told(reading: NodeReading) -> None:
             await self.heard(address, reading)
 
         async with client:
-            await NodeReader(client, told).run()
+            await NodeReader(address, client, told).run()
 
     async def heard(self, address: str, reading: NodeReading) -> None:
         """Apply a reading of the node at an address."""
@@ -210,24 +207,64 @@ class SqliteStore:
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
         said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
         node = with_free(published_in(node_id, said, seen_at=time.time()), free)
-        if new := self._state.learned(node):
-            await self._learn(new)
+        for slot in self._state.learned(node):
+            self._state.learn(slot)
+            value = msgspec.json.encode(slot_type_report(slot))
+            self._write_soon("slot_types", slot.name, value)
         self._state.note(node)
-        await self._make_known(node)
-
-    async def _make_known(self, node: FleetNode) -> None:
-        before = self._known.get(node.node_id)
+        before = self._known.get(node_id)
         seen = first_seen(before)
         value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
         if value != before:
-            query = "INSERT OR REPLACE INTO known VALUES (?, ?)"
-            await self._do(lambda: self._sql(query, node.node_id, value))
-            self._known[node.node_id] = value
+            self._known[node_id] = value
+            self._write_soon("known", node_id, value)
+
+    def _write_soon(self, table: str, name: str, value: bytes) -> None:
+        self._unwritten[table, name] = value
+        self._has_unwritten.set()
+
+    async def _write(self) -> None:
+        """Write what the nodes reported, and repeat failed writes."""
+        reason = ""
+        while await self._has_unwritten.wait():
+            self._has_unwritten.clear()
+            values = dict(self._unwritten)
+            try:
+                await self._do(partial(self._insert, values))
+            except StateUnavailable as error:
+                if not reason:
+                    log.warning("store.write_failed", reason=str(error))
+                reason = str(error)
+                self._has_unwritten.set()
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if reason:
+                log.info("store.recovered", values=len(values))
+                reason = ""
+            for key, value in values.items():
+                if self._unwritten.get(key) == value:
+                    del self._unwritten[key]
+
+    def _insert(self, values: Mapping[tuple[str, str], bytes]) -> None:
+        queries = {
+            "slot_types": "INSERT OR IGNORE INTO slot_types (name, value) VALUES (?, ?)",
+            "known": "INSERT OR REPLACE INTO known VALUES (?, ?)",
+        }
+        for (table, name), value in values.items():
+            if (table, name) in self._unwritten:
+                self._sql(queries[table], name, value)
+
+    def _delete(self, table: str, name: str) -> None:
+        column = {"slot_types": "name", "known": "node_id"}[table]
+        self._sql(f"DELETE FROM {table} WHERE {column} = ?", name)  # noqa: S608 - two tables
+        self._unwritten.pop((table, name), None)
 
     def _opened(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._base = sqlite3.connect(self._file, check_same_thread=False)
+        self._base = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
         self._base.executescript(_SCHEMA)
+        if self._rows(_NO_REVISION):  # an insert would need the lock of an existing file, too
+            self._sql("INSERT INTO revisions VALUES (0)")
 
     def _sql(self, query: str, *values: object) -> sqlite3.Cursor:
         if self._base is None:

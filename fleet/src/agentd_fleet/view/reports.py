@@ -14,15 +14,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from agentd.core.names import is_name, shortened
+from agentd.core.names import checked, is_name, shortened
 from agentd.core.slots import (
     MAX_SLOT_NAME,
-    AmountError,
     ResourceSlots,
     SlotKind,
     SlotName,
@@ -31,13 +30,17 @@ from agentd.core.slots import (
     is_slot_name,
     parse_base_units,
 )
-from agentd.views import AgentView, DeviceView, NodeView, SlotTypeView, SlotUseView
+from agentd.errors import AgentdError
 from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
 
+_T = TypeVar("_T")
 SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """Maximum slot types that one node can add to the fleet."""
-UNREADABLE = (msgspec.MsgspecError, AmountError, ValueError, RecursionError)
+MAX_REASON = 300
+"""Maximum characters of the reason why a node cannot be read."""
+UNREADABLE = (ValueError, RecursionError)
+"""Errors that an answer or a value of a node causes here."""
 NOT_THERE = ("gone", "unhealthy", "withheld")
 """States of devices without capacity."""
 
@@ -66,6 +69,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     labels: dict[str, str] = {}
     state: NodeStatus = NodeStatus.READY
+    reason: str = ""
     generation: int = 0
     agents: dict[str, dict[str, str]] = {}
     capacity: dict[str, str] = {}
@@ -128,17 +132,22 @@ class _ReportHeader(msgspec.Struct, frozen=True):
 
 
 class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
-    """A reading of a daemon; with `is_down` it does not answer, and the rest is the last one."""
+    """A reading of a daemon.
+
+    With `is_down` it does not answer, with a `reason` its answers cannot be read. Then the rest is
+    that of the last good reading.
+    """
 
     node_id: str
-    version: str
-    generation: int
-    agents: dict[str, dict[str, str]]
-    capacity: dict[str, str]
-    free: FreeReport
-    models: dict[str, list[str]]
-    slot_types: list[SlotTypeReport]
+    version: str = ""
+    generation: int = 0
+    agents: dict[str, dict[str, str]] = {}
+    capacity: dict[str, str] = {}
+    free: FreeReport = FreeReport()
+    models: dict[str, list[str]] = {}
+    slot_types: list[SlotTypeReport] = []
     is_down: bool = False
+    reason: str = ""
 
     def reported(
         self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
@@ -151,6 +160,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
             url=url,
             labels=dict(labels),
             state=NodeStatus.DAEMON_DOWN if self.is_down else NodeStatus.READY,
+            reason=self.reason,
             generation=self.generation,
             agents=self.agents,
             capacity=self.capacity,
@@ -159,51 +169,95 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def reading_of(
-    node: NodeView,
-    slot_types: list[SlotTypeView],
-    agents: list[AgentView],
-    devices: list[DeviceView],
-) -> NodeReading:
-    """Combine the answers of a daemon."""
-    kinds = {slot["name"]: SlotKind(slot["kind"]) for slot in slot_types}
-    shown = {
-        what: {a["agent_id"]: _amounts(a, what) for a in agents}
+class _NodeAnswer(msgspec.Struct, frozen=True):
+    """The members of `GET /v1/node` that the fleet uses."""
+
+    id: str
+    generation: int
+    version: str = ""
+
+
+class _Use(msgspec.Struct, frozen=True):
+    capacity: str
+    allocated: str
+    free: str
+
+
+class _AgentAnswer(msgspec.Struct, frozen=True):
+    agent_id: str
+    slots: dict[str, _Use]
+
+
+class _DeviceAnswer(msgspec.Struct, frozen=True):
+    agents: list[str]
+    state: str
+    slots: dict[str, _Use]
+    model: str = ""
+
+
+def node_in(answer: object) -> _NodeAnswer:
+    """Parse the answer of `GET /v1/node`.
+
+    Raises:
+        UNREADABLE: see `reading_of`.
+    """
+    return _converted(answer, _NodeAnswer, "node")
+
+
+def _converted(answer: object, kind: type[_T], path: str) -> _T:
+    try:
+        return msgspec.convert(answer, kind)
+    except ValueError as error:
+        raise ValueError(f"GET /v1/{path}: {error}") from None
+
+
+def reading_of(node: object, slot_types: object, agents: object, devices: object) -> NodeReading:
+    """Combine the answers of a daemon.
+
+    Raises:
+        UNREADABLE: an answer lacks a member, or has one with another type or value.
+    """
+    said = node_in(node)
+    types = _converted(slot_types, list[SlotTypeReport], "slot-types")
+    agents_said = _converted(agents, list[_AgentAnswer], "agents")
+    devices_said = _converted(devices, list[_DeviceAnswer], "devices")
+    kinds = {slot.name: slot.kind for slot in types}
+    offers = {
+        what: {
+            agent.agent_id: {name: getattr(use, what) for name, use in agent.slots.items()}
+            for agent in agents_said
+        }
         for what in ("capacity", "allocated", "free")
     }
-    return NodeReading(
-        node_id=node["id"],
-        version=node["version"],
-        generation=node["generation"],
-        agents=shown["capacity"],
-        capacity=_whole(kinds, shown["capacity"], devices, "capacity"),
+    reading = NodeReading(
+        node_id=checked(said.id),
+        version=said.version,
+        generation=said.generation,
+        agents=offers["capacity"],
+        capacity=_whole(kinds, offers["capacity"], devices_said, "capacity"),
         free=FreeReport(
-            shown["free"], shown["allocated"], _whole(kinds, shown["free"], devices, "free")
+            offers["free"],
+            offers["allocated"],
+            _whole(kinds, offers["free"], devices_said, "free"),
         ),
         models={
-            agent["agent_id"]: sorted(
-                {d["model"] for d in devices if d["model"] and agent["agent_id"] in d["agents"]}
+            agent.agent_id: sorted(
+                {d.model for d in devices_said if d.model and agent.agent_id in d.agents}
             )
-            for agent in agents
+            for agent in agents_said
         },
-        slot_types=[
-            SlotTypeReport(
-                t["name"],
-                SlotKind(t["kind"]),
-                t["quantum"],
-                t["exclusive_group"],
-                t["unit"],
-                t.get("primary"),
-            )
-            for t in slot_types
-        ],
+        slot_types=types,
     )
+    report = reading.reported(install_id="", boot_id="", url="", labels={})
+    _with_free(Published(_node(reading.node_id, report, 0.0)), reading.free)
+    msgspec.json.encode(reading)  # a text may have half a character
+    return reading
 
 
 def _whole(
     kinds: Mapping[str, SlotKind],
     agents: Mapping[str, Mapping[str, str]],
-    devices: list[DeviceView],
+    devices: list[_DeviceAnswer],
     what: Literal["capacity", "free"],
 ) -> dict[str, str]:
     """Return the amounts of a whole node.
@@ -214,30 +268,19 @@ def _whole(
     of_agents, of_devices = Counter[str](), Counter[str]()
     for amounts in agents.values():
         for name, amount in amounts.items():
+            if name not in kinds:
+                raise ValueError(f"slot {shortened(name)} of an agent has no type")
             of_agents[name] += parse_base_units(amount, kinds[name])
     for device in devices:
-        if not device["agents"] or device["state"] in NOT_THERE:
+        if not device.agents or device.state in NOT_THERE:
             continue
-        for slot, use in _uses_of(device).items():
+        for slot, use in device.slots.items():
             if slot in kinds:
-                of_devices[slot] += parse_base_units(use[what], kinds[slot])
+                of_devices[slot] += parse_base_units(getattr(use, what), kinds[slot])
     return {
         name: format_amount(min(amount, of_devices[name]), kinds[name])
         for name, amount in of_agents.items()
     }
-
-
-def _uses_of(device: DeviceView) -> Mapping[str, SlotUseView]:
-    """Return the slots of a device; an older daemon shows its only one."""
-    only = SlotUseView(
-        capacity=device["capacity"], allocated=device["allocated"], free=device["free"]
-    )
-    return device.get("slots", {device["slot"]: only})
-
-
-def _amounts(agent: AgentView, what: str) -> dict[str, str]:
-    slots: Mapping[str, Any] = agent["slots"]
-    return {name: use[what] for name, use in slots.items()}
 
 
 class Published(NamedTuple):
@@ -259,7 +302,7 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
         node = _node(node_id, said, seen_at)
         return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
     except UNREADABLE as error:
-        return _listed(node_id, f"unreadable report: {error}", seen_at=seen_at)
+        return _listed(node_id, unreadable(error), seen_at=seen_at)
 
 
 def with_free(published: Published, free: bytes | None) -> FleetNode:
@@ -268,21 +311,31 @@ def with_free(published: Published, free: bytes | None) -> FleetNode:
     if free is None or node.remark:
         return node
     try:
-        left = msgspec.json.decode(free, type=FreeReport)
-        types = node.slot_types
-        offers = {
-            agent: Offer(
-                offer.capacity,
-                _slots(left.agents.get(agent, {}), types),
-                _slots(left.allocated.get(agent, {}), types),
-            )
-            for agent, offer in node.offers.items()
-        }
-        capacity = published.capacity
-        whole = None if capacity is None else Offer(capacity, _slots(left.node, types))
+        return _with_free(published, msgspec.json.decode(free, type=FreeReport))
     except UNREADABLE as error:
-        return replace(node, remark=f"unreadable free amounts: {error}")
+        return replace(node, remark=unreadable(error))
+
+
+def _with_free(published: Published, free: FreeReport) -> FleetNode:
+    node, types = published.node, published.node.slot_types
+    offers = {
+        agent: Offer(
+            offer.capacity,
+            _slots(free.agents.get(agent, {}), types),
+            _slots(free.allocated.get(agent, {}), types),
+        )
+        for agent, offer in node.offers.items()
+    }
+    capacity = published.capacity
+    whole = None if capacity is None else Offer(capacity, _slots(free.node, types))
     return replace(node, offers=offers, whole=whole)
+
+
+def unreadable(error: Exception) -> str:
+    """Return the reason of a node that cannot be read: one line of limited length."""
+    text = str(error) if isinstance(error, (AgentdError, *UNREADABLE)) else repr(error)
+    line = " ".join(f"unreadable: {text}".split())[:MAX_REASON]
+    return line.encode(errors="backslashreplace").decode()
 
 
 def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
@@ -302,7 +355,7 @@ def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
         said.labels,
         said.generation,
         seen_at,
-        unreachable(said.url),
+        said.reason[:MAX_REASON] or unreachable(said.url),
         {agent: frozenset(names) for agent, names in said.models.items()},
     )
 
@@ -351,6 +404,8 @@ def slot_type_in(item: SlotTypeReport) -> SlotType:
     """
     if not is_slot_name(item.name):
         raise ValueError(f"invalid slot name {item.name[:MAX_SLOT_NAME]!r}")
+    if len(item.unit + (item.exclusive_group or "") + (item.primary or "")) > 3 * MAX_SLOT_NAME:
+        raise ValueError(f"too long a unit, group or primary slot of {item.name}")
     quantum = parse_base_units(item.quantum, item.kind)
     if quantum < 1:
         raise ValueError(f"invalid quantum of {item.name}: {item.quantum}")

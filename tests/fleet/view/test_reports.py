@@ -1,0 +1,82 @@
+"""Values of nodes in the store: whatever one is, it is listed with the reason."""
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentd_fleet.view.fleet_view import FleetView, NodeStatus
+from agentd_fleet.view.reports import MAX_REASON, first_seen, known_in, published_in, with_free
+from fleet_reports import free_report, node_report
+
+ODD: list[Any] = [None, 7, -1, 1.5, True, "", "x" * 300, [], {}, [[]], {"a": {}}, {"a": 7}, 10**30]
+RAW = [b"", b"null", b"7", b"[]", b"{", b"\xff", b'{"schema":', b"[" * 100_000,
+       b'{"schema": 1, "x": ' + b"[" * 100_000, b'{"schema": 1, "url": "\\ud800"}',
+       b'{"schema": 99}', b'{"schema": "1"}']  # fmt: skip
+
+
+def damaged(value: Any, choice: random.Random) -> Any:
+    """Return a JSON value with one member missing or replaced, at any depth."""
+    if not isinstance(value, (dict, list)) or not value or choice.random() < 0.1:
+        return choice.choice(ODD)
+    key = choice.choice([*value]) if isinstance(value, dict) else choice.randrange(len(value))
+    if choice.random() < 0.15:
+        del value[key]
+    else:
+        value[key] = damaged(value[key], choice)
+    return value
+
+
+def read(report: bytes, free: bytes) -> None:
+    """Read values as a gateway does, and show the node."""
+    node = with_free(published_in("n1", report, seen_at=0.0), free)
+    assert node.node_id == "n1"
+    assert len(node.remark) <= MAX_REASON
+    msgspec.json.encode([node.remark, node.url, node.labels, list(node.offers)])
+    view = FleetView().with_node(node, 1)
+    view.statistics()
+    for slot in view.learned(node):
+        view = view.with_slot_type(slot, 2)
+    assert view.tables
+
+
+@pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
+def test_value_that_is_not_a_report_is_listed(raw: bytes) -> None:
+    good, free = node_report(1, 3), free_report(3, random.Random(1))
+    assert published_in("n1", raw, seen_at=0.0).node.remark
+    assert with_free(published_in("n1", good, seen_at=0.0), raw).node_id == "n1"
+    read(raw, free)
+    read(good, raw)
+    assert known_in("n1", raw).status is NodeStatus.LOST
+    assert first_seen(raw)
+
+
+def test_damaged_report_is_listed_and_raises_nothing() -> None:
+    choice = random.Random(5)
+    good, free = node_report(1, 3), free_report(3, choice)
+    for _ in range(2000):
+        report = json.dumps(damaged(json.loads(good), choice)).encode()
+        amounts = json.dumps(damaged(json.loads(free), choice)).encode()
+        read(report, free)
+        read(good, amounts)
+        known_in("n1", report)
+        first_seen(report)
+
+
+def test_reason_of_a_publisher_is_the_node_s() -> None:
+    report = json.loads(node_report(1, 3)) | {"reason": "unreadable: x" * 100}
+    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.remark.startswith("unreadable: x")
+    assert len(node.remark) == MAX_REASON
+    assert not node.is_asked
+
+
+def test_slot_type_with_a_huge_unit_is_refused() -> None:
+    """Gateways write slot types of several nodes in one transaction of limited size."""
+    report = json.loads(node_report(1, 3))
+    report["slot_types"][0]["unit"] = "x" * 1000
+    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.remark == "unreadable: too long a unit, group or primary slot of cpu"
+    assert not node.slot_types
