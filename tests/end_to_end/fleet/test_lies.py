@@ -91,8 +91,11 @@ def problem(code: str, status: int, **members: Any) -> Any:
 async def test_malformed_node_answers_affect_only_that_node(world: World, liar: Liar) -> None:
     gateway, honest = await with_liar(world, liar)
     only = {"placement": {"nodes": ["liar"]}}
-    for said in ("<html>", '{"a": 1}', "[1, 2]", "[{}]", '[{"kernel_id": 7}]', "[" * 9000):
-        liar.answers = lambda _, said=said: web.Response(text=said)
+    deep = '[{"a":' + "[" * 100_000
+    for said in ("<html>", '{"a": 1}', "[1, 2]", "[{}]", '[{"kernel_id": 7}]', "[" * 9000, deep,
+                 '[{"a": "\udcff"}]', '[{"a": 1e999}]'):  # fmt: skip
+        content = said.encode(errors="surrogateescape")
+        liar.answers = lambda _, content=content: web.Response(body=content)
         for path in ("/v1/kernels", "/v1/devices", "/v1/kernels?limit=1"):
             listed = await gateway.call("GET", path)
             assert listed.status == 200, (said[:20], listed.content)

@@ -31,6 +31,7 @@ from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.reports import UNREADABLE
 
 LIST = msgspec.json.Decoder(list[dict[str, Any]])
 LIST_PATIENCE_S = 5.0
@@ -192,7 +193,7 @@ class FleetKernels:
             return None
         try:
             rows = LIST.decode(answer.body)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None
         following = parse_qs(next_query(answer.headers.get("Link")) or "").get("after", [""])
         rows = [{**row, "node_id": node.node_id} for row in rows]
