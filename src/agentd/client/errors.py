@@ -45,7 +45,7 @@ def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdE
     """Return the error of an answer; `retry_after` is that header."""
     error = _error_in(status, raw)
     if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
-        error.retry_after_s = int(retry_after or "")  # type: ignore[misc]
+        error.retry_after_s = max(1, int(retry_after or ""))  # type: ignore[misc]
     return error
 
 

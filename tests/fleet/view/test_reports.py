@@ -29,17 +29,18 @@ def damaged(value: Any, choice: random.Random) -> Any:
     return value
 
 
-def read(report: bytes, free: bytes) -> None:
-    """Read values as a gateway does, and show the node."""
-    node = with_free(published_in("n1", report, seen_at=0.0), free)
-    assert node.node_id == "n1"
+def read(report: bytes, free: bytes, view: FleetView | None = None, number: int = 1) -> FleetView:
+    """Read values as a gateway does, and return the view with the node."""
+    node = with_free(published_in(f"n{number}", report, seen_at=0.0), free)
+    assert node.node_id == f"n{number}"
     assert len(node.remark) <= MAX_REASON
     msgspec.json.encode([node.remark, node.url, node.labels, list(node.offers)])
-    view = FleetView().with_node(node, 1)
+    view = (view or FleetView()).with_node(node, 1)
     view.statistics()
     for slot in view.learned(node):
         view = view.with_slot_type(slot, 2)
     assert view.tables
+    return view
 
 
 @pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
@@ -56,11 +57,12 @@ def test_value_that_is_not_a_report_is_listed(raw: bytes) -> None:
 def test_damaged_report_is_listed_and_raises_nothing() -> None:
     choice = random.Random(5)
     good, free = node_report(1, 3), free_report(3, choice)
-    for _ in range(2000):
+    view = FleetView()
+    for number in range(2000):
         report = json.dumps(damaged(json.loads(good), choice)).encode()
         amounts = json.dumps(damaged(json.loads(free), choice)).encode()
-        read(report, free)
-        read(good, amounts)
+        view = read(report, free, view, number % 20)
+        view = read(good, amounts, view, number % 20)
         known_in("n1", report)
         first_seen(report)
 

@@ -165,7 +165,8 @@ class Publisher:
             if revision is None:
                 raise Taken(f"node id {reading.node_id} is published by another node")
             self._revision, self._said = revision, (report, self._said[1])
-        await self._make_known(reading)
+        if not reading.reason:
+            await self._make_known(reading)
         if free != self._said[1]:
             loop = asyncio.get_running_loop()
             if (wait_s := self._free_at - loop.time()) > 0:

@@ -215,7 +215,7 @@ class SqliteStore:
         before = self._known.get(node_id)
         seen = first_seen(before)
         value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
-        if value != before:
+        if value != before and not reading.reason:
             self._known[node_id] = value
             self._write_soon("known", node_id, value)
 
