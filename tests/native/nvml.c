@@ -12,9 +12,9 @@
  *       bridge=N (host bridge; GPUs of one have it as common ancestor, others the system) name=...
  *   link gpu=0 to=1                NVLink, or an NVSwitch, joins the two
  *   mig gpu=0 idx=0 uuid=MIG-.. gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 used=BYTES sm=16 name=...
- *   xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295    each id (rising, > 0) is delivered once per event set
+ *   xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295    an id above those of the event set's creation is delivered once
  *   proc gpu=0 mig=-1 pid=N mem=BYTES (-1: not available)   a process that computes, on a GPU or its idx-th part
- *   fail nvmlDeviceGetPowerUsage 3 [gpu]                  this function gives this nvmlReturn_t
+ *   fail nvmlDeviceGetPowerUsage 3 [gpu [idx]]            this function gives this nvmlReturn_t, for a GPU or its idx-th part
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -40,7 +40,7 @@ typedef struct { char uuid[96], name[96], pci[32]; unsigned long long mem, used,
 typedef struct { char uuid[96], name[96]; int gpu, idx; unsigned gi, ci, gslices, cslices, sm;
                  unsigned long long mem_mb, used; } mig_t;
 typedef struct { unsigned long long id, code; int gpu; unsigned gi, ci; } xid_t;
-typedef struct { char fn[64]; int code, gpu; } fail_t;
+typedef struct { char fn[64]; int code, gpu, idx; } fail_t;
 typedef struct { int gpu, mig; unsigned pid; unsigned long long mem; } proc_t;
 typedef struct { int gpu, to; } link_t;
 typedef struct { char driver[80]; int init, ng, nm, nx, nf, np, nl; link_t l[MAXLINK]; proc_t p[MAXPROC]; gpu_t g[MAXGPU]; mig_t m[MAXMIG]; xid_t x[MAXXID];
@@ -124,11 +124,20 @@ static int load(conf_t *c)
             proc_t *p = &c->p[c->np++];
             p->gpu = num(l, "gpu", 0); p->mig = num(l, "mig", -1); p->pid = num(l, "pid", 1); p->mem = num(l, "mem", -1);
         } else if (!strncmp(l, "fail ", 5) && c->nf < MAXFAIL) {
-            fail_t *x = &c->f[c->nf]; x->gpu = -1;
-            if (sscanf(l + 5, "%63s %d %d", x->fn, &x->code, &x->gpu) >= 2) c->nf++;
+            fail_t *x = &c->f[c->nf]; x->gpu = x->idx = -1;
+            if (sscanf(l + 5, "%63s %d %d %d", x->fn, &x->code, &x->gpu, &x->idx) >= 2) c->nf++;
         }
     }
     fclose(f);
+    return OK;
+}
+/* what the file says this function gives for a GPU (-1: none) and its idx-th part (-1: the GPU itself) */
+static int failing(conf_t *c, const char *fn, int gpu, int idx)
+{
+    for (int k = 0; k < c->nf; k++) {
+        fail_t *f = &c->f[k];
+        if (!strcmp(f->fn, fn) && (f->gpu < 0 || f->gpu == gpu) && (f->idx < 0 || f->idx == idx)) return f->code;
+    }
     return OK;
 }
 /* load, check init, find what the handle means: *g always, *m NULL for a whole GPU */
@@ -144,7 +153,7 @@ static int dev(conf_t *c, const char *fn, void *h, gpu_t **g, mig_t **m)
     else return INVAL;
     if (i < 0 || i >= c->ng) return INVAL;
     *g = &c->g[i];
-    for (int k = 0; k < c->nf; k++) if (!strcmp(c->f[k].fn, fn) && (c->f[k].gpu < 0 || c->f[k].gpu == i)) return c->f[k].code;
+    if ((i = failing(c, fn, i, *m ? (*m)->idx : -1))) return i;
     return (*g)->lost ? LOST : OK;
 }
 static int sys(conf_t *c, const char *fn)
@@ -153,8 +162,7 @@ static int sys(conf_t *c, const char *fn)
     load(c);
     pthread_mutex_lock(&lock); i = inits; pthread_mutex_unlock(&lock);
     if (!i) return UNINIT;
-    for (int k = 0; k < c->nf; k++) if (!strcmp(c->f[k].fn, fn) && c->f[k].gpu < 0) return c->f[k].code;
-    return OK;
+    return failing(c, fn, -1, -1);
 }
 static int put(char *out, unsigned n, const char *s) { if (strlen(s) >= n) return TOOSMALL; strcpy(out, s); return OK; }
 #define DEV(h) conf_t c; gpu_t *g; mig_t *m; int r = dev(&c, __func__, h, &g, &m); (void)g; (void)m; if (r) return r
@@ -187,7 +195,12 @@ int nvmlSystemGetCudaDriverVersion_v2(int *v) { SYS; *v = 12080; return OK; }
 int nvmlDeviceGetCount_v2(unsigned *n) { SYS; *n = c.ng; return OK; }
 
 static int found(conf_t *c, int i, void **h) { if (i < 0) return NOTFOUND; *h = &gh[i]; return c->g[i].lost == 1 ? LOST : OK; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { SYS; return i < (unsigned)c.ng ? found(&c, i, h) : INVAL; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) 
+{
+    SYS;
+    if (i >= (unsigned)c.ng) return INVAL;
+    return (r = failing(&c, __func__, i, -1)) ? r : found(&c, i, h);
+}
 int nvmlDeviceGetHandleByUUID(const char *u, void **h)
 {
     SYS;
@@ -315,6 +328,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void *h, unsigned idx, void **out)
     DEV(h); WHOLE;
     if (g->mig < 0) return NOTSUP;
     if (idx >= (unsigned)g->maxmig) return INVAL;
+    if ((r = failing(&c, __func__, g - c.g, idx))) return r;
     if (g->mig == 1)
         for (int i = 0; i < c.nm; i++) if (c.m[i].gpu == (int)(g - c.g) && c.m[i].idx == (int)idx) { *out = &mh[i]; return OK; }
     return NOTFOUND;
@@ -340,7 +354,13 @@ int nvmlDeviceGetFieldValues(void *h, int n, field_t *v)
     return OK;
 }
 /* ---- events ---- */
-int nvmlEventSetCreate(void **s) { SYS; *s = calloc(1, sizeof(set_t)); return OK; }
+int nvmlEventSetCreate(void **s)
+{
+    SYS;
+    set_t *set = *s = calloc(1, sizeof(set_t));
+    for (int i = 0; i < c.nx; i++) if (c.x[i].id > set->last) set->last = c.x[i].id;
+    return OK;
+}
 int nvmlEventSetFree(void *s)
 {
     SYS;
@@ -369,7 +389,7 @@ static int waited(void *sp, event_t *e, unsigned ms)
     struct timespec t0, t;
     clock_gettime(CLOCK_MONOTONIC, &t0);
     for (;;) {
-        SYS;
+        conf_t c; int r = sys(&c, "nvmlEventSetWait_v2"); if (r) return r;
         pthread_mutex_lock(&lock);
         xid_t *best = NULL;
         int lost = 0;

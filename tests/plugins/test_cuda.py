@@ -313,6 +313,24 @@ async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(
     assert (first.reason, second.health) == ("Xid 79", Health.HEALTHY)
 
 
+async def test_wait_for_events_that_fails_is_said(node: Node) -> None:
+    node.say(f"{HEALTHY}fail nvmlEventSetWait_v2 999\n")
+    with capture_logs() as logged:
+        host = await node.plugin()
+        async with asyncio.timeout(10):
+            while "waiting for events fails" not in str(logged):
+                await asyncio.sleep(0.02)
+    assert {device.health for device in devices(host)} == {Health.HEALTHY}
+
+
+async def test_new_event_set_knows_no_xid_of_before(node: Node) -> None:
+    node.say(f"{HEALTHY}xid id=1 gpu=0 code=79\n")
+    host = await node.plugin()
+    node.say(f"{HEALTHY}xid id=1 gpu=0 code=79\nxid id=2 gpu=1 code=79\n")
+    first, _ = await until(host, lambda found: found[1].health is Health.UNHEALTHY)
+    assert first.health is Health.HEALTHY
+
+
 async def test_required_recovery_counts_until_it_is_done(node: Node) -> None:
     host = await node.plugin()
     node.say(HEALTHY.replace("recovery=0", "recovery=1"))
