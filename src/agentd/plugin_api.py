@@ -114,8 +114,9 @@ class DeviceInfo:
     same physical device. `slot` and `capacity` are its primary slot; `secondary` maps up to seven
     further slots of the same device to their capacities, such as GPU memory beside GPU shares.
     `parent` is the stable id of the device that it is a part of. `health` is `healthy`,
-    `unhealthy` (with a `reason`) or `unknown`. If it `is_simulated`, other daemons on the host can
-    serve a device with the same stable id.
+    `unhealthy` (with a `reason`) or `unknown`; an unhealthy one keeps the slots and parts that
+    agentd saw last. If it `is_simulated`, other daemons on the host can serve a device with the
+    same stable id.
     """
 
     id: str

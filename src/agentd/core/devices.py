@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType
+from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, is_slot_of_parts
 
 _DIGITS = re.compile(r"([0-9]+)")
 _LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
@@ -254,8 +254,10 @@ class Inventory:
         If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
         is not listed any more, or lists another primary slot, is missing until it returns. Other
         secondary slots are a warning. A new device is added if its slots are known and no other
-        plugin serves it.
+        plugin serves it. An unhealthy one keeps its last form.
         """
+        past = (d for d in self.by_name.get(name, ()) if not d.is_hearsay)
+        listed = in_last_form([*listed], past, self.slot_types)
         now = {device.stable_id: device for device in listed}
         there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
         known = {device.stable_id for device in there if device.device_id.name == name}
@@ -446,6 +448,47 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
             if (more := len(found) - MOST_NAMED) > 0:
                 warnings.append(f"{more} more devices of {name} are served by others; withheld")
     return kept, warnings
+
+
+def in_last_form(
+    listed: Sequence[Device], past: Iterable[Device], slots: Collection[SlotName]
+) -> list[Device]:
+    """Return a listing in which unhealthy devices are what they were last, with `slots` at most.
+
+    A driver that fails hides whether a GPU is in MIG mode, and how much memory it has. So an
+    unhealthy device does not prove that its slots changed, and one that was in parts stands for
+    its parts.
+    """
+    present = {device.stable_id for device in listed}
+    forms: dict[tuple[str, str | None], list[Device]] = {}
+    for form in past:
+        # A plugin derives the slots of parts from the parts that answer.
+        if form.slot in slots or is_slot_of_parts(form.slot):
+            forms.setdefault((form.device_id.name, form.stable_id), []).append(form)
+            if form.stable_id not in present:
+                forms.setdefault((form.device_id.name, form.parent), []).append(form)
+    result = []
+    for device in listed:
+        last = forms.get((device.device_id.name, device.stable_id))
+        if device.health is not Health.UNHEALTHY or last is None:
+            result.append(device)
+            continue
+        now = {"gone": False, "health": device.health, "reason": device.reason}
+        result += [
+            replace(form, secondary=_secondary_of(form, device, slots), **now)
+            for form in [form for form in last if not form.gone] or last
+        ]
+    return result
+
+
+def _secondary_of(
+    form: Device, device: Device, slots: Collection[SlotName]
+) -> tuple[SecondarySlot, ...]:
+    """Return the secondary slots of a device's last form, and those that it offers only now."""
+    offers = {offer.slot: offer for offer in form.secondary if offer.slot in slots}
+    if form.slot == device.slot:
+        offers = {offer.slot: offer for offer in device.secondary} | offers
+    return tuple(offers[slot] for slot in sorted(offers, key=natural_key))
 
 
 def with_remembered(

@@ -110,6 +110,11 @@ BUILT_IN = (
 """The slots of every node, without any plugin."""
 
 
+def is_slot_of_parts(slot: SlotName) -> bool:
+    """Return whether a slot is of parts of devices, such as `cuda.device:1g.10gb-mig`."""
+    return ":" in slot
+
+
 def device_name_of(slot: SlotName) -> str:
     """Return the device name of a slot, the part before the first dot."""
     return slot.partition(".")[0]

@@ -43,7 +43,8 @@ class DealingRules(NamedTuple):
         """Return listed and missing devices with their ids, in natural order."""
         name = listing.name
         past = [d for d in self.remembered.load_devices() if d.device_id.name == name]
-        known = with_remembered(with_shared_health(listing.devices), past)
+        listed = listing.in_last_form(past).devices
+        known = with_remembered(with_shared_health(listed), past)
         return sorted(known, key=lambda device: natural_key(device.device_id.id))
 
     def kept(self, name: str, known: Sequence[Device]) -> Dealing | None:

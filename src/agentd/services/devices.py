@@ -26,7 +26,7 @@ from agentd.core.devices import (
 from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, joined, split
-from agentd.core.slots import CPU, MEM, SlotType
+from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
 from agentd.errors import (
     ConfigRefused,
     Conflict,
@@ -168,6 +168,7 @@ class NodeDevices:
         names = {listing.name for listing in listings}
         known = before.inventory if before else None
         remembered = self._store.load_devices() if known is None else _lasting(known, names)
+        listings = [listing.in_last_form(remembered) for listing in listings]
         kept, devices, warnings = _together(
             known.devices if known else self._host_devices,
             listings,
@@ -175,9 +176,10 @@ class NodeDevices:
             remembered=remembered,
             statuses=self._plugins.statuses(),
         )
-        types = known.slot_types.values() if known else self._host_types
-        listed_types = (slot for listing in listings for slot in listing.slot_types)
-        inventory = Inventory.of([*types, *listed_types], devices)
+        types = [*(known.slot_types.values() if known else self._host_types)]
+        types += (slot for listing in listings for slot in listing.slot_types)
+        types += _types_of_missing(devices, types, names)
+        inventory = Inventory.of(types, devices)
         missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         missed |= {device.device_id.name for device in devices}
         unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
@@ -407,6 +409,25 @@ def _together(
     fresh = [device for device in listed if device.device_id.name in names]
     others = [device for device in listed if device.device_id.name not in names]
     return kept, [*others, *with_remembered(fresh, remembered, not_ready, plugins)], warnings
+
+
+def _types_of_missing(
+    devices: Iterable[Device], types: Sequence[SlotType], names: Collection[str]
+) -> list[SlotType]:
+    """Return the slot types of parts that are all missing or unhealthy, for some device names.
+
+    A plugin derives them from the parts that answer. They exclude the same slots as its other
+    ones.
+    """
+    known = {slot.name for slot in types}
+    groups = {device_name_of(slot.name): slot.exclusive_group for slot in types}
+    return [
+        SlotType(device.slot, device.kind, ONE, groups.get(device.device_id.name))
+        for device in devices
+        if device.device_id.name in names
+        and is_slot_of_parts(device.slot)
+        and device.slot not in known
+    ]
 
 
 def _lasting(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:

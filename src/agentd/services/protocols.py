@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import Allocation
-from agentd.core.devices import Device
+from agentd.core.devices import Device, in_last_form
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
@@ -63,6 +64,11 @@ class PluginListing(msgspec.Struct, frozen=True):
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
     dealing: Dealing | None = None
+
+    def in_last_form(self, past: Iterable[Device]) -> PluginListing:
+        """Return the listing in which unhealthy devices are what they were last."""
+        slots = {slot.name for slot in self.slot_types}
+        return replace(self, devices=tuple(in_last_form(self.devices, past, slots)))
 
 
 class Plugins(Protocol):

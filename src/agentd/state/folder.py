@@ -171,7 +171,6 @@ class StateFolder:
             replace(
                 device,
                 health=Health.UNKNOWN,
-                gone=False,
                 reason="",
                 withheld="",
                 awaited="",

@@ -162,13 +162,18 @@ class CudaPlugin(AcceleratorPlugin):
 
     def _devices(self, gpu: nvml.Gpu) -> Sequence[DeviceInfo]:
         trouble = self._trouble(gpu)
+        try:
+            numa_node = nvml.numa_node(gpu.pci, self._sysfs)
+        except OSError as error:
+            numa_node = None
+            trouble = trouble or f"its NUMA node cannot be read: {error.strerror}"
         whole = DeviceInfo(
             id=f"{self.name}{gpu.index}",
             stable_id=gpu.uuid,
             slot=f"{self.name}.{self.settings.get('mode', 'device')}",
-            aliases=[gpu.pci],
+            aliases=[gpu.pci] if gpu.pci else [],
             model=gpu.model,
-            numa_node=nvml.numa_node(gpu.pci, self._sysfs),
+            numa_node=numa_node,
             health="unhealthy" if trouble else "healthy",
             reason=trouble,
             attributes={"memory": str(gpu.memory_bytes)},
@@ -184,26 +189,24 @@ class CudaPlugin(AcceleratorPlugin):
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
+                health="unhealthy" if trouble or part.trouble else "healthy",
+                reason=trouble or part.trouble,
                 attributes={"memory": str(part.memory_bytes), "profile": part.profile},
             )
             for part in gpu.parts
         ]
 
     def _gpus(self) -> list[nvml.Gpu]:
-        """Read all GPUs; one that does not answer keeps its last values, with the reason."""
-        found = []
-        for index, handle in nvml.handles():
+        """Read all GPUs; one that does not answer is as it was last, with the reason."""
+        gpus: dict[str, nvml.Gpu] = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
             try:
-                gpu = nvml.read(index, handle)
+                self._last[index] = gpu = nvml.read(index, self._last.get(index))
             except pynvml.NVMLError as error:
-                if index not in self._last:
-                    nvml.note(f"GPU {index} is left out; its identity cannot be read: {error}")
-                    continue
-                found.append(replace(self._last[index], trouble=f"it does not answer: {error}"))
-                continue
-            self._last[index] = gpu
-            found.append(gpu)
-        return found
+                nvml.note(f"GPU {index} is left out; its identity cannot be read: {error}")
+            else:
+                gpus.setdefault(gpu.uuid, gpu)
+        return list(gpus.values())
 
     def _trouble(self, gpu: nvml.Gpu) -> str:
         if gpu.trouble:

@@ -1,13 +1,14 @@
 """NVML's data about GPUs, as plain values; the only module that uses `pynvml`.
 
 API: https://docs.nvidia.com/deploy/nvml-api/. A call that a driver or GPU does not support returns
-None; a lost GPU affects only itself.
+None. A GPU or part that does not answer is as last seen, with the driver's reason; it affects only
+itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
@@ -20,12 +21,13 @@ _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
 _PROFILE = re.compile(r"\bMIG ((?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb(?:[+-][a-z]+(?:\.[a-z]+)*)*)$")
-_UNSUPPORTED = (
+_MISSING = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
-    pynvml.NVML_ERROR_NO_PERMISSION,
 )
+_NO_PART = (*_MISSING, pynvml.NVML_ERROR_NOT_FOUND)
+_UNSUPPORTED = (*_MISSING, pynvml.NVML_ERROR_NO_PERMISSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class MigPart:
     uuid: str
     profile: str
     memory_bytes: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Gpu:
 
     index: int
     uuid: str
-    pci: str
+    pci: str = ""
     model: str = ""
     memory_bytes: int = 0
     is_mig: bool = False
@@ -66,7 +69,9 @@ class Load:
     processes: tuple[tuple[int, int | None], ...] | None
 
 
-def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
+def asked(
+    function: Callable[..., _T], *arguments: object, none_for: Collection[int] = _UNSUPPORTED
+) -> _T | None:
     """Call NVML; None if driver or GPU do not support the call.
 
     Raises:
@@ -75,7 +80,7 @@ def asked(function: Callable[..., _T], *arguments: object) -> _T | None:
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        if error.value in _UNSUPPORTED:
+        if error.value in none_for:
             return None
         raise
 
@@ -97,12 +102,16 @@ def pci_address(bus_id: str) -> str:
 
 
 def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Return the NUMA node of a PCI device, None if Linux assigns none (-1)."""
+    """Return the NUMA node of a PCI device, None if Linux assigns none (-1) or has no such device.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
-        text = (sysfs / "bus/pci/devices" / pci / "numa_node").read_text(encoding="ascii")
-    except OSError:
+        text = (sysfs / "bus/pci/devices" / pci / "numa_node").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
         return None
-    return node if (node := int(text)) >= 0 else None
+    return int(text) if text.isdecimal() else None
 
 
 def handles() -> Iterator[tuple[int, Any]]:
@@ -114,32 +123,44 @@ def handles() -> Iterator[tuple[int, Any]]:
             continue
 
 
-def read(index: int, handle: Any) -> Gpu:
-    """Read a GPU; one that only reveals its identity gets a `trouble`.
+def read(index: int, last: Gpu | None = None) -> Gpu:
+    """Read a GPU; one that does not answer is as it was last, with a `trouble`.
 
     Raises:
-        NVMLError: even its identity is unreadable.
+        NVMLError: its identity is unreadable, and unknown.
     """
-    uuid = pynvml.nvmlDeviceGetUUID(handle)
-    pci = pci_address(pynvml.nvmlDeviceGetPciInfo(handle).busId)
+    gpu = last
     try:
-        return _read(Gpu(index, uuid, pci), handle)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+        if gpu is None or gpu.uuid != uuid:
+            gpu = Gpu(index, uuid)
+        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle):
+            gpu = replace(gpu, pci=pci_address(pci.busId))
+        return _read(gpu, handle)
     except pynvml.NVMLError as error:
-        return Gpu(index, uuid, pci, trouble=f"no answer: {error}")
+        if gpu is None:
+            raise
+        return replace(gpu, trouble=f"no answer: {error}")
 
 
 def _read(gpu: Gpu, handle: Any) -> Gpu:
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    total = int(memory.total) if memory else 0
-    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    """Read everything but the identity.
+
+    Refused permission counts as a failure, except for the memory of a GPU in MIG mode, which only
+    monitors of all its parts may read.
+    """
+    mode = asked(pynvml.nvmlDeviceGetMigMode, handle, none_for=_MISSING)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    refused = _UNSUPPORTED if is_mig else _MISSING
+    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
+    gpu = replace(gpu, memory_bytes=int(memory.total) if memory else gpu.memory_bytes)
     action = _recovery_action(handle)
     return replace(
         gpu,
-        model=asked(pynvml.nvmlDeviceGetName, handle) or "",
-        memory_bytes=total,
+        model=asked(pynvml.nvmlDeviceGetName, handle) or gpu.model,
         is_mig=is_mig,
-        parts=tuple(_parts(handle, total)) if is_mig else (),
+        parts=tuple(_parts(handle, gpu)) if is_mig else (),
         trouble=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
         tells_recovery=action is not None,
     )
@@ -165,18 +186,32 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
                 raise
 
 
-def _parts(handle: Any, total_bytes: int) -> Iterator[MigPart]:
-    for place, part in part_handles(handle):
+def _parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
+    """Yield the parts of a GPU; one that does not answer is as it was last, with a `trouble`."""
+    last = {part.place: part for part in gpu.parts}
+    for place in range(
+        asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_MISSING) or 0
+    ):
+        part = last.get(place)
+        get = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
         try:
-            attributes = pynvml.nvmlDeviceGetAttributes(part)
+            if (part_handle := asked(get, handle, place, none_for=_NO_PART)) is None:
+                continue
+            uuid, profile = pynvml.nvmlDeviceGetUUID(part_handle), _told_profile(part_handle)
+            if part is None or part.uuid != uuid:
+                part = MigPart(place, uuid, profile, 0) if profile else None
+            attributes = pynvml.nvmlDeviceGetAttributes(part_handle)
+            memory_bytes = int(attributes.memorySizeMB) << 20
+            if not profile:
+                total = gpu.memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+                slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+                profile = profile_name(*slices, memory_bytes, total)
+            yield MigPart(place, uuid, profile, memory_bytes)
         except pynvml.NVMLError as error:
-            note(f"unreadable profile of MIG device {place}: {error}")
-            continue
-        memory_bytes = int(attributes.memorySizeMB) << 20
-        gpu, compute = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
-        computed = profile_name(gpu, compute, memory_bytes, total_bytes)
-        profile = _told_profile(part) or computed
-        yield MigPart(place, pynvml.nvmlDeviceGetUUID(part), profile, memory_bytes)
+            if part is not None:
+                yield replace(part, trouble=f"no answer: {error}")
+            else:
+                note(f"MIG device {place} of GPU {gpu.index} is left out: {error}")
 
 
 def _told_profile(part: Any) -> str:
@@ -185,7 +220,7 @@ def _told_profile(part: Any) -> str:
     Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not reveal them.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/mig-device-names.html
     """
-    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part) or "")
+    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part, none_for=_MISSING) or "")
     return match[1] if match else ""
 
 
