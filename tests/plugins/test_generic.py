@@ -116,6 +116,19 @@ async def test_a_vfio_group_is_the_one_device_in_it(tmp_path: Path) -> None:
     await host.close()
 
 
+def test_file_keeps_its_address_when_sysfs_tells_none(tmp_path: Path) -> None:
+    sysfs = tmp_path / "sys"
+    group = node(tmp_path / "dev/vfio/12", 3)
+    member = sysfs / "kernel/iommu_groups/12/devices/0000:00:07.0"
+    member.mkdir(parents=True)
+    plugin = GenericPlugin("tpu", {"devices": [str(group)], "sysfs": str(sysfs)})
+    plugin.open()
+    before = plugin.list_devices()
+    assert [device.stable_id for device in before] == ["0000:00:07.0"]
+    member.rmdir()
+    assert plugin.list_devices() == before
+
+
 async def test_many_names_of_one_file_are_one_device(tmp_path: Path) -> None:
     file = node(tmp_path / "a/accel0")
     (tmp_path / "a/accel1").symlink_to(file)

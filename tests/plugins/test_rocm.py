@@ -9,7 +9,7 @@ import pytest
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation, Share
-from agentd.core.devices import Device, DeviceId
+from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement
 from agentd.pluginhost.host import PluginHost
@@ -187,3 +187,90 @@ async def test_no_library_is_one_line_and_offers_nothing(tmp_path: Path, monkeyp
 )  # fmt: skip
 def test_wrong_settings_are_named(settings, key) -> None:
     assert key in [problem.key for problem in RocmPlugin.validate(settings)]
+
+
+SHARES = {"mode": "shares", "memory-slot": True}
+NO_ADDRESS = "fail amdsmi_get_gpu_device_bdf 2 0"
+HIDDEN = ("unique_id", NO_ADDRESS)
+"""Faults that leave a GPU without identity in a process that has not seen it before."""
+UNREADABLE = "cannot be read: Is a directory"
+
+
+@pytest.fixture
+def gpu(root: Path, tmp_path: Path, monkeypatch) -> Path:
+    """The folder in sysfs of a GPU that is partitioned, in a tree that a test may change."""
+    monkeypatch.setenv("ROCM_PATH", str(root))
+    monkeypatch.setenv("FAKE_AMDSMI_FILE", str(tmp_path / "gpus"))
+    monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
+    (tmp_path / "gpus").write_text(GPUS)
+    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    (folder / "drm/renderD129").mkdir(parents=True)
+    (folder / "../0002:05:1f.7/drm/renderD130").mkdir(parents=True)
+    for name, text in (("unique_id", "a2f6ed0b5ee5f900"), ("numa_node", "1"),
+                       ("current_memory_partition", "NPS4")):  # fmt: skip
+        (folder / name).write_text(f"{text}\n")
+    return folder
+
+
+async def until(host: PluginHost, reason: str) -> Device:
+    async with asyncio.timeout(15):
+        changes = host.changes()
+        while (first := devices(host)[0]).reason != reason:
+            await anext(changes)
+    return first
+
+
+def form(device: Device) -> tuple[object, ...]:
+    return device.stable_id, device.slots, device.aliases, device.parent, device.numa_node
+
+
+@pytest.mark.parametrize("compute", ["SPX", "CPX"])
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("fail amdsmi_get_gpu_memory_total 2 0", "AMD SMI does not tell its memory"),
+        (NO_ADDRESS, "AMD SMI does not tell its PCI address"),
+        ("unique_id", UNREADABLE),
+        ("current_compute_partition", UNREADABLE),
+        ("current_memory_partition", UNREADABLE),
+        ("numa_node", UNREADABLE),
+    ],
+)
+async def test_gpu_in_trouble_keeps_its_form(
+    gpu: Path, tmp_path: Path, compute: str, trouble: str, reason: str
+) -> None:
+    (gpu / "current_compute_partition").write_text(compute)
+    made = plugin(sysfs=str(tmp_path / "sys"), **SHARES)
+    await made.open(10)
+    try:
+        (listing,) = made.listings()
+        before = [form(device) for device in listing.devices]
+        if reason is UNREADABLE:
+            reason = f"{trouble} {UNREADABLE}"
+            content = (gpu / trouble).read_text()
+            (gpu / trouble).unlink()
+            (gpu / trouble).mkdir()  # even root cannot read it
+        else:
+            reason = f"no answer: {reason}"
+            (tmp_path / "gpus").write_text(f"{GPUS}{trouble}\n")
+        first = await until(made, reason)
+        assert first.health is Health.UNHEALTHY
+        assert [form(device) for device in devices(made)] == before
+        assert devices(made)[1].health is Health.HEALTHY
+
+        again = plugin(sysfs=str(tmp_path / "sys"), **SHARES)
+        await again.open(10)
+        found = again.listings()[0].in_last_form(listing.devices).devices
+        await again.close()
+        if trouble not in HIDDEN:
+            assert (found[0].health, form(found[0])) == (Health.UNHEALTHY, before[0])
+        assert [form(device) for device in found[-1:]] == before[1:], "it is left out"
+
+        (tmp_path / "gpus").write_text(GPUS)
+        if reason.endswith(UNREADABLE):
+            (gpu / trouble).rmdir()
+            (gpu / trouble).write_text(content)
+        assert (await until(made, "")).health is Health.HEALTHY
+        assert [form(device) for device in devices(made)] == before
+    finally:
+        await made.close()

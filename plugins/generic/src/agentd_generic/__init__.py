@@ -105,6 +105,7 @@ class GenericPlugin(AcceleratorPlugin):
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
         self._groups = tuple(map(_group_number, self.settings.get("groups", ())))
         self._noted: set[str] = set()
+        self._addresses: dict[Path, str | None] = {}
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         types = [SlotTypeInfo(self._slot)]
@@ -117,7 +118,10 @@ class GenericPlugin(AcceleratorPlugin):
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
     def _found(self) -> list[_Found]:
-        """Find the device files, each once, however many names it has."""
+        """Find the device files, each once, however many names it has.
+
+        A file keeps its PCI address if sysfs tells none any more, as while a VFIO group is emptied.
+        """
         vendors = {
             vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
         }
@@ -127,7 +131,10 @@ class GenericPlugin(AcceleratorPlugin):
             for path in sorted(Path("/").glob(pattern.lstrip("/")), key=_natural)
             if _is_device(path)
         )
-        addresses = {path: self._sysfs.pci_address(path) for path in files}
+        addresses = {
+            path: self._sysfs.pci_address(path) or self._addresses.get(path) for path in files
+        }
+        self._addresses.update(addresses)
         numbers = {path: match[1] for path in files if (match := _NUMBER.search(path.name))}
         found = []
         for path, pci in addresses.items():

@@ -73,6 +73,10 @@ class RocmPlugin(AcceleratorPlugin):
         super().__init__(name, settings)
         self._sysfs_root = Path(settings.get("sysfs", "/sys"))
         self._sysfs = self._sysfs_root / "bus/pci/devices"
+        self._last: dict[int, smi.AmdGpu] = {}
+        self._texts: dict[tuple[str, str], str] = {}
+        self._unreadable: dict[str, str] = {}
+        self._noted: set[str] = set()
 
     def open(self) -> None:
         found = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
@@ -93,7 +97,7 @@ class RocmPlugin(AcceleratorPlugin):
         mode = self._mode
         quantum = str(self.settings.get("quantum", "1" if mode == "device" else "0.01"))
         whole = self._whole_slot
-        partitions = {self._slot(gpu) for gpu in smi.gpus()} - {whole}
+        partitions = {self._slot(gpu) for gpu in self._gpus()} - {whole}
         return [
             SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
             *memory_slots(self.name, whole, self.settings),
@@ -120,11 +124,27 @@ class RocmPlugin(AcceleratorPlugin):
     def _whole_slot(self) -> str:
         return f"{self.name}.{self._mode}"
 
+    def _gpus(self) -> list[smi.AmdGpu]:
+        """Return the GPUs, without those whose serial number cannot be read and never was."""
+        self._unreadable.clear()
+        gpus = []
+        for gpu in smi.gpus(self._last):
+            self._text(gpu.pci, "unique_id")
+            why = self._unreadable.get(gpu.pci)
+            if why is None or (gpu.pci, "unique_id") in self._texts:
+                gpus.append(gpu)
+            elif (text := f"{gpu.pci} is left out: {why}") not in self._noted:
+                self._noted.add(text)
+                print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
+        return gpus
+
     def list_devices(self) -> Sequence[DeviceInfo]:
         found = []
-        for gpu in smi.gpus():
+        for gpu in self._gpus():
             node, slot = self._render_node(gpu), self._slot(gpu)
             whole, stable_id = self._whole(gpu), self._identity(gpu, slot)
+            numa_node = self._numa_node(gpu.pci)
+            trouble = self._trouble(gpu, node)
             found.append(
                 DeviceInfo(
                     id=f"{self.name}{gpu.index}",
@@ -133,14 +153,21 @@ class RocmPlugin(AcceleratorPlugin):
                     aliases=[gpu.pci] if stable_id == whole != gpu.pci else [],
                     parent=None if slot == self._whole_slot else whole,
                     model=gpu.model,
-                    numa_node=self._numa_node(gpu.pci),
-                    health="healthy" if node else "unhealthy",
-                    reason="" if node else f"{gpu.pci} has no render node in sysfs",
+                    numa_node=numa_node,
+                    health="unhealthy" if trouble else "healthy",
+                    reason=trouble,
                     attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
                     secondary=self._secondary(gpu, slot),
                 )
             )
         return found
+
+    def _trouble(self, gpu: smi.AmdGpu, node: str | None) -> str:
+        if not node:
+            return f"{gpu.pci} has no render node in sysfs"
+        if self.settings.get("memory-slot") and not gpu.memory_bytes:
+            return "AMD SMI does not tell its memory"
+        return gpu.trouble or self._unreadable.get(gpu.pci, "")
 
     def _secondary(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
         if slot != self._whole_slot:
@@ -164,17 +191,26 @@ class RocmPlugin(AcceleratorPlugin):
         return int(text) if text.isdigit() else None
 
     def _text(self, pci: str, name: str) -> str:
+        """Return the content of a file of a GPU, empty without one.
+
+        A file that cannot be read any more is as it was last: the driver refuses some while it
+        resets a GPU.
+        """
         try:
-            return (self._sysfs / pci / name).read_text(encoding="ascii").strip().lower()
-        except OSError:
-            return ""
+            text = (self._sysfs / pci / name).read_text(encoding="ascii").strip().lower()
+        except OSError as error:
+            if (pci, name) in self._texts or not isinstance(error, FileNotFoundError):
+                self._unreadable[pci] = f"{name} cannot be read: {error.strerror}"
+            return self._texts.get((pci, name), "")
+        self._texts[pci, name] = text
+        return text
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         if not allocation:
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in smi.gpus()}
+        there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in self._gpus()}
         if missing := [device.id for device in allocation if device.stable_id not in there]:
             raise LookupError(f"no answer from {', '.join(missing)}")
         given = [there[device.stable_id] for device in allocation]
@@ -202,7 +238,7 @@ class RocmPlugin(AcceleratorPlugin):
         return f"/dev/dri/{names[gpu.place]}" if gpu.place < len(names) else None
 
     def measure(self) -> Sequence[Measurement]:
-        loads = [(gpu, smi.load_of(gpu.index)) for gpu in smi.gpus()]
+        loads = [(gpu, smi.load_of(gpu.index)) for gpu in self._gpus()]
         return [
             Measurement(
                 self._identity(gpu, self._slot(gpu)),

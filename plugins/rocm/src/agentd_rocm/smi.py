@@ -15,7 +15,7 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyrsmi import rocml
@@ -50,6 +50,8 @@ class AmdGpu:
     memory_bytes: int
     place: int = 0
     """Its index among the processors with one PCI address."""
+    trouble: str = ""
+    """Why some of its values are only the last known ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +94,28 @@ def shut_down() -> None:
     rocml.smi_shutdown()
 
 
-def gpus() -> Iterator[AmdGpu]:
-    """Yield the GPUs that answer."""
+def gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
+    """Yield the GPUs, and remember them in `last`; one that does not answer is as it was last."""
     places: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
+        known = last.get(index)
         address = rocml.smi_get_device_pci_id(index)
-        if address is None or address < 0:
-            continue
         memory = _known(rocml.smi_get_device_memory_total(index))
         model = rocml.smi_get_device_name(index)
-        pci = pci_address(address)
         name = model if isinstance(model, str) else ""
-        yield AmdGpu(index, pci, name, memory or 0, places[pci])
-        places[pci] += 1
+        if address is None or address < 0:
+            if known is None:
+                continue
+            gpu = replace(known, trouble="no answer: AMD SMI does not tell its PCI address")
+        else:
+            pci = pci_address(address)
+            before = known.memory_bytes if known is not None and known.pci == pci else 0
+            is_silent = memory is None and before > 0
+            trouble = "no answer: AMD SMI does not tell its memory" if is_silent else ""
+            gpu = AmdGpu(index, pci, name, memory or before, places[pci], trouble)
+        last[index] = gpu
+        places[gpu.pci] += 1
+        yield gpu
 
 
 def pci_address(packed: int) -> str:
