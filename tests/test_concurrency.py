@@ -158,7 +158,7 @@ async def test_endless_loops_end_with_any_of_them(ends) -> None:
         async with asyncio.timeout(10):
             await run_endless(goes_on(), ends())
     (error,) = raised.value.exceptions
-    assert str(error) == ("why" if ends is _fails else f"{ends.__name__} ended")
+    assert str(error) == ("why" if ends is _fails else f"{ends.__qualname__} ended")
     assert has_ended.is_set()
 
 

@@ -149,7 +149,8 @@ async def _endless(loop: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if is_being_cancelled():
             raise
-    raise RuntimeError(f"{loop.__qualname__} ended")
+    name = getattr(loop, "__qualname__", "a loop")
+    raise RuntimeError(f"{name} ended")
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
