@@ -10,6 +10,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agentd.core.kernel.observation import Leftover, ObservedState
@@ -322,6 +323,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", fails)
+    runtime.renew(msgspec.structs.replace(runtime._rules, default=None))
     assert await runtime.problems(plan("true").spec) == []
     me = str(os.geteuid())
     assert await runtime.problems(plan("true", user=me).spec) == []
