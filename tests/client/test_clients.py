@@ -277,6 +277,29 @@ async def test_exec_waits_a_limited_time_for_readiness(
         await runner.cleanup()
 
 
+async def test_no_client_follows_a_redirect(folder: Path) -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.Response(status=302, headers={"Location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_get("/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "moved.sock")).start()
+    try:
+        async with AsyncClient(folder / "moved.sock") as node:
+            with pytest.raises(AgentdError, match="HTTP 302"):
+                await node.node()
+        with pytest.raises(AgentdError, match="HTTP 302"):
+            await asyncio.to_thread(Client(folder / "moved.sock").node)
+    finally:
+        await runner.cleanup()
+    assert asked == ["/v1/node", "/v1/node"]
+
+
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_a_step_in_a_path_is_no_name_of_anything(name: str) -> None:
     with pytest.raises(InvalidRequest, match="invalid name"):
