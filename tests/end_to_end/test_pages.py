@@ -97,6 +97,10 @@ async def test_labels_of_an_agent_have_a_bound_over_a_restart(plain: Daemon) -> 
         (429, "TooManyClaims"),
         (409, "InsufficientResource"),
     ]
+    words = ("create", "agent-1", "--label", "a=b", "--", "true")
+    socket = str(plain.folder / "agentd.sock")
+    done = await asyncio.to_thread(run, "agentctl", "--socket", socket, *words)
+    assert done.stderr.startswith("agentctl: InsufficientResource: insufficient labels"), done
     assert await refusals("agent-1", {}) == made
     assert await refusals("agent-2", {"a": "b"}) == made
     assert (await plain.call("DELETE", "/v1/claims/c0000")).status == 204

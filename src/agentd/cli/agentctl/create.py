@@ -144,7 +144,7 @@ def explaining_refusal() -> Iterator[None]:
     try:
         yield
     except InsufficientResource as error:
-        if is_table():
+        if is_table() and error.explain:
             print_decision({"explain": {error.slot: error.explain}}, is_refused=True)
         raise
 
