@@ -201,9 +201,10 @@ async def test_followers_with_queued_requests_leave_nothing(node: Node) -> None:
 
 async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
     """Many answers requested at once, and none read."""
+    command = ["sh", "-c", "exec sleep 1000", "x" * 30000]
     for number in range(60):
-        await node.daemon.create(
-            kernel_id=f"k{number}", labels={"text": "x" * 30000}, slots={"cpu": 0, "mem": "1m"}
+        await node.daemon.running(
+            kernel_id=f"k{number}", command=command, slots={"cpu": 0, "mem": "1m"}
         )
     before = node.descriptors
     async with AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,14 +20,14 @@ KERNELS = [*(f"a{number:04}" for number in range(600)), *(f"b{number:04}" for nu
 
 
 @pytest.fixture
-async def gateway(world: World, tmp_path: Path) -> AsyncIterator[GatewayProgram]:
-    """A gateway over two nodes with 1,001 ended kernels together, and 1,001 claims on one."""
+async def fleet(world: World, tmp_path: Path) -> AsyncIterator[tuple[GatewayProgram, list[str]]]:
+    """A gateway over two nodes with 1,001 ended kernels together, and 1,001 claims on the first."""
     nodes = []
     for name, count in (("a", 600), ("b", 401)):
         folder = tmp_path / name
         folder.mkdir()
         daemon = Daemon(folder, "process")
-        daemon.node = name
+        daemon.node = f"{name}-{uuid.uuid4().hex[:12]}"
         save_kernels(daemon, count, name)
         if name == "a":
             save_claims(daemon, MAX_PAGE + 1)
@@ -36,13 +37,15 @@ async def gateway(world: World, tmp_path: Path) -> AsyncIterator[GatewayProgram]
         await asyncio.gather(*(daemon.start() for daemon in nodes))
         listed = [f"unix:{daemon.folder}/agentd.sock" for daemon in nodes]
         program = world.gateway(f"[fleet]\nnodes = {json.dumps(listed)}\n")
-        await program.until({"a": "ready", "b": "ready"})
-        yield program
+        ids = [daemon.node for daemon in nodes]
+        await program.until(dict.fromkeys(ids, "ready"))
+        yield program, ids
     finally:
         await asyncio.gather(*(daemon.close() for daemon in nodes))
 
 
-async def test_each_client_of_a_gateway_reads_all_pages(gateway: GatewayProgram) -> None:
+async def test_each_client_of_a_gateway_reads_all_pages(fleet) -> None:
+    gateway, _ = fleet
     page = await gateway.call("GET", "/v1/kernels")
     assert len(page.json) == MAX_PAGE
     client = Client(gateway.socket)
@@ -53,8 +56,10 @@ async def test_each_client_of_a_gateway_reads_all_pages(gateway: GatewayProgram)
     assert done.stdout.split() == KERNELS, done.stderr
 
 
-async def test_page_of_a_gateway_ends_within_a_node(gateway: GatewayProgram) -> None:
-    path, sizes, found = "/v1/kernels?node=b&node=a&limit=350", list[int](), list[str]()
+async def test_page_of_a_gateway_ends_within_a_node(fleet) -> None:
+    gateway, (first, second) = fleet
+    path = f"/v1/kernels?node={second}&node={first}&limit=350"
+    sizes, found = list[int](), list[str]()
     while path:
         page = await gateway.call("GET", path)
         assert page.status == 200, page.content
@@ -66,10 +71,11 @@ async def test_page_of_a_gateway_ends_within_a_node(gateway: GatewayProgram) -> 
     assert (sizes, found) == ([350, 350, 301], KERNELS)
 
 
-async def test_link_of_a_nodes_list_leads_through_the_gateway(gateway: GatewayProgram) -> None:
-    page = await gateway.call("GET", "/v1/nodes/a/claims")
+async def test_link_of_a_nodes_list_leads_through_the_gateway(fleet) -> None:
+    gateway, (node, _) = fleet
+    page = await gateway.call("GET", f"/v1/nodes/{node}/claims")
     assert len(page.json) == MAX_PAGE
     link = page.headers["Link"]
-    assert link.startswith("</v1/nodes/a/claims?after=")
+    assert link.startswith(f"</v1/nodes/{node}/claims?after=")
     last = await gateway.get(link[1:].partition(">")[0])
     assert [claim["claim_id"] for claim in last] == [f"c{MAX_PAGE:04}"]
