@@ -351,3 +351,9 @@ async def test_unknown_devices_are_listed_up_to_a_bound(rig: Rig) -> None:
         await rig.service.create(spec)
     assert len(refused.value.problems) == MOST_PROBLEMS
     assert str(refused.value).count("unknown device") <= MOST_PROBLEMS
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(10_000, True), (11_000, False)])
+async def test_long_command_is_kept_by_its_bytes(rig: Rig, length: int, is_kept: bool) -> None:
+    kernel = await rig.create("k1", "a", "sleep", "\u20ac" * length)
+    assert bool(kernel.command) is is_kept
