@@ -1,6 +1,7 @@
 import pytest
 
-from agentd.core.access import Caller, Right, Role, roles_with
+from agentd.core.access import Caller, Right, Role, require_id, roles_with
+from agentd.errors import Forbidden
 
 ALL = frozenset(Right)
 
@@ -27,3 +28,15 @@ def test_a_caller_sees_its_agents_or_all() -> None:
 def test_refusal_names_roles_with_the_right() -> None:
     assert roles_with(Right.NODE) == ["admin"]
     assert roles_with(Right.OUTPUT) == ["admin", "agent"]
+
+
+@pytest.mark.parametrize("new_id", ["slurm-7", "slurm-", "k8s-00ff"])
+def test_ids_of_engines_are_created_by_admins_alone(new_id: str) -> None:
+    require_id(Caller("c", Role.ADMIN), new_id)
+    with pytest.raises(Forbidden, match=r'lacks the right "create ids that begin with \w+-"'):
+        require_id(Caller("c", Role.AGENT), new_id)
+
+
+@pytest.mark.parametrize("new_id", [None, "slurm", "slurm7", "k8s", "my-slurm-7", "k-0011"])
+def test_ids_without_a_prefix_are_for_all(new_id: str | None) -> None:
+    require_id(Caller("c", Role.AGENT), new_id)

@@ -68,6 +68,19 @@ async def test_only_admins_name_cgroups_owners_and_observed_claims(node: Daemon)
         assert answer.json["roles"] == ["admin"]
 
 
+async def test_only_admins_choose_ids_of_engines(node: Daemon) -> None:
+    for prefix in ("slurm", "k8s"):
+        kernel = {"kernel_id": f"{prefix}-7", "command": ["true"]}
+        refused = [
+            await claim(node, "a", f"{prefix}-7"),
+            await call(node, "a", "POST", "/v1/agents/agent-1/kernels", kernel),
+            await call(node, "a", "POST", "/v1/agents/agent-1/kernels?dry_run=1", kernel),
+        ]
+        assert [answer.json["code"] for answer in refused] == ["Forbidden"] * 3
+        assert f"begin with {prefix}-" in refused[0].json["detail"]
+        assert (await claim(node, "agentd", f"{prefix}-7")).status == 201
+
+
 async def test_claims_of_others_cannot_be_seen_or_used(node: Daemon) -> None:
     assert (await claim(node, "b", "secret", "agent-2")).status == 201
     for method, path in (

@@ -13,6 +13,11 @@ from typing import Self
 import msgspec
 
 from agentd.core.names import is_name
+from agentd.errors import Forbidden
+
+ENGINE_PREFIXES = ("slurm-", "k8s-")
+"""Beginnings of the ids that engines give to kernels and claims. An engine derives them from ids of
+its own, so that others could take them in advance."""
 
 
 class Right(StrEnum):
@@ -90,6 +95,17 @@ class Caller(msgspec.Struct, frozen=True):
     def may(self, right: Right) -> bool:
         """Return whether this caller's role has a right."""
         return right in RIGHTS[self.role]
+
+
+def require_id(caller: Caller, new_id: str | None) -> None:
+    """Refuse an id of a new kernel or claim that only engines, which are admins, may choose.
+
+    Raises:
+        Forbidden: it begins with a prefix of engines, and the caller is not an admin.
+    """
+    if caller.role is not Role.ADMIN and new_id and new_id.startswith(ENGINE_PREFIXES):
+        right = f"create ids that begin with {new_id.partition('-')[0]}-"
+        raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])
 
 
 def roles_with(right: Right) -> list[str]:

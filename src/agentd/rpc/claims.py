@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import Caller, Role
+from agentd.core.access import Caller, Role, require_id
 from agentd.core.claim.claim import (
     ClaimOwner,
     ClaimStatus,
@@ -61,6 +61,7 @@ class ClaimHandlers:
         caller = caller_of(request)
         if body.claim_id is not None:
             note_claim(request, body.claim_id)
+        require_id(caller, body.claim_id)
         _require_admin_for(body, caller)
         spec = body.to_spec(agent_id, caller, self._holder(request, body.holder, caller))
         note_claim(request, spec.claim_id)

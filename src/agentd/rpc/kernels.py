@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from multidict import MultiMapping
 
+from agentd.core.access import require_id
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import Kernel, KernelState
 from agentd.errors import InvalidRequest, Problem
@@ -59,6 +60,7 @@ class KernelHandlers:
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
         body = read_body(CreateKernelRequest, await body_of(request), self._refuse_unsupported)
         caller = caller_of(request)
+        require_id(caller, body.kernel_id)
         spec = body.to_spec(agent_id, caller)
         note_kernel(request, spec.kernel_id)
         if read_flag(request.query, "dry_run"):

@@ -17,7 +17,7 @@ from agentd.core.claim.claim import (
     ProcessHolder,
     TimeHolder,
 )
-from agentd.core.kernel.states import KernelSpec
+from agentd.core.kernel.states import KernelSpec, KernelState
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import (
     ClaimConflict,
@@ -398,13 +398,27 @@ async def test_id_is_taken_while_a_kernel_of_an_earlier_claim_lives(rig: Rig) ->
     """Else the kernel would count as a user of the new claim, and end it when it changes."""
     await rig.claims.create(spec())
     await rig.service.create(kernel())
-    for _ in range(2):
-        with pytest.raises(ClaimConflict, match="until kernel k1 is removed"):
-            await rig.claims.create(spec(holder=PROCESS))
-        await rig.service.stop("k1")
-    await rig.service.remove("k1")
+    with pytest.raises(ClaimConflict, match="until kernel k1 has ended"):
+        await rig.claims.create(spec(holder=PROCESS))
+    await rig.service.stop("k1")
     await rig.claims.create(spec(holder=PROCESS))
     assert (held(rig), rig.free_gpus) == (1, 1)
+
+
+async def test_ended_kernel_never_ends_a_later_claim_of_its_id(rig: Rig) -> None:
+    await rig.claims.create(spec())
+    await rig.service.create(kernel())
+    await rig.service.stop("k1")
+    await rig.claims.create(spec(gpus=2))
+    rig.state.put(replace(rig.state.get("k1"), state=KernelState.RUNNING))
+    assert [*rig.memory.claims] == ["c1"]
+    rig.state.put(replace(rig.state.get("k1"), state=KernelState.TERMINATED))
+    again = Rig(rig.memory)
+    again.recall()
+    await again.relist()
+    assert (held(again), [*rig.memory.claims]) == (2, ["c1"])
+    await again.service.remove("k1")
+    assert (held(again), [*rig.memory.claims]) == (2, ["c1"])
 
 
 async def test_id_is_free_after_a_failed_create_or_a_kept_kernel(rig: Rig) -> None:

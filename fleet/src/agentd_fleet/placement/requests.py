@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from agentd.core.access import Caller
+from agentd.core.access import Caller, require_id
 from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
 from agentd.http.bodies import Body, Labels, Names
@@ -58,7 +58,9 @@ def order_of(
 
     Raises:
         InvalidRequest: it names devices or a claim without naming exactly one node.
+        Forbidden: only an engine may choose its kernel id.
     """
+    require_id(caller, request.kernel_id)
     wanted = request.placement
     for member, given in (("devices", request.devices), ("claim", request.claim)):
         if given and (wanted.nodes is None or len(wanted.nodes) != 1):

@@ -130,7 +130,7 @@ class ClaimService:
 
         Raises:
             UnknownAgent: there is no such agent.
-            ClaimConflict: another request made it, or a kernel took an earlier one of this id over.
+            ClaimConflict: another request made it, or a kernel holds devices of an earlier one.
         """
         self._devices.partition(spec.agent_id)
         known = self._state.claims.get(spec.claim_id)
@@ -138,19 +138,12 @@ class ClaimService:
             if known.agent_id != spec.agent_id:
                 raise ClaimConflict(f"claim id {spec.claim_id} is taken")
             raise ClaimConflict(f"claim {spec.claim_id} exists, made by another request")
-        if known is None and (kernel := self._kernel_of(spec.claim_id)) is not None:
-            who = f"kernel {kernel.kernel_id}" if kernel.agent_id == spec.agent_id else "a kernel"
-            raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {who} is removed")
+        if known is None:
+            for kernel in self._state.users_of(spec.claim_id).values():
+                is_own = kernel.agent_id == spec.agent_id
+                who = f"kernel {kernel.kernel_id}" if is_own else "a kernel"
+                raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {who} has ended")
         return known
-
-    def _kernel_of(self, claim_id: str) -> Kernel | None:
-        """Return a kernel that an earlier claim of this id is charged to, or ended with."""
-        for kernel in self._state:
-            if kernel.claim_id == claim_id and (
-                kernel.holds or (has_run(kernel) and not kernel.keeps_claim)
-            ):
-                return kernel
-        return None
 
     async def create(self, spec: ClaimSpec) -> tuple[ClaimStatus, bool]:
         """Take devices for a claim, or return the claim that the same request made before.
@@ -343,7 +336,8 @@ class ClaimService:
     def note_kernel(self, before: Kernel | None, now: Kernel | None) -> None:
         """Follow a kernel that takes its devices from a claim.
 
-        One that ran has taken them over, unless the claim outlives it.
+        One that begins to run takes them over, unless the claim outlives it. One that had ended is
+        of an earlier claim of this id, even if it runs again.
         """
         kernel = now or before
         if kernel is None or kernel.claim_id is None:
@@ -351,7 +345,9 @@ class ClaimService:
         claim = self._state.claims.get(kernel.claim_id)
         if claim is None or claim.claim_id in self._pending:
             return
-        if now is not None and not now.keeps_claim and has_run(now):
+        begins = before is None or before is now or before.state in STARTING
+        is_held = begins and (before or kernel).holds
+        if is_held and now is not None and not now.keeps_claim and has_run(now):
             self._ends[claim.claim_id] = EndReason.USED
             self._state.close_claim(claim.claim_id)
         is_step = now is None or before is None or before.holds != now.holds
