@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+import hostile_names
 from agentd.client import AsyncClient
 from agentd.errors import CommandNotFound, InvalidRequest, KernelConflict, UnknownKernel
 from agentd.host.processes import all_processes
@@ -66,6 +67,17 @@ async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncCl
     assert len((await ran(client, "nproc"))[1]) == 2
     code, told, _ = await ran(client, "sh", "-c", "echo $X; pwd", env={"X": "y"}, working_dir="/")
     assert (code, told) == (0, b"y\n/\n")
+
+
+@pytest.mark.parametrize("name", hostile_names.NAMES)
+async def test_exec_works_in_a_kernel_of_any_name(daemon, client, name: bytes) -> None:
+    await daemon.running(kernel_id="k1", command=hostile_names.command(name))
+    for _ in range(600):
+        if b"named" in (await daemon.call("GET", "/v1/kernels/k1/logs")).content:
+            break
+        await asyncio.sleep(0.05)
+    assert (await ran(client, "echo", "in"))[:2] == (0, b"in\n")
+    assert (await daemon.call("GET", "/v1/node?check=true")).status == 200
 
 
 @pytest.mark.needs("cgroups")

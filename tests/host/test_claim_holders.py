@@ -137,12 +137,12 @@ def unified() -> Path | None:
     return HostHolders()._root()
 
 
-@pytest.fixture
-def group() -> Iterator[Path]:
+@pytest.fixture(params=["", "\udcff\r"], ids=["plain", "any bytes"])
+def group(request: pytest.FixtureRequest) -> Iterator[Path]:
     root = unified()
     if root is None or os.getuid() != 0:
         pytest.skip("needs root and a cgroup hierarchy of version 2")
-    folder = root / f"agentd-test-{OWN}"
+    folder = root / f"agentd-test-{OWN}{request.param}"
     folder.mkdir()
     yield folder
     if folder.exists():

@@ -50,3 +50,11 @@ def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path)
     found = host_warnings(socket, plugins, root)
     assert len(found) == len(said), found
     assert all(part in text for part, text in zip(said, found, strict=True))
+
+
+def test_name_of_a_process_is_any_bytes(tmp_path: Path) -> None:
+    root = machine(tmp_path, **{"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"})
+    for pid, name in (("7", b"\xff\n"), ("8", "grün".encode()[:3] + b"\n")):
+        (root / "proc" / pid).mkdir()
+        (root / "proc" / pid / "comm").write_bytes(name)
+    assert host_warnings(None, (), root) == []

@@ -17,7 +17,7 @@ def machine(folder: Path, *, cgroup: str, limits: dict[str, str], total_kib: int
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
     return folder
 
 
@@ -27,6 +27,7 @@ def machine(folder: Path, *, cgroup: str, limits: dict[str, str], total_kib: int
         ("0::/\n", {}, 4096 * 1024),
         ("0::/a/b\n", {"sys/fs/cgroup/a/memory.max": "1048576"}, 1048576),
         ("0::/a/b\n", {"sys/fs/cgroup/a/b/memory.max": "max"}, 4096 * 1024),
+        ("0::/\udcff\n", {"sys/fs/cgroup/\udcff/memory.max": "1048576"}, 1048576),
         ("4:memory:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "2097152"}, 2097152),
         ("4:memory:/x\n", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "3"}, 3),
         ("4:cpu:/x\n", {"sys/fs/cgroup/memory/x/memory.limit_in_bytes": "1"}, 4096 * 1024),

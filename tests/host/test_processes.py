@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from agentd.host.processes import Proc, children, read_stat, strike
+from agentd.host.processes import Proc, children, read_stat, read_uids, strike
+from hostile_names import NAMES, named
 
 
 @pytest.fixture
@@ -80,3 +81,12 @@ async def test_a_successor_of_the_same_pid_is_not_signalled(started) -> None:
     assert process.poll() is None
     Proc(stat.pid, stat.start_time).signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_process_of_any_name_is_read(name: bytes) -> None:
+    with named(name) as process:
+        stat = read_stat(process.pid)
+        assert stat is not None
+        assert stat.parent == os.getpid()
+        assert read_uids(process.pid) == {os.geteuid()}

@@ -21,7 +21,7 @@ from agentd_slurm.processes import find_processes, jobs_in_cgroup
     ],
 )
 def test_cgroup_names_its_job(line: str, wanted: set[int]) -> None:
-    assert jobs_in_cgroup(f"9:pids:/\n{line}\n", "n1") == wanted
+    assert jobs_in_cgroup(["9:pids:/", line], "n1") == wanted
 
 
 def process(proc: Path, pid: int, comm: str, cmdline: str, cgroup: str = "0::/") -> None:
@@ -41,6 +41,15 @@ def test_processes_are_found_by_cgroup_and_by_stepd(tmp_path: Path) -> None:
     (tmp_path / "13").mkdir()
     found = find_processes("n1", tmp_path)
     assert [found.of(job) for job in range(3, 9)] == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize("name", [b"\xff\n", "12345678901234é".encode()[:15] + b"\n"])
+def test_names_of_others_hide_no_job(tmp_path: Path, name: bytes) -> None:
+    process(tmp_path, 9, "", "")
+    (tmp_path / "9/comm").write_bytes(name)
+    (tmp_path / "9/cgroup").write_bytes(b"0::/user.slice/\xff\r\x85/job_5\n")
+    process(tmp_path, 10, "slurmstepd\n", "slurmstepd: [4.batch]")
+    assert find_processes("n1", tmp_path).jobs == {4}
 
 
 def test_stepd_that_keeps_the_scope_alive_is_of_no_job(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.host.processes import NOT_THERE, opened, read_stat, read_uids
+from agentd.procfs import read_lines
 from agentd.services.claims.protocols import NoSuchHolder
 
 _GONE = (errno.ENOENT, errno.ENODEV)
@@ -84,7 +85,7 @@ class HostHolders:
 
     def _root(self) -> Path | None:
         """Return where the hierarchy of version 2 is mounted (proc_pid_mountinfo(5))."""
-        for line in (self._proc / "self/mountinfo").read_text(errors="replace").splitlines():
+        for line in read_lines(self._proc / "self/mountinfo"):
             mount, _, source = line.partition(" - ")
             if source.startswith("cgroup2 "):
                 return Path(mount.split()[4])
@@ -92,8 +93,8 @@ class HostHolders:
 
     def _cgroup_of(self, pid: int) -> str | None:
         with suppress(*NOT_THERE):
-            text = os.fsdecode((self._proc / str(pid) / "cgroup").read_bytes())
-            return next((line[3:] for line in text.splitlines() if line.startswith("0::")), None)
+            lines = read_lines(self._proc / str(pid) / "cgroup")
+            return next((line[3:] for line in lines if line.startswith("0::")), None)
         return None
 
     def lives(self, holder: ClaimOwner) -> bool:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentd.host.systemd.availability import is_booted
+from agentd.procfs import read_lines
 
 _NOT_BEFORE = 1_760_000_000
 """October 2025, in seconds since the epoch; a correct clock shows a later time."""
@@ -36,7 +37,7 @@ def host_warnings(
 
 def _engine(root: Path) -> Iterator[str]:
     with suppress(OSError, ValueError):
-        said = json.loads((root / "etc/docker/daemon.json").read_text(encoding="utf-8"))
+        said = json.loads((root / "etc/docker/daemon.json").read_bytes())
         if said.get("live-restore") is True:
             return
     for folder in (root / "proc").glob("[0-9]*"):
@@ -79,7 +80,7 @@ def _clock(root: Path) -> Iterator[str]:
         names = []
         for folder in (root / "proc").glob("[0-9]*"):
             with suppress(OSError):
-                names.append((folder / "comm").read_text("utf-8").strip())
+                names += read_lines(folder / "comm")
         if not any(name.startswith(server[:15]) for name in names for server in servers):
             yield "no time synchronization on this host (chrony, systemd-timesyncd)"
 

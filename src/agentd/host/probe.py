@@ -19,6 +19,7 @@ import msgspec
 
 from agentd.core.devices import MEMORY, Device, DeviceId
 from agentd.core.slots import CPU, MEM, ONE, SlotKind
+from agentd.procfs import read_lines
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -126,7 +127,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def _total_memory(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+    for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{root}proc/meminfo has no MemTotal")
@@ -135,7 +136,7 @@ def _total_memory(root: Path) -> int:
 def _cgroup_limits(root: Path) -> Iterator[int]:
     """Yield the memory limits of this process's cgroups and their ancestors."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = read_lines(root / "proc/self/cgroup")
     except OSError:
         return
     for line in lines:
@@ -149,7 +150,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         folder = base / path.lstrip("/")
         for place in (folder, *folder.parents):
             with suppress(OSError, ValueError):
-                yield int((place / name).read_text(encoding="ascii"))
+                yield int((place / name).read_bytes())
             if place == base:
                 break
 

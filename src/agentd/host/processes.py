@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from agentd.procfs import read_lines
+
 WITHOUT_DESCRIPTOR_S = 1.0
 """Seconds between polls of a process while no file descriptor is available."""
 NOT_THERE = (FileNotFoundError, ProcessLookupError)
@@ -144,7 +146,7 @@ def read_stat(pid: int) -> Stat | None:
     except NOT_THERE:
         return None
     fields = text.rpartition(b")")[2].split()
-    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return Stat(pid, chr(fields[0][0]), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def started_at(pid: int) -> float | None:
@@ -155,7 +157,7 @@ def started_at(pid: int) -> float | None:
     stat = read_stat(pid)
     if stat is None:
         return None
-    lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    lines = read_lines("/proc/stat")
     boot_time = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
     return boot_time + stat.start_time / os.sysconf("SC_CLK_TCK")
 
@@ -173,10 +175,10 @@ def read_env(pid: int) -> dict[str, str]:
 def read_uids(pid: int) -> set[int]:
     """Return the real, effective, saved and file system user ids of a process, none if it ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+        lines = read_lines(f"/proc/{pid}/status")
     except NOT_THERE:
         return set()
-    return {int(uid) for line in lines if line.startswith(b"Uid:") for uid in line.split()[1:]}
+    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
 
 
 def all_processes() -> Iterator[Stat]:

@@ -250,7 +250,7 @@ class PluginProcess:
     def memory_bytes(self) -> int:
         """Return the resident memory in bytes, zero if it has ended."""
         try:
-            statm = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii")
+            statm = Path(f"/proc/{self.pid}/statm").read_bytes()
         except OSError:
             return 0
         return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -7,4 +7,4 @@ from pathlib import Path
 
 def boot_id() -> str:
     """Return the id of this boot (random(4)), different after every reboot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()

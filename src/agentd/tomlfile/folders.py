@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+from agentd.procfs import read_lines
 from agentd.tomlfile.regular_files import kind_of
 
 _OWN = {
@@ -55,7 +56,7 @@ def _file_system(path: Path) -> str:
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        lines = read_lines("/proc/self/mountinfo")
     except OSError:
         return ""
     for line in lines:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from agentd.runtimes.host.exec_target import Target, limits_of, lower, start_time, target_of
+from agentd.runtimes.host.exec_target import (
+    Target,
+    limits_of,
+    lower,
+    start_time,
+    status_of,
+    target_of,
+)
+from hostile_names import NAMES, named
 
 TAME = ("setpriv", "--no-new-privs")
 
@@ -90,3 +98,12 @@ def test_limits_are_those_that_the_system_tells(sleeper) -> None:
     for number, limit in limits.items():
         assert limit == resource.getrlimit(number)
     assert lower(resource.RLIM_INFINITY, 5) == lower(5, 7) == lower(9, 5) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_process_of_any_name_has_its_status(name: bytes) -> None:
+    with named(name) as process:
+        assert start_time(process.pid) > 0
+        status = status_of(process.pid)
+        assert status["Uid"].split() == [str(os.geteuid())] * 4
+        assert status["NoNewPrivs"] == "0"

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentd.procfs import read_lines
+
 STAND_INS = "/dev/agentd-slurm"
 """Folder of files that stand in for devices without a file of their own."""
 _PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
@@ -21,7 +23,7 @@ def nvidia_files(root: Path = Path("/")) -> dict[str, str]:
     """Return NVIDIA's device files by the UUID of their GPU."""
     found = {}
     for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
-        lines = (line.partition(":") for line in file.read_text().splitlines())
+        lines = (line.partition(":") for line in read_lines(file))
         facts = {name.strip(): value.strip() for name, _, value in lines}
         if "GPU UUID" in facts and facts.get("Device Minor", "").isdecimal():
             found[facts["GPU UUID"]] = f"/dev/nvidia{facts['Device Minor']}"

@@ -10,15 +10,17 @@ cgroup of agentd's and is not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentd.procfs import read_lines
+
 _JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
 _STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
-_OF_ANY_NODE = re.compile(r"/(?:slurm_[^/\n]+|[^/\n]+_slurmstepd\.scope)/")
+_OF_ANY_NODE = re.compile(r"/(?:slurm_[^/]+|[^/]+_slurmstepd\.scope)/")
 """The cgroups of one of several slurmds on this host."""
-_OF_NO_JOB = re.compile(r"slurmstepd\.scope/system$", re.MULTILINE)
+_OF_NO_JOB = re.compile(r"slurmstepd\.scope/system$")
 _PROGRAM = "slurmstepd"
 
 
@@ -43,12 +45,12 @@ class NodeProcesses:
         return self.has_unnamed or job_id in self.in_cgroup or job_id in self.stepds
 
 
-def jobs_in_cgroup(text: str, node: str) -> frozenset[int]:
+def jobs_in_cgroup(lines: Iterable[str], node: str) -> frozenset[int]:
     """Return the jobs of this node's slurmd that `/proc/PID/cgroup` names."""
     homes = ("/slurm/", f"/slurm_{node}/", "/slurmstepd.scope/", f"/{node}_slurmstepd.scope/")
     return frozenset(
         int(match[1])
-        for line in text.splitlines()
+        for line in lines
         if any(home in line for home in homes) and (match := _JOB.search(line))
     )
 
@@ -64,13 +66,13 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
     has_unnamed = False
     for folder in _folders(proc):
         try:
-            cgroups = (folder / "cgroup").read_text()
+            cgroups = read_lines(folder / "cgroup")
             jobs = jobs_in_cgroup(cgroups, node)
-            if not jobs and (_OF_ANY_NODE.search(cgroups) or _OF_NO_JOB.search(cgroups)):
+            if not jobs and any(_OF_ANY_NODE.search(c) or _OF_NO_JOB.search(c) for c in cgroups):
                 continue
             in_cgroup |= jobs
-            if (folder / "comm").read_text().strip() == _PROGRAM:
-                title = (folder / "cmdline").read_text(errors="replace")
+            if read_lines(folder / "comm") == [_PROGRAM]:
+                title = "\n".join(read_lines(folder / "cmdline"))
                 if match := _STEPD.match(title):
                     stepds.add(int(match[1]))
                 elif title:

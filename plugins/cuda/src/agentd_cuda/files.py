@@ -61,7 +61,7 @@ def _part_files(handle: Any, part: Any, mig_minors: Path) -> Iterator[str]:
 def capability_minors(file: Path) -> dict[str, int]:
     """Return the minor number of each listed capability, none without the file."""
     try:
-        lines = file.read_text(encoding="ascii").splitlines()
+        lines = file.read_text("ascii", "replace").splitlines()
     except OSError:
         return {}
     pairs = (line.rpartition(" ") for line in lines)

@@ -133,7 +133,7 @@ def _not_running(pid_file: Path) -> str:
     try:
         if not pid_file.is_file():
             return f"{pid_file} is not a file"
-        pid = int(pid_file.read_text(encoding="ascii"))
+        pid = int(pid_file.read_bytes())
         command = Path(f"/proc/{pid}/cmdline").read_bytes() if pid > 0 else b""
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "has no process id"

@@ -6,7 +6,6 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +22,7 @@ from agentd.cli.agentctl.options import (
 )
 from agentd.cli.output import output_option, print_answer, say
 from agentd.client import Client
+from agentd.procfs import read_lines
 from agentd.service.exit_status import ExitStatus
 
 _SCOPE = "AGENTCTL_SCOPE"
@@ -100,7 +100,7 @@ def _own_cgroup() -> str:
     Raises:
         ClickException: it has none.
     """
-    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    lines = read_lines("/proc/self/cgroup")
     found = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     if found == "/":
         raise click.ClickException("no cgroup of version 2: this host has none, or no systemd")

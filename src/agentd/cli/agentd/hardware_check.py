@@ -175,7 +175,7 @@ class _Trial:
         }
         return tomlkit.dumps(content)
 
-    def _not_ready(self, daemon: subprocess.Popen[str], client: Client, log: TextIO) -> str:
+    def _not_ready(self, daemon: subprocess.Popen[bytes], client: Client, log: TextIO) -> str:
         """Wait until the daemon is ready; return the reason if it is not, else nothing."""
         end = time.monotonic() + READY_TIMEOUT_S
         why = f"not ready within {READY_TIMEOUT_S:g} s"
@@ -297,10 +297,10 @@ def _verdict(finding: Finding) -> str:
 
 
 @contextmanager
-def _daemon(config: Path, log: TextIO) -> Iterator[subprocess.Popen[str]]:
+def _daemon(config: Path, log: TextIO) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "agentd", "run", "--config", str(config)]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
-    daemon = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environ)  # noqa: S603 - our own program
+    daemon = subprocess.Popen(command, stdout=log, stderr=log, env=environ)  # noqa: S603 - our own program
     try:
         yield daemon
     finally:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.host.cgroups.usage import UNIFIED, CgroupCounters
+from agentd.procfs import read_lines
 
 _PARENT = "agentd-kernels"
 _ATTRIBUTE = "trusted.agentd."
@@ -80,14 +81,14 @@ class Cgroup(msgspec.Struct, frozen=True):
             OSError: a temporary failure.
         """
         try:
-            text = (self.folders[0] / "cgroup.procs").read_text(encoding="ascii")
+            pids = read_lines(self.folders[0] / "cgroup.procs")
         except (FileNotFoundError, ProcessLookupError):
             return set()
         except OSError as error:
             if error.errno == errno.ENODEV:  # removed between open and read
                 return set()
             raise
-        return {int(pid) for pid in text.split()}
+        return {int(pid) for pid in pids}
 
     def kill(self) -> None:
         """Kill all members at once, if Linux supports it (v2, since Linux 5.14)."""
@@ -196,7 +197,7 @@ def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
 def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
     """Return each hierarchy with its version and the controllers used there."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = read_lines(root / "proc/self/cgroup")
     except OSError:
         return []
     mount = root / "sys/fs/cgroup"
@@ -212,7 +213,9 @@ def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy |
     parent = top / _PARENT
     try:
         if version != 1:
-            controllers &= frozenset((top / "cgroup.controllers").read_text("ascii").split())
+            controllers &= frozenset(
+                (top / "cgroup.controllers").read_text(errors="replace").split()
+            )
             controllers = _hand_down(top, controllers)
         parent.mkdir(mode=0o755, exist_ok=True)
         if version != 1:
@@ -241,7 +244,7 @@ def _takes_attributes(folder: Path) -> bool:
 def _hand_down(group: Path, controllers: frozenset[str]) -> frozenset[str]:
     """Delegate controllers to the groups below, even if a counting one fails; return them."""
     control = group / "cgroup.subtree_control"
-    missing = controllers - set(control.read_text(encoding="ascii").split())
+    missing = controllers - set(control.read_text(errors="replace").split())
     for some in (missing - COUNTED, missing & COUNTED):
         try:
             if some:

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from agentd.core.kernel.usage import Usage, UsageReading
+from agentd.procfs import read_lines
 
 MOUNT = Path("/sys/fs/cgroup")
 UNIFIED = ""
@@ -111,7 +112,7 @@ def groups_of(pid: int) -> set[str]:
     """
     found = set()
     with suppress(OSError, ValueError):
-        for line in os.fsdecode(Path(f"/proc/{pid}/cgroup").read_bytes()).splitlines():
+        for line in read_lines(f"/proc/{pid}/cgroup"):
             number, names, path = line.split(":", 2)
             if number == "0":
                 found.add(f"{UNIFIED}:{path}")
@@ -268,7 +269,7 @@ def _lines(file: str) -> list[str] | None:
     content = _content(file)
     if content is None or not content.isascii():
         return None
-    return content.decode("ascii").splitlines()
+    return content.decode("ascii", "replace").splitlines()
 
 
 def _number(file: str) -> int | None:

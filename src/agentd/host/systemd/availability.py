@@ -74,6 +74,7 @@ def _systemctl(*words: str) -> str:
             ["systemctl", *words],  # noqa: S607 - the host's own program
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=CALL_S,
             check=False,
         )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import InvalidRequest, Problem, RuntimeFailure
+from agentd.procfs import read_lines
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -148,14 +149,13 @@ def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
         FileNotFoundError, ProcessLookupError: the process has ended.
     """
     try:
-        lines = Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines()
+        lines = read_lines(f"/proc/{pid}/mountinfo")
     except OSError as error:
         if error.errno == errno.EINVAL:  # the process is ending and has lost its mounts
             raise ProcessLookupError(pid) from error
         raise
     for line in lines:
-        escaped = line.split(b" ")[4].decode("ascii", "surrogateescape")
-        point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), escaped)
+        point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split(" ")[4])
         try:
             found = Path(f"/proc/{pid}/root{point}").lstat()
         except (PermissionError, FileNotFoundError):

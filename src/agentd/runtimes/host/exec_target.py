@@ -64,20 +64,20 @@ class Target:
         if start_time(pid) != started:
             raise ProcessLookupError(3, "its process has ended")
         for path in cgroup_procs:
-            with open(path) as file:
+            with open(path, "rb") as file:
                 if pid not in map(int, file):
                     raise ProcessLookupError(3, "its process has left it")
         if status_of(pid)["NoNewPrivs"] != "1":
             raise PermissionError(1, "its process could gain privileges")
         self.status = status_of(pid)  # it could not gain privileges before
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
-        with open("/proc/sys/kernel/cap_last_cap") as file:
+        with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
             self.last_capability = int(file.read())
         self.cores = os.sched_getaffinity(pid)
         self.namespaces = other_namespaces(pid)
         self.limits = limits_of(pid)
         self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
-        with open(f"/proc/{pid}/oom_score_adj") as file:
+        with open(f"/proc/{pid}/oom_score_adj", errors="replace") as file:
             self.oom_score_adj = file.read()
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = [p.partition(b"=") for p in file.read(MOST_ENV).split(b"\0") if b"=" in p]
@@ -167,7 +167,7 @@ def become(
 def limits_of(pid: int) -> dict[int, tuple[int, int]]:
     """Return a process's soft and hard limits, by resource number."""
     limits = {}
-    with open(f"/proc/{pid}/limits") as file:
+    with open(f"/proc/{pid}/limits", errors="replace") as file:
         for line in file:
             if (name := LIMITS.get(line[:LIMIT_COLUMN].strip())) is not None:
                 soft, hard = (
@@ -241,14 +241,14 @@ def drop(target: Target, libc: ctypes.CDLL) -> None:
 
 def status_of(pid: int) -> dict[str, str]:
     """Return the fields of `/proc/PID/status`."""
-    with open(f"/proc/{pid}/status") as file:
+    with open(f"/proc/{pid}/status", errors="replace", newline="\n") as file:
         pairs = [line.partition(":") for line in file]
     return {name: value.strip() for name, _, value in pairs}
 
 
 def stat_of(pid: int) -> list[str]:
     """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 

@@ -189,7 +189,7 @@ class Stop:
         pids = []
         try:
             for path in self._order["cgroup_procs"][:1]:
-                with open(path) as file:
+                with open(path, "rb") as file:
                     pids = [int(line) for line in file]
         except OSError:
             pass
@@ -336,8 +336,8 @@ def oom_kills(path: str) -> int:
     if not path:
         return 0
     try:
-        with open(path) as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+        with open(path, "rb") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(b"oom_kill "))
     except (OSError, ValueError):
         return 0
 

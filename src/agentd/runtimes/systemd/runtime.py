@@ -273,5 +273,5 @@ class SystemdRuntime:
 
 def _members(procs: Path) -> list[Proc]:
     """Return the processes of a cgroup."""
-    stats = [read_stat(int(line)) for line in procs.read_text(encoding="ascii").split()]
+    stats = [read_stat(int(pid)) for pid in procs.read_bytes().split()]
     return [Proc(stat.pid, stat.start_time) for stat in stats if stat is not None]
