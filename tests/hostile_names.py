@@ -23,7 +23,9 @@ def command(name: bytes) -> list[str]:
 def named(name: bytes) -> Iterator[subprocess.Popen[bytes]]:
     """A process of this name."""
     with subprocess.Popen(command(name), stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == b"named\n"
-        yield process
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == b"named\n"
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -336,7 +336,7 @@ class SlurmCluster:
         own = Path(f"/proc/{self._namespace.pid}/ns/net").readlink()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                is_step = (process / "comm").read_text().startswith("slurmstepd")
+                is_step = (process / "comm").read_bytes().startswith(b"slurmstepd")
                 if is_step and (process / "ns/net").readlink() == own:
                     yield int(process.name)
 

@@ -118,6 +118,7 @@ class SlurmNodes:
                 f'#!/bin/sh\nexport AGENTD_SOCKET="{own}/agentd.sock"\n'
                 f'export AGENTD_SLURM_SOCKET="{own}/slurm.sock"\n'
                 f'export AGENTD_SLURM_MAP="{own}/map.json"\n'
+                f'export AGENTD_SLURM_RUN="{own}/run"\n'
                 f"exec {BIN}/agentd-slurm-{name}\n"
             )
             file.chmod(0o755)

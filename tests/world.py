@@ -347,7 +347,7 @@ def environments() -> Iterator[Environment]:
             text = Path(f"/proc/{name}/environ").read_bytes()
             if b"AGENTD_" not in text:  # that of a fork has the $AGENTD_SEED of its server
                 continue
-            program, *words = Path(f"/proc/{name}/comm").read_text().split()
+            program, *words = Path(f"/proc/{name}/comm").read_text(errors="replace").split()
         except OSError:
             continue
         if program == PLUGIN:

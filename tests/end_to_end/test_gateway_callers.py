@@ -43,6 +43,8 @@ async def test_caller_behind_a_gateway_has_its_own_rights(node: Tokens) -> None:
     assert (made.status, made.json["created_by"]) == (201, "team-x")
     refused = await node.daemon.create("secret-team", kernel_id="no", headers=headers, **SLEEP)
     assert refused.json["code"] == "UnknownAgent"
+    refused = await node.daemon.create("team-a", kernel_id="slurm-7", headers=headers, **SLEEP)
+    assert refused.json["code"] == "Forbidden"
     reader = Caller("eye", Role.READ).to_text()
     refused = await node.daemon.create("team-a", headers={"Agentd-Caller": reader}, **SLEEP)
     assert refused.json["code"] == "Forbidden"

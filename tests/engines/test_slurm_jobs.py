@@ -120,7 +120,7 @@ def names(nodes: SlurmNodes, job: str) -> list[str]:
 
 
 def comm(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
 
 
 async def test_foreign_kernel_is_blocked_by_a_placeholder(slurm: NodesOf) -> None:
@@ -153,7 +153,7 @@ async def test_stale_claim_ends_only_once_the_job_is_over(slurm: NodesOf) -> Non
     body = {
         "slots": GPU,
         "holder": {"name": "slurm-4711"},
-        "labels": {"engine": "slurm"},
+        "labels": {"engine": "slurm", "job": "4711"},
         "claim_id": "slurm-4711",
     }
     assert (await nodes.daemon.call("POST", "/v1/agents/slurm/claims", body)).status == 201

@@ -47,7 +47,7 @@ def row(number: int, *holders: dict[str, str], **members: Any) -> dict[str, Any]
 
 
 ROWS = (row(1), row(3))
-JOB = Job(7, 1000, "RUNNING", nodes=("n1",), gpus={"n1": frozenset({0, 1})})
+JOB = Job(7, "7", 1000, "RUNNING", nodes=("n1",), gpus={"n1": frozenset({0, 1})})
 FACTS = PrologFacts(7, "n1", "ada", JOB, gres_map=MAP, devices=ROWS)
 
 
@@ -56,7 +56,6 @@ def test_prolog_claims_all_devices_of_the_job() -> None:
     assert action == ClaimDevices(
         "slurm",
         {
-            "claim_id": "slurm-7",
             "slots": {"cuda.device": "2"},
             "devices": {"cuda": ["cuda1", "cuda3"]},
             "holder": {"name": "slurm-7"},
@@ -66,7 +65,7 @@ def test_prolog_claims_all_devices_of_the_job() -> None:
     )
 
 
-PLACEHOLDER = Job(9, 0, "RUNNING", "agentd:k1", "cuda3", ("n1",), ("n1",), {"n1": frozenset({1})})
+PLACEHOLDER = Job(9, "9", 0, "RUNNING", "agentd:k1", "cuda3", "n1", ("n1",), {"n1": frozenset({1})})
 
 
 @pytest.mark.parametrize(
@@ -76,27 +75,21 @@ PLACEHOLDER = Job(9, 0, "RUNNING", "agentd:k1", "cuda3", ("n1",), ("n1",), {"n1"
         pytest.param({"job": PLACEHOLDER}, NothingToClaim, id="a placeholder"),
         pytest.param({"job": replace(JOB, state="PENDING")}, NothingToClaim, id="requeued"),
         pytest.param({"job": replace(JOB, nodes=("n2",))}, NothingToClaim, id="on another node"),
-        pytest.param({"job": None}, NothingToClaim, id="unknown, without GPUs"),
-        pytest.param({"job": None, "named_gpus": "0"}, FailProlog, id="unknown, with GPUs"),
+        pytest.param({"job": None}, FailProlog, id="unknown"),
         pytest.param({"job": replace(JOB, gpus={"n1": None})}, RefuseJob, id="no indices"),
         pytest.param({"devices": ROWS[:1]}, RefuseJob, id="a device that is not listed"),
         pytest.param({"devices": (row(1), row(3, state="gone"))}, RefuseJob, id="missing"),
         pytest.param({"devices": (row(1), row(3, agents=["b"]))}, RefuseJob, id="of another agent"),
         pytest.param({"gres_map": GresMap("slurm", {})}, RefuseJob, id="not in the map"),
-        pytest.param({"has_claim": True, "has_processes": True}, RefuseJob, id="orphans"),
+        pytest.param({"has_processes": True}, RefuseJob, id="orphans"),
     ],
 )
 def test_prolog_claims_nothing_when(changes: dict[str, Any], wanted: type) -> None:
     assert isinstance(decide_prolog(replace(FACTS, **changes)), wanted)
 
 
-def test_prolog_ends_the_claim_of_an_earlier_run() -> None:
-    action = decide_prolog(replace(FACTS, has_claim=True))
-    assert isinstance(action, ClaimDevices)
-    assert action.ends_earlier
-
-
-OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm"}}
+OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm", "job": "7"}}
+KERNEL = {"kernel_id": "k1", "claim_id": "slurm-7", "state": "running"}
 SYNC = SyncFacts("n1", MAP, (OWN,), (), ROWS, (JOB,), frozenset({7}), frozenset({7}))
 OTHER = {"kernel_id": "k1", "amount": "1"}
 
@@ -119,7 +112,7 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
         pytest.param(
             {
                 "devices": (row(1), row(3, OTHER)),
-                "kernels": ({"kernel_id": "k1", "claim_id": "slurm-7"},),
+                "kernels": (KERNEL,),
             },
             [],
             id="a kernel of the job's claim",
@@ -142,7 +135,7 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
             id="blocked twice",
         ),
         pytest.param(
-            {"jobs": (JOB, replace(PLACEHOLDER, required_nodes=("n2",), nodes=("n2",)))},
+            {"jobs": (JOB, replace(PLACEHOLDER, required_nodes="n2", nodes=("n2",)))},
             [],
             id="a placeholder of another node",
         ),
@@ -157,12 +150,10 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
         pytest.param({"devices": (row(1),)}, [StartPlaceholder("cuda3", "missing")], id="missing"),
         pytest.param({"jobs": ()}, [], id="unknown to slurmctld, alive"),
         pytest.param({"alive": frozenset()}, [], id="known to slurmctld, no process yet"),
-        pytest.param(
-            {"jobs": (), "alive": frozenset()}, [EndClaim("slurm-7", 7)], id="unknown, and gone"
-        ),
+        pytest.param({"jobs": (), "alive": frozenset()}, [EndClaim(7)], id="unknown, and gone"),
         pytest.param(
             {"jobs": (replace(JOB, state="COMPLETED"),), "alive": frozenset()},
-            [EndClaim("slurm-7", 7)],
+            [EndClaim(7)],
             id="ended, and gone",
         ),
         pytest.param({"claims": ()}, [], id="a job without a claim, for the first time"),
@@ -180,10 +171,29 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
             {
                 "claims": (),
                 "unclaimed": frozenset({7}),
-                "kernels": ({"kernel_id": "k1", "claim_id": "slurm-7"},),
+                "kernels": (KERNEL,),
             },
             [],
             id="a job whose claim a kernel took over",
+        ),
+        pytest.param(
+            {
+                "claims": (),
+                "unclaimed": frozenset({7}),
+                "kernels": (KERNEL | {"state": "terminated"},),
+            },
+            [ClaimRunningJob(7)],
+            id="a job with an ended kernel of an earlier claim",
+        ),
+        pytest.param(
+            {"claims": (OWN | {"claim_id": "slurm-7-2"},), "unclaimed": frozenset({7})},
+            [],
+            id="a claim with another id",
+        ),
+        pytest.param(
+            {"claims": (OWN, OWN | {"claim_id": "slurm-7-2"}), "jobs": (), "alive": frozenset()},
+            [EndClaim(7)],
+            id="two claims of a job that is over",
         ),
         pytest.param(
             {
@@ -196,7 +206,12 @@ OTHER = {"kernel_id": "k1", "amount": "1"}
         ),
         pytest.param(
             {
-                "claims": ({"claim_id": "slurm-7", "labels": {}}, {"claim_id": "x", "labels": {}}),
+                "claims": (
+                    OWN | {"labels": {}},
+                    OWN | {"labels": {"engine": "slurm", "job": "8"}},
+                    OWN | {"claim_id": "x"},
+                    OWN | {"claim_id": "slurm-7-x"},
+                ),
                 "jobs": (),
                 "alive": frozenset(),
             },
@@ -213,7 +228,7 @@ def test_sync_when(changes: dict[str, Any], wanted: list[Any]) -> None:
 def test_sync_never_ends_the_claim_of_a_live_job(known: bool, alive: bool, state: str) -> None:
     jobs = (replace(JOB, state=state),) if known else ()
     facts = replace(SYNC, jobs=jobs, alive=frozenset({7} if alive else ()))
-    assert (EndClaim("slurm-7", 7) in decide_sync(facts)) == (not known and not alive)
+    assert (EndClaim(7) in decide_sync(facts)) == (not known and not alive)
 
 
 GOOD = {

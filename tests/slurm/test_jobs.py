@@ -1,25 +1,37 @@
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd_slurm.jobs import UnreadableAnswer, expand_hosts, indices, parse_jobs
+from agentd_slurm.jobs import UnclearJob, UnreadableAnswer, expand_hosts, indices, parse_job
 
-ROW: dict[str, Any] = {
-    "job_id": 7,
-    "user_id": 1000,
-    "job_state": "RUNNING",
-    "comment": "",
-    "tres_per_node": "gres:gpu:cuda3:1,gres:gpu:cuda7:1",
-    "required_nodes": "",
-    "nodes": "n[1-2]",
-    "gres_detail": ["gpu:cuda3:1(IDX:3)", "gpu:cuda3:0(IDX:),gpu:cuda7:1(IDX:7)"],
+ANSWER = (
+    "JobId=7 {ids}JobName={name} UserId={user}(1000) GroupId=domain users(100) MCS_label={label}"
+    " Priority=1 Nice=0 Account={account} QOS=(null) JobState={state} Reason=None"
+    " Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Partition=main AllocNode:Sid=host:4135"
+    " ReqNodeList={required} ExcNodeList=(null) NodeList=n[1-2] BatchHost=n1 NumNodes=2 NumCPUs=2"
+    " TRES=cpu=2,node=2,billing=2 JOB_GRES=gpu:cuda3:1,gpu:cuda7:1   Nodes=n1 CPU_IDs=1-2,4 Mem=0"
+    " GRES=gpu:cuda3:1(IDX:3)   Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:cuda3:0(IDX:),gpu:cuda7:1(IDX:7)"
+    " MinCPUsNode=1 Features=(null) Command={command} WorkDir=/home Comment={comment}"
+    " StdErr=/dev/null StdOut=/dev/null Power= TresPerNode=gres:gpu:cuda3:1,gres:gpu:cuda7:1 \n"
+)
+"""An answer of scontrol 22.05, without the members that are not read."""
+USUAL = {
+    "ids": "",
+    "label": "N/A",
+    "name": "train",
+    "user": "ada",
+    "account": "(null)",
+    "state": "RUNNING",
+    "required": "(null)",
+    "command": "(null)",
+    "comment": "(null)",
 }
-"""A job as squeue 22.05 shows it, without the members that are not read."""
+
+
+def answer(**changes: str) -> str:
+    return ANSWER.format(**USUAL | changes)
 
 
 @pytest.mark.parametrize(
@@ -62,42 +74,129 @@ def test_host_list_that_is_malformed_is_refused(text: str) -> None:
 
 
 def test_job_has_the_gpus_of_each_node() -> None:
-    (job,) = parse_jobs(json.dumps({"jobs": [ROW]}))
+    job = parse_job(answer())
     assert job.gpus == {"n1": {3}, "n2": {7}}
-    assert (job.gpu_type, job.nodes, job.is_on("n2")) == ("cuda3", ("n1", "n2"), True)
+    assert (job.job_id, job.user_id, job.state, job.gpu_type) == (7, 1000, "RUNNING", "cuda3")
+    assert (job.nodes, job.is_on("n2"), job.required_nodes) == (("n1", "n2"), True, "")
 
 
-def test_job_of_a_later_release_reads_the_same() -> None:
-    later = ROW | {
-        "job_id": {"set": True, "infinite": False, "number": 7},
-        "job_state": ["RUNNING"],
-        "tres_per_node": "gres/gpu:cuda3:1,gres/gpu:cuda7:1",
-    }
-    assert parse_jobs(json.dumps({"jobs": [later]})) == parse_jobs(json.dumps({"jobs": [ROW]}))
+def test_later_release_and_several_nodes_read_the_same() -> None:
+    text = answer(required="n[1-2]").replace("gres:gpu", "gres/gpu")
+    text = text.replace("   Nodes=n2 CPU_IDs=0 Mem=0 GRES=gpu:cuda3:0(IDX:),gpu:cuda7:1(IDX:7)", "")
+    job = parse_job(text.replace("Nodes=n1 CPU", "Nodes=n[1-2] CPU"))
+    assert job.gpus == {"n1": {3}, "n2": {3}}
+    assert (job.gpu_type, job.required_nodes) == ("cuda3", "n[1-2]")
 
 
-def test_completing_job_is_still_on_its_nodes() -> None:
-    later = ROW | {"job_state": ["PENDING", "COMPLETING"]}
-    (job,) = parse_jobs(json.dumps({"jobs": [later]}))
-    assert job.is_on("n1")
+@pytest.mark.parametrize(
+    ("ids", "name"),
+    [
+        ("", "7"),
+        ("ArrayJobId=7 ArrayTaskId=2 ", "7_2"),
+        ("ArrayJobId=4 ArrayTaskId=0 ArrayTaskThrottle=2 ", "4_0"),
+        ("HetJobId=6 HetJobOffset=1 ", "6+1"),
+    ],
+)
+def test_task_and_component_are_named_apart_from_their_set(ids: str, name: str) -> None:
+    assert parse_job(answer(ids=ids)).name == name
+    with pytest.raises(UnclearJob) as unclear:
+        parse_job(answer(ids=ids) + answer(ids=ids))
+    assert unclear.value.job == name
+
+
+LIES = (
+    "x JobState=PENDING NodeList=(null) JOB_GRES=(null)",
+    "x\nJobId=1 JobState=PENDING ReqNodeList=n9 NodeList=n9 Comment=agentd:x",
+    "x JOB_GRES=gpu:1   Nodes=n1 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0) MinCPUsNode=1",
+    "\t\x85\u2028 TresPerNode=gres:gpu:cuda1:1",
+    "JobName=y ArrayJobId=1 ArrayTaskId=1",
+    "\ufffd\x00",
+)
+
+
+TEXTS = pytest.mark.parametrize("member", ["name", "label", "command", "comment"])
+
+
+@TEXTS
+@pytest.mark.parametrize("lie", LIES)
+def test_texts_of_a_user_change_no_other_field(member: str, lie: str) -> None:
+    job, true = parse_job(answer(**{member: lie})), parse_job(answer())
+    for field in ("job_id", "name", "user_id", "state", "required_nodes", "nodes", "gpus"):
+        assert getattr(job, field) == getattr(true, field)
+
+
+@TEXTS
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    "begin",
+    ["x UserId=root(0) GroupId=root(0) MCS_label=N/A", "x Priority=1 Nice=0 Account=(null)",
+     "x UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=1 Nice=-5 Account=(null)"],
+)  # fmt: skip
+def test_text_that_could_be_another_job_is_unclear(member: str, begin: str, lie: str) -> None:
+    """Such a job is sent back: which of the two is the true one cannot be told."""
+    with pytest.raises(UnclearJob, match="job 7: its name, label or comment looks like another"):
+        parse_job(answer(**{member: f"{begin} {lie}"}))
+
+
+@TEXTS
+@pytest.mark.parametrize(
+    "part",
+    ["UserId=root(0)", "UserId=root(0) GroupId=", "UserId=root(0) GroupId=root(0)", "UserId=root",
+     "Priority=1", "Priority=1 Nice=0", "Priority=1 Nice=0 Account", "MCS_label=", "GroupId=a(1)"],
+)  # fmt: skip
+def test_parts_of_those_fields_change_nothing(member: str, part: str) -> None:
+    for text in (f"x {part}", f"{part} x", f"x {part} y {part}"):
+        job = parse_job(answer(**{member: text}))
+        assert (job.user_id, job.state, job.gpus) == (1000, "RUNNING", {"n1": {3}, "n2": {7}})
+
+
+WORDS = st.lists(
+    st.sampled_from([" UserId=", "(0)", " GroupId=", " MCS_label=", " Priority=", "1", " Nice=",
+                     " Account=", " JobState=", " NodeList=", " JOB_GRES=", "\n", "x", "=", " "])
+).map("".join)  # fmt: skip
+
+
+@given(st.text() | WORDS, st.text() | WORDS, st.text() | WORDS)
+def test_texts_never_forge_a_field(name: str, label: str, comment: str) -> None:
+    try:
+        job = parse_job(answer(name=name, label=label, comment=comment))
+    except UnclearJob:
+        return
+    assert (job.user_id, job.state, job.gpus) == (1000, "RUNNING", {"n1": {3}, "n2": {7}})
+
+
+def test_account_and_user_are_any_words() -> None:
+    job = parse_job(answer(account="a jobstate=pending userid=root(0)", user="ad\\ada lovelace"))
+    assert (job.user_id, job.state) == (1000, "RUNNING")
+
+
+def test_required_nodes_of_a_user_are_any_text() -> None:
+    assert parse_job(answer(required="n1,,x[")).nodes == ("n1", "n2")
 
 
 @pytest.mark.parametrize(
     ("user", "comment", "wanted"),
-    [(0, "agentd:k1", True), (1000, "agentd:k1", False), (0, "x agentd:k1", False), (0, "", False)],
-)
-def test_placeholder_is_a_job_of_root_alone(user: int, comment: str, wanted: object) -> None:
-    row = ROW | {"user_id": user, "comment": comment}
-    (job,) = parse_jobs(json.dumps({"jobs": [row]}))
+    [("0", "agentd:k1", True), ("1000", "agentd:k1", False), ("0", "x agentd:k1", False),
+     ("0", "(null)", False)],
+)  # fmt: skip
+def test_placeholder_is_a_job_of_root_alone(user: str, comment: str, wanted: object) -> None:
+    job = parse_job(answer(comment=comment).replace("(1000)", f"({user})"))
     assert job.is_placeholder is wanted
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"jobs": 1}', '{"jobs": [{}]}', '{"jobs": [{"job_id": "x"}]}']
+    "text",
+    [
+        "",
+        "{}",
+        "JobId=x JobName=",
+        "JobId=7 JobName=x",
+        answer().replace("NodeList=n[1-2]", "NodeList=n["),
+    ],
 )
 def test_answer_that_is_something_else_is_an_error(text: str) -> None:
-    with pytest.raises(UnreadableAnswer, match="squeue"):
-        parse_jobs(text)
+    with pytest.raises(UnreadableAnswer, match="scontrol"):
+        parse_job(text)
 
 
 @given(st.sets(st.integers(0, 63)))

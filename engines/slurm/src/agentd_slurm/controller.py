@@ -9,8 +9,19 @@ import os
 import shutil
 import subprocess
 from contextlib import suppress
+from typing import NamedTuple
 
-from agentd_slurm.jobs import PLACEHOLDER, PLACEHOLDER_NAME, Job, parse_jobs
+from agentd_slurm.jobs import (
+    ON_NODE,
+    PLACEHOLDER,
+    PLACEHOLDER_NAME,
+    ROOT,
+    WAITING,
+    Job,
+    UnclearJob,
+    UnreadableAnswer,
+    parse_job,
+)
 
 TIMEOUT_S = 10.0
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
@@ -34,7 +45,7 @@ def find_program(name: str) -> str:
     raise SlurmFailed(f"{name} not found in {folders}")
 
 
-def run(name: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
+def run(name: str, *arguments: str) -> str:
     """Run a command of Slurm and return what it prints.
 
     Raises:
@@ -48,10 +59,10 @@ def run(name: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
             capture_output=True,
             check=False,
             env=environ,
-            timeout=timeout_s,
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmFailed(f"{name}: no answer within {timeout_s:g} s") from None
+        raise SlurmFailed(f"{name}: no answer within {TIMEOUT_S:g} s") from None
     except OSError as error:
         raise SlurmFailed(f"{name}: {error.strerror}") from None
     if done.returncode:
@@ -60,24 +71,73 @@ def run(name: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def jobs(node: str) -> list[Job]:
-    """Return the jobs that slurmctld knows and that could concern a node."""
-    del node  # squeue 22.05 lists every job in JSON, whatever it is asked for
-    return parse_jobs(run("squeue", "--all", "--json"))
+class QueuedJob(NamedTuple):
+    """A row of the queue; a user chooses `required_nodes`, the last field, alone."""
+
+    job_id: int
+    user_id: int
+    state: str
+    start_time: str
+    required_nodes: str
 
 
-def job(job_id: int, timeout_s: float = TIMEOUT_S) -> Job | None:
-    """Return a job; None if slurmctld does not know it."""
+def jobs_on(node: str) -> list[QueuedJob]:
+    """Return the jobs that may have processes on a node."""
+    return [row for row in _queue(f"--nodelist={node}") if row.state in ON_NODE]
+
+
+def placeholders(node: str) -> list[int]:
+    """Return the ids of the placeholders of a node, pending ones too."""
+    rows = _queue(f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
+    open_ones = (row for row in rows if row.state in WAITING | ON_NODE)
+    return [row.job_id for row in open_ones if row.required_nodes == node]
+
+
+def _queue(*options: str) -> list[QueuedJob]:
+    """Return rows of the queue.
+
+    Raises:
+        UnreadableAnswer: squeue answers something else.
+    """
+    words = ("--all", "--noheader", "--array", "--states=all", "--format=%A %U %T %S %n")
+    rows = [line.split(" ", 4) for line in run("squeue", *words, *options).splitlines()]
     try:
-        answer = run("squeue", "--all", "--json", f"--jobs={job_id}", timeout_s=timeout_s)
+        return [
+            QueuedJob(int(job_id), int(user_id), state, start, nodes.strip())
+            for job_id, user_id, state, start, nodes in rows
+        ]
+    except ValueError as error:
+        raise UnreadableAnswer(f"squeue: unexpected answer ({error})") from None
+
+
+def job(job_id: int) -> Job | None:
+    """Return a job; None if slurmctld does not know it.
+
+    Raises:
+        UnclearJob: a text of its user looks like another job.
+        UnreadableAnswer: it cannot be understood, or is about another job.
+    """
+    try:
+        found = _shown(str(job_id))
+    except UnclearJob as error:  # the whole array of its last task, or a job of components
+        if error.job == str(job_id):
+            raise
+        found = _shown(error.job)
+    if found is not None and found.job_id != job_id:
+        raise UnreadableAnswer(f"scontrol show job {job_id}: got job {found.job_id} first")
+    return found
+
+
+def _shown(name: str) -> Job | None:
+    try:
+        return parse_job(run("scontrol", "--all", "-o", "-d", "show", "job", name))
     except SlurmFailed as error:
         if _UNKNOWN in str(error):
             return None
         raise
-    return next((found for found in parse_jobs(answer) if found.job_id == job_id), None)
 
 
-def send_back(job_id: int, reason: str) -> None:
+def send_back(name: str, reason: str) -> None:
     """Requeue a job, or cancel one that cannot be requeued; the reason is its `AdminComment`.
 
     Raises:
@@ -85,20 +145,22 @@ def send_back(job_id: int, reason: str) -> None:
     """
     comment = f"agentd: {reason}"[:MOST_REASON]
     with suppress(SlurmFailed):  # the job must go, with or without a comment
-        run("scontrol", "update", f"JobId={job_id}", f"AdminComment={comment}")
-    requeue(job_id)
+        run("scontrol", "update", f"JobId={name}", f"AdminComment={comment}")
+    requeue(name)
 
 
-def requeue(job_id: int) -> None:
+def requeue(name: str) -> None:
     """Requeue a job, or cancel one that cannot be requeued; not one that waits again already.
+
+    A component is requeued by its leader, which means all components, and cancelled alone.
 
     Raises:
         SlurmFailed: neither could be done.
     """
     try:
-        run("scontrol", "requeue", str(job_id))
+        run("scontrol", "requeue", name.partition("+")[0])
     except SlurmFailed:
-        run("scancel", "--state=RUNNING", str(job_id))
+        run("scancel", "--state=RUNNING", name)
 
 
 def start_placeholder(node: str, gpu_type: str, holder: str) -> None:

@@ -1,16 +1,16 @@
-"""Slurm's jobs, read from `squeue --json`.
+"""Slurm's jobs, read from `scontrol --oneliner --details show job`.
 
-JSON and not the text of scontrol: there a job's comment could pretend to be a line about its GPUs.
-Releases after 22.05 wrap numbers and list states; both forms are read.
+A user chooses texts of a job, in which anything may stand, newlines too. The answer has the ids,
+the job's name, its user, the MCS label, then the fields that are read here, and then the other
+texts: comment and paths. So the name and the label alone could pretend to be fields, and each is
+followed by fields that stand in an answer once. Accounts and WCKeys are shown in lower case.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 PLACEHOLDER = "agentd:"
 """The beginning of a placeholder job's comment; the holder of the GPU follows."""
@@ -23,7 +23,12 @@ ON_NODE = frozenset(
 """States in which a job may have processes on its nodes."""
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 _GPUS = re.compile(r"(?:^|,)gpu((?::[^:,()]+){0,2})(\(([^()]*)\))?(?=,|$)")
-_TYPE = re.compile(r"(?:^|,)(?:gres[:/])?gpu:([^:,=]+)")
+_TYPE = re.compile(r" TresPerNode=(?:gres[:/])?gpu:([^:,= ]+)")
+_HEAD = re.compile(r"((?:\w+=\S+ )*?)JobName=")
+_AFTER_NAME = re.compile(r" UserId=[^=]*\(([0-9]+)\) GroupId=[^=]*\([0-9]+\) MCS_label=")
+_AFTER_LABEL = re.compile(r" Priority=[0-9]+ Nice=-?[0-9]+ Account=")
+_GRES = re.compile(r" JOB_GRES=\S*")
+_NODES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _PART = re.compile(r"([^,\[\]]*)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
 MOST_HOSTS = 65536
 
@@ -32,16 +37,30 @@ class UnreadableAnswer(Exception):
     """Slurm answered something that cannot be understood."""
 
 
+class UnclearJob(UnreadableAnswer):
+    """A text of a job's user may be fields of another job; `job` is the `name` of the job."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"job {job}: its name, label or comment looks like another job")
+        self.job = job
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job of the queue. `gpus` are the indices it has on each node; None: Slurm tells none."""
+    """One job of the queue. `gpus` are the indices it has on each node; None: Slurm tells none.
+
+    `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
+    `name` is the word by which Slurm's commands know it alone: ARRAYID_TASK, LEADER+OFFSET, or its
+    id. The id of an array's last task or of a leader means all of them.
+    """
 
     job_id: int
+    name: str
     user_id: int
     state: str
     comment: str = ""
     gpu_type: str = ""
-    required_nodes: tuple[str, ...] = ()
+    required_nodes: str = ""
     nodes: tuple[str, ...] = ()
     gpus: Mapping[str, frozenset[int] | None] = field(default_factory=dict)
 
@@ -55,58 +74,63 @@ class Job:
         return self.state in ON_NODE and node in self.nodes
 
 
-def parse_jobs(text: str) -> list[Job]:
-    """Read the answer of `squeue --json`.
+def parse_job(text: str) -> Job:
+    """Read the first job of an answer, which is the job that was asked for.
 
     Raises:
+        UnclearJob: fields that follow the name or the label stand in it more than once: in such a
+            text, or as another job.
         UnreadableAnswer: it is not such an answer.
     """
+    head = _HEAD.match(text)
+    ids = dict(word.split("=", 1) for word in head[1].split()) if head else {}
+    if head is None or not ids.get("JobId", "").isdecimal():
+        raise UnreadableAnswer(f"scontrol show job: unexpected answer {text[:80]!r}")
+    name = ids["JobId"]
+    if "ArrayJobId" in ids:
+        name = f"{ids['ArrayJobId']}_{ids.get('ArrayTaskId')}"
+    elif "HetJobId" in ids:
+        name = f"{ids['HetJobId']}+{ids.get('HetJobOffset')}"
+    rest = text[head.end() :]
+    users, labels = [*_AFTER_NAME.finditer(rest)], [*_AFTER_LABEL.finditer(rest)]
+    if not users or not labels:
+        raise UnreadableAnswer(f"scontrol show job {name}: no UserId= or Priority= in the answer")
+    if users[1:] or labels[1:]:
+        raise UnclearJob(name)
+    return _job(int(ids["JobId"]), name, int(users[0][1]), rest[labels[0].end() :])
+
+
+def _job(job_id: int, name: str, user_id: int, rest: str) -> Job:
+    """Read what stands behind the label of a job; what a user chooses comes last."""
+    gpu_type = _TYPE.search(rest)
     try:
-        rows = json.loads(text)["jobs"]
-        return [_job(row) for row in rows]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        shown = f"{type(error).__name__}: {error}"
-        raise UnreadableAnswer(f"squeue --json: unexpected answer ({shown})") from None
+        return Job(
+            job_id=job_id,
+            name=name,
+            user_id=user_id,
+            state=_field(rest, "JobState"),
+            comment=_field(rest, "Comment"),
+            gpu_type=gpu_type[1] if gpu_type and not gpu_type[1].isdecimal() else "",
+            required_nodes=_field(rest, "ReqNodeList"),
+            nodes=tuple(expand_hosts(_field(rest, "NodeList"))),
+            gpus=dict(_gpus(rest)),
+        )
+    except ValueError as error:
+        raise UnreadableAnswer(f"scontrol show job {name}: {error}") from None
 
 
-def _job(row: Mapping[str, Any]) -> Job:
-    states = row["job_state"]
-    nodes = tuple(expand_hosts(row.get("nodes") or ""))
-    details = row.get("gres_detail") or []
-    return Job(
-        job_id=_number(row["job_id"]),
-        user_id=_number(row["user_id"]),
-        state=states if isinstance(states, str) else _state(states),
-        comment=_text(row.get("comment")),
-        gpu_type=_requested_type(row.get("tres_per_node") or ""),
-        required_nodes=tuple(expand_hosts(row.get("required_nodes") or "")),
-        nodes=nodes,
-        gpus={node: indices(detail) for node, detail in zip(nodes, details, strict=False)},
-    )
+def _field(text: str, name: str) -> str:
+    """Return the first word of a field, empty if there is none."""
+    match = re.search(rf" {name}=(\S*)", text)
+    return match[1] if match and match[1] != "(null)" else ""
 
 
-def _state(states: list[str]) -> str:
-    """Return the one of several states that matters: COMPLETING stands beside another."""
-    return next((state for state in states if state in ON_NODE), states[0])
-
-
-def _text(value: object) -> str:
-    """Return a comment, which newer releases divide by its writer."""
-    if isinstance(value, dict):
-        value = value.get("job")
-    return value if isinstance(value, str) else ""
-
-
-def _number(value: object) -> int:
-    number = value.get("number") if isinstance(value, dict) else value
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"expected a number, got {value!r}")
-    return number
-
-
-def _requested_type(text: str) -> str:
-    match = _TYPE.search(text)
-    return match[1] if match and not match[1].isdecimal() else ""
+def _gpus(text: str) -> Iterator[tuple[str, frozenset[int] | None]]:
+    """Yield the nodes of a job with the indices of its GPUs there."""
+    match = _GRES.search(text)
+    while match and (match := _NODES.match(text, match.end())):
+        for node in expand_hosts(match[1]):
+            yield node, indices(match[2])
 
 
 def indices(detail: str) -> frozenset[int] | None:

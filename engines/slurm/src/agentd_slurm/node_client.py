@@ -14,6 +14,7 @@ from agentd.client import Client, calls
 from agentd.client.calls import Call
 from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.errors import ClaimConflict, Unavailable, UnknownClaim, UnknownKernel
+from agentd_slurm.claim_ids import claim_ids, job_of_claim, labels_of
 
 T = TypeVar("T")
 ANSWER_S = 10.0
@@ -21,6 +22,8 @@ ANSWER_S = 10.0
 STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
+PAGE = 1000
+"""Claims that agentd lists at once."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 
@@ -56,10 +59,6 @@ class NodeClient:
         """Return the devices of the node."""
         return self._ask(calls.devices())
 
-    def agents(self) -> list[str]:
-        """Return the ids of the node's agents."""
-        return [row["agent_id"] for row in self._ask(calls.agents())]
-
     def claims(self) -> Sequence[Mapping[str, Any]]:
         """Return every claim."""
         return self._ask(calls.claims())
@@ -68,41 +67,52 @@ class NodeClient:
         """Return every kernel, or those of a claim."""
         return self._ask(calls.kernels(claim=claim))
 
-    def claim(self, claim: str) -> Mapping[str, Any]:
-        """Return a claim.
+    def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
+        """Return the claims that were made for a job."""
+        rows: list[Mapping[str, Any]] = []
+        while True:
+            after = rows[-1]["claim_id"] if rows else None
+            page = self._ask(calls.claims(labels=labels_of(job_id), limit=PAGE, after=after))
+            rows += page
+            if len(page) < PAGE:
+                return [row for row in rows if job_of_claim(row) == job_id]
+
+    def create_claim(self, job_id: int, agent: str, request: Mapping[str, Any]) -> None:
+        """Create the claim of a job, by another id where one is taken; end its earlier claims.
+
+        A claim that appears meanwhile is one that a killed prolog had asked for.
 
         Raises:
-            UnknownClaim: there is none.
+            ClaimConflict: all ids are taken.
         """
-        return self._ask(calls.claim(claim))
+        for claim_id in claim_ids(job_id):
+            for claim in self.claims_of(job_id):
+                self.release(claim)
+            try:
+                self._ask(calls.create_claim(agent, {**request, "claim_id": claim_id}))
+            except ClaimConflict as error:
+                conflict = error
+            else:
+                return
+        raise conflict
 
-    def has_claim(self, claim: str) -> bool:
-        """Return whether a claim exists."""
-        try:
-            self.claim(claim)
-        except UnknownClaim:
-            return False
-        return True
-
-    def create_claim(self, agent: str, request: Mapping[str, Any]) -> None:
-        """Create a claim."""
-        self._ask(calls.create_claim(agent, request))
-
-    def delete_kernels(self, claim: str) -> None:
+    def delete_kernels(self, claim: Mapping[str, Any]) -> None:
         """Stop and delete every kernel of a claim."""
-        for kernel in self.kernels(claim):
+        for kernel in self.kernels(claim["claim_id"]):
+            if kernel["agent_id"] != claim["agent_id"]:
+                continue  # it ended with an earlier claim of this id
             with suppress(UnknownKernel):
                 call = calls.delete_kernel(kernel["kernel_id"], STOP_S)
                 self._ask(call, wait_s=self._wait_s + 2 * STOP_S)
 
-    def release(self, claim: str) -> None:
+    def release(self, claim: Mapping[str, Any]) -> None:
         """Delete the kernels of a claim and release it, again while a create is in flight."""
         end = time.monotonic() + self._wait_s
         while True:
             self.delete_kernels(claim)
             try:
                 with suppress(UnknownClaim):
-                    self._ask(calls.release_claim(claim))
+                    self._ask(calls.release_claim(claim["claim_id"]))
             except ClaimConflict:
                 if time.monotonic() > end:
                     raise

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from agentd import stderr
 from agentd.errors import AgentdError
 from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
-from agentd_slurm.decisions.prolog import claim_id
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 
@@ -33,7 +32,9 @@ def main() -> None:
 def run_epilog(environ: Mapping[str, str]) -> int:
     """Release the claim of the job that the environment names and return the exit status."""
     try:
-        _epilog(JobEnvironment.of(environ), NodeClient(socket_path()))
+        here = JobEnvironment.of(environ)
+        if here.named_gpus or here.mark.exists():
+            _epilog(here, NodeClient(socket_path()))
     except InvalidEnvironment as error:
         note("epilog", str(error))
         return 1
@@ -45,15 +46,18 @@ def run_epilog(environ: Mapping[str, str]) -> int:
 
 
 def _epilog(here: JobEnvironment, node: NodeClient) -> None:
-    claim = claim_id(here.job_id)
     with node.locked(here.job_id):
-        if not node.has_claim(claim):
-            return
-        if _has_ended(here):
-            node.release(claim)
-        else:
-            node.delete_kernels(claim)
-            note("epilog", f"job {here.job_id} left processes; agentd-slurm sync ends its claim")
+        claims = node.claims_of(here.job_id)
+        has_ended = not claims or _has_ended(here)
+        for claim in claims:
+            if has_ended:
+                node.release(claim)
+            else:
+                node.delete_kernels(claim)
+    if has_ended:
+        here.mark.unlink(missing_ok=True)
+    else:
+        note("epilog", f"job {here.job_id} left processes; agentd-slurm sync ends its claim")
 
 
 def _has_ended(here: JobEnvironment) -> bool:

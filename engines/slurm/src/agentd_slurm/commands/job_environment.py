@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentd.stderr import LOST
 
 MOST_LINE = 2000
+RUN_FOLDER = "/run/agentd-slurm"
+RUN_VARIABLE = "AGENTD_SLURM_RUN"
 
 
 class InvalidEnvironment(Exception):
@@ -20,12 +24,17 @@ class InvalidEnvironment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JobEnvironment:
-    """A job on this node; `named_gpus` is Slurm's own, incomplete list of its GPUs."""
+    """A job on this node; `named_gpus` is Slurm's own, incomplete list of its GPUs.
+
+    `mark` is the file of a job that may have a claim. The environment of an epilog does not prove
+    that there is none: jobs that ran while slurmctld restarted have no GPUs in it.
+    """
 
     job_id: int
     node: str
     user: str
     named_gpus: str
+    mark: Path
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> JobEnvironment:
@@ -40,7 +49,14 @@ class JobEnvironment:
         if not node:
             raise InvalidEnvironment("SLURMD_NODENAME is not set: expected to be run by slurmd")
         user = environ.get("SLURM_JOB_USER") or environ.get("SLURM_JOB_UID") or "unknown"
-        return cls(int(job_id), node, user, environ.get("SLURM_JOB_GPUS", ""))
+        mark = Path(environ.get(RUN_VARIABLE, RUN_FOLDER)) / job_id
+        return cls(int(job_id), node, user, environ.get("SLURM_JOB_GPUS", ""), mark)
+
+    def leave_mark(self) -> None:
+        """Create the mark if that can be; agentd-slurm sync ends the claim of an epilog without."""
+        with suppress(OSError):
+            self.mark.parent.mkdir(mode=0o755, exist_ok=True)
+            self.mark.touch(mode=0o600)
 
 
 def note(command: str, text: str) -> None:

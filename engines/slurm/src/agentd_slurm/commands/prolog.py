@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from agentd import stderr
 from agentd.errors import AgentdError, Unavailable
@@ -19,15 +20,13 @@ from agentd_slurm.decisions.prolog import (
     ClaimDevices,
     FailProlog,
     NothingToClaim,
-    PrologAction,
     PrologFacts,
     RefuseJob,
-    claim_id,
     decide_prolog,
     indices_to_claim,
 )
 from agentd_slurm.gres_map import UnusableMap, map_path, read_map
-from agentd_slurm.jobs import UnreadableAnswer
+from agentd_slurm.jobs import UnclearJob, UnreadableAnswer
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 
@@ -44,8 +43,10 @@ def run_prolog(environ: Mapping[str, str]) -> int:
     """Claim the GPUs of the job that the environment names and return the exit status."""
     try:
         here = JobEnvironment.of(environ)
-        node = NodeClient(socket_path())
-        return _prolog(here, node)
+        if not here.named_gpus:
+            return 0
+        here.leave_mark()
+        return _prolog(here, NodeClient(socket_path()))
     except (SlurmFailed, UnreadableAnswer, UnusableMap, InvalidEnvironment, Unavailable) as error:
         note("prolog", str(error))
     except OSError as error:
@@ -56,52 +57,43 @@ def run_prolog(environ: Mapping[str, str]) -> int:
 
 
 def _prolog(here: JobEnvironment, node: NodeClient) -> int:
-    job = controller.job(here.job_id)
-    indices = indices_to_claim(job, here.node, here.named_gpus)
-    facts = PrologFacts(here.job_id, here.node, here.user, job, here.named_gpus)
-    if not isinstance(indices, frozenset):
-        return _carry_out(here, node, decide_prolog(facts))
+    try:
+        job = controller.job(here.job_id)
+    except UnclearJob as error:  # its user's doing, and no reason to drain the node
+        return _send_back(error.job, str(error))
+    facts = PrologFacts(here.job_id, here.node, here.user, job)
+    if not isinstance(indices_to_claim(job, here.node), frozenset):
+        return _carry_out(facts, node)
     gres_map = read_map(map_path())
     devices = node.devices()
     with node.locked(here.job_id):
-        has_claim = node.has_claim(claim_id(here.job_id))
-        action = decide_prolog(
-            PrologFacts(
-                here.job_id,
-                here.node,
-                here.user,
-                job,
-                gres_map=gres_map,
-                devices=devices,
-                has_claim=has_claim,
-                has_processes=has_claim and find_processes(here.node).of(here.job_id),
-            )
-        )
-        return _carry_out(here, node, action)
+        has_claim = bool(node.claims_of(here.job_id))
+        has_processes = has_claim and find_processes(here.node).of(here.job_id)
+        facts = replace(facts, gres_map=gres_map, devices=devices, has_processes=has_processes)
+        return _carry_out(facts, node)
 
 
-def _carry_out(here: JobEnvironment, node: NodeClient, action: PrologAction) -> int:
-    match action:
+def _carry_out(facts: PrologFacts, node: NodeClient) -> int:
+    name = facts.job.name if facts.job else ""
+    match decide_prolog(facts):
         case NothingToClaim():
             return 0
         case FailProlog(reason):
             note("prolog", reason)
             return FAILED
         case RefuseJob(reason):
-            return _send_back(here, reason)
-        case ClaimDevices(agent, request, ends_earlier):
-            if ends_earlier:
-                node.release(claim_id(here.job_id))
+            return _send_back(name, reason)
+        case ClaimDevices(agent, request):
             try:
-                node.create_claim(agent, request)
+                node.create_claim(facts.job_id, agent, request)
             except Unavailable:
                 raise
             except AgentdError as error:
-                return _send_back(here, f"{error.code}: {error}")
+                return _send_back(name, f"{error.code}: {error}")
     return 0
 
 
-def _send_back(here: JobEnvironment, reason: str) -> int:
-    note("prolog", f"job {here.job_id} is sent back: {reason}")
-    controller.send_back(here.job_id, reason)
+def _send_back(name: str, reason: str) -> int:
+    note("prolog", f"job {name} is sent back: {reason}")
+    controller.send_back(name, reason)
     return 0

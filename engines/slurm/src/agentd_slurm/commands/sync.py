@@ -12,9 +12,10 @@ from types import FrameType
 from agentd.errors import AgentdError
 from agentd.service.sd_notify import Notifier
 from agentd_slurm import controller
+from agentd_slurm.claim_ids import job_of_claim
 from agentd_slurm.commands.job_environment import note
-from agentd_slurm.controller import SlurmFailed
-from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, claim_id, decide_prolog
+from agentd_slurm.controller import QueuedJob, SlurmFailed
+from agentd_slurm.decisions.prolog import ClaimDevices, PrologFacts, decide_prolog
 from agentd_slurm.decisions.sync import (
     ClaimRunningJob,
     EndClaim,
@@ -24,11 +25,10 @@ from agentd_slurm.decisions.sync import (
     SyncAction,
     SyncFacts,
     decide_sync,
-    job_of_claim,
     unclaimed_jobs,
 )
 from agentd_slurm.gres_map import UnusableMap, map_path, read_map
-from agentd_slurm.jobs import UnreadableAnswer
+from agentd_slurm.jobs import Job, UnreadableAnswer
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 
@@ -45,12 +45,13 @@ class Synchronizer:
         self._node = node
         self._client = client
         self._unclaimed: frozenset[int] = frozenset()
+        self._jobs: dict[QueuedJob, Job] = {}
 
     def look(self) -> SyncFacts:
         """Read everything; claims first, so that a job which starts meanwhile is known."""
         claims = self._client.claims()
         devices, kernels = self._client.devices(), self._client.kernels()
-        jobs = controller.jobs(self._node)
+        jobs = self._read_jobs()
         left = find_processes(self._node)
         ids = (job for row in claims if (job := job_of_claim(row)) is not None)
         return SyncFacts(
@@ -64,6 +65,22 @@ class Synchronizer:
             left.jobs,
             self._unclaimed,
         )
+
+    def _read_jobs(self) -> list[Job]:
+        """Return the jobs of this node, each asked for once in a state, and the placeholders."""
+        placeholders = controller.placeholders(self._node)
+        rows = [row for row in controller.jobs_on(self._node) if row.job_id not in placeholders]
+        self._jobs = {row: self._jobs.get(row) or self._read_job(row) for row in rows}
+        found = [controller.job(job_id) for job_id in placeholders]
+        return [*self._jobs.values(), *(job for job in found if job is not None)]
+
+    def _read_job(self, row: QueuedJob) -> Job:
+        """Return a job, without its GPUs if its answer cannot be read."""
+        found = None
+        with suppress(UnreadableAnswer):
+            found = controller.job(row.job_id)
+        name = str(row.job_id)
+        return found or Job(row.job_id, name, row.user_id, row.state, nodes=(self._node,))
 
     def once(self) -> list[SyncAction]:
         """Take one look, act on it, and return the actions.
@@ -96,8 +113,8 @@ class Synchronizer:
             case EndPlaceholder(job_id):
                 note("sync", f"placeholder {job_id} is ended: its GPU is free")
                 controller.cancel(job_id)
-            case EndClaim(claim, job_id):
-                self._end_claim(claim, job_id)
+            case EndClaim(job_id):
+                self._end_claims(job_id)
             case ClaimRunningJob(job_id):
                 self._claim_running(job_id)
 
@@ -105,7 +122,7 @@ class Synchronizer:
         """Claim the GPUs of a job that still runs without a claim, also if others hold them."""
         with self._client.locked(job_id):
             job = controller.job(job_id)
-            if job is None or job.state != "RUNNING" or self._client.has_claim(claim_id(job_id)):
+            if job is None or job.state != "RUNNING" or self._client.claims_of(job_id):
                 return
             user = str(job.user_id)
             with suppress(KeyError):
@@ -115,18 +132,19 @@ class Synchronizer:
             match decide_prolog(facts):
                 case ClaimDevices(agent, request):
                     note("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
-                    self._client.create_claim(agent, {**request, "observed": True})
+                    self._client.create_claim(job_id, agent, {**request, "observed": True})
                 case other:
                     note("sync", f"job {job_id} runs without a claim: {other.reason}")
 
-    def _end_claim(self, claim: str, job_id: int) -> None:
-        """Release a claim if its job is still over now that no prolog can make it again."""
+    def _end_claims(self, job_id: int) -> None:
+        """Release the claims of a job if it is still over, now that no prolog can claim again."""
         with self._client.locked(job_id):
             job = controller.job(job_id)
             is_over = job is None or not job.is_on(self._node)
             if is_over and not find_processes(self._node).of(job_id):
-                note("sync", f"claim {claim} is released: its job is over")
-                self._client.release(claim)
+                for claim in self._client.claims_of(job_id):
+                    note("sync", f"claim {claim['claim_id']} is released: its job is over")
+                    self._client.release(claim)
 
 
 def run_sync(node: str | None, *, once: bool = False) -> int:

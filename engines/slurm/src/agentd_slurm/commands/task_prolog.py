@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from agentd import stderr
-from agentd.errors import AgentdError, UnknownClaim
+from agentd.errors import AgentdError
 from agentd_slurm import controller
+from agentd_slurm.claim_ids import claim_ids, jobs_of_kernels
 from agentd_slurm.controller import SlurmFailed
-from agentd_slurm.decisions.prolog import claim_id
 from agentd_slurm.gres_map import GresMap, UnusableMap, map_path, read_map
 from agentd_slurm.jobs import PLACEHOLDER_NAME, ROOT, UnreadableAnswer
 from agentd_slurm.node_client import NodeClient
@@ -43,27 +44,27 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     gpus = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS", "")
     if not job_id.isdecimal() or not gpus:
         return 0
+    claims: list[Mapping[str, Any]] = []
+    refused = None
     try:
         gres_map = read_map(map_path())
-    except UnusableMap as error:
+        _say(f"export AGENTD_AGENT={gres_map.agent}")
+        socket = environ.get(USERS_SOCKET_VARIABLE, USERS_SOCKET)
+        if os.access(socket, os.R_OK | os.W_OK):
+            node = NodeClient(socket)
+            claims = node.claims_of(int(job_id))
+            refused = _unclaimed(node, claims, gpus, gres_map, environ)
+    except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError) as error:
         _say(f"print agentd-slurm task-prolog: {error}")
+    claim = claims[0]["claim_id"] if claims else next(claim_ids(int(job_id)))
+    _say(f"export AGENTD_CLAIM={claim}")
+    if refused is None:
         return 0
-    _say(f"export AGENTD_CLAIM={claim_id(int(job_id))}")
-    _say(f"export AGENTD_AGENT={gres_map.agent}")
-    is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
-    if is_placeholder or environ.get("SLURM_HET_SIZE"):  # its tasks have the id of their leader
-        return 0
-    try:
-        missing = _unclaimed(int(job_id), gpus, gres_map, environ)
-    except (AgentdError, SlurmFailed, UnreadableAnswer, OSError) as error:
-        _say(f"print agentd-slurm task-prolog: {error}")
-        return 0
-    if not missing:
-        return 0
+    name, missing = refused
     _say(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
     if environ.get("SLURM_LOCALID", "0") == "0":
         with suppress(SlurmFailed):
-            controller.requeue(int(job_id))
+            controller.requeue(name)
     return REFUSED
 
 
@@ -71,8 +72,14 @@ def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _unclaimed(job_id: int, gpus: str, gres_map: GresMap, environ: Mapping[str, str]) -> str:
-    """Return the GPUs of a running job that its claim does not hold; empty if it has them all.
+def _unclaimed(
+    node: NodeClient,
+    claims: Sequence[Mapping[str, Any]],
+    gpus: str,
+    gres_map: GresMap,
+    environ: Mapping[str, str],
+) -> tuple[str, str] | None:
+    """Return the name of a running job and its GPUs that it did not claim; None if it has all.
 
     The environment names GPUs of this node in a batch script, and in a step that was given some.
     Another step inherits what its caller had on another node: then slurmctld is asked.
@@ -80,30 +87,31 @@ def _unclaimed(job_id: int, gpus: str, gres_map: GresMap, environ: Mapping[str, 
     Raises:
         AgentdError, SlurmFailed, UnreadableAnswer: it cannot be found out.
     """
-    socket = environ.get(USERS_SOCKET_VARIABLE, USERS_SOCKET)
-    if not os.access(socket, os.R_OK | os.W_OK):
-        return ""
-    held = _held(NodeClient(socket), claim_id(job_id))
+    job_id = int(environ["SLURM_JOB_ID"])
+    is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
+    if is_placeholder or environ.get("SLURM_HET_SIZE"):  # its tasks have the id of their leader
+        return None
+    held = _held(claims)
     named = {int(index) for index in gpus.split(",") if index.isdecimal()}
-    if held is None or _missing(named, gres_map, held) == "":
-        return ""
-    job, node = controller.job(job_id), environ.get("SLURMD_NODENAME", "")
+    if _missing(named, gres_map, held) == "":
+        return None
+    if not claims and job_id in jobs_of_kernels(node.kernels()):
+        return None
+    job = controller.job(job_id)
     if job is None or job.state != "RUNNING":
-        return ""
-    return _missing(job.gpus.get(node) or (), gres_map, held)
+        return None
+    missing = _missing(job.gpus.get(environ.get("SLURMD_NODENAME", "")) or (), gres_map, held)
+    return (job.name, missing) if missing else None
 
 
-def _held(node: NodeClient, claim: str) -> frozenset[str] | None:
-    """Return the ids of a claim's devices, none if there is no claim.
-
-    None where a kernel took them all over.
-    """
-    try:
-        allocation = node.claim(claim)["allocation"]
-    except UnknownClaim:
-        return None if node.kernels(claim) else frozenset()
+def _held(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the ids of the devices of claims."""
     return frozenset(
-        device for slots in allocation.values() for amounts in slots.values() for device in amounts
+        device
+        for claim in claims
+        for slots in claim["allocation"].values()
+        for amounts in slots.values()
+        for device in amounts
     )
 
 

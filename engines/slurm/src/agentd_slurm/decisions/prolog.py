@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from agentd_slurm.claim_ids import claim_ids, labels_of
 from agentd_slurm.gres_map import GresDevice, GresMap
 from agentd_slurm.jobs import Job
-
-ENGINE = "slurm"
-PREFIX = "slurm-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +21,10 @@ class NothingToClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevices:
-    """Create a claim; `ends_earlier` says that one of an earlier run is to be ended first."""
+    """Create a claim, once those of earlier runs have ended."""
 
     agent: str
     request: Mapping[str, Any]
-    ends_earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +45,30 @@ class FailProlog:
 class PrologFacts:
     """The facts of a prolog. `job` is None where slurmctld does not know the job.
 
-    `named_gpus` is Slurm's own `SLURM_JOB_GPUS`. `has_claim` and `has_processes` are about an
-    earlier run of the same job on this node.
+    `has_processes` says that an earlier run left a claim and processes on this node.
     """
 
     job_id: int
     node: str
     user: str
     job: Job | None
-    named_gpus: str = ""
     gres_map: GresMap | None = None
     devices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    has_claim: bool = False
     has_processes: bool = False
 
 
 PrologAction = NothingToClaim | ClaimDevices | RefuseJob | FailProlog
 
 
-def claim_id(job_id: int) -> str:
-    """Return the id of a job's claim."""
-    return f"{PREFIX}{job_id}"
-
-
 def indices_to_claim(
-    job: Job | None, node: str, named_gpus: str
+    job: Job | None, node: str
 ) -> frozenset[int] | NothingToClaim | RefuseJob | FailProlog:
     """Return the indices of the job's GPUs on this node, or why there is nothing to claim.
 
     Slurm's own variable is not a source: of a job that names two types it has the last one alone.
     """
     if job is None:
-        if named_gpus:
-            return FailProlog("slurmctld does not know the job, which has GPUs here")
-        return NothingToClaim("slurmctld does not know the job, which has no GPUs here")
+        return FailProlog("slurmctld does not know the job, which has GPUs here")
     if job.is_placeholder:
         return NothingToClaim("the job is a placeholder")
     if not job.is_on(node):
@@ -94,7 +81,7 @@ def indices_to_claim(
 
 def decide_prolog(facts: PrologFacts) -> PrologAction:
     """Return what the prolog does."""
-    indices = indices_to_claim(facts.job, facts.node, facts.named_gpus)
+    indices = indices_to_claim(facts.job, facts.node)
     if not isinstance(indices, frozenset):
         return indices
     assert facts.gres_map is not None  # noqa: S101 - a job with GPUs was found, so it was read
@@ -108,14 +95,13 @@ def decide_prolog(facts: PrologFacts) -> PrologAction:
             return RefuseJob(found)
         chosen.append(found)
     request = {
-        "claim_id": claim_id(facts.job_id),
         "slots": amounts(chosen),
         "devices": ids_by_name(chosen),
-        "holder": {"name": claim_id(facts.job_id)},
+        "holder": {"name": next(claim_ids(facts.job_id))},
         "owner_uid": facts.job.user_id,
-        "labels": {"engine": ENGINE, "job": str(facts.job_id), "user": facts.user},
+        "labels": {**labels_of(facts.job_id), "user": facts.user},
     }
-    return ClaimDevices(facts.gres_map.agent, request, ends_earlier=facts.has_claim)
+    return ClaimDevices(facts.gres_map.agent, request)
 
 
 def find_device(

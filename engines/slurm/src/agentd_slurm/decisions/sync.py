@@ -8,16 +8,15 @@ left. The answer of slurmctld alone proves nothing: a killed one forgets its las
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentd_slurm.decisions.prolog import ENGINE, PREFIX, claim_id, row_of
+from agentd_slurm.claim_ids import job_of_claim, jobs_of_kernels
+from agentd_slurm.decisions.prolog import row_of
 from agentd_slurm.gres_map import GresMap
 from agentd_slurm.jobs import ON_NODE, PLACEHOLDER, WAITING, Job
 
-_CLAIM = re.compile(rf"{re.escape(PREFIX)}([1-9][0-9]{{0,9}})")
 BLOCKING = frozenset({"unhealthy", "drained", "gone", "withheld"})
 """States of a device in which agentd gives nothing from it."""
 
@@ -47,9 +46,8 @@ class EndPlaceholder:
 
 @dataclass(frozen=True, slots=True)
 class EndClaim:
-    """Stop the kernels of an ended job's claim and release it."""
+    """Stop the kernels of an ended job's claims and release them."""
 
-    claim_id: str
     job_id: int
 
 
@@ -83,13 +81,6 @@ class SyncFacts:
     unclaimed: frozenset[int] = frozenset()
 
 
-def job_of_claim(claim: Mapping[str, Any]) -> int | None:
-    """Return the job that a claim was made for by a prolog; None for any other claim."""
-    match = _CLAIM.fullmatch(claim["claim_id"])
-    is_ours = match and claim["labels"].get("engine") == ENGINE
-    return int(match[1]) if match and is_ours else None
-
-
 def decide_sync(facts: SyncFacts) -> list[SyncAction]:
     """Return what one round does."""
     late = sorted(unclaimed_jobs(facts) & facts.unclaimed)
@@ -103,7 +94,7 @@ def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
     is over (seen with 22.05). A prolog may not be done yet, so a job counts in the second round.
     """
     claimed = {job_of_claim(claim) for claim in facts.claims}
-    named = {row.get("claim_id") for row in facts.kernels}  # one may have taken the claim over
+    claimed |= jobs_of_kernels(facts.kernels)  # one may have taken the claim over
     return frozenset(
         job.job_id
         for job in facts.jobs
@@ -111,7 +102,6 @@ def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
         and not job.is_placeholder
         and job.gpus.get(facts.node)
         and job.job_id in facts.running - claimed
-        and claim_id(job.job_id) not in named
     )
 
 
@@ -135,7 +125,7 @@ def _own_placeholders(facts: SyncFacts) -> Iterator[Job]:
     """Yield the placeholders of this node that were not ended yet."""
     for job in facts.jobs:
         is_open = job.state in WAITING or (job.state in ON_NODE and job.state != "COMPLETING")
-        if job.is_placeholder and is_open and facts.node in (*job.required_nodes, *job.nodes):
+        if job.is_placeholder and is_open and facts.node in (job.required_nodes, *job.nodes):
             yield job
 
 
@@ -167,7 +157,6 @@ def _others(
 
 def _stale_claims(facts: SyncFacts) -> Iterator[EndClaim]:
     here = {job.job_id for job in facts.jobs if job.is_on(facts.node)}
-    for claim in facts.claims:
-        job = job_of_claim(claim)
+    for job in dict.fromkeys(map(job_of_claim, facts.claims)):
         if job is not None and job not in here and job not in facts.alive:
-            yield EndClaim(claim_id(job), job)
+            yield EndClaim(job)

@@ -1,0 +1,47 @@
+"""The claims of a job: their ids begin with a prefix that only admins use, and labels name the job.
+
+An id may be taken by a record of before, so the labels, and not the id, say whose a claim is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+ENGINE = "slurm"
+PREFIX = "slurm-"
+ENDED = frozenset({"terminated", "failed", "lost"})
+"""States of a kernel that holds nothing any more."""
+MAX_IDS = 16
+"""Ids that are tried for one job."""
+_ID = re.compile(rf"{re.escape(PREFIX)}([1-9][0-9]{{0,9}})(?:-[0-9]+)?")
+
+
+def claim_ids(job_id: int) -> Iterator[str]:
+    """Yield the ids that the claim of a job may have, the usual one first."""
+    yield f"{PREFIX}{job_id}"
+    for number in range(2, MAX_IDS + 1):
+        yield f"{PREFIX}{job_id}-{number}"
+
+
+def labels_of(job_id: int) -> dict[str, str]:
+    """Return the labels by which the claims of a job are found."""
+    return {"engine": ENGINE, "job": str(job_id)}
+
+
+def job_of_claim(claim: Mapping[str, Any]) -> int | None:
+    """Return the job that a claim was made for by a prolog; None for any other claim."""
+    job_id = _job_in(claim["claim_id"])
+    is_ours = job_id is not None and labels_of(job_id).items() <= claim["labels"].items()
+    return job_id if is_ours else None
+
+
+def jobs_of_kernels(kernels: Iterable[Mapping[str, Any]]) -> set[int | None]:
+    """Return the jobs from whose claims living kernels took their devices, among others None."""
+    return {_job_in(row["claim_id"]) for row in kernels if row["state"] not in ENDED}
+
+
+def _job_in(claim_id: str | None) -> int | None:
+    match = _ID.fullmatch(claim_id or "")
+    return int(match[1]) if match else None

@@ -1,0 +1,125 @@
+"""One job has one claim, whatever ids others have and however often its prolog runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentd.errors import ClaimConflict
+from agentd_slurm import controller, node_client
+from agentd_slurm.claim_ids import MAX_IDS, claim_ids
+from agentd_slurm.commands.epilog import run_epilog
+from agentd_slurm.commands.prolog import run_prolog
+from agentd_slurm.node_client import NodeClient
+from daemon import Daemon
+from daemon_pool import Serving
+
+LABELS = {"engine": "slurm", "job": "7", "user": "ada"}
+REQUEST = {"slots": {"cuda.device": "1"}, "holder": {"name": "slurm-7"}, "labels": LABELS}
+FOREIGN = {"slots": {"mem": "1m"}, "holder": {"name": "x"}}
+
+
+@pytest.fixture
+async def daemon(serving_process: Serving) -> Daemon:
+    return await serving_process()
+
+
+async def taken(daemon: Daemon, *ids: str, **body: Any) -> None:
+    for claim_id in ids:
+        content = {"claim_id": claim_id, **FOREIGN, **body}
+        answer = await daemon.call("POST", "/v1/agents/agent-2/claims", content)
+        assert answer.status == 201, answer.content
+
+
+async def released(daemon: Daemon) -> None:
+    for row in await daemon.get("/v1/claims"):
+        assert (await daemon.call("DELETE", f"/v1/claims/{row['claim_id']}")).status == 204
+
+
+async def ids_after(daemon: Daemon, act: Callable[[NodeClient], object]) -> list[str]:
+    """Act as the engine and return the ids of the claims of job 7."""
+    client = NodeClient(str(daemon.folder / "agentd.sock"))
+    await asyncio.to_thread(act, client)
+    return [row["claim_id"] for row in await asyncio.to_thread(client.claims_of, 7)]
+
+
+def claim(client: NodeClient) -> None:
+    client.create_claim(7, "agent-1", REQUEST)
+
+
+async def test_repeated_prolog_has_one_claim(daemon: Daemon) -> None:
+    for _ in range(2):
+        assert await ids_after(daemon, claim) == ["slurm-7"]
+    await released(daemon)
+
+
+@pytest.mark.parametrize("labels", [{}, LABELS | {"job": "8"}, LABELS | {"engine": "x"}])
+async def test_taken_id_is_passed_over(daemon: Daemon, labels: dict[str, str]) -> None:
+    await taken(daemon, "slurm-7", "slurm-7-2", labels=labels)
+    for _ in range(2):
+        assert await ids_after(daemon, claim) == ["slurm-7-3"]
+    assert len(await daemon.get("/v1/claims")) == 3
+    await released(daemon)
+
+
+async def test_labels_without_the_prefix_name_no_claim_of_a_job(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_client, "PAGE", 1)
+    await taken(daemon, "first", "slurm-70", "slurm-7x", "slurm-7-x", labels=LABELS)
+    assert await ids_after(daemon, claim) == ["slurm-7"]
+    await released(daemon)
+
+
+async def test_claim_of_a_killed_prolog_is_ended(daemon: Daemon) -> None:
+    """Its request reaches agentd after the next prolog has looked."""
+
+    class Late(NodeClient):
+        looks = 0
+
+        def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
+            self.looks += 1
+            return [] if self.looks == 1 else super().claims_of(job_id)
+
+    await taken(daemon, "slurm-7", labels=LABELS)
+    late = Late(str(daemon.folder / "agentd.sock"))
+    assert await ids_after(daemon, lambda _: claim(late)) == ["slurm-7-2"]
+    await released(daemon)
+
+
+async def test_job_whose_ids_are_all_taken_is_refused(daemon: Daemon) -> None:
+    await taken(daemon, *claim_ids(7))
+    with pytest.raises(ClaimConflict):
+        await ids_after(daemon, claim)
+    assert len(await daemon.get("/v1/claims")) == MAX_IDS
+    await released(daemon)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a job without GPUs, where each question fails the test."""
+
+    def ask(*words: object, **options: object) -> str:
+        raise AssertionError((words, options))
+
+    monkeypatch.setattr(controller, "run", ask)
+    monkeypatch.setattr(NodeClient, "_ask", ask)
+    monkeypatch.setenv("AGENTD_SOCKET", str(tmp_path / "agentd.sock"))
+    return {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "AGENTD_SLURM_RUN": str(tmp_path / "run")}
+
+
+def test_hooks_of_a_job_without_gpus_ask_nothing(job: dict[str, str]) -> None:
+    assert (run_prolog(job), run_epilog(job)) == (0, 0)
+    assert not Path(job["AGENTD_SLURM_RUN"]).exists()
+
+
+def test_epilog_asks_where_the_prolog_left_a_mark(job: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="show"):
+        run_prolog(job | {"SLURM_JOB_GPUS": "0"})
+    assert (Path(job["AGENTD_SLURM_RUN"]) / "7").exists()
+    with pytest.raises(AssertionError, match="GET"):
+        run_epilog(job)
