@@ -64,6 +64,24 @@ async def test_stop_resets_no_accepted_connection(tmp_path: Path, rounds: int) -
     assert outcomes["200"] > 0 or rounds < 2
 
 
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+@pytest.mark.parametrize("is_passed", [True, False])
+async def test_stop_removes_no_file_of_passed_socket(tmp_path: Path, is_passed: bool) -> None:
+    path = tmp_path / "socket"
+    unix = UnixSocket(path, None, Caller("operator", Role.ADMIN))
+    with socket.socket(socket.AF_UNIX) as held, socket.socket(socket.AF_UNIX) as client:
+        if is_passed:
+            held.bind(str(path))
+            held.listen()
+        server = words_at(Endpoint((unix,), passed={str(path): held.dup()} if is_passed else {}))
+        await server.start()
+        assert path.is_socket()
+        await server.stop(Deadline.after(10))
+        assert path.exists() is is_passed
+        if is_passed:
+            client.connect(str(path))
+
+
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashable]]]:
     """A server on a socket and TCP, and the turns that it grants."""
