@@ -199,7 +199,8 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
         ({"devices": ["/dev/a"], "env": {"A": "{idz}"}}, "env.A"),
         ({"devices": ["/dev/a"], "env": {"A": 1}}, "env"),
         ({"devices": ["/"]}, "devices"),
-        ({"devices": ["/dev/**foo"]}, "devices"),
+        ({"devices": ["/."]}, "devices"),
+        ({"devices": ["/dev/a\0"]}, "devices"),
         ({"devices": ["/dev/a"], "env": {"A=B": "x"}}, "env.A=B"),
         ({"devices": ["/dev/a"], "hidden-env": {"A": "{ids}"}}, "hidden-env.A"),
         ({"devices": ["/dev/a"], "per-device": ["/dev/{ids}"]}, "per-device"),
@@ -211,6 +212,18 @@ async def test_a_file_that_vanishes_is_a_device_that_is_gone(tmp_path: Path) -> 
 )
 def test_wrong_settings_are_named(settings, key) -> None:
     assert key in [problem.key for problem in GenericPlugin.validate(settings)]
+
+
+@pytest.mark.parametrize("pattern", ["/dev/**foo", "/dev/foo**/a", "/dev/**", "/dev/***/a"])
+def test_generic_refuses_pattern_with_partial_double_star(pattern: str) -> None:
+    (problem,) = GenericPlugin.validate({"devices": [pattern]})
+    assert problem.why == (
+        f"invalid pattern '{pattern}': expected '**' for folders, as in '/dev/**/accel*'"
+    )
+
+
+def test_generic_accepts_double_star_for_folders() -> None:
+    assert GenericPlugin.validate({"devices": ["/dev/**/accel*"]}) == []
 
 
 async def test_memory_of_each_device_is_a_slot_beside_it(tmp_path: Path) -> None:

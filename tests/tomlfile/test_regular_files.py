@@ -32,7 +32,7 @@ def test_anything_else_is_refused_and_never_waited_for(tmp_path: Path) -> None:
         tmp_path: "is a directory, expected a regular file",
         Path("/dev/zero"): "is a device, expected a regular file",
         tmp_path / "socket": "cannot be read: No such device or address",
-        Path("/tmp/\0x"): "cannot be read: embedded null byte",
+        Path("/tmp/\0x"): "cannot be read: a NUL in the path",
     }
     for path, why in refused.items():
         with pytest.raises(UnusableFile) as error:

@@ -79,8 +79,8 @@ def read_regular(
         raise UnusableFile(f"cannot be read: {error.strerror}") from None
     except UnusableFile:
         raise
-    except ValueError as error:  # a NUL in the path
-        raise UnusableFile(f"cannot be read: {error}") from None
+    except ValueError:
+        raise UnusableFile("cannot be read: a NUL in the path") from None
 
 
 def _read(descriptor: int, most_bytes: int) -> RegularFile:
