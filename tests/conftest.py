@@ -3,9 +3,11 @@ import os
 import random
 import re
 import shutil
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -28,6 +30,8 @@ settings.load_profile("agentd")
 structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 MOST_UNSTEADY = 5
+TIMEOUT_REPEAT_S = 30.0
+"""Seconds between raises of one test's timeout."""
 OF_OTHER_TARGETS = {"tests/node": "test-node", "tests/engines": "test-engines"}
 IGNORED = {
     "tests/end_to_end": ("whole programs", "test"),
@@ -77,6 +81,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Look for what a test needs before its fixtures are made."""
     for mark in item.iter_markers("needs"):
         require(*mark.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(settings: Any) -> Generator[None, object, object]:
+    """Raise a test's timeout until the test ends: an asyncio task that spins swallows one."""
+    is_set = yield
+    if settings.method == "signal":
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout, TIMEOUT_REPEAT_S)
+    return is_set
 
 
 @pytest.hookimpl(trylast=True)

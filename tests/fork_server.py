@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -390,6 +391,8 @@ def _go_on_as(_: str, command: Sequence[str]) -> NoReturn:
 def main() -> None:
     """Import what the programs need, serve, and become the program in each child."""
     channel = socket.socket(fileno=int(sys.argv[1]))
+    # Python 3.12 and later print this where a daemon forks a plugin, into what tests compare.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.remove(str(Path(__file__).parent))
     child = importlib.import_module("agentd.pluginhost.child")

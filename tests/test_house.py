@@ -3,6 +3,7 @@
 import ast
 import errno
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +84,10 @@ def test_no_class_writes_another_s_attributes_or_shows_its_own(path: Path) -> No
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)
 def test_a_test_file_is_read_in_one_go(path: Path) -> None:
     assert path.read_text().count("\n") <= 600
+
+
+def test_timeout_of_test_repeats() -> None:
+    assert signal.getitimer(signal.ITIMER_REAL)[1] > 0
 
 
 def test_there_is_no_drawer_for_odds_and_ends() -> None:

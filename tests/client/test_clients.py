@@ -263,7 +263,8 @@ async def test_exec_waits_a_limited_time_for_readiness(
     runner = web.AppRunner(app)
     await runner.setup()
     await web.UnixSite(runner, str(folder / "slow.sock")).start()
-    deaf = await asyncio.start_unix_server(lambda *_: asyncio.sleep(60), folder / "deaf.sock")
+    kept = []  # asyncio closes a connection whose streams nothing refers to
+    deaf = await asyncio.start_unix_server(lambda *ends: kept.append(ends), folder / "deaf.sock")
     try:
         async with AsyncClient(folder / "slow.sock") as node, node.exec("k1", ["true"]) as running:
             assert [item async for item in running] == []

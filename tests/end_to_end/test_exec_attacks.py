@@ -56,13 +56,15 @@ async def test_no_root_process_is_ever_in_a_kernels_cgroup(plain: Daemon) -> Non
                 seen.update(read_uids(member))
 
     watching = asyncio.create_task(asyncio.to_thread(watch))
-    async with AsyncClient(plain.folder / "agentd.sock") as client:
-        for _ in range(10):
-            async with client.exec("k1", ["true"]) as running:
-                async for _ in running:
-                    pass
-            assert running.exit_code == 0
-    is_over = True
+    try:
+        async with AsyncClient(plain.folder / "agentd.sock") as client:
+            for _ in range(10):
+                async with client.exec("k1", ["true"]) as running:
+                    async for _ in running:
+                        pass
+                assert running.exit_code == 0
+    finally:
+        is_over = True
     await watching
     assert seen == {wanted}
 

@@ -231,7 +231,7 @@ t = threading.Thread(target=loop); t.start()
 for _ in range(int(sys.argv[1])):
     subprocess.run(["systemctl", "restart", "agentd"], check=True)
     n = made
-    while made < n + 100: time.sleep(0.05)
+    while made < n + 100 and not bad: time.sleep(0.05)
 over.set(); t.join(); print(json.dumps([made, bad]))
 """
 

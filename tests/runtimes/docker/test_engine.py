@@ -138,19 +138,21 @@ async def test_a_stream_that_is_refused_says_why(engine: FakeEngine, client: Eng
 async def test_a_call_that_is_never_answered_is_a_lost_answer(
     engine: FakeEngine, client: EngineClient
 ) -> None:
-    gate = asyncio.Event()
+    gate, received = asyncio.Event(), asyncio.Event()
 
     async def never(_: web.Request) -> web.StreamResponse:
+        received.set()
         await gate.wait()
         return web.Response()
 
     engine.answer = never
     with pytest.raises(EngineAnswerLost, match="within 0 s"):
         await client.call("POST", "/containers/x/start", timeout_s=0)
-    calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
     async with asyncio.timeout(20):
-        while "POST /v1.41/containers/x/start" not in engine.asked:
-            await asyncio.sleep(0.01)
+        await received.wait()
+        received.clear()
+        calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
+        await received.wait()
     await client.close()
     with pytest.raises(EngineAnswerLost):
         await calling
