@@ -149,8 +149,8 @@ class Server:
             if (listening := passed.get(str(unix.path))) is None:
                 listening = unix_socket(unix.path, unix.group)
                 self._bound.append(unix.path)
-            # Not `create_unix_server`: from Python 3.13 on, its server removes the file of the socket
-            # when it closes, also if systemd passed the socket and still holds it.
+            # Not `create_unix_server`: since Python 3.13, that server removes the socket's file
+            # when it closes, even if systemd passed the socket and still holds it.
             listener = await loop.create_server(
                 self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
