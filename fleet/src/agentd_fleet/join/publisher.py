@@ -241,6 +241,17 @@ def install_id(folder: Path) -> str:
     return file.read_text().strip()
 
 
+def tls_of(options: JoinOptions) -> ssl.SSLContext | None:
+    """Return the TLS context for etcd; None for the system's defaults."""
+    if not options.ca and not options.cert:
+        return None
+    context = ssl.create_default_context(cafile=options.ca)
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as the gateway's
+    if options.cert:
+        context.load_cert_chain(options.cert, options.key)
+    return context
+
+
 async def publish(options: JoinOptions) -> None:
     """Publish the node of a socket until SIGTERM or SIGINT.
 
@@ -249,13 +260,8 @@ async def publish(options: JoinOptions) -> None:
     Raises:
         DaemonFailed: a part of the publisher has ended.
     """
-    tls = None
-    if options.ca or options.cert:
-        tls = ssl.create_default_context(cafile=options.ca)
-        if options.cert:
-            tls.load_cert_chain(options.cert, options.key)
     endpoints = random.sample(options.endpoints, len(options.endpoints))
-    access = EtcdCredentials(tuple(endpoints), options.user, options.password, tls)
+    access = EtcdCredentials(tuple(endpoints), options.user, options.password, tls_of(options))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
