@@ -1,9 +1,10 @@
 # Two ways in: `make demo` shows agentd at work, `make test` passes its tests.
-# Both make their own virtual environment in .venv.
+# Both make their own virtual environment in .venv; VENV is another one, PYTHON what makes it.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+export PYTHON_BIN := $(abspath $(BIN)/python)
 WORKERS ?= 3
 # Where it is set each start of a daemon would compile agentd anew, a fifth of what the start takes.
 unexport PYTHONDONTWRITEBYTECODE

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -87,10 +86,6 @@ NEEDS = {
     ),
     "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),
     "older-version": Need(_commit(OLDER), "git fetch --unshallow"),
-    "venv": Need(
-        _unless(lambda: Path(sys.prefix).resolve() == ROOT / ".venv", "another Python runs this"),
-        "make test",
-    ),
 }
 
 

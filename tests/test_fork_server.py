@@ -92,6 +92,7 @@ def plugin_of(daemon: Daemon) -> list[str]:
     )
     process = Path(f"/proc/{pid}")
     opened = sorted(f"{fd.name} {fd.readlink()}" for fd in (process / "fd").iterdir())
+    opened = [line for line in opened if "/libffi.so." not in line]  # 3.5 keeps its own file open
     status = (process / "status").read_text()
     signals = re.findall(r"(?m)^Sig(?:Blk|Ign|Cgt):.*(.{8})$", status)  # those below glibc's own
     places = [str((process / "cwd").readlink()), str(os.getsid(pid) == pid)]

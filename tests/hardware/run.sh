@@ -4,7 +4,7 @@
 # containers too; OUT is another folder for the record.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-bin="$PWD/.venv/bin"
+bin=$(dirname "${PYTHON_BIN:-$PWD/.venv/bin/python}")
 out=${OUT:-docs/contributing/hardware}
 mkdir -p "$out" && [ -w "$out" ] || { echo "$out cannot be written: nothing was tried" >&2; exit 1; }
 work=$(mktemp -d)

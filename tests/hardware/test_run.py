@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from zlib import crc32
 
@@ -21,7 +22,7 @@ exec sleep "$HOLD"
 """A program that the stand-in lists as one that computes, while it holds the GPU."""
 GPU = "driver 570.1\ninit 0\ngpu uuid=GPU-{uuid} pci={domain:08X}:3B:00.0 name=NVIDIA H100\n"
 
-pytestmark = [pytest.mark.needs("venv"), pytest.mark.timeout(200), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.long]
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def machine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHON_BIN": sys.executable,
         "OUT": str(folder / "out"),
         "LD_LIBRARY_PATH": str(nvml_library(tmp_path_factory)),
         "FAKE_NVML_FILE": str(folder / "gpus"),
