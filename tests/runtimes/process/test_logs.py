@@ -90,6 +90,20 @@ async def test_a_follower_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
     assert b"".join(content)[:10] == b"first1223" + b"3"
 
 
+async def test_follow_misses_nothing_if_kernel_ends_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_bytes(b"first ")
+
+    def ends() -> bool:
+        with path.open("ab") as file:
+            file.write(b"last")
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        content = [chunk async for chunk in read_log(path, None, ends, pool)]
+    assert b"".join(content) == b"first last"
+
+
 async def test_a_log_is_bounded_whatever_is_printed(folder: Path) -> None:
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels", log_max_size=8192, log_max_files=3)

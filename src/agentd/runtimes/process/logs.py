@@ -186,8 +186,8 @@ async def read_log(
     """
     loop, reader = asyncio.get_running_loop(), LogReader(path)
     try:
-        left = await loop.run_in_executor(pool, reader.open, tail)
         follows = goes_on = await loop.run_in_executor(pool, is_running)
+        left = await loop.run_in_executor(pool, reader.open, tail)  # all of it if nothing runs
         while True:
             while chunk := await loop.run_in_executor(pool, reader.read):
                 yield chunk if follows else chunk[:left]
