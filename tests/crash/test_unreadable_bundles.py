@@ -50,7 +50,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
     ),
     "link": (moved, moved_back, "Not a directory"),
 }
-"""What happens to a bundle, how it is mended, and the reason."""
+"""Damage to a bundle, its repair, and the reason."""
 CGROUPS = [pytest.param(True, marks=pytest.mark.needs("cgroups")), False]
 
 

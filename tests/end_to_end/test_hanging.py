@@ -28,7 +28,7 @@ MOST_S = 20
 
 @contextlib.contextmanager
 def hanging(folder: Path) -> Iterator[None]:
-    """Let lookups of the user `daemon` wait."""
+    """Hold up lookups of the user `daemon`."""
     file = folder / "daemon"
     file.touch()
     try:
