@@ -63,6 +63,48 @@ def test_a_known_kernel_follows_what_is_found(state, before, after) -> None:
     assert action.kernel.ending.exit_code == (3 if state is ObservedState.EXITED else None)
 
 
+def unreadable(state: ObservedState = ObservedState.RUNNING, handle: str = "") -> ObservedKernel:
+    item = found(state, record="", handle=handle, record_problem="has mode 0777", statement="")
+    return replace(item, is_unreadable=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "before", "after"),
+    [
+        (ObservedState.RUNNING, KernelState.RUNNING, KernelState.UNREADABLE),
+        (ObservedState.RUNNING, KernelState.CREATING, KernelState.UNREADABLE),
+        (ObservedState.RUNNING, KernelState.STOPPING, KernelState.STOPPING),
+        (ObservedState.EXITED, KernelState.RUNNING, KernelState.TERMINATED),
+        (ObservedState.EXITED, KernelState.UNREADABLE, KernelState.TERMINATED),
+    ],
+)
+def test_unreadable_kernel_keeps_what_is_known(state, before, after) -> None:
+    kernels = known(before, handle=None)
+    (action,) = reconcile(kernels, [unreadable(state)], NODE)
+    kernel = action.kernel
+    assert (kernel.state, kernel.reason) == (after, "has mode 0777")
+    assert (kernel.allocation, kernel.spec_hash) == (HELD, "hash")
+    assert reconcile({"k1": kernel}, [unreadable(state)], NODE) == []
+
+
+@pytest.mark.parametrize("state", [KernelState.TERMINATED, KernelState.LOST])
+def test_unreadable_remains_of_an_ended_kernel_change_nothing(state: KernelState) -> None:
+    assert reconcile(known(state), [unreadable()], NODE) == []
+    assert reconcile({}, [unreadable()], NODE) == []
+
+
+def test_unreadable_kernel_is_adopted_once_it_is_mended() -> None:
+    (action,) = reconcile(known(), [unreadable()], NODE)
+    (mended,) = reconcile({"k1": action.kernel}, [found()], NODE)
+    assert (mended.kernel.state, mended.kernel.reason) == (KernelState.RUNNING, "")
+
+
+def test_unknown_kernel_with_members_is_adopted_unreadable() -> None:
+    (action,) = reconcile({}, [unreadable(handle="c1")], NODE)
+    assert action.kernel.state is KernelState.UNREADABLE
+    assert "has mode 0777" in action.kernel.reason
+
+
 def test_container_that_never_started_is_removed() -> None:
     item = found(ObservedState.CREATED)
     assert reconcile({}, [item], NODE) == [RemoveNeverRan(item)]
