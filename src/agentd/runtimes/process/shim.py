@@ -130,8 +130,11 @@ def described(order: dict[str, Any], pid: int) -> dict[str, Any]:
 
 def detached() -> int:
     """Detach from the daemon, which may die at any time; return the descriptor for the answer."""
-    if os.fork():
-        os._exit(0)
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError as error:
+        refuse(1, "fork", error)
     os.setsid()
     answer = os.dup(1)
     os.set_inheritable(answer, False)
