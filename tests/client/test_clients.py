@@ -28,6 +28,7 @@ from agentd.errors import (
 from agentd.http.problems import STATUSES
 from agentd.rpc.routes import ROUTES
 from daemon import AGENTS, Daemon, gpus
+from fork_server import run
 
 
 @pytest.fixture
@@ -179,6 +180,7 @@ async def test_events_may_be_as_long_as_a_kernel_says(plain: Daemon) -> None:
         ('<?after=1>;rel=next, </v1/kernels>; rel="first"', "/v1/kernels?after=1"),
         ('</v1/kernels?a=1>; rel="prev"', None),
         ('</v1/kernels>; rel="next"', None),
+        ('</v1/kernels?after=\udcff>; rel="next"', None),
         ("<" * 4096, None),
     ],
 )
@@ -186,6 +188,26 @@ def test_next_page_has_the_path_of_the_call(link: str | None, path: str | None) 
     following = calls.kernels(state="running").next_page(link)
     assert (following.path if following else None) == path
     assert calls.kernels(limit=5).next_page(link) is None
+
+
+async def test_page_that_follows_itself_ends_every_client() -> None:
+    """A cache in front of the daemon that does not look at the query has one page for all."""
+
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        link = b'Link: </v1/kernels?after=7~k1>; rel="next"\r\n'
+        writer.write(b"HTTP/1.1 200 OK\r\n" + link + b"Content-Length: 2\r\n\r\n[]")
+        writer.close()
+
+    async with await asyncio.start_server(page, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url=url) as node:
+            with pytest.raises(Refused, match="the same page again"):
+                await node.kernels()
+        with pytest.raises(Refused, match="the same page again"):
+            await asyncio.to_thread(Client(url=url).kernels)
+        done = await asyncio.to_thread(run, "agentctl", "--fleet", url, "ls")
+        assert (done.returncode, "the same page again" in done.stderr) == (1, True), done
 
 
 async def test_client_raises_own_errors_for_silent_or_odd_servers() -> None:

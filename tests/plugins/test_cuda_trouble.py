@@ -209,7 +209,7 @@ BOTH = MIG | {"GPU-2"}
 FAULTS = {
     "handle": Fault("nvmlDeviceGetHandleByIndex_v2", BOTH, BOTH, BOTH),
     "identity": Fault("nvmlDeviceGetUUID", BOTH, BOTH, BOTH),
-    "PCI address": Fault("nvmlDeviceGetPciInfo_v3", BOTH, NONE),
+    "PCI address": Fault("nvmlDeviceGetPciInfo_v3", BOTH, BOTH),
     "MIG mode": Fault("nvmlDeviceGetMigMode", BOTH, BOTH),
     "number of MIG instances": Fault("nvmlDeviceGetMaxMigDeviceCount", MIG, MIG),
     "MIG instance handles": Fault("nvmlDeviceGetMigDeviceHandleByIndex", MIG, MIG, MIG),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar
 
 from agentd.client.paths import at, next_query
-from agentd.errors import Unavailable
+from agentd.errors import Refused, Unavailable
 from agentd.views import (
     AgentView,
     CallerView,
@@ -55,9 +55,14 @@ class Call(Generic[T]):
         """Return the call for the page after an answer with the header `Link`, if there is one.
 
         It has the path of this call: only the query is taken from the header.
+
+        Raises:
+            Refused: it is this page again, as from a cache that does not look at the query.
         """
         query = next_query(link) if self.is_paged else None
-        path = self.path.partition("?")[0]
+        path, _, asked = self.path.partition("?")
+        if query is not None and query == asked:
+            raise Refused("Internal", f"the page after {self.path} is the same page again", {})
         return None if query is None else replace(self, path=f"{path}?{query}")
 
 

@@ -135,7 +135,7 @@ def read(index: int, last: Gpu | None = None) -> Gpu:
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         if gpu is None or gpu.uuid != uuid:
             gpu = Gpu(index, uuid)
-        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle):
+        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_MISSING):
             gpu = replace(gpu, pci=pci_address(pci.busId))
         return _read(gpu, handle)
     except pynvml.NVMLError as error:
