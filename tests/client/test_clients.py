@@ -13,7 +13,7 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent, calls
 from agentd.client.errors import error_in, error_of
-from agentd.client.paths import at
+from agentd.client.paths import at, next_query
 from agentd.errors import (
     AgentdError,
     Forbidden,
@@ -188,6 +188,11 @@ def test_next_page_has_the_path_of_the_call(link: str | None, path: str | None) 
     following = calls.kernels(state="running").next_page(link)
     assert (following.path if following else None) == path
     assert calls.kernels(limit=5).next_page(link) is None
+
+
+def test_link_of_any_length_is_read_in_linear_time() -> None:
+    """Nodes choose it, and a gateway reads it in its event loop."""
+    assert next_query("<?" + "a" * 10**6) is None  # in quadratic time an hour
 
 
 async def test_page_that_follows_itself_ends_every_client() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import click
 import pytest
-from playwright.async_api import Browser
+from playwright.async_api import Browser, Route
 
 from agentd.cli.agentctl.completion import claims, kernels
 from agentd.client import AsyncClient, Client
@@ -13,7 +13,7 @@ from agentd.core.labels import MAX_AGENT_BYTES, MAX_LABELS_BYTES
 from agentd.http.queries import MAX_PAGE, MAX_PAGE_BYTES
 from agentd_slurm.node_client import NodeClient
 from daemon import AGENTS, BASE, Daemon
-from end_to_end.browser import shown, visit
+from end_to_end.browser import context, shown, visit
 from fork_server import run
 from many import save_claims, save_kernels
 
@@ -113,3 +113,16 @@ async def test_status_page_reads_all_pages(full: Daemon, browser: Browser) -> No
         await page.until("#shown", f"of {COUNT}")
         pages = [url.partition("?")[0] for url in page.asked if "after=" in url]
         assert sorted(url.rpartition("/")[2] for url in pages) == ["claims", "kernels"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_status_page_ends_a_list_without_an_end(plain: Daemon, browser: Browser) -> None:
+    async def same(route: Route) -> None:
+        link = '</v1/kernels?after=7~k1>; rel="next"'
+        await route.fulfill(json=[], headers={"Link": link})
+
+    await plain.start()
+    async with shown(plain) as address, context(browser) as visited:
+        await visited.page.route("**/v1/kernels*", same)
+        await visited.page.goto(address)
+        await visited.until("#live", "no connection")

@@ -53,10 +53,11 @@ export async function get(path) {
 /** Get all pages of a list; only the query of `Link` counts, so that it leads nowhere else. */
 export async function list(path) {
   const found = [];
-  for (let query = ""; query !== null; ) {
+  for (let query = "", next; query !== null; query = next) {
     const answer = await open(path + query, { signal: AbortSignal.timeout(PATIENCE_MS) });
     found.push(...(await answer.json()));
-    query = /<[^<>?]*(\?[^<>#]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
+    next = /<[^<>?]*(\?[^<>#]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
+    if (next === query) throw new Error(`the page after ${path}${query} is the same page again`);
   }
   return found;
 }
