@@ -11,26 +11,26 @@ from agentd_fleet.settings import load
 from certificates import certificate
 
 
-def gateway_tls(ca: Path) -> ssl.SSLContext | None:
-    file = ca.with_name("fleet.toml")
-    file.write_text(f'[fleet]\nca = "{ca}"\n')
+def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
+    file = folder / "fleet.toml"
+    file.write_text("" if ca is None else f'[fleet]\nca = "{ca}"\n')
     return daemon.tls_of(load(str(file), {}).fleet)
 
 
-def publisher_tls(ca: Path) -> ssl.SSLContext | None:
+def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
+    file = None if ca is None else str(ca)
     options = publisher.JoinOptions(
-        "main", (), "", "", str(ca), None, None, "/run/agentd.sock", "", {}, 15, "/var/lib/agentd"
+        "main", (), "", "", file, None, None, "/run/agentd.sock", "", {}, 15, str(folder)
     )
     return publisher.tls_of(options)
 
 
-def handshake(folder: Path, trusts: ssl.SSLContext | None) -> None:
+def handshake(folder: Path, trusts: ssl.SSLContext) -> None:
     """Connect a client to a server, `etcd-1`, with the certificate in a folder."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(folder / "cert", folder / "key")
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    assert trusts is not None
     client = trusts.wrap_bio(to_client, to_server, server_hostname="etcd-1")
     for end in (client, server):
         with pytest.raises(ssl.SSLWantReadError):
@@ -38,14 +38,22 @@ def handshake(folder: Path, trusts: ssl.SSLContext | None) -> None:
     client.do_handshake()
 
 
+@pytest.mark.parametrize("is_system_ca", [False, True])
 @pytest.mark.parametrize("tls_of", [gateway_tls, publisher_tls])
-def test_fleet_trusts_private_ca_without_key_usage(tmp_path: Path, tls_of) -> None:
+def test_fleet_trusts_private_ca_without_key_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls_of, is_system_ca: bool
+) -> None:
     folders = [tmp_path / name for name in ("ca", "other", "server")]
     for folder in folders:
         folder.mkdir()
     (ca, key), (other, _) = certificate(folders[0]), certificate(folders[1])
     issued = ["-CA", str(ca), "-CAkey", str(key), "-addext", "subjectAltName=DNS:etcd-1"]
     certificate(folders[2], *issued, "-addext", "basicConstraints=critical,CA:FALSE")
-    handshake(folders[2], tls_of(ca))
+
+    def trusting(file: Path) -> ssl.SSLContext:
+        monkeypatch.setenv("SSL_CERT_FILE", str(file) if is_system_ca else "")
+        return tls_of(tmp_path, None if is_system_ca else file)
+
+    handshake(folders[2], trusting(ca))
     with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(folders[2], tls_of(other))
+        handshake(folders[2], trusting(other))

@@ -14,6 +14,7 @@ import structlog
 from pydantic import ValidationError
 
 from agentd.client.asynchronous import AsyncClient
+from agentd.client.tls import client_tls
 from agentd.concurrency import is_set_within
 from agentd.errors import ConfigRefused, DaemonFailed, Problem
 from agentd.http.certificates import load_chain, read_named
@@ -58,19 +59,15 @@ def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
     return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
 
 
-def tls_of(fleet: FleetSettings) -> ssl.SSLContext | None:
-    """Return the TLS context for etcd and nodes; None for the system's defaults.
+def tls_of(fleet: FleetSettings) -> ssl.SSLContext:
+    """Return the TLS context for etcd and nodes, by default with the system's CAs.
 
     Raises:
         ConfigRefused: a file is unusable.
     """
-    if fleet.ca is None and fleet.cert is None:
-        return None
     try:
         ca = read_named(fleet.ca).text if fleet.ca is not None else None
-        context = ssl.create_default_context(cadata=ca)
-        # Python 3.13 sets it, and private CAs often fail it: they have no key usage extension.
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        context = client_tls(cadata=ca)
         if fleet.cert is not None and fleet.key is not None:
             load_chain(context, fleet.cert, fleet.key)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

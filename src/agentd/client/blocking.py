@@ -26,6 +26,7 @@ from agentd.client.defaults import (
 )
 from agentd.client.errors import content_of, error_in, unreachable
 from agentd.client.events import Frames, NodeEvent
+from agentd.client.tls import client_tls
 from agentd.errors import Unavailable
 from agentd.views import (
     AgentView,
@@ -315,7 +316,7 @@ class Client:
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        return kind(parts.hostname, parts.port, timeout=timeout_s)
+        place = parts.hostname, parts.port
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(*place, timeout=timeout_s, context=client_tls())
+        return http.client.HTTPConnection(*place, timeout=timeout_s)

@@ -21,6 +21,7 @@ from agentd.client.defaults import (
     TIMEOUT_S,
 )
 from agentd.client.errors import content_of, error_in, unreachable
+from agentd.client.tls import client_tls
 from agentd.errors import InvalidRequest, Refused, Unavailable, Unreachable
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ class Transport:
         tls: ssl.SSLContext | None = None,
         max_bytes: int = sys.maxsize,
     ) -> None:
-        self._tls = tls
+        is_encrypted = (url or "").startswith("https:")
+        self._tls = client_tls() if tls is None and is_encrypted else tls
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}

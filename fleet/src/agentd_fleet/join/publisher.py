@@ -24,6 +24,7 @@ import structlog
 from agentd import log as logs
 from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
+from agentd.client.tls import client_tls
 from agentd.errors import AgentdError, DaemonFailed
 from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
@@ -241,12 +242,9 @@ def install_id(folder: Path) -> str:
     return file.read_text().strip()
 
 
-def tls_of(options: JoinOptions) -> ssl.SSLContext | None:
-    """Return the TLS context for etcd; None for the system's defaults."""
-    if not options.ca and not options.cert:
-        return None
-    context = ssl.create_default_context(cafile=options.ca)
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as the gateway's
+def tls_of(options: JoinOptions) -> ssl.SSLContext:
+    """Return the TLS context for etcd, by default with the system's CAs."""
+    context = client_tls(cafile=options.ca or None)
     if options.cert:
         context.load_cert_chain(options.cert, options.key)
     return context
