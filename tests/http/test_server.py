@@ -16,6 +16,7 @@ from agentd.http.audit import Auditor
 from agentd.http.callers import Token
 from agentd.http.connections.connection import Connection
 from agentd.http.connections.turns import ROUNDS, Kind
+from agentd.http.connections.unix_sockets import unix_socket
 from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
 from agentd.http.site import Site
@@ -80,6 +81,27 @@ async def test_stop_removes_no_file_of_passed_socket(tmp_path: Path, is_passed: 
         assert path.exists() is is_passed
         if is_passed:
             client.connect(str(path))
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_stop_removes_no_file_of_the_next_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one starts as soon as this one does not listen any more."""
+    path, next_ones = tmp_path / "socket", []
+    close = asyncio.Server.close
+
+    def close_and_start_next(listener: asyncio.Server) -> None:
+        close(listener)
+        next_ones.append(unix_socket(path, None))
+        next_ones[0].listen()
+
+    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    await server.start()
+    monkeypatch.setattr(asyncio.Server, "close", close_and_start_next)
+    await server.stop(Deadline.after(10))
+    with next_ones[0], socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
 
 
 @asynccontextmanager

@@ -216,10 +216,10 @@ class Server:
             self._site.streams.cut(name)
 
     async def stop(self, deadline: Deadline) -> None:
-        """Stop accepting, remove the sockets, let open requests finish, and cancel the rest."""
-        await self._stop_accepting()
-        for path in self._bound:
+        """Remove the sockets, stop accepting, let open requests finish, and cancel the rest."""
+        for path in self._bound:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
+        await self._stop_accepting()
         await self._newcomers.heard(deadline.left_s(FIRST_REQUEST_S))
         self._site.streams.end()
         for handshake in self._handshakes:
