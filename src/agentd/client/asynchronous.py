@@ -298,12 +298,14 @@ async def _events_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncItera
     Raises:
         Refused: a line exceeds `max_bytes`, or is not an event.
     """
-    frames, rest = Frames(), b""
+    frames, rest = Frames(), bytearray()
     with suppress(aiohttp.ClientError, TimeoutError):
         async for chunk in chunks:
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if (event := frames.read(line)) is not None:
-                    yield event
+            rest += chunk
+            if b"\n" in chunk:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    if (event := frames.read(line)) is not None:
+                        yield event
             if len(rest) > max_bytes:
                 raise Refused("Internal", f"an event exceeds {max_bytes} bytes", {})

@@ -28,7 +28,7 @@ class Frames:
     def __init__(self) -> None:
         self._members: dict[str, str] = {}
 
-    def read(self, line: bytes) -> NodeEvent | None:
+    def read(self, line: bytes | bytearray) -> NodeEvent | None:
         """Parse a line, and return the event that it completes.
 
         Raises:
