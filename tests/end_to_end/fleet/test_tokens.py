@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agentd_fleet.store import etcd_transport
 from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import World
@@ -154,8 +155,9 @@ async def test_calls_succeed_after_the_signed_token_has_expired(
 
 
 async def test_changed_password_is_refused_until_it_is_right(
-    servers: EtcdServers, etcd: Etcd
+    servers: EtcdServers, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.0)
     await use(etcd)
     await servers.ask("/v3/auth/user/changepw", {"name": "a", "password": "other"})
     for _ in range(2):
@@ -186,6 +188,8 @@ class FakeEtcd:
 
     async def login(self, _: web.Request) -> web.Response:
         self.logins += 1
+        if not self.accepted:
+            return web.json_response({"error": WRONG, "code": 3}, status=400)
         return web.json_response({"header": {}, "token": f"t{self.logins}"})
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -211,6 +215,7 @@ def cancelled(why: str) -> dict[str, object]:
     return {"result": {"header": {"revision": "7"}, **message}}
 
 
+WRONG = "etcdserver: authentication failed, invalid user ID or password"
 OLD = "etcdserver: revision of auth store is old"
 INVALID = "etcdserver: invalid auth token"
 EMPTY = "etcdserver: user name is empty"
@@ -280,12 +285,37 @@ async def test_refusal_of_every_token_is_temporary(
 
 async def test_denied_watch_is_refused_after_one_login(fakes: list[FakeEtcd]) -> None:
     fakes.append(FakeEtcd(*CANCELLATIONS["before 3.4.20"]))
-    fakes[0].accepted = set()
+    fakes[0].accepted = {"t9"}
     async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
         for logins in (1, 2):
             with pytest.raises(EtcdRefused, match="permission denied"):
                 await anext(etcd.watch(KEY, after=0))
             assert fakes[0].logins == logins
+
+
+async def test_refused_login_counts_for_all_calls(
+    fakes: list[FakeEtcd], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of a password makes every client of the fleet cost etcd a bcrypt each call."""
+    monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 600.0)
+    fakes.append(FakeEtcd(*REFUSALS["3.4"]))
+    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+        assert await etcd.revision() == 7
+        fakes[0].accepted = set()
+        calls = await asyncio.gather(*(etcd.revision() for _ in range(8)), return_exceptions=True)
+        assert [type(error) for error in calls] == [EtcdRefused] * 8
+        assert {WRONG in str(error) for error in calls} == {True}
+        assert fakes[0].logins == 2
+        fakes[0].accepted = {"t3"}
+        monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.0)
+        assert await etcd.revision() == 7
+
+
+async def test_error_of_a_proxy_before_etcd_is_temporary(fakes: list[FakeEtcd]) -> None:
+    fakes.append(FakeEtcd(503, {"error": {"code": 503, "message": "no healthy upstream"}}))
+    async with Etcd(EtcdCredentials(await fakes[0].start())) as etcd:
+        with pytest.raises(EtcdUnavailable, match="no healthy upstream"):
+            await etcd.revision()
 
 
 async def test_answer_that_is_not_of_etcd_is_refused(fakes: list[FakeEtcd]) -> None:

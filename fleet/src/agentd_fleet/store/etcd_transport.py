@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +35,8 @@ _REFUSED_TOKENS = (
 _NO_LOGINS = "authentication is not enabled"
 _HTTP_STATUS = {2: 500, 4: 504, 7: 403, 8: 429, 13: 500, 14: 503, 15: 500, 16: 401}
 """The HTTP status by the gRPC code, for streams of etcd 3.6, which lack it; else 400."""
+LOGIN_PAUSE_S = 5.0
+"""Seconds for which a refused login counts for every call: each login costs etcd a bcrypt."""
 T = TypeVar("T")
 
 
@@ -140,6 +143,8 @@ class EtcdTransport:
         self._token: str | None = None
         """The token of the last login; empty while etcd needs none."""
         self._login = asyncio.Lock()
+        self._refusal = (-math.inf, "")
+        """Time and text of the last refused login."""
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -213,11 +218,16 @@ class EtcdTransport:
         """Log in, unless a concurrent call already has: a login costs etcd a bcrypt."""
         async with self._login:
             if self._token is None or self._token == refused:
+                loop = asyncio.get_running_loop()
+                refused_at, why = self._refusal
+                if loop.time() < refused_at + LOGIN_PAUSE_S:
+                    raise EtcdRefused(why)
                 who = {"name": self._access.user, "password": self._access.password}
                 try:
                     answer = await self._asked(endpoint, "", "/v3/auth/authenticate", who)
                 except EtcdRefused as error:
                     if _NO_LOGINS not in str(error):
+                        self._refusal = (loop.time(), str(error))
                         raise
                     answer = {}
                 self._token = str(answer.get("token", ""))
@@ -273,7 +283,8 @@ def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
         raise _failure(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
     error = content.get("error")
     if isinstance(error, dict):  # the form of streams, also after a good beginning
-        status = error.get("http_code") or _HTTP_STATUS.get(error.get("code", 0), 400)
+        if status == HTTPStatus.OK:
+            status = error.get("http_code") or _HTTP_STATUS.get(error.get("code", 0), 400)
         raise _failure(endpoint, status, str(error.get("message")))
     if error is not None or status != HTTPStatus.OK:
         raise _failure(endpoint, status, str(error or content.get("message")))
