@@ -195,3 +195,15 @@ async def test_store_opens_while_another_program_has_the_lock(tmp_path: Path) ->
         assert kept.route == route
         await second.close()
     await store.close()
+
+
+async def test_file_that_was_read_only_is_opened_again(tmp_path: Path) -> None:
+    """SQLite's connections to a read-only file never write, also after the file is writable."""
+    store, _ = await opened(tmp_path / "new/fleet.sqlite")
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    await store._do(lambda: store._rows("PRAGMA query_only = 1"))
+    with pytest.raises(StateUnavailable, match="readonly"):
+        await store.keep(route, 0)
+    assert await store.route("k1") is None
+    assert await store.keep(route, 0)
+    await store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import sqlite3
 import time
@@ -260,23 +259,33 @@ class SqliteStore:
         self._unwritten.pop((table, name), None)
 
     def _opened(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._base = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
-        self._base.executescript(_SCHEMA)
+        self._connected().executescript(_SCHEMA)
         if self._rows(_NO_REVISION):  # an insert would need the lock of an existing file, too
             self._sql("INSERT INTO revisions VALUES (0)")
 
-    def _sql(self, query: str, *values: object) -> sqlite3.Cursor:
+    def _connected(self) -> sqlite3.Connection:
         if self._base is None:
-            raise RuntimeError("the store has not been opened")
-        return self._base.execute(query, values)
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._base = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
+        return self._base
+
+    def _sql(self, query: str, *values: object) -> sqlite3.Cursor:
+        return self._connected().execute(query, values)
 
     async def _do(self, work: Callable[[], _T]) -> _T:
         """Run work on the file off the event loop, in one transaction."""
 
         def done() -> _T:
-            with self._base or contextlib.nullcontext():
-                return work()
+            base = self._connected()
+            try:
+                with base:
+                    return work()
+            except sqlite3.Error as error:
+                # A connection to a read-only file stays read-only after the file is writable again.
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
+                    base.close()
+                    self._base = None
+                raise
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, done)
