@@ -178,8 +178,12 @@ async def test_damaged_event_is_reported_and_ends_nothing(
     assert is_good(await heard.until(is_good))
 
 
-async def test_unreadable_node_is_named_and_logged_once(node: StandIn) -> None:
-    """Its id is known, although it was never read."""
+@pytest.mark.parametrize("backoff_s", [(0.005, 0.02), (0.0, 0.0)], ids=["fast", "slow"])
+async def test_unreadable_node_is_named_and_logged_once(
+    node: StandIn, monkeypatch: pytest.MonkeyPatch, backoff_s: tuple[float, float]
+) -> None:
+    """Its id is known, although it was never read; a slow answer outlasts every pause."""
+    monkeypatch.setattr(reader, "BACKOFF_S", backoff_s)
     node.answers["/v1/slot-types"][0]["kind"] = "colour"
     heard = Heard()
     with capture_logs() as logged:

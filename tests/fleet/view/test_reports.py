@@ -82,3 +82,11 @@ def test_slot_type_with_a_huge_unit_is_refused() -> None:
     node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
     assert node.remark == "unreadable: too long a unit, group or primary slot of cpu"
     assert not node.slot_types
+
+
+@pytest.mark.parametrize("generation", [-1, 1 << 63, 10**25])
+def test_generation_that_no_list_can_contain_is_refused(generation: int) -> None:
+    report = json.loads(node_report(1, 3)) | {"generation": generation}
+    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.remark.endswith("at `$.generation`")
+    assert node.generation == 0

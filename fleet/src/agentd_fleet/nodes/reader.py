@@ -6,6 +6,7 @@ Whatever a node answers concerns that node alone: its reader ends only when it i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
@@ -51,19 +52,20 @@ class NodeReader:
         loop = asyncio.get_running_loop()
         pause_s, most_s = BACKOFF_S
         while True:
-            began, reason = loop.time(), ""
+            read_at, reason = math.inf, ""
             self._types = None
             try:
                 await self._identify()
                 async with self._client.listening() as events:
                     await self._read()
+                    read_at = loop.time()
                     await self._follow(events)
             except (Unavailable, TimeoutError, OSError):
                 pass
             except Exception as error:  # noqa: BLE001 - a node may answer anything
                 reason = unreadable(error)
             pause_s = min(pause_s * 2, most_s)
-            if loop.time() - began > most_s:
+            if loop.time() - read_at > most_s:
                 pause_s, self._logged = BACKOFF_S[0], ""
             await self._fail(reason)
             await asyncio.sleep(pause_s)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,6 +34,8 @@ from agentd.errors import AgentdError
 from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
 
 _T = TypeVar("_T")
+_Generation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A larger one would fail the encoding of every list that contains the node."""
 SCHEMA = 1
 MOST_SLOT_TYPES = 256
 """Maximum slot types that one node can add to the fleet."""
@@ -70,7 +72,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     state: NodeStatus = NodeStatus.READY
     reason: str = ""
-    generation: int = 0
+    generation: _Generation = 0
     agents: dict[str, dict[str, str]] = {}
     capacity: dict[str, str] = {}
     models: dict[str, list[str]] = {}
@@ -173,7 +175,7 @@ class _NodeAnswer(msgspec.Struct, frozen=True):
     """The members of `GET /v1/node` that the fleet uses."""
 
     id: str
-    generation: int
+    generation: _Generation
     version: str = ""
 
 
