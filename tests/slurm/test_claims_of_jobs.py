@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from agentd.errors import ClaimConflict
-from agentd_slurm import controller, node_client
+from agentd_slurm import controller
 from agentd_slurm.claim_ids import MAX_IDS, claim_ids
 from agentd_slurm.commands.epilog import run_epilog
 from agentd_slurm.commands.prolog import run_prolog
 from agentd_slurm.node_client import NodeClient
 from daemon import Daemon
-from daemon_pool import Serving
+from daemon_pool import TWO_AGENTS, Serving
 
 LABELS = {"engine": "slurm", "job": "7", "user": "ada"}
 REQUEST = {"slots": {"cuda.device": "1"}, "holder": {"name": "slurm-7"}, "labels": LABELS}
@@ -66,13 +66,16 @@ async def test_taken_id_is_passed_over(daemon: Daemon, labels: dict[str, str]) -
     await released(daemon)
 
 
-async def test_labels_without_the_prefix_name_no_claim_of_a_job(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_client, "PAGE", 1)
-    await taken(daemon, "first", "slurm-70", "slurm-7x", "slurm-7-x", labels=LABELS)
-    assert await ids_after(daemon, claim) == ["slurm-7"]
-    await released(daemon)
+async def test_labels_without_the_prefix_name_no_claim_of_a_job(folder: Path) -> None:
+    """Nor do they hide the claim of the job: a page of the list may end after any claim."""
+    daemon = Daemon(folder, "process")
+    daemon.deadlines = {"agentd.rpc.pages.MAX_PAGE_BYTES": 1.0}
+    await daemon.start(TWO_AGENTS)
+    try:
+        await taken(daemon, "first", "slurm-70", "slurm-7x", "slurm-7-x", labels=LABELS)
+        assert await ids_after(daemon, claim) == ["slurm-7"]
+    finally:
+        await daemon.close()
 
 
 async def test_claim_of_a_killed_prolog_is_ended(daemon: Daemon) -> None:

@@ -22,8 +22,6 @@ ANSWER_S = 10.0
 STOP_S = 5.0
 """Seconds between TERM and KILL for kernels of a job that is over."""
 PAUSE_S = 0.2
-PAGE = 1000
-"""Claims that agentd lists at once."""
 SOCKET_VARIABLE = "AGENTD_SOCKET"
 
 
@@ -69,13 +67,8 @@ class NodeClient:
 
     def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
         """Return the claims that were made for a job."""
-        rows: list[Mapping[str, Any]] = []
-        while True:
-            after = rows[-1]["claim_id"] if rows else None
-            page = self._ask(calls.claims(labels=labels_of(job_id), limit=PAGE, after=after))
-            rows += page
-            if len(page) < PAGE:
-                return [row for row in rows if job_of_claim(row) == job_id]
+        rows = self._ask(calls.claims(labels=labels_of(job_id)))
+        return [row for row in rows if job_of_claim(row) == job_id]
 
     def create_claim(self, job_id: int, agent: str, request: Mapping[str, Any]) -> None:
         """Create the claim of a job, by another id where one is taken; end its earlier claims.
