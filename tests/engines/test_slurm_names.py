@@ -133,6 +133,22 @@ async def test_job_that_could_be_another_is_refused_without_a_drain(slurm: Nodes
     nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
 
 
+async def test_sync_ends_the_claim_of_a_job_with_any_name(slurm: NodesOf) -> None:
+    """Users may rename a job that runs."""
+    nodes = await slurm(gpu_count=1)
+    (nodes.folder / "epilog").write_text("#!/bin/sh\n")
+    job = nodes.cluster.submit("--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
+    name = LIES[0].removeprefix("--job-name=")
+    nodes.cluster.run("scontrol", "update", f"JobId={job}", f"Name={name}")
+    for wanted in ({f"slurm-{job}": ["cuda0"]}, {}):
+        done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
+        assert done.returncode == 0, done.stderr
+        assert await nodes.claims() == wanted
+        nodes.cluster.run("scancel", job)
+        nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+
+
 async def test_names_of_jobs_change_no_claim(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=2)
     lie = f"x\nJobId=1 JobState=PENDING NodeList= Nodes={nodes.node} CPU_IDs=0 GRES=gpu:1(IDX:0)"

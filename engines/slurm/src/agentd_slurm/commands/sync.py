@@ -139,8 +139,7 @@ class Synchronizer:
     def _end_claims(self, job_id: int) -> None:
         """Release the claims of a job if it is still over, now that no prolog can claim again."""
         with self._client.locked(job_id):
-            job = controller.job(job_id)
-            is_over = job is None or not job.is_on(self._node)
+            is_over = job_id not in {row.job_id for row in controller.jobs_on(self._node)}
             if is_over and not find_processes(self._node).of(job_id):
                 for claim in self._client.claims_of(job_id):
                     note("sync", f"claim {claim['claim_id']} is released: its job is over")
