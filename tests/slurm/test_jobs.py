@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd_slurm import controller
 from agentd_slurm.jobs import UnclearJob, UnreadableAnswer, expand_hosts, indices, parse_job
 
 ANSWER = (
@@ -102,6 +103,23 @@ def test_task_and_component_are_named_apart_from_their_set(ids: str, name: str) 
     with pytest.raises(UnclearJob) as unclear:
         parse_job(answer(ids=ids) + answer(ids=ids))
     assert unclear.value.job == name
+
+
+def test_job_that_has_the_id_of_its_set_is_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = answer(ids="ArrayJobId=7 ArrayTaskId=2 ")
+    answers = {"7": task + answer(), "7_2": task}
+    monkeypatch.setattr(controller, "run", lambda *words: answers[words[-1]])
+    found = controller.job(7)
+    assert found is not None
+    assert (found.job_id, found.name) == (7, "7_2")
+
+
+def test_answer_about_another_job_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "run", lambda *_: answer())
+    with pytest.raises(UnreadableAnswer, match="job 8: got job 7 first"):
+        controller.job(8)
 
 
 LIES = (
