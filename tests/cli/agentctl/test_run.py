@@ -148,6 +148,17 @@ async def test_dry_run_prints_the_decision_and_runs_nothing(up: Daemon) -> None:
     assert await ids(up) == []
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--claim", "--id", "--image", "--workdir", "--user", "--platform", "--network", "--shm-size"],
+)
+async def test_run_with_an_empty_value_is_refused(up: Daemon, option: str) -> None:
+    """A script's `--claim "$AGENTD_CLAIM"` without this variable must not run without the claim."""
+    done = await run(up, option, "", "--", "echo", "ran").done()
+    assert (done.status, done.stdout) == (125, ""), done.stderr
+    assert await ids(up) == []
+
+
 class ScriptedNode:
     """A node that answers as a test decides, and lists the calls that change something."""
 

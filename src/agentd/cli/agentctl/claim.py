@@ -69,7 +69,7 @@ def claim(
         "labels": pairs(label),
         "holder": {"cgroup": _own_cgroup()} if scope else {"pid": os.getpid()},
     }
-    if claim_id:
+    if claim_id is not None:
         body["claim_id"] = claim_id
     with suggesting_agents(client, agent):
         made = client.create_claim(agent, body)

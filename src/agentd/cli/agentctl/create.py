@@ -101,7 +101,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
         "tmpfs": tmpfs(options["tmpfs"]),
         "ulimits": ulimits(options["ulimit"]),
     }
-    return body | {name: value for name, value in given.items() if value}
+    return body | {name: value for name, value in given.items() if value or value == ""}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -69,7 +69,7 @@ def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **op
     label = f"{RUN_LABEL}={os.urandom(8).hex()}"
     body = kernel_body({**options, "label": (*options["label"], label)})
     body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
-    if claim_id:
+    if claim_id is not None:
         body |= {"claim": claim_id, "keep_claim": True}
     if options["dry_run"]:
         print_dry_run(client, agent, body)
