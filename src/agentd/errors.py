@@ -387,7 +387,7 @@ class OutcomeUnknown(RuntimeUnavailable):
 
 
 class StateUnavailable(Unavailable):
-    """The state folder is not writable, so the change cannot be saved."""
+    """The state folder is not writable, so a change cannot be saved, or it cannot be read."""
 
     code = "StateUnavailable"
 

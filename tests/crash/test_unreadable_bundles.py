@@ -107,6 +107,8 @@ async def test_an_unreadable_kernel_holds_until_mended(
         refused = await stop(node, 0)
         assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
         assert why in refused.json["detail"]
+        logs = await node.call("GET", "/v1/kernels/k1/logs")
+        assert (logs.status, why in logs.json["detail"]) == (503, True)
         assert (await node.call("DELETE", "/v1/kernels/k1")).status == 503
     assert process.is_alive()
     mend(bundle(node))
@@ -147,6 +149,52 @@ async def test_a_state_folder_that_others_can_read_is_used(node: Daemon, has_cgr
     assert (await node.call("GET", "/v1/kernels/k1/logs")).content == b"hello\n"
     stopped = await stop(node, 20)
     assert (stopped.json["state"], stopped.json["exit_code"]) == ("terminated", 7)
+    assert await node.free("cuda.device") == "2"
+
+
+async def test_an_unreadable_record_file_holds_as_known(node: Daemon) -> None:
+    await started(node, has_cgroups=False)
+    process = await running(node)
+    before = await node.get("/v1/kernels/k1")
+    await node.stop()
+    record = bundle(node) / "record.json"
+    moved(record)
+    await node.start()
+    kernel = await node.get("/v1/kernels/k1")
+    assert (kernel["state"], kernel["allocation"]) == ("unreadable", before["allocation"])
+    assert f"{record}: Too many levels of symbolic links" in kernel["reason"]
+    assert await node.free("cuda.device") == "1"
+    moved_back(record)
+    assert await node.until("k1", "running") == before
+    assert process.is_alive()
+
+
+async def test_a_damaged_record_beside_a_stranger_frees_nothing(node: Daemon) -> None:
+    await started(node, has_cgroups=False)
+    process = await running(node)
+    await node.stop()
+    (bundle(node) / "record.json").write_text("{")
+    (bundle(node) / "record.json.bak").touch()
+    await node.start()
+    assert (await node.get("/v1/kernels/k1"))["state"] == "unreadable"
+    assert await node.free("cuda.device") == "0"
+    assert process.is_alive()
+
+
+async def test_an_end_under_an_unreadable_lock_is_shown(node: Daemon) -> None:
+    await started(node, has_cgroups=False)
+    process = await running(node)
+    await node.stop()
+    lock = bundle(node) / "lock"
+    moved(lock)
+    await node.start()
+    assert (await node.get("/v1/kernels/k1"))["state"] == "running"
+    os.kill(process.pid, 9)
+    kernel = await node.until("k1", "unreadable")
+    assert f"{lock}: Too many levels of symbolic links" in kernel["reason"]
+    assert await node.free("cuda.device") == "1"
+    moved_back(lock)
+    assert (await node.until("k1", "terminated"))["exit_code"] == 137
     assert await node.free("cuda.device") == "2"
 
 

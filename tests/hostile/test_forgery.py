@@ -173,7 +173,7 @@ HOSTILE_BUNDLES: dict[str, Callable[[Path, Path], object]] = {
     "a link to another kernel's": lambda kernels, _: (kernels / "l1").symlink_to("of-agent-1"),
     "a link to a user's folder": lambda kernels, theirs: (kernels / "l2").symlink_to(theirs),
     "a folder of a user's": lambda kernels, _: _folder(kernels / "theirs", NOBODY, 0o700),
-    "a folder that others can enter": lambda kernels, _: _folder(kernels / "open", 0, 0o755),
+    "a folder that others can write": lambda kernels, _: _folder(kernels / "open", 0, 0o777),
     "names that are paths": lambda kernels, _: _folder(kernels / "..x", 0, 0o700),
     "a file": lambda kernels, _: (kernels / "file").write_text("{}"),
 }

@@ -76,7 +76,7 @@ def test_claims_that_cannot_be_listed_are_not_none(state, monkeypatch) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "scandir", failing)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(StateUnavailable, match="Input/output"):
         state.load_claims()
 
 

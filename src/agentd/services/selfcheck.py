@@ -71,6 +71,7 @@ class SelfCheck:
 
         Raises:
             RuntimeUnavailable: a runtime does not list its kernels.
+            StateUnavailable: the saved records cannot be listed.
         """
         found = await self._look()
         if found:

@@ -25,8 +25,8 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -194,10 +194,9 @@ class StateFolder:
         self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
-        return [
-            SavedRecord(kernel_id, phase, _text(path))
-            for kernel_id, (phase, path) in self._saved().items()
-        ]
+        with _reading():
+            saved = self._saved()
+        return [SavedRecord(i, phase, _text(path)) for i, (phase, path) in saved.items()]
 
     def _saved(self) -> dict[str, tuple[Phase, Path]]:
         """Return the path of each record; one found twice, during a move, where it began."""
@@ -251,7 +250,8 @@ class StateFolder:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
 
     def load_claims(self) -> dict[str, str]:
-        found = self._saved_claims()
+        with _reading():
+            found = self._saved_claims()
         return {claim_id: _text(Path(file)) for claim_id, file in found if is_name(claim_id)}
 
     def _saved_claims(self) -> list[tuple[str, os.DirEntry[str]]]:
@@ -398,6 +398,15 @@ class ReadOnlyState(StateFolder):
 
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raise `StateUnavailable` if a folder cannot be listed: records in it are not gone."""
+    try:
+        yield
+    except OSError as error:
+        raise StateUnavailable(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _beside(path: str) -> str:

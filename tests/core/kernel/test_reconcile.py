@@ -118,6 +118,15 @@ def test_only_a_complete_list_without_it_makes_a_kernel_lost() -> None:
     assert reconcile(known(KernelState.FAILED), [], NODE) == []
 
 
+@pytest.mark.parametrize("state", [KernelState.TERMINATED, KernelState.LOST])
+def test_an_ended_unreadable_kernel_holds_if_it_lives(state: KernelState) -> None:
+    item = replace(found(), record="", record_problem="mode 0770", is_unreadable=True)
+    (action,) = reconcile(known(state), [item], NODE)
+    assert isinstance(action, Adoption)
+    assert (action.kernel.state, action.kernel.holds) == (KernelState.UNREADABLE, True)
+    assert reconcile(known(state), [replace(item, handle="")], NODE) == []
+
+
 def test_unresolved_create_is_resolved_after_its_grace() -> None:
     creating = known(KernelState.CREATING)
     assert reconcile(creating, [], NODE) == []

@@ -61,10 +61,10 @@ def reconcile(
     for kernel_id, item in by_id.items():
         before = known.get(kernel_id)
         shown = as_seen_before(before, item) if before else item
-        if item.is_unreadable and (before or not item.handle):
-            actions += _unreadable(before, item)
-        elif shown.state is ObservedState.CREATED:
+        if shown.state is ObservedState.CREATED:
             actions.append(RemoveNeverRan(shown))
+        elif item.is_unreadable and (before or not item.handle):
+            actions += _unreadable(before, item)
         elif action := _difference(before, shown, inventory, now):
             actions.append(action)
             for device in action.missing:
@@ -78,7 +78,8 @@ def reconcile(
 
 def _unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoption]:
     """Yield a kernel whose remains cannot be read as it was known; unknown ones are left alone."""
-    if before is None or before.state in ENDED:
+    is_proved = item.is_alive and item.handle
+    if before is None or (before.state in ENDED and not is_proved):
         return
     sight = Observed.UNREADABLE if item.is_alive else Observed.EXITED
     now = before.observed(sight, reason=item.record_problem, ending=item.ending)

@@ -117,27 +117,38 @@ class PrivateFolder:
             OSError: a temporary failure.
         """
         try:
+            return self.content(name)
+        except Unreadable:
+            return ""
+
+    def content(self, name: str) -> str | None:
+        """Return a file's text, None if it does not exist.
+
+        Raises:
+            Unreadable: it is there and cannot be read.
+            OSError: a temporary failure.
+        """
+        try:
             descriptor = self.opened(name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
-        except Unreadable:
-            return ""
+        path = self.path / name
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                return ""
-            return os.read(descriptor, min(found.st_size, _MOST_BYTES)).decode(errors="replace")
-        except OSError as error:
-            if error.errno in PASSING:
-                raise
-            return ""
+                raise Unreadable(errno.EINVAL, "is not a regular file", str(path))
+            with _opening(path):
+                raw = os.read(descriptor, min(found.st_size, _MOST_BYTES))
         finally:
             os.close(descriptor)
+        return raw.decode(errors="replace")
 
     def remove(self) -> None:
         """Remove the folder and its content, or whatever is in its place."""
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(self.path.lstat().st_mode):
+                with suppress(PermissionError):  # of another owner
+                    self.path.chmod(0o700)
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.unlink()

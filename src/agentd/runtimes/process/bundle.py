@@ -94,9 +94,11 @@ class Bundle(PrivateFolder):
         """Return the record.
 
         Raises:
-            RecordError: it is missing (`MissingRecordError`), empty or unreadable.
+            RecordError: it is missing (`MissingRecordError`) or empty.
+            Unreadable: it is there and cannot be read.
+            OSError: a temporary failure.
         """
-        return required_record(self.read(RECORD))
+        return required_record(self.content(RECORD))
 
     def has_identity(self) -> bool:
         """Return whether the shim wrote its identity, readable or not."""

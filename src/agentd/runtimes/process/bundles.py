@@ -27,6 +27,7 @@ from agentd.host.cgroups.usage import CgroupCounters
 from agentd.runtimes.host.private_folder import TRASH, Unreadable, names_in
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.proof import Proof
+from agentd.runtimes.process.shim import SHIM_BYTE
 
 log = structlog.get_logger()
 
@@ -109,9 +110,14 @@ class Bundles(msgspec.Struct, frozen=True):
             is_bundle, why = True, str(error)
             state, ending = _unreadable_state(proof, why)
         is_alive = state is ObservedState.RUNNING
+        statement = cgroup.attribute(DEVICES) if cgroup else ""
         record, problem, is_own = "", why, True
         if not why:
-            record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
+            try:
+                record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
+            except Unreadable as error:
+                problem, is_own = str(error), self._is_own(bundle)
+                why = "" if statement else problem  # the label tells what it holds
         if not is_own and not proof.is_grouped:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
@@ -127,7 +133,7 @@ class Bundles(msgspec.Struct, frozen=True):
             handle=handle,
             state=state,
             record=record,
-            statement=cgroup.attribute(DEVICES) if cgroup else "",
+            statement=statement,
             started_at=proof.started_at(),
             ending=ending,
             pid=int(handle) if handle else None,
@@ -138,20 +144,32 @@ class Bundles(msgspec.Struct, frozen=True):
     def _record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
         """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
-        A bundle with the record of another kernel, such as a copy, belongs to that kernel. Without
-        a readable record it is the kernel's own if it has no foreign files.
+        A bundle with the record of another kernel, such as a copy, belongs to that kernel.
+
+        Raises:
+            Unreadable: the record is there and cannot be read.
         """
         bundle = self.bundle(kernel_id)
         try:
             record = bundle.record() if is_bundle else required_record(None)
             require_owner(record, self.node_id, kernel_id)
         except MissingRecordError:
-            return "", "", not bundle.has_strangers()
+            return "", "", self._is_own(bundle)
         except ForeignRecordError as error:
             return "", str(error), False
         except RecordError as error:
-            return "", str(error), not bundle.has_strangers()
+            return "", str(error), self._is_own(bundle)
         return record, bundle.exposure(), True
+
+    def _is_own(self, bundle: Bundle) -> bool:
+        """Return whether a bundle without a readable record is the kernel's own.
+
+        A shim holds its lock, or may do so, which is true of no copy, or it has no foreign files.
+        """
+        try:
+            return bundle.is_locked(SHIM_BYTE) or not bundle.has_strangers()
+        except Unreadable:
+            return True
 
     async def take_away(self, kernel_id: str) -> bool:
         """Remove the bundle of a dead kernel; return False if the kernel has come alive."""

@@ -39,7 +39,7 @@ from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
 from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
-from agentd.runtimes.host.private_folder import looking
+from agentd.runtimes.host.private_folder import Unreadable, looking
 from agentd.runtimes.host.request_limits import uncontained_problems
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
@@ -307,6 +307,9 @@ class ProcessRuntime:
                     await proof.identity.shim.ended()
                 await proof.all_ended()
                 break
+            except Unreadable:  # observed as such
+                self._events.put_nowait(kernel_id)
+                await asyncio.sleep(WATCH_PAUSE_S)
             except OSError:  # no descriptor or memory: the kernel may still run
                 await asyncio.sleep(WATCH_PAUSE_S)
             except Exception:

@@ -261,9 +261,12 @@ class KernelService:
 
         Raises:
             UnknownKernel: the kernel does not exist, has not started, or is lost.
+            RuntimeUnavailable: the kernel is unreadable.
         """
         kernel = self._state.get(kernel_id)
         if kernel.handle is None:
+            if kernel.state is KernelState.UNREADABLE:
+                raise RuntimeUnavailable(f"no logs of {kernel_id}: {kernel.reason}")
             raise UnknownKernel(f"no logs of {kernel_id}: it has not started")
         if kernel.state is KernelState.LOST:
             raise UnknownKernel(f"no logs of {kernel_id}: the kernel is lost")
