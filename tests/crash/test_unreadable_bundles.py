@@ -154,7 +154,7 @@ async def test_a_state_folder_that_others_can_read_is_used(node: Daemon, has_cgr
 
 async def test_an_unreadable_record_file_holds_as_known(node: Daemon) -> None:
     await started(node, has_cgroups=False)
-    process = await running(node)
+    process = await running(node, "sh", "-c", f"echo hello; {STOPS}")
     before = await node.get("/v1/kernels/k1")
     await node.stop()
     record = bundle(node) / "record.json"
@@ -164,6 +164,8 @@ async def test_an_unreadable_record_file_holds_as_known(node: Daemon) -> None:
     assert (kernel["state"], kernel["allocation"]) == ("unreadable", before["allocation"])
     assert f"{record}: Too many levels of symbolic links" in kernel["reason"]
     assert await node.free("cuda.device") == "1"
+    assert kernel["pid"] == process.pid
+    assert (await node.call("GET", "/v1/kernels/k1/logs")).content == b"hello\n"
     moved_back(record)
     assert await node.until("k1", "running") == before
     assert process.is_alive()

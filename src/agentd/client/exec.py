@@ -49,6 +49,7 @@ class Execution:
         self._where = where
         self._exit_code: int | None = None
         self._is_heard = asyncio.Event()
+        self._is_reading = True
 
     @property
     def exit_code(self) -> int | None:
@@ -72,7 +73,9 @@ class Execution:
             if frame.type is aiohttp.WSMsgType.PING:
                 await self._wire.pong(frame.data)
             elif frame.type is aiohttp.WSMsgType.BINARY:
+                self._is_reading = False
                 yield frame.data[0], frame.data[1:]
+                self._is_reading = True
             elif frame.type is aiohttp.WSMsgType.TEXT:
                 content = json.loads(frame.data)
                 if "problem" in content:
@@ -83,12 +86,13 @@ class Execution:
         raise Unreachable(f"{self._where}: the connection ended before the command did")
 
     async def is_served(self, seconds: float) -> bool:
-        """Wait for a frame for a limited time, and return whether one arrived.
+        """Wait for a frame for a limited time, and return whether one arrived, or may have.
 
-        The daemon sends one each second while the command runs, even if it prints nothing.
+        The daemon sends one each second while the command runs, even if it prints nothing. None is
+        read while the caller of the iterator is busy with the last one.
         """
         self._is_heard.clear()
-        return await is_set_within(self._is_heard, seconds)
+        return await is_set_within(self._is_heard, seconds) or not self._is_reading
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""

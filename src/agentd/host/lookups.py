@@ -46,8 +46,7 @@ class Lookups:
         """
         timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         if len(self._abandoned) == self._most:
-            names = ", ".join(sorted(thread.name for thread in self._abandoned))
-            raise RuntimeUnavailable(f"earlier lookups do not answer: {names}")
+            raise self._refusal()
         loop = asyncio.get_running_loop()
         found: asyncio.Future[_T] = loop.create_future()
 
@@ -76,8 +75,14 @@ class Lookups:
                     if found.cancelled():
                         self._abandoned.add(thread)
         except TimeoutError:
+            if thread.ident is None:  # it had no place
+                raise self._refusal() from None
             why = f"{thread.name} does not answer within {timeout_s:g} s"
             raise RuntimeUnavailable(why) from None
+
+    def _refusal(self) -> RuntimeUnavailable:
+        names = ", ".join(sorted(thread.name for thread in self._abandoned)) or "too many at once"
+        return RuntimeUnavailable(f"earlier lookups do not answer: {names}")
 
     def _start(self, thread: threading.Thread, what: str) -> None:
         try:

@@ -86,7 +86,7 @@ class StateFolder:
             self._make()
         except OSError as error:
             if error.errno not in UNWRITABLE:
-                raise StartRefused(f"state folder {self.folder}: {error.strerror}") from None
+                raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
             self._complain(self.folder, f"cannot be created: {error.strerror}")
         self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
         with suppress(OSError):

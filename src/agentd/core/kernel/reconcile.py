@@ -82,7 +82,10 @@ def _unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoptio
     if before is None or (before.state in ENDED and not is_proved):
         return
     sight = Observed.UNREADABLE if item.is_alive else Observed.EXITED
-    now = before.observed(sight, reason=item.record_problem, ending=item.ending)
+    handle, pid = item.handle or before.handle, item.pid or _pid(before, item)
+    now = before.observed(
+        sight, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
+    )
     if now != before:
         yield Adoption(now)
 
