@@ -300,6 +300,7 @@ class ProcessRuntime:
             task.add_done_callback(lambda _: self._watches.pop(kernel_id, None))
 
     async def _wait_for_end(self, kernel_id: str) -> None:
+        is_told = False
         while True:
             try:
                 proof = self._bundles.proof(kernel_id)
@@ -307,8 +308,10 @@ class ProcessRuntime:
                     await proof.identity.shim.ended()
                 await proof.all_ended()
                 break
-            except Unreadable:  # observed as such
-                self._events.put_nowait(kernel_id)
+            except Unreadable:
+                if not is_told:  # the reconciler looks at it again by itself
+                    self._events.put_nowait(kernel_id)
+                is_told = True
                 await asyncio.sleep(WATCH_PAUSE_S)
             except OSError:  # no descriptor or memory: the kernel may still run
                 await asyncio.sleep(WATCH_PAUSE_S)
