@@ -102,3 +102,10 @@ def helpers(nap: str) -> list[int]:
         for stat in all_processes()
         if Path(f"/proc/{stat.pid}/cmdline").read_bytes() == f"sleep\0{nap}\0".encode()
     ]
+
+
+async def until_no_helpers(nap: str) -> None:
+    """Wait for the end of helpers that were killed: the signal does not wait for it."""
+    async with asyncio.timeout(10):
+        while helpers(nap):
+            await asyncio.sleep(0.01)

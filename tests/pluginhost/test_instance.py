@@ -23,6 +23,7 @@ from pluginhost.rig import (
     scripted,
     states,
     until,
+    until_no_helpers,
     until_ready,
 )
 from unkillable import hold, let_go
@@ -83,11 +84,11 @@ async def test_helpers_end_with_their_plugin(host, tmp_path, word) -> None:
     assert len(helpers(nap)) == 3
     file.write_text(word)
     await until(made, lambda: states(made)["one"] is PluginState.FAILED)
-    assert helpers(nap) == []
+    await until_no_helpers(nap)
     file.write_text("fine")
     await until_ready(made, "one")
     await made.close()
-    assert helpers(nap) == []
+    await until_no_helpers(nap)
 
 
 async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, monkeypatch) -> None:
