@@ -75,6 +75,18 @@ async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
     second.answered.set()
 
 
+async def test_answer_as_its_caller_leaves_takes_no_place() -> None:
+    hanging, lookups = Hanging(), Lookups(most=1)
+    asked = asyncio.create_task(lookups.look("x", hanging, 10))
+    await asyncio.sleep(0)
+    (thread,) = (t for t in threading.enumerate() if t.name in ("x", hanging.name))
+    hanging.answered.set()
+    thread.join(10)  # its answer waits for the event loop, before the cancellation
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert await lookups.look("y", lambda: 1, 10) == 1
+
+
 async def test_lookup_without_a_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = Lookups()
 

@@ -49,8 +49,11 @@ class Lookups:
             raise self._refusal()
         loop = asyncio.get_running_loop()
         found: asyncio.Future[_T] = loop.create_future()
+        has_ended = False
 
         def ended(answer: Callable[[], None]) -> None:
+            nonlocal has_ended
+            has_ended = True
             self._free.release()
             self._abandoned.discard(thread)
             if not found.done():
@@ -72,7 +75,7 @@ class Lookups:
                 try:
                     return await found
                 finally:
-                    if found.cancelled():
+                    if not has_ended:
                         self._abandoned.add(thread)
         except TimeoutError:
             if thread.ident is None:  # it had no place
