@@ -39,6 +39,8 @@ IGNORED = {
 }
 """The tests that a target leaves out with a folder that it ignores."""
 
+# A shell without job control ignores it in `make test &`, and programs of the tests would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
 
 

@@ -84,7 +84,7 @@ class Lookups:
             raise RuntimeUnavailable(why) from None
 
     def _refusal(self) -> RuntimeUnavailable:
-        names = ", ".join(sorted(thread.name for thread in self._abandoned)) or "too many at once"
+        names = ", ".join(sorted({thread.name for thread in self._abandoned})) or "too many at once"
         return RuntimeUnavailable(f"earlier lookups do not answer: {names}")
 
     def _start(self, thread: threading.Thread, what: str) -> None:
