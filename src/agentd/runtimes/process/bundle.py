@@ -55,6 +55,7 @@ class Bundle(PrivateFolder):
             FileExistsError: something of that name exists.
             OSError: it cannot be created; the caller removes the remains.
         """
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)  # removed while agentd runs
         self.path.mkdir(mode=0o700)
         descriptor = self.opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:

@@ -121,6 +121,7 @@ class UnitBundle(PrivateFolder):
             FileExistsError: something of that name exists.
             OSError: it cannot be created; the caller removes the remains.
         """
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)  # removed while agentd runs
         self.path.mkdir(mode=0o700)
         self.write(RECORD, record)
         self.write(ENVIRONMENT, "".join(f"{name}={quoted(env[name])}\n" for name in env))
