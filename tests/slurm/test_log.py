@@ -16,7 +16,14 @@ from agentd_slurm.node_client import NodeClient
 NodeClient.__init__.__defaults__ = (0.0,)
 main()
 """
-COMMAND = "from agentd_slurm.cli import agentd_slurm; agentd_slurm()"
+COMMAND = """
+from agentd_slurm.cli import agentd_slurm
+from agentd_slurm.commands import sync
+from agentd_slurm.node_client import NodeClient
+NodeClient.__init__.__defaults__ = (0.0,)
+sync.EVERY_S = 0.1
+agentd_slurm()
+"""
 
 
 @pytest.fixture
