@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -167,14 +166,6 @@ def test_check_config_reads_failpoints(config: Config) -> None:
     status, text = config.run("check-config", AGENTD_FAILPOINTS="nosuch=kill")
     assert status == 78
     assert "AGENTD_FAILPOINTS: invalid failpoint 'nosuch=kill'" in text
-
-
-@pytest.fixture
-async def up(folder: Path) -> AsyncIterator[Daemon]:
-    made = Daemon(folder, "process")
-    await made.start()
-    yield made
-    await made.close()
 
 
 async def test_check_config_takes_a_running_daemon_s_configuration(up: Daemon) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,6 @@ def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = fork_server.run(*words)
     assert done.returncode == code, done.stdout + done.stderr
     return done
-
-
-@pytest.fixture
-async def up(folder: Path) -> AsyncIterator[Daemon]:
-    made = Daemon(folder, "process")
-    await made.start()
-    yield made
-    await made.close()
 
 
 def ctl(daemon: Daemon, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:

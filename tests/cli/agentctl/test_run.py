@@ -48,14 +48,6 @@ class Agentctl:
         return Done(status, self._stdout.read_text(), self._stderr.read_text())
 
 
-@pytest.fixture
-async def up(folder: Path) -> AsyncIterator[Daemon]:
-    made = Daemon(folder, "process")
-    await made.start()
-    yield made
-    await made.close()
-
-
 def run(up: Daemon, *words: str) -> Agentctl:
     return Agentctl(up.folder, *words)
 
