@@ -1,0 +1,157 @@
+"""Names and files are those that 427f930 recorded, but for the changes that stand here.
+
+A member that is renamed in a value class would otherwise rename a member on disk or on the wire
+without anybody noticing.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agentd.core.claim import record as claim_records
+from agentd.state.schemas import SavedDevices, SavedEngines, SavedNode
+from engine import Engine
+from recorded.names import names
+from recorded.record import record_etcd, record_node
+
+HERE = Path(__file__).parent / "recorded"
+NAMES = json.loads((HERE / "427f930-names.json").read_text())
+NODE = json.loads((HERE / "427f930.json").read_text())
+ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
+RUNTIMES = ("process", "docker")
+GONE: Mapping[str, frozenset[str]] = {
+    "options": frozenset({"agentctl run --async"}),
+}
+"""Recorded names that exist no more, by their list."""
+NEW: Mapping[str, frozenset[str]] = {
+    "environment": frozenset({"AGENTD_SLURM_RUN"}),
+    "log_events": frozenset(
+        {
+            "log.lines_lost",
+            "node.read_failed",
+            "runtime.leftover_unreadable",
+            "store.recovered",
+            "store.write_failed",
+        }
+    ),
+}
+"""Names that came since, by their list."""
+GONE_MEMBERS: frozenset[str] = frozenset()
+"""Members of files, labels, views, metrics and values in etcd that exist no more."""
+NEW_MEMBERS = frozenset(
+    {
+        "/agentd/main/nodes/NODE/reason str",
+        "agentd_log_lines_lost counter Lines of the log that could not be written",
+        "agentd_fleet_log_lines_lost counter Lines of the gateway's log that could not be written",
+    }
+)
+"""Members that came since."""
+
+
+def flat(listed: Any, before: str = "") -> Iterator[str]:
+    """Yield one text for each name of a list."""
+    if isinstance(listed, dict):
+        for name, below in listed.items():
+            yield from flat(below, f"{before}{name} ")
+    elif isinstance(listed, list):
+        yield before.strip()
+        yield from (f"{before}{name}" for name in listed)
+    else:
+        yield f"{before}{listed}"
+
+
+@pytest.mark.parametrize("listed", NAMES)
+def test_names_are_the_recorded_ones(listed: str) -> None:
+    was, now = set(flat(NAMES[listed])), set(flat(names()[listed]))
+    assert was - now == GONE.get(listed, frozenset())
+    assert now - was == NEW.get(listed, frozenset())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_recorded_files_are_read_and_written_alike(runtime: str) -> None:
+    files = NODE[runtime]["files"]
+    structs = {"devices": SavedDevices, "engines": SavedEngines, "node": SavedNode}
+    for name, struct in structs.items():
+        text = files[f"{name}.json"]
+        again = msgspec.json.encode(msgspec.json.decode(text, type=struct))
+        assert json.loads(again) == json.loads(text)
+    kinds = []
+    for path, text in files.items():
+        folder, name = Path(path).parts[0], Path(path).stem
+        if folder == "claims":
+            claim = claim_records.decode(name, text)
+            assert json.loads(claim_records.encode(claim, "recorded-" + runtime)) == json.loads(
+                text
+            )
+            kinds.append(json.loads(text)["holder"]["type"])
+    assert {"process", "cgroup", "ttl", "name"} == set(kinds)
+
+
+def members(content: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each member with its type; numbers in names are those of one run."""
+    if isinstance(content, dict):
+        for name, below in content.items():
+            yield from members(below, f"{path}/{re.sub(r'[0-9]+', 'N', name)}")
+    elif isinstance(content, list):
+        for item in content:
+            yield from members(item, path)
+    else:
+        yield f"{path} {type(content).__name__}"
+
+
+def members_of_node(content: dict[str, Any]) -> set[str]:
+    """Return the members of files, labels, views and metrics, without the claim of a cgroup."""
+    files = {
+        path: json.loads(text) if path.endswith(".json") and text.strip(" \0") else ""
+        for path, text in content["files"].items()
+        if Path(path).stem != "c-cgroup" and path != "docker/absences.json"
+    }
+    labels = {
+        name: {key: _json(value) for key, value in container["labels"].items()}
+        for name, container in content["containers"].items()
+    }
+    views = {name: view for name, view in content.items() if name not in ("node", "metrics")}
+    views["claims"] = [claim for claim in content["claims"] if claim["claim_id"] != "c-cgroup"]
+    shown = set(members({**views, "files": files, "containers": labels}))
+    return shown | metrics_of(content)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text) if text.startswith("{") else text
+
+
+@pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
+async def test_node_writes_and_shows_what_was_recorded(
+    runtime: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    engine: Engine | None = request.getfixturevalue("engine") if runtime == "docker" else None
+    was, now = (
+        members_of_node(NODE[runtime]),
+        members_of_node(await record_node(folder, runtime, engine)),
+    )
+    assert was - now <= GONE_MEMBERS
+    assert now - was <= NEW_MEMBERS
+
+
+async def test_fleet_writes_what_was_recorded(folder: Path) -> None:
+    was, now = members_of_fleet(ETCD), members_of_fleet(await record_etcd(folder))
+    assert was - now <= GONE_MEMBERS
+    assert now - was <= NEW_MEMBERS
+
+
+def members_of_fleet(content: dict[str, Any]) -> set[str]:
+    """Return the members of the values in etcd, by key, and the metrics of the gateway."""
+    shown = (
+        members(value, key.replace(content["node"], "NODE"))
+        for key, value in content["keys"].items()
+    )
+    return {member for each in shown for member in each} | metrics_of(content)
+
+
+def metrics_of(content: dict[str, Any]) -> set[str]:
+    return {" ".join([name, *words]) for name, words in content["metrics"].items()}
