@@ -4,13 +4,10 @@ import asyncio
 
 import pytest
 
-from agentd.concurrency import run_endless, to_the_end, uninterrupted
-
-both = pytest.mark.parametrize("to_its_end", [to_the_end, uninterrupted])
+from agentd.concurrency import run_endless, to_the_end
 
 
-@both
-async def test_a_step_ends_before_its_cancellation_takes_effect(to_its_end) -> None:
+async def test_a_step_ends_before_its_cancellation_takes_effect() -> None:
     goes_on, has_ended = asyncio.Event(), False
 
     async def step() -> None:
@@ -20,7 +17,7 @@ async def test_a_step_ends_before_its_cancellation_takes_effect(to_its_end) -> N
         await asyncio.create_task(asyncio.sleep(0))
         has_ended = True
 
-    task = asyncio.create_task(to_its_end(step()))
+    task = asyncio.create_task(to_the_end(step()))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -32,15 +29,14 @@ async def test_a_step_ends_before_its_cancellation_takes_effect(to_its_end) -> N
     assert has_ended
 
 
-@both
-async def test_a_step_that_fails_after_a_cancellation_is_cancelled(to_its_end) -> None:
+async def test_a_step_that_fails_after_a_cancellation_is_cancelled() -> None:
     goes_on = asyncio.Event()
 
     async def fails() -> None:
         await goes_on.wait()
         raise ValueError("why")
 
-    task = asyncio.create_task(to_its_end(fails()))
+    task = asyncio.create_task(to_the_end(fails()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()
@@ -49,8 +45,7 @@ async def test_a_step_that_fails_after_a_cancellation_is_cancelled(to_its_end) -
         await task
 
 
-@both
-async def test_what_a_step_returns_or_raises_is_the_callers(to_its_end) -> None:
+async def test_what_a_step_returns_or_raises_is_the_callers() -> None:
     async def fails() -> None:
         raise ValueError("why")
 
@@ -64,15 +59,14 @@ async def test_what_a_step_returns_or_raises_is_the_callers(to_its_end) -> None:
             return await asyncio.sleep(0, "mended")
         return ""
 
-    assert await to_its_end(asyncio.sleep(0, "done")) == "done"
-    assert await to_its_end(mends()) == "mended"
+    assert await to_the_end(asyncio.sleep(0, "done")) == "done"
+    assert await to_the_end(mends()) == "mended"
     for step in (fails, fails_within):
         with pytest.raises(ValueError, match="why"):
-            await to_its_end(step())
+            await to_the_end(step())
 
 
-@both
-async def test_a_step_may_meet_a_cancellation_that_is_not_its_callers(to_its_end) -> None:
+async def test_a_step_may_meet_a_cancellation_that_is_not_its_callers() -> None:
     async def step() -> str:
         task = asyncio.create_task(asyncio.Event().wait())
         asyncio.get_running_loop().call_soon(task.cancel)
@@ -82,55 +76,7 @@ async def test_a_step_may_meet_a_cancellation_that_is_not_its_callers(to_its_end
             return "went on"
         return ""
 
-    assert await to_its_end(step()) == "went on"
-
-
-async def test_a_step_that_is_given_up_is_closed() -> None:
-    is_closed = False
-
-    async def step() -> None:
-        nonlocal is_closed
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_closed = True
-
-    running = uninterrupted(step())
-    running.send(None)
-    running.close()
-    assert is_closed
-
-
-async def test_something_is_done_once_while_a_step_waits() -> None:
-    done = list[str]()
-
-    async def step(waits: int) -> str:
-        for _ in range(waits):
-            done.append("waits")
-            await asyncio.sleep(0)
-        return "end"
-
-    assert await uninterrupted(step(2), lambda: done.append("meanwhile")) == "end"
-    assert done == ["waits", "meanwhile", "waits"]
-    assert await uninterrupted(step(0), lambda: done.append("never")) == "end"
-    assert "never" not in done
-
-
-async def test_a_step_ends_if_what_is_done_meanwhile_fails() -> None:
-    ended = list[bool]()
-
-    async def step() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    def fails() -> None:
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        await uninterrupted(step(), fails)
-    assert ended == [True]
+    assert await to_the_end(step()) == "went on"
 
 
 async def _returns() -> None: ...

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 _T = TypeVar("_T")
 
@@ -38,98 +38,18 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class _Shielded(Generic[_T]):
-    """A view of a future: awaited like it, and not cancelled with its waiter.
-
-    `cancel` refuses, so asyncio raises the cancellation after the wait. A waiter is woken in the
-    turn after the future's end; `asyncio.shield` and `asyncio.wait` take one turn more.
-    """
-
-    def __init__(self, future: asyncio.Future[_T]) -> None:
-        self._future = future
-        self._asyncio_future_blocking = False
-        self.get_loop = future.get_loop
-        self.add_done_callback = future.add_done_callback
-        self.result = future.result
-
-    @classmethod
-    def taken_over(cls, future: asyncio.Future[_T]) -> Self:
-        """Return the view of a future that a coroutine has just begun to await."""
-        made = cls(future)
-        future._asyncio_future_blocking = False  # noqa: SLF001 - asyncio's protocol of a wait
-        made._asyncio_future_blocking = True
-        return made
-
-    def cancel(self, msg: object = None) -> bool:
-        del msg
-        return False
-
-    def __await__(self) -> Generator[Self, None, _T]:
-        if not self._future.done():
-            self._asyncio_future_blocking = True
-            yield self
-        return self._future.result()
-
-
-async def to_the_end(step: Awaitable[_T]) -> _T:
+async def to_the_end(step: Coroutine[Any, Any, _T]) -> _T:
     """Complete a step before a cancellation takes effect, however often it is repeated."""
-    return await _Shielded(asyncio.ensure_future(step))
-
-
-class _Uninterrupted(Generic[_T]):
-    """A coroutine run in its waiter's task; the task's cancellation is deferred to its end."""
-
-    def __init__(self, step: Coroutine[Any, Any, _T], meanwhile: Callable[[], None] | None) -> None:
-        self._step = step
-        self._meanwhile = meanwhile
-        self._cancelled: asyncio.CancelledError | None = None
-
-    def __await__(self) -> Generator[_Shielded[Any] | None, None, _T]:
+    task = asyncio.ensure_future(step)
+    cancelled = None
+    while not task.done():
         try:
-            result = yield from self._driven()
-        except Exception as error:
-            if self._cancelled is not None:
-                raise self._cancelled from error
-            raise
-        if self._cancelled is not None:
-            raise self._cancelled
-        return result
-
-    def _driven(self) -> Generator[_Shielded[Any] | None, None, _T]:
-        while True:
-            try:
-                future = self._step.send(None)
-            except StopIteration as end:
-                result: _T = end.value
-                return result
-            meanwhile, self._meanwhile = self._meanwhile, None
-            if meanwhile is not None:
-                try:
-                    meanwhile()
-                except BaseException:
-                    self._step.close()
-                    raise
-            try:
-                yield None if future is None else _Shielded.taken_over(future)
-            except GeneratorExit:
-                self._step.close()
-                raise
-            except asyncio.CancelledError as error:
-                if future is None or not future.cancelled():
-                    self._cancelled = error
-            except Exception:  # noqa: BLE001, S112 - the step gets it from the future
-                continue
-
-
-async def uninterrupted(
-    step: Coroutine[Any, Any, _T], meanwhile: Callable[[], None] | None = None
-) -> _T:
-    """Complete a step before a cancellation takes effect, without a task of its own.
-
-    `meanwhile` is called once, as soon as the step waits; never, if it does not wait. The step must
-    bound its waits by other means than a cancellation: `asyncio.timeout` has no effect inside.
-    """
-    return await _Uninterrupted(step, meanwhile)
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from (None if task.cancelled() else task.exception())
+    return task.result()
 
 
 async def run_endless(*loops: Coroutine[Any, Any, None]) -> None:

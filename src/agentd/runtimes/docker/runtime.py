@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.concurrency import uninterrupted
+from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.options import PullPolicy
@@ -163,7 +163,7 @@ class DockerRuntime:
         try:
             await self._create(attempt, progress)
             await reach("create.after_engine_create")
-            shown = await uninterrupted(self._started(attempt.container))
+            shown = await to_the_end(self._started(attempt.container))
             await reach("create.after_engine_start")
             await self._verify(inspected(shown), attempt)
         except BaseException as error:
@@ -211,10 +211,11 @@ class DockerRuntime:
         await self._make(attempt, progress)
 
     async def _make(self, attempt: _Attempt, progress: CreateProgress) -> None:
-        """Create a container; report `creating` once the request waits."""
+        """Create a container."""
         attempt.take(await self._sources(attempt.plan.spec))
         await reach("create.before_engine_create")
-        await uninterrupted(self._ask_for(attempt), lambda: progress(KernelState.CREATING))
+        progress(KernelState.CREATING)
+        await to_the_end(self._ask_for(attempt))
 
     async def _ask_for(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
@@ -240,7 +241,7 @@ class DockerRuntime:
         try:
             await reach("create.before_undo")
             with absent_is_fine():
-                await uninterrupted(self._delete(attempt.container, force=True))
+                await to_the_end(self._delete(attempt.container, force=True))
             attempt.may_exist = False
             await reach("create.after_undo")
         except BaseException as left:
