@@ -1,16 +1,14 @@
-"""Ceilings of what noise cannot touch: a figure that slips fails here, whatever the machine does.
+"""Ceilings of what a daemon asks of the disk, of Linux and of the engine, whatever else is there.
 
-Times are measured in `benchmarks/`. Counts are those of `cProfile` and of audit hooks in a daemon
-that was started cold, over the engine of `benchmarks/stand_in.py`, without event readers.
+They guard growth. Times are measured in `benchmarks/`. The daemon was started cold, over the engine
+of `benchmarks/stand_in.py`, without event readers.
 """
 
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +19,20 @@ from daemon import AGENTS, Daemon, gpus
 from standing_in import standing_in
 
 COUNTED = Path(__file__).with_name("counted.py")
-WARM, PAIRS, ROUNDS = 20, 50, 3
-MOST_CALLS, MOST_TURNS = 3900, 28
+PAIRS, KERNELS, CLAIMS = 50, 20, 50
 ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 2, "stop": 1, "remove": 1}
 MORE_LOOKS = 1.4
 """An end that is heard of before the removal is looked at as well: the busier the machine, the
 oftener."""
-MOST_FILES, MOST_BYTES = 3, 600
+MOST_FILES = 3
 """Of one create with its delete: the record of the kernel, which is then renamed, the empty file of
 the next one, and the line about the removal; without fsync, as the engine holds the truth."""
-LOADED = {
-    "agentd", "aiohappyeyeballs", "aiohttp", "aiosignal", "annotated_types", "attr", "click",
-    "dotenv", "frozenlist", "httptools", "idna", "importlib_metadata", "msgspec", "multidict",
-    "propcache", "pydantic", "pydantic_core", "pydantic_settings", "rich", "structlog",
-    "typing_extensions", "typing_inspection", "yarl", "zipp",
-}  # fmt: skip
-"""Distributions of a daemon that runs containers; "rich" is the entry that keeps rich out."""
-BY_CHANCE = {
-    "aiodns", "backports", "brotli", "brotlicffi", "cython_runtime", "greenlet", "lazy_importer",
-    "pycares", "sitecustomize",
-}  # fmt: skip
-"""Modules that libraries import if installed, and those of a bare interpreter."""
-NEVER_LOADED = {"agentd.config.migration", "agentd.host.systemd.dbus",
-                "agentd.runtimes.process.runtime", "agentd.runtimes.systemd.runtime"}  # fmt: skip
-KERNELS, CLAIMS = 20, 50
-MOST_CALLS_A_CLAIM = 240
-"""Of a start, for each claim in the state folder: below 0.1 s for 1,000 of them."""
-MOST_CALLS_CLAIMED, MOST_FILES_CLAIMED = 2100, 1
-"""Of one claim with its release, over one connection: its record, without fsync."""
+MOST_OTHER_FILES = 5
+"""Of the node itself, meanwhile."""
 MOST_LOOKS = 3
 """At each process: for helpers of plugins of an earlier daemon, for those of a plugin that ended,
 and for commands that an earlier daemon left in containers."""
-MOST_START_FILES, MOST_START_BYTES, MOST_START_FSYNCS = 12, 6144, 8
+MOST_START_FILES, MOST_START_FSYNCS = 12, 8
 """Of a start: locks, the node and its runtimes, the inventory, what is served, the socket."""
 
 
@@ -130,48 +110,27 @@ async def counted(folder: Path) -> AsyncIterator[Counted]:
 @pytest.mark.long
 async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
-        await daemon.create_and_delete([f"warm{n}" for n in range(WARM)])
+        await daemon.create_and_delete(["warm"])
         await daemon.engine_calls()
-        counts = [await daemon.counts()]
-        for turn in range(ROUNDS):
-            await daemon.create_and_delete([f"k{turn}-{n}" for n in range(PAIRS)])
-            counts.append(await daemon.counts())
+        before = await daemon.counts()
+        await daemon.create_and_delete([f"k{n}" for n in range(PAIRS)])
+        after = await daemon.counts()
         asked = await daemon.engine_calls()
-    # A busy machine splits what arrives, which adds calls and turns, and takes longer, in which
-    # other files are written: the quietest round counts.
-    most = {"calls": MOST_CALLS, "turns": MOST_TURNS, "files": MOST_FILES, "bytes": MOST_BYTES}
-    flat = [{**count, **count["written"]} for count in counts]
-    for name, ceiling in (most | {"fsyncs": 0}).items():
-        rounds = [later.get(name, 0) - before.get(name, 0) for before, later in pairwise(flat)]
-        assert min(rounds) / PAIRS <= ceiling, name
+    assert after["fsyncs"] == before["fsyncs"]
+    assert after["files"] - before["files"] <= MOST_FILES * PAIRS + MOST_OTHER_FILES
     assert asked.keys() == ENGINE_CALLS.keys()
     for name, count in ENGINE_CALLS.items():
-        assert asked[name] <= (MORE_LOOKS if name == "inspect" else 1) * count * PAIRS * ROUNDS, (
-            name
-        )
+        assert asked[name] <= (MORE_LOOKS if name == "inspect" else 1) * count * PAIRS, name
 
 
 async def test_claim_with_release_stays_below_its_ceilings(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
-        await daemon.claim_and_release([f"warm{n}" for n in range(WARM)])
-        counts = [await daemon.counts()]
-        for turn in range(ROUNDS):
-            await daemon.claim_and_release([f"c{turn}-{n}" for n in range(PAIRS)])
-            counts.append(await daemon.counts())
-    flat = [{**count, **count["written"]} for count in counts]
-    most = {"calls": MOST_CALLS_CLAIMED, "files": MOST_FILES_CLAIMED, "fsyncs": 0}
-    for name, ceiling in most.items():
-        rounds = [later.get(name, 0) - before.get(name, 0) for before, later in pairwise(flat)]
-        assert min(rounds) / PAIRS <= ceiling, name
-
-
-async def test_started_daemon_has_loaded_only_what_it_uses(tmp_path: Path) -> None:
-    async with counted(tmp_path) as daemon:
-        modules = (await daemon.counts())["modules"]
-    of_others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
-    assert {name for name in of_others if not name.startswith("_")} - BY_CHANCE == LOADED
-    assert not NEVER_LOADED & set(modules)
-    assert "rich.console" not in modules
+        await daemon.claim_and_release(["warm"])
+        before = await daemon.counts()
+        await daemon.claim_and_release([f"c{n}" for n in range(PAIRS)])
+        after = await daemon.counts()
+    assert after["fsyncs"] == before["fsyncs"]
+    assert after["files"] - before["files"] <= PAIRS + MOST_OTHER_FILES
 
 
 async def test_start_costs_the_same_reads_with_many_kernels(tmp_path: Path) -> None:
@@ -189,12 +148,11 @@ async def test_start_costs_the_same_reads_with_many_kernels(tmp_path: Path) -> N
         looks = full["opened"].get(of_any_process, 0)
         assert looks == empty["opened"].get(of_any_process, 0)
         assert looks <= MOST_LOOKS
-    assert full["written"]["files"] <= MOST_START_FILES
-    assert full["written"]["bytes"] <= MOST_START_BYTES
-    assert full["written"]["fsyncs"] <= MOST_START_FSYNCS
+    assert full["files"] <= MOST_START_FILES
+    assert full["fsyncs"] <= MOST_START_FSYNCS
 
 
-async def test_start_costs_few_calls_for_each_claim(tmp_path: Path) -> None:
+async def test_start_reads_each_claim_once(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
         await daemon.restart()
         empty = await daemon.counts()
@@ -205,9 +163,7 @@ async def test_start_costs_few_calls_for_each_claim(tmp_path: Path) -> None:
         await daemon.restart()
         full = await daemon.counts()
         assert len(await daemon.get("/v1/claims")) == CLAIMS
-    assert full["written"] == empty["written"]
-    a_claim = (full["calls"] - empty["calls"]) / CLAIMS
-    assert 0 < a_claim <= MOST_CALLS_A_CLAIM
+    assert (full["files"], full["fsyncs"]) == (empty["files"], empty["fsyncs"])
     records = [path for path in full["opened"] if "/state/claims/" in path]
     assert len(records) == CLAIMS
     assert all(full["opened"][path] == 1 for path in records)

@@ -7,7 +7,6 @@ from agentd.config.default_file import default_text
 from agentd.config.document import with_setting, without_token, write_file
 from agentd.config.loading import Examined, examine_text, find_config, load, load_text
 from agentd.config.settings import Settings
-from agentd.core.allocation.policy import Affinity, Strategy
 from agentd.core.partition.rules import AllocationMode, Count, Ids, Size
 from agentd.errors import ConfigRefused
 
@@ -23,20 +22,6 @@ def refusal(text: str) -> list[str]:
     with pytest.raises(ConfigRefused) as caught:
         read(text)
     return caught.value.lines()
-
-
-def test_the_defaults_are_those_of_the_design() -> None:
-    settings = Settings()
-    assert settings.node.runtime == "docker"
-    assert str(settings.node.state_dir) == "/var/lib/agentd"
-    assert str(settings.rpc.socket) == "/run/agentd/agentd.sock"
-    assert settings.rpc.listen is None
-    assert settings.resource.allocation_mode is AllocationMode.SHARED
-    assert settings.policy().strategy is Strategy.EVENLY
-    assert settings.policy().affinity is Affinity.INTERLEAVED
-    assert settings.resource.reserved_cpu == settings.resource.reserved_mem == 0
-    assert settings.host.cpus is settings.host.mem is None
-    assert settings.plugins.open_timeout == 5
 
 
 def test_the_commented_default_file_is_the_code_s_defaults() -> None:

@@ -11,7 +11,6 @@ from agentd.http.problems import problem_content
 from agentd.rpc.log_query import read_log_query
 from agentd.rpc.requests import CreateKernelRequest
 from agentd.services.protocols import LogStream
-from python_calls import calls_of
 
 
 def spec(body: bytes):
@@ -86,25 +85,11 @@ def test_names_must_be_text(member: bytes) -> None:
 
 
 MANY = 70_000
-MOST_CALLS = 60_000
 MOST_ANSWER = 128 * 1024
 
 
 def text(content: object) -> bytes:
     return json.dumps(content).encode()
-
-
-def refusal(body: bytes) -> tuple[InvalidRequest, int]:
-    """Return how a body is refused, and the number of Python calls that took."""
-    refused: list[InvalidRequest] = []
-
-    def refuse() -> None:
-        with pytest.raises(InvalidRequest) as raised:
-            read_body(CreateKernelRequest, body)
-        refused.append(raised.value)
-
-    calls = calls_of(refuse)
-    return refused[0], calls
 
 
 @pytest.mark.parametrize(
@@ -130,13 +115,13 @@ def refusal(body: bytes) -> tuple[InvalidRequest, int]:
     ],
     ids=lambda hostile: str(hostile)[:12],
 )
-def test_refusal_of_a_hostile_body_is_short_and_cheap(hostile: bytes | dict[str, Any]) -> None:
-    """Counted in Python calls and bytes of the answer; one call of each problem is not too many."""
-    refused, calls = refusal(hostile if isinstance(hostile, bytes) else text(hostile))
+def test_refusal_of_a_hostile_body_is_short(hostile: bytes | dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        read_body(CreateKernelRequest, hostile if isinstance(hostile, bytes) else text(hostile))
+    refused = raised.value
     assert 0 < len(refused.problems) <= MOST_PROBLEMS
     answer = problem_content(refused.code, str(refused), refused.facts())
     assert len(json.dumps(answer)) < MOST_ANSWER
-    assert calls < MOST_CALLS
 
 
 @pytest.mark.parametrize(

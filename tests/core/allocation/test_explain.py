@@ -10,7 +10,6 @@ from agentd.core.partition.split import split
 from agentd.errors import InsufficientResource
 from core.machines import cores, gpus, machine, memory
 from core.placing import CENT, slots
-from python_calls import calls_of
 
 LIMITED = (AgentRule("a1", limits={"cuda": Amount("1.5")}), AgentRule("a2"))
 ALL = (AgentRule("a1"), AgentRule("a2"))
@@ -43,11 +42,3 @@ def refused(devices: list[Device], rules: tuple[AgentRule, ...], amount: float) 
 def test_refusal_says_never_only_where_no_release_helps(devices, rules, amount, never) -> None:
     text = refused(devices, rules, amount)
     assert text.endswith(f"; {never}") if never else "never" not in text
-
-
-def test_refusal_cost_is_linear_in_devices() -> None:
-    def calls(count: int) -> int:
-        devices = gpus(*[0.3] * count, slot="cuda.shares")
-        return calls_of(lambda: refused(devices, ALL, count))
-
-    assert calls(400) < 6 * calls(100)
