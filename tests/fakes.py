@@ -282,9 +282,6 @@ class FakeMemory:
     def save_intent(self, kernel_id: str, text: str) -> None:
         self.records[kernel_id] = SavedRecord(kernel_id, Phase.INTENT, text)
 
-    def prepare_intent(self) -> None:
-        pass
-
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         before = self.records.get(kernel_id)
         known = before.text if before else text()

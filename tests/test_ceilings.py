@@ -24,9 +24,9 @@ ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 2, "stop": 1, "remove": 1}
 MORE_LOOKS = 1.4
 """An end that is heard of before the removal is looked at as well: the busier the machine, the
 oftener."""
-MOST_FILES = 3
-"""Of one create with its delete: the record of the kernel, which is then renamed, the empty file of
-the next one, and the line about the removal; without fsync, as the engine holds the truth."""
+MOST_FILES = 2
+"""Of one create with its delete: the record of the kernel, which is then renamed, and the line
+about the removal; without fsync, as the engine holds the truth."""
 MOST_OTHER_FILES = 5
 """Of the node itself, meanwhile."""
 MOST_LOOKS = 3

@@ -52,21 +52,21 @@ def remembering(dealing: Dealing = CROSSED) -> FakeMemory:
     return memory
 
 
-def test_dealing_decides_the_partition_and_is_remembered() -> None:
+async def test_dealing_decides_the_partition_and_is_remembered() -> None:
     rig = node(listing())
     assert dealt(rig) == ["02", "13"]
     assert rig.memory.dealings == {"cuda": CROSSED}
     assert rig.devices.warnings == ()
 
 
-def test_dealing_may_leave_devices_out() -> None:
+async def test_dealing_may_leave_devices_out() -> None:
     rig = node(listing(Dealing.of({"a": GPUS[:1], "b": GPUS[3:]}, GPUS)))
     assert dealt(rig) == ["0", "3"]
     assert rig.devices.split.unassigned == {"cuda": ("cuda1", "cuda2")}
     assert "cuda1, cuda2 are assigned to no agent" in rig.devices.warnings
 
 
-def test_dealing_with_a_reason_is_a_warning() -> None:
+async def test_dealing_with_a_reason_is_a_warning() -> None:
     rig = node(listing(Dealing.of({"a": GPUS[:3], "b": GPUS[3:]}, GPUS, "three are linked")))
     assert dealt(rig) == ["012", "3"]
     assert rig.devices.warnings == (
@@ -74,27 +74,27 @@ def test_dealing_with_a_reason_is_a_warning() -> None:
     )
 
 
-def test_devices_are_dealt_by_id_if_no_plugin_deals() -> None:
+async def test_devices_are_dealt_by_id_if_no_plugin_deals() -> None:
     rig = node(listing(None))
     assert dealt(rig) == ["01", "23"]
     assert rig.devices.warnings == (NO_PLUGIN,)
 
 
 @pytest.mark.parametrize("order", [SplitOrder.ID, SplitOrder.NUMA])
-def test_dealing_is_not_used_and_kept_in_another_order(order: SplitOrder) -> None:
+async def test_dealing_is_not_used_and_kept_in_another_order(order: SplitOrder) -> None:
     memory = remembering()
     rig = node(listing(None), memory=memory, order=order)
     assert dealt(rig) == ["01", "23"]
     assert memory.dealings == {"cuda": CROSSED}
 
 
-def test_dealing_of_a_plugin_that_deals_no_more_is_forgotten() -> None:
+async def test_dealing_of_a_plugin_that_deals_no_more_is_forgotten() -> None:
     memory = remembering()
     assert dealt(node(listing(None), memory=memory)) == ["01", "23"]
     assert memory.dealings == {}
 
 
-def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
+async def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
     rig = node(memory=remembering(), pending=["cuda"])
     assert dealt(rig) == ["02", "13"]
     assert all(device.gone for device in rig.devices.inventory.by_name["cuda"])
@@ -108,7 +108,7 @@ def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
     [(remembering(Dealing({}, {})), "ab"), (remembering(), "abc")],
     ids=["of other devices", "to other agents"],
 )
-def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None:
+async def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None:
     rig = node(memory=memory, agents=agents, pending=["cuda"])
     assert set(dealt(rig)) == {""}
     assert NOT_READY in rig.devices.warnings
@@ -120,13 +120,13 @@ def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None
     assert memory.dealings == {"cuda": new}
 
 
-def test_missing_device_keeps_its_agent() -> None:
+async def test_missing_device_keeps_its_agent() -> None:
     rig = node(listing(devices=GPUS[1:]), memory=remembering())
     assert dealt(rig) == ["02", "13"]
     assert rig.devices.find("cuda", "cuda0").gone
 
 
-def test_device_that_appears_belongs_to_nobody_before_a_restart() -> None:
+async def test_device_that_appears_belongs_to_nobody_before_a_restart() -> None:
     rig = node(listing())
     fifth = replace(GPUS[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
     rig.plugins.ready = [listing(devices=(*GPUS, fifth))]

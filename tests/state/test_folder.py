@@ -75,22 +75,25 @@ def test_claims_that_cannot_be_listed_are_not_none(state, monkeypatch) -> None:
     def failing(_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "scandir", failing)
+    monkeypatch.setattr(Path, "iterdir", failing)
     with pytest.raises(StateUnavailable, match="Input/output"):
         state.load_claims()
 
 
-@pytest.mark.parametrize("listed", ["iterdir", "scandir"])
+@pytest.mark.parametrize("name", ["intents", "records", "ended", "claims"])
 def test_records_that_cannot_be_listed_refuse_a_start(
-    state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+    state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     state.save_phase("k1", Phase.HELD, lambda: "{}")
     state.close()
+    listed = Path.iterdir
 
-    def failing(path: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+    def failing(path: Path) -> Iterator[Path]:
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listed(path)
 
-    monkeypatch.setattr(*((Path, listed) if listed == "iterdir" else (os, listed)), failing)
+    monkeypatch.setattr(Path, "iterdir", failing)
     with pytest.raises(StartRefused, match="cannot be read: Stale file handle"):
         StateFolder(state.folder, "n").open(tmp_path / "locks")
 

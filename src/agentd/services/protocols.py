@@ -353,10 +353,6 @@ class StateStore(Protocol):
         """
         ...
 
-    def prepare_intent(self) -> None:
-        """Prepare the next `save_intent`, so that it takes less time."""
-        ...
-
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         """Save the phase of a kernel; `text` is called only if there is no record yet.
 

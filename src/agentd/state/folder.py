@@ -5,7 +5,6 @@
     devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
     engines.json            the engines that are ready in this boot
     intents/ID.json         the record of a kernel whose create is in progress
-    intents/.next.new       the empty file of the next one
     records/ID.json         the record of a live kernel
     ended/ID.json           the record of a kernel that has ended and is not removed yet
     claims/ID.json          the record of a claim
@@ -13,7 +12,8 @@
     units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
     docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
 
-Files are replaced atomically, and only their owner can read them. An unreadable file is set aside
+Files are replaced atomically, from a file `.NAME.new` beside them, and only their owner can read
+them. An unreadable file is set aside
 and reported. Of a file written by a newer agentd, the known members are read and a copy is kept. A
 folder that is not writable (read-only, full) does not stop the service: only changes that must be
 saved beforehand are refused.
@@ -61,7 +61,6 @@ class StateFolder:
         self._node_id = node_id
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self._claims = folder / "claims"
-        self._paths = {phase: str(path) for phase, path in self._folders.items()}
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
@@ -102,10 +101,10 @@ class StateFolder:
         except OSError as error:  # holders that are unknown must not be forgotten
             raise StartRefused(f"{error.filename} cannot be read: {error.strerror}") from None
         booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        for claim_id, file in claims:
+        for claim_id, path in claims.items():
             with suppress(OSError):
-                if _was_lost(file, booted_at):
-                    os.unlink(file)
+                if _was_lost(path, booted_at):
+                    path.unlink()
                     log.info("claim.record_lost", claim_id=claim_id)
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in kernels.items()}
 
@@ -212,14 +211,9 @@ class StateFolder:
         if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
-                    os.unlink(self._path(kernel_id, phase))
+                    self._path(kernel_id, phase).unlink()
         self._phases[kernel_id] = Phase.INTENT
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
-
-    def prepare_intent(self) -> None:
-        """Create the file of the next intent; creating it takes longer than writing it."""
-        with suppress(OSError):
-            os.close(os.open(_beside(self._path("next", Phase.INTENT)), _NEW, _LASTING))
 
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         before = self._phases.get(kernel_id)
@@ -236,7 +230,7 @@ class StateFolder:
             if before is None:
                 raise FileNotFoundError
             hit("record.before_move")
-            os.rename(self._path(kernel_id, before), path)
+            self._path(kernel_id, before).rename(path)
             hit("record.after_move")
         except FileNotFoundError:
             self._write(path, text().encode(), "record")
@@ -252,20 +246,14 @@ class StateFolder:
     def load_claims(self) -> dict[str, str]:
         with _reading():
             found = self._saved_claims()
-        return {claim_id: _text(Path(file)) for claim_id, file in found if is_name(claim_id)}
+        return {claim_id: _text(path) for claim_id, path in found.items() if is_name(claim_id)}
 
-    def _saved_claims(self) -> list[tuple[str, os.DirEntry[str]]]:
-        """Return the file of each claim's record, by id."""
-        try:
-            with os.scandir(self._claims) as entries:
-                found = {entry.name: entry for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):  # reported where a record is written
-            return []
-        return [
-            (name.removesuffix(".json"), found[name])
-            for name in sorted(found)
-            if name.endswith(".json") and not name.startswith(".")
-        ]
+    def _saved_claims(self) -> dict[str, Path]:
+        """Return the path of each claim's record."""
+        with suppress(FileNotFoundError, NotADirectoryError):  # reported where one is written
+            paths = sorted(self._claims.iterdir())
+            return {p.stem: p for p in paths if p.suffix == ".json" and not p.name.startswith(".")}
+        return {}
 
     def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
         path = self._claim_path(claim_id)
@@ -275,26 +263,24 @@ class StateFolder:
         except StateUnavailable:
             if is_lasting:  # written once; it may be in its place, and only its name not lasting
                 with suppress(OSError):
-                    os.unlink(path)
+                    path.unlink()
             raise
 
     def drop_claim(self, claim_id: str) -> None:
         path = self._claim_path(claim_id)
         try:
             hit("claim.before_drop")
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
             hit("claim.after_drop")
         except OSError as error:
             raise StateUnavailable(f"{path} cannot be removed: {error.strerror}") from error
 
-    def _claim_path(self, claim_id: str) -> str:
-        return f"{self._claims}/{checked(claim_id)}.json"
+    def _claim_path(self, claim_id: str) -> Path:
+        return self._claims / f"{checked(claim_id)}.json"
 
     def _unlink(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
-        with suppress(FileNotFoundError):
-            os.unlink(self._path(kernel_id, phase))
+        self._path(kernel_id, phase).unlink(missing_ok=True)
         hit("record.after_drop")
 
     def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
@@ -316,8 +302,8 @@ class StateFolder:
             del self._behind[kernel_id]
             self._try(kernel_id, step)
 
-    def _path(self, kernel_id: str, phase: Phase) -> str:
-        return f"{self._paths[phase]}/{checked(kernel_id)}.json"
+    def _path(self, kernel_id: str, phase: Phase) -> Path:
+        return self._folders[phase] / f"{checked(kernel_id)}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
@@ -351,12 +337,12 @@ class StateFolder:
             path.rename(path.with_name(f"{path.name}.unreadable"))
 
     def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
-        path = f"{self.folder}/{what}.json"
+        path = self.folder / f"{what}.json"
         self._write(path, msgspec.json.encode(content), what, is_lasting=True)
 
     def _write(
         self,
-        path: str,
+        path: Path,
         content: bytes,
         what: str,
         *,
@@ -368,19 +354,23 @@ class StateFolder:
         Raises:
             StateUnavailable: the file cannot be written.
         """
-        folder, temporary = path.rpartition("/")[0], _beside(path)
+        temporary = path.with_name(f".{path.name}.new")
         try:
-            _fill(temporary, content, self._make, is_lasting=is_lasting, mode=mode)
+            try:
+                _fill(temporary, content, is_lasting=is_lasting, mode=mode)
+            except FileNotFoundError:  # the folder was removed
+                self._make()
+                _fill(temporary, content, is_lasting=is_lasting, mode=mode)
             hit(f"{what}.before_replace")
-            os.replace(temporary, path)
+            temporary.replace(path)
             if is_lasting:
-                _flush(folder)
+                _flush(path.parent)
             hit(f"{what}.after_replace")
-            self._complaints.pop(folder, None)
+            self._complaints.pop(str(path.parent), None)
         except OSError as error:
-            self._complain(folder, f"cannot be written: {error.strerror}")
+            self._complain(path.parent, f"cannot be written: {error.strerror}")
             with suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
             raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
 
 
@@ -397,9 +387,6 @@ class ReadOnlyState(StateFolder):
         del path, copy
 
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
 @contextmanager
 def _reading() -> Iterator[None]:
     """Raise `StateUnavailable` if a folder cannot be listed: records in it are not gone."""
@@ -409,44 +396,25 @@ def _reading() -> Iterator[None]:
         raise StateUnavailable(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _beside(path: str) -> str:
-    """Return the file that is written before it replaces another; one at a time in a folder."""
-    return f"{path.rpartition('/')[0]}/.next.new"
-
-
-def _was_lost(file: os.DirEntry[str], booted_at: float) -> bool:
+def _was_lost(path: Path, booted_at: float) -> bool:
     """Return whether a loss of power emptied the record of a claim that a reboot ends.
 
     A lasting one is never emptied by that, and one of this boot by nothing that agentd does: those
     are kept.
     """
-    found = file.stat(follow_symlinks=False)
+    found = path.lstat()
     is_of_earlier_boot = stat.S_IMODE(found.st_mode) == _UNTIL_REBOOT and found.st_mtime < booted_at
-    return is_of_earlier_boot and not Path(file).read_bytes().strip(b"\0")
+    return is_of_earlier_boot and not path.read_bytes().strip(b"\0")
 
 
-def _fill(
-    path: str, content: bytes, make: Callable[[], None], *, is_lasting: bool, mode: int
-) -> None:
-    """Write a new private file, creating its folders again if they were removed.
-
-    A file that is there and empty is not truncated: ext4 would write it to the disk when it is
-    closed (mount option auto_da_alloc in ext4(5)).
-    """
-    try:
-        descriptor = os.open(path, _NEW, mode)
-    except FileNotFoundError:
-        make()
-        descriptor = os.open(path, _NEW, mode)
-    try:
-        if os.fstat(descriptor).st_size:
-            os.ftruncate(descriptor, 0)
-        while content:
-            content = content[os.write(descriptor, content) :]
+def _fill(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
+    """Write a new private file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "wb") as file:
+        file.write(content)
         if is_lasting:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
@@ -465,7 +433,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _flush(folder: str) -> None:
+def _flush(folder: Path) -> None:
     """Make a folder's names survive a power failure; fsync(2) of a file does not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -34,7 +34,6 @@ async def test_kernel_that_ends_within_its_create_is_logged_once(watched: Rig) -
 
 async def test_kernel_that_ends_later_is_logged_once(watched: Rig) -> None:
     await watched.create()
-    await asyncio.sleep(0)  # the turn in which its create is logged
     with capture_logs() as logged:
         watched.runtime.end("k1", 3)
         await settled(watched, "k1", "terminated")

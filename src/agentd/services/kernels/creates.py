@@ -8,7 +8,7 @@ intent stays on disk, and the reconciler resolves it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 import structlog
@@ -42,8 +42,8 @@ class Creates:
         self._state = state
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[Kernel]] = {}
-        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
-        self._has_given_up = False
+        self._given_up = asyncio.get_running_loop().create_future()
+        """Done once a stop waits for creates no longer."""
 
     def __contains__(self, kernel_id: str) -> bool:
         return kernel_id in self._tasks
@@ -57,36 +57,14 @@ class Creates:
         if self._is_draining:
             raise Draining("the daemon is stopping")
 
-    def begin(self, kernel_id: str, create: Callable[[], Coroutine[Any, Any, Kernel]]) -> None:
+    def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
         """Run a create, independently of its caller."""
-        task = asyncio.create_task(self._run(kernel_id, create))
+        task = asyncio.create_task(create)
         self._tasks[kernel_id] = task
-        task.add_done_callback(lambda done: self._done(kernel_id, done))
+        task.add_done_callback(lambda done: self._ended(kernel_id, done))
 
-    async def _run(
-        self, kernel_id: str, create: Callable[[], Coroutine[Any, Any, Kernel]]
-    ) -> Kernel:
-        """Run a create; those who wait for it run in the turn after its last step."""
-        try:
-            return await create()
-        finally:
-            self._ended(kernel_id)
-
-    def _done(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
-        """Note the end of a create, after those who waited for it."""
-        if self._tasks.get(kernel_id) is task:  # cancelled before its first step
-            self._ended(kernel_id)
-        # A caller may have left: asking for the error marks it as retrieved.
-        if not task.cancelled() and task.exception() is None:
-            log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
-
-    def _wake(self, kernel_id: str) -> None:
-        for waiter in self._waiters.pop(kernel_id, ()):
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def outcome(self, kernel_id: str) -> Kernel:
-        """Wait for a create.
+    async def wait(self, kernel_id: str) -> Kernel:
+        """Wait for a create; a caller that leaves does not stop it.
 
         Raises:
             OutcomeUnknown: the daemon stops without waiting for it.
@@ -94,10 +72,7 @@ class Creates:
             KernelConflict: a delete cancelled it.
         """
         task = self._tasks[kernel_id]
-        if not task.done() and not self._has_given_up:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(kernel_id, []).append(waiter)
-            await waiter
+        await asyncio.wait({task, self._given_up}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise OutcomeUnknown(f"the daemon stopped during the create; {kernel_id} may exist")
         if not task.cancelled():
@@ -128,20 +103,22 @@ class Creates:
             reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
-    def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> BaseException:
+    def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
         self._leave_unsettled(kernel_id, keep=keep)
-        is_known = isinstance(error, (OutcomeUnknown, asyncio.CancelledError))
-        cause = None if is_known else error
         reason = _published(error) or type(error).__name__
-        log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=cause)
-        if is_known:
+        if isinstance(error, OutcomeUnknown):
+            log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
             return error
+        log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=error)
         return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
 
-    def _ended(self, kernel_id: str) -> None:
+    def _ended(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
+        """Note the end of a create, before those who wait for it."""
         del self._tasks[kernel_id]
-        self._wake(kernel_id)
+        # A caller may have left: asking for the error marks it as retrieved.
+        if not task.cancelled() and task.exception() is None:
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
         if kernel_id in self._state.unsettled:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
@@ -171,9 +148,7 @@ class Creates:
                 tasks[kernel_id].cancel()
         if tasks:
             await asyncio.wait(tasks.values(), timeout=deadline.left_s())
-        self._has_given_up = True
-        for kernel_id in list(self._waiters):
-            self._wake(kernel_id)
+        self._given_up.set_result(None)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
         return Drained([k for k in early if k not in unresolved], unresolved)
 

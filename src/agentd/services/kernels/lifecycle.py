@@ -7,9 +7,7 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -99,18 +97,13 @@ class KernelService:
         decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
-        start = partial(self._start, kernel, spec, keep_failure=not wait)
-        self._creates.begin(spec.kernel_id, start)
-        if not wait:
-            return kernel, True
-        kernel = await self._creates.outcome(spec.kernel_id)
-        asyncio.get_running_loop().call_soon(self._store.prepare_intent)  # once it is answered
-        return kernel, True
+        self._creates.begin(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
+        return await self._creates.wait(spec.kernel_id) if wait else kernel, True
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return an existing kernel, or wait for its create in progress."""
         if known.kernel_id in self._creates:
-            return await self._creates.outcome(known.kernel_id) if wait else known
+            return await self._creates.wait(known.kernel_id) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
                 f"an earlier create of {known.kernel_id} is unresolved; retry later"
