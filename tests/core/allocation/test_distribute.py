@@ -60,6 +60,8 @@ def shares(*amounts: float) -> list[int]:
         (evenly_shares, [100] * 8, 600, [100] * 6 + [0, 0]),
         (fill, [100] * 8, 600, [100] * 6 + [0, 0]),
         (evenly_shares, [50, 20, 30], 20, [0, 20, 0]),
+        # no number of rooms holds equal parts: a full one leaves its part to the others
+        (evenly_shares, [20, 50, 50], 110, [20, 45, 45]),
     ],
 )
 def test_the_table_of_the_design(rule, rooms, amount, parts) -> None:
@@ -76,52 +78,28 @@ def test_parts_fit_their_rooms_and_add_up(rooms: list[int], data: st.DataObject)
             assert all(0 <= part <= room for part, room in zip(parts, rooms, strict=True))
 
 
-def _every_way(rooms: list[int], amount: int):
-    """All ways to put `amount` into subsets of rooms, each chosen room getting something."""
-
-    def parts(left: list[int], rest: int):
-        if not left:
-            if not rest:
-                yield []
-            return
-        for part in range(1, min(left[0], rest) + 1):
-            for others in parts(left[1:], rest - part):
-                yield [part, *others]
-
-    for count in range(1, len(rooms) + 1):
-        for subset in combinations(range(len(rooms)), count):
-            for way in parts([rooms[i] for i in subset], amount):
-                yield subset, way
-
-
-def _score(rooms: list[int], subset, parts) -> tuple[int, int, int]:
-    spread = max(parts) - min(parts)
-    return (0 if spread <= 1 else spread, len(parts), sum(rooms[i] for i in subset))
-
-
 @given(ROOMS, st.data())
-def test_evenly_for_shares_matches_an_exhaustive_search(rooms, data) -> None:
+def test_evenly_for_shares_gives_equal_parts_or_all_share(rooms, data) -> None:
+    """Compare with every subset of the rooms: the fewest, then the least room in total."""
     amount = data.draw(st.integers(0, sum(rooms)).filter(bool)) if sum(rooms) else None
     if amount is None:
         return
     got = evenly_shares(rooms, amount)
-    chosen = [i for i, part in enumerate(got) if part]
-    if any(room >= amount for room in rooms):
-        assert got.count(amount) == 1
-        assert rooms[chosen[0]] == min(room for room in rooms if room >= amount)
-        return
-    best = min(_score(rooms, subset, parts) for subset, parts in _every_way(rooms, amount))
-    assert _score(rooms, chosen, [got[i] for i in chosen]) == best
+    chosen = [room for room, part in zip(rooms, got, strict=True) if part]
+    subsets = (s for n in range(1, len(rooms) + 1) for s in combinations(rooms, n))
+    equal = [(len(s), sum(s)) for s in subsets if _holds_equal_parts(s, amount)]
+    if equal:
+        parts = [part for part in got if part]
+        assert max(parts) - min(parts) <= 1
+        assert (len(chosen), sum(chosen)) == min(equal)
+    else:
+        assert got == evenly_whole(rooms, amount)
 
 
-@given(st.lists(st.integers(0, 6), min_size=5, max_size=7), st.integers(1, 42))
-def test_evenly_for_shares_holds_with_many_rooms_alike(rooms, amount) -> None:
-    if amount > sum(rooms) or any(room >= amount for room in rooms):
-        return
-    got = evenly_shares(rooms, amount)
-    chosen = [i for i, part in enumerate(got) if part]
-    best = min(_score(rooms, subset, parts) for subset, parts in _every_way(rooms, amount))
-    assert _score(rooms, chosen, [got[i] for i in chosen]) == best
+def _holds_equal_parts(rooms: tuple[int, ...], amount: int) -> bool:
+    part, larger = divmod(amount, len(rooms))
+    parts = [part] * (len(rooms) - larger) + [part + 1] * larger
+    return part > 0 and all(p <= room for p, room in zip(parts, sorted(rooms), strict=True))
 
 
 @given(ROOMS, st.data())

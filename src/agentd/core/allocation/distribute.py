@@ -7,19 +7,6 @@ the cost grows with the sizes of room and not with the devices. Which of several
 alike is meant is the caller's business; the first part of a size goes to its first device.
 Callers have checked that the rooms can hold the amount; `in_equal_parts` says None where
 they cannot.
-
-The most equal parts (shares, strategy evenly) need no search over subsets. Write top(k)
-for the k freest rooms and let every part be the smaller of its room and a level:
-
-1.  For a given number of rooms k, top(k) has the smallest spread: another subset has
-    neither a larger smallest room nor a lower level.
-2.  If some spread is one quantum or none, the parts are a or a + 1 where
-    a = amount // k; any k rooms of at least a, enough of them of at least a + 1, will do,
-    and the smallest such have the least room.
-3.  Otherwise every subset that reaches the best spread has the smallest room m of top(k),
-    and the level m + spread. (With a smaller m the level would be lower too, and even
-    top(k) does not hold the amount at a lower level.) So it differs from top(k) only
-    in rooms of exactly m that stand in for larger ones, as far as the slack allows.
 """
 
 from __future__ import annotations
@@ -94,17 +81,12 @@ def _alike_parts(rooms: Rooms, part: int, one_more: int) -> list[Portion]:
 
 
 def evenly_shares(rooms: Rooms, amount: int) -> list[Portion]:
-    """Give the tightest single room that holds it all, else the most equal parts.
+    """Give equal parts on the fewest rooms that have space for them; else all rooms share.
 
-    Most equal is the smallest difference between the largest and the smallest part, one
-    quantum or less counting as equal; then the fewest rooms; then the least room in total.
+    One room that holds the amount gives it alone.
     """
-    tightest = bisect_left(rooms, (amount, 0))
-    if tightest < len(rooms):
-        return [Portion(rooms[tightest][0], amount, 1)]
-    counts = range(2, sum([count for _, count in rooms]) + 1)
-    chosen = _equal_rooms(rooms, amount, counts) or _most_equal(rooms, amount)
-    return evenly_whole(chosen, amount)
+    counts = range(1, sum([count for _, count in rooms]) + 1)
+    return evenly_whole(_equal_rooms(rooms, amount, counts) or rooms, amount)
 
 
 def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Portion] | None:
@@ -174,67 +156,3 @@ def first_rooms(rooms: Rooms, count: int) -> list[tuple[int, int]]:
         chosen.append((room, min(there, count)))
         count -= chosen[-1][1]
     return chosen
-
-
-def _most_equal(rooms: Rooms, amount: int) -> list[tuple[int, int]]:
-    """Return the rooms of the most equal parts, no equal ones being possible.
-
-    So the level is above the smallest room that is used, for any smallest room.
-    """
-    descending = rooms[::-1]
-    counts = [*accumulate([count for _, count in descending], initial=0)]
-    sums = [*accumulate([room * count for room, count in descending], initial=0)]
-
-    def level(last: int) -> tuple[int, int]:
-        """Return the lowest level if sizes 0 to `last` are used, and what larger ones give."""
-
-        def is_too_low(size: int) -> bool:
-            return descending[size][0] * counts[size] + sums[last + 1] - sums[size] < amount
-
-        cut = bisect_left(range(last + 1), x=True, key=is_too_low)
-        lowest = -(-(amount - sums[last + 1] + sums[cut]) // counts[cut])
-        return lowest, lowest * counts[cut] + sums[last] - sums[cut]
-
-    spread, needed, last = min(
-        (lowest - smallest, counts[last] + max(1, -(-(amount - larger) // smallest)), last)
-        for last, (smallest, _) in enumerate(descending)
-        if sums[last + 1] >= amount
-        for lowest, larger in [level(last)]
-    )
-    smallest, there = descending[last]
-    used = needed - counts[last]
-    slack = level(last)[1] + used * smallest - amount
-    dropped = _replaceable(descending[:last], smallest, spread, slack, there - used)
-    kept = Counter(dict(descending[:last])) - dropped
-    return [(smallest, used + dropped.total()), *sorted(kept.items())]
-
-
-def _replaceable(larger: Rooms, smallest: int, spread: int, slack: int, spare: int) -> Counter[int]:
-    """Return the larger rooms that spare ones of the smallest size can stand in for.
-
-    Frees the most room that the slack pays for. A room above the level costs the whole
-    spread, so the freest of those go first; one below costs what it frees, which leaves a
-    sum to be reached with as few rooms as possible. Slack is less than the number of rooms
-    above the level, or the level would be lower; that bounds the sums.
-    """
-    level = smallest + spread
-    above = [room for room, count in larger if room >= level for _ in range(count)]
-    fewest: dict[int, tuple[int, ...]] = {0: ()}
-    for room, count in larger:
-        cost = room - smallest
-        for _ in range(min(count, slack // cost, spare) if room < level else 0):
-            for total, rooms in sorted(fewest.items(), reverse=True):
-                reached = total + cost
-                known = fewest.get(reached)
-                if reached <= slack and (known is None or len(rooms) + 1 < len(known)):
-                    fewest[reached] = (*rooms, room)
-    best = max(
-        (
-            (*above[:taken], *rooms)
-            for taken in range(min(len(above), spare, slack // spread) + 1)
-            for total, rooms in fewest.items()
-            if total <= slack - taken * spread and len(rooms) <= spare - taken
-        ),
-        key=lambda rooms: sum(rooms) - smallest * len(rooms),
-    )
-    return Counter(best)
