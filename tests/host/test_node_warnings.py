@@ -40,8 +40,6 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         (GPU, False, ("cuda",), ["driver nvidia is not loaded"]),
         ({**GPU, **DRIVER}, False, ("cuda",), []),
         ({**GPU, **DRIVER}, False, ("rocm",), ["but plugin cuda is not"]),
-        ({"run/systemd/system/x": ""}, False, (), ["time synchronization"]),
-        ({"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"}, False, (), []),
     ],
 )  # fmt: skip
 def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path) -> None:
@@ -50,11 +48,3 @@ def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path)
     found = host_warnings(socket, plugins, root)
     assert len(found) == len(said), found
     assert all(part in text for part, text in zip(said, found, strict=True))
-
-
-def test_name_of_a_process_is_any_bytes(tmp_path: Path) -> None:
-    root = machine(tmp_path, **{"run/systemd/system/x": "", "proc/9/comm": "chronyd\n"})
-    for pid, name in (("7", b"\xff\n"), ("8", "grün".encode()[:3] + b"\n")):
-        (root / "proc" / pid).mkdir()
-        (root / "proc" / pid / "comm").write_bytes(name)
-    assert host_warnings(None, (), root) == []

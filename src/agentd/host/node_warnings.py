@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from agentd.host.systemd.availability import is_booted
-from agentd.procfs import read_lines
-
-_NOT_BEFORE = 1_760_000_000
-"""October 2025, in seconds since the epoch; a correct clock shows a later time."""
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY = "0x03"
 """Class of display and 3D controllers in PCI configuration space."""
@@ -27,7 +21,7 @@ def host_warnings(
 
     `plugins` are the loaded entry points.
     """
-    found = [*_clock(root), *_drivers(root, frozenset(plugins))]
+    found = list(_drivers(root, frozenset(plugins)))
     if docker_socket is None:
         return [*_cgroups(root), *found]
     if docker_socket.exists():
@@ -70,19 +64,6 @@ def _cgroups(root: Path) -> Iterator[str]:
             "this host has cgroup v1: the systemd runtime is unavailable, and the kernels of a"
             " service cannot be killed at once"
         )
-
-
-def _clock(root: Path) -> Iterator[str]:
-    if time.time() < _NOT_BEFORE:
-        yield f"the clock is wrong: it shows {time.strftime('%Y-%m-%d', time.gmtime())}"
-    elif is_booted(root) and not (root / "run/systemd/timesync/synchronized").exists():
-        servers = ("chronyd", "ntpd", "systemd-timesyncd")
-        names = []
-        for folder in (root / "proc").glob("[0-9]*"):
-            with suppress(OSError):
-                names += read_lines(folder / "comm")
-        if not any(name.startswith(server[:15]) for name in names for server in servers):
-            yield "no time synchronization on this host (chrony, systemd-timesyncd)"
 
 
 def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
