@@ -31,8 +31,6 @@ from typing_extensions import is_typeddict
 from agentd import log, views
 from agentd.cli.agentctl import exec as agentctl_exec
 from agentd.cli.agentctl.main import agentctl
-from agentd.cli.agentd import hardware_check
-from agentd.cli.agentd.hardware_check import Report
 from agentd.cli.agentd.main import agentd
 from agentd.client import Client
 from agentd.client.calls import Call
@@ -238,7 +236,6 @@ def effects_of(words: Sequence[str]) -> Effects:
         (lifecycle, "Daemon", recorder.daemon("agentd")),
         (fleet_daemon, "GatewayDaemon", recorder.daemon("gateway")),
         (Conformance, "run", recorder.async_recorder("conformance", [])),
-        (hardware_check, "tried", recorder.function("tried", Report("", {}, [], [], []))),
         (sync, "run_sync", recorder.function("sync", 0)),
         (doctor, "checks", recorder.function("doctor", [])),
     ]
@@ -269,8 +266,6 @@ OPTIONS: dict[str, Sequence[str]] = {
     "agentctl token create --gateway": ("--file", "t1"),
     "agentctl token revoke": CONFIG,
     "agentd config migrate --force": ("--output", "a.toml"),
-    "agentd plugin check --image": (*CONFIG, "--hardware"),
-    "agentd plugin check --probe": (*CONFIG, "--hardware"),
 }
 """Options of both runs, by command, or by command and parameter."""
 STATUSES = {
@@ -364,9 +359,3 @@ def test_each_parameter_has_an_effect(path: str) -> None:
             unused.append(name)
     assert unused == []
     assert effects_of(words) == effects(words), "the effects differ from run to run"
-
-
-@pytest.mark.parametrize("option", ["--image", "--probe"])
-def test_option_of_a_hardware_check_is_refused_without_it(option: str) -> None:
-    done = effects_of(("agentd", "plugin", "check", *CONFIG, option, "x", "cuda"))
-    assert (done.status, "--hardware" in done.output, done.calls) == (USAGE, True, [])

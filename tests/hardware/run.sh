@@ -30,7 +30,7 @@ config() {
 wrong() { failed=1; printf '\n**failed**: %s\n' "$1"; }
 section() { printf '\n# %s\n\n' "$1"; }
 checked() { # checked NAME: the whole report of one configuration
-  timeout 120 "$bin/agentd" plugin check cuda --config "$work/$1.toml" --hardware --probe "$probe" ${IMAGE:+--image "$IMAGE"} ||
+  timeout 120 "$bin/python" tests/hardware/hardware_check.py cuda --config "$work/$1.toml" --probe "$probe" ${IMAGE:+--image "$IMAGE"} ||
     wrong "see above"
 }
 

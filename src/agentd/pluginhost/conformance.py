@@ -40,8 +40,6 @@ from agentd.pluginhost.validation import (
 from agentd.services.protocols import PluginListing
 
 _T = TypeVar("_T")
-MEASURES = "it measures"
-"""The check of a plugin that measures its devices."""
 _AGENTS = ("first", "second")
 _ENGINES = (Features("process"), Features("docker", device_requests=True))
 
@@ -69,8 +67,6 @@ class Conformance:
         self._wanted = wanted
         self._timeout_s = pace.call_timeout_s
         self.findings: list[Finding] = []
-        self.files: dict[str, list[str]] = {}
-        """The device files that its devices need, as a kernel of each runtime sees them."""
 
     async def run(self) -> list[Finding]:
         """Run all checks and return the findings."""
@@ -120,10 +116,9 @@ class Conformance:
                 f"it says what its devices need ({features.runtime})",
                 partial(self._edits, process, devices, features),
             )
-            self.files[features.runtime] = [node.container_path for node in edits.device_nodes]
             self._say(f"what they need is there ({features.runtime})", ", ".join(missing(edits)))
         if facts.has_measurements:
-            await self._tried(MEASURES, lambda: self._measure(process, listing))
+            await self._tried("it measures", lambda: self._measure(process, listing))
         if facts.hears_kernels and devices:
             await self._tried("it hears of kernels", lambda: self._tell(process, devices))
         await self._tried("it closes", lambda: process.call("close", timeout_s=CLOSE_TIMEOUT_S))

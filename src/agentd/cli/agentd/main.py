@@ -18,7 +18,6 @@ from msgspec.structs import asdict
 from agentd import __version__, failpoints, stderr
 from agentd.cli.output import (
     CommandError,
-    is_table,
     output_option,
     print_answer,
     printed,
@@ -251,28 +250,13 @@ def plugin() -> None:
 @config_option
 @output_option
 @click.argument("name")
-@click.option("--hardware", is_flag=True, help="Test its devices too, and print a report.")
-@click.option("--image", help="With --hardware: test containers of this image too.")
-@click.option("--probe", default="", help="With --hardware: shell command that detects a device.")
-def check(
-    config_file: str | None,
-    name: str,
-    hardware: bool,
-    image: str | None,
-    probe: str,
-) -> None:
+def check(config_file: str | None, name: str) -> None:
     """Run the conformance suite on a plugin.
 
     NAME is a table of the configuration, or an entry point.
 
-    With --hardware, a separate daemon then gives each device to a real kernel. The probe must exit
-    with 0 in a kernel with a device, and with another status in a kernel without one. If it prints
-    anything, it must print the devices that it detects.
-
     Exit status: 0 all checks passed, 1 a check failed.
     """
-    if (image or probe) and not hardware:
-        raise click.UsageError("--image and --probe need --hardware")
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
@@ -285,16 +269,7 @@ def check(
         wanted = host.wanted(name)
     except LookupError as error:
         raise CommandError(str(error)) from None
-    conformance = Conformance(wanted, assembly.pace_of(loaded.settings))
-    findings = _run(conformance.run(), loaded.source)
-    if hardware:
-        from agentd.cli.agentd.hardware_check import Ways, tried
-
-        report = tried(wanted, loaded, conformance.files, Ways(image, probe), findings)
-        findings = report.findings
-    if hardware and is_table():
-        say(report.text())
-        sys.exit(0 if all(finding.passed for finding in findings) else 1)
+    findings = _run(Conformance(wanted, assembly.pace_of(loaded.settings)).run(), loaded.source)
     rows = [asdict(finding) for finding in findings]
     print_answer(rows, ["check", "passed", "detail"], _finding_row)
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
