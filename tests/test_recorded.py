@@ -25,7 +25,18 @@ NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
 RUNTIMES = ("process", "docker")
 GONE: Mapping[str, frozenset[str]] = {
-    "options": frozenset({"agentctl run --async"}),
+    "options": frozenset(
+        {
+            "agentctl run --async",
+            "agentd config migrate",
+            "agentd config migrate --force",
+            "agentd config migrate --output",
+            "agentd config migrate old",
+            "agentd plugin check --hardware",
+            "agentd plugin check --image",
+            "agentd plugin check --probe",
+        }
+    ),
 }
 """Recorded names that exist no more, by their list."""
 NEW: Mapping[str, frozenset[str]] = {
@@ -41,7 +52,7 @@ NEW: Mapping[str, frozenset[str]] = {
     ),
 }
 """Names that came since, by their list."""
-GONE_MEMBERS: frozenset[str] = frozenset()
+GONE_MEMBERS = frozenset({"/files/intents/.next.new str"})
 """Members of files, labels, views, metrics and values in etcd that exist no more."""
 NEW_MEMBERS = frozenset(
     {

@@ -197,8 +197,6 @@ FILES = {
     "b.toml": f'[rpc]\nsocket = "/b.sock"\n{SIM.format("other")}',
     "fleet-a.toml": '[fleet]\nname = "a"\netcd = ["http://127.0.0.1:1"]\n',
     "fleet-b.toml": '[fleet]\nname = "b"\netcd = ["http://127.0.0.1:1"]\n',
-    "old.toml": "[agent]\n",
-    "older.toml": "[agent]\nx = 1\n",
     "text": "secret\n",
 }
 
@@ -265,14 +263,13 @@ OPTIONS: dict[str, Sequence[str]] = {
     "agentctl token create --role": ("--file", "t1"),
     "agentctl token create --gateway": ("--file", "t1"),
     "agentctl token revoke": CONFIG,
-    "agentd config migrate --force": ("--output", "a.toml"),
 }
 """Options of both runs, by command, or by command and parameter."""
 STATUSES = {
     "agentctl top": 1, "agentctl fleet top": 1, "agentctl wait --timeout": 1,  # they do not end
     "agentctl fleet nodes forget": 1,  # not confirmed
     "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
-    "agentd config init": 1, "agentd config migrate --force": 1,  # the file exists
+    "agentd config init": 1,  # the file exists
     "agentd": 2, "agentd-fleet": 2,  # no subcommand
 }  # fmt: skip
 """Exit statuses without the parameter, where that is not 0."""
@@ -290,8 +287,7 @@ VALUES = {
 """Values of options that are not any text."""
 ARGUMENTS = {
     "agentd plugin check name": ("cuda", "none"), "device": ("cuda0", "cuda1"),
-    "file": ("a.toml", "new.toml"), "old": ("old.toml", "older.toml"),
-    "key": ("node.id", "node.runtime"),
+    "file": ("a.toml", "new.toml"), "key": ("node.id", "node.runtime"),
 }  # fmt: skip
 """Two values of each argument that is not any text."""
 

@@ -178,6 +178,29 @@ def test_invalid_setting_names_key_reason_and_expectation(text, line) -> None:
     assert all(got.startswith("agent.toml: ") for got in lines)
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('[agent]\nid = "a"\n[agent.resource.allocations]\nmem = "8g"\n', "agent"),
+        ('[[agents]]\nid = "a"\n[agents.agent]\nid = "a"\n', "agents.0.agent"),
+        (
+            '[[agents]]\nid = "a"\n[agents.resource.allocations]\ndevices = { "cuda.mem" = 0.5 }\n',
+            "agents.0.resource.allocations",
+        ),
+    ],
+)
+def test_slot_based_file_is_refused_with_the_forms_to_write(text: str, where: str) -> None:
+    (line,) = refusal(text)
+    assert line.startswith(f"agent.toml: {where}: belongs to an older form, which divides slots;")
+    assert "`devices`" in line
+    assert "`limits`" in line
+    assert "docs/explanation/slots-and-devices.md" in line
+
+
+def test_key_named_as_an_older_table_is_unknown() -> None:
+    assert "agents.0.agent: unknown key" in refusal('[[agents]]\nid = "a"\nagent = 1\n')[0]
+
+
 def test_every_error_is_reported_at_once() -> None:
     assert len(refusal('[node]\nruntime = 1\nid = "/"\n[rpc]\nsock = 1\n[host]\ncpus = "x"')) == 4
 

@@ -22,6 +22,13 @@ from agentd.tomlfile.section import AgentId, Section
 
 _R = TypeVar("_R")
 
+OLDER_FORM = (
+    "belongs to an older form, which divides slots; assign whole devices with `devices` in manual"
+    " mode, amounts with `limits` in shared mode: docs/explanation/slots-and-devices.md has both"
+    " forms"
+)
+"""Why the tables of the slot-based form are refused (BEP-1044, "Before" and "After")."""
+
 
 class AgentResources(Section):
     """[agents.resource]: the devices of one agent (manual mode) or its limits (shared mode)."""
@@ -55,6 +62,8 @@ class AgentResources(Section):
     @classmethod
     def explain_unknown(cls, key: str, value: object) -> str | None:
         """Return how to assign devices instead, None if `value` assigns nothing."""
+        if key == "allocations":
+            return OLDER_FORM
         if line := _devices_line(key, value):
             return line
         if isinstance(value, (list, str, int)):
@@ -121,6 +130,11 @@ class AgentSettings(Section):
         description="User of its process kernels. Default: runtime.process.user.",
     )
     resource: AgentResources | None = None
+
+    @classmethod
+    def explain_unknown(cls, key: str, value: object) -> str | None:
+        """Return the reason for a table of the older form."""
+        return OLDER_FORM if key == "agent" and isinstance(value, Mapping) else None
 
     def to_rule(self) -> AgentRule:
         """Return this entry as a rule for the partition."""

@@ -112,11 +112,6 @@ def examine_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Ex
     """
     source = source_of(path)
     settings, problems, left_out, raw, values = parse(Settings, text, source, environ, ENV_PREFIX)
-    if problems:
-        from agentd.config.migration import explanations  # noqa: PLC0415 - for refusals alone
-
-        older = explanations(raw)
-        problems = [Problem(p.where, older.get(p.where, p.why)) for p in problems]
     given = settings.plugins.model_extra if settings is not None else values.get("plugins", {})
     extras = dict(_further_keys(given))
     wrong = {key: [*table_problems(key, value)] for key, value in extras.items()}

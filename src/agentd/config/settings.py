@@ -231,6 +231,11 @@ class Settings(BaseSettings):
             raise ValueError(f"duplicate id {', '.join(twice)}; agent ids must be unique")
         return value
 
+    @classmethod
+    def explain_unknown(cls, key: str, value: object) -> str | None:
+        """Return the reason for a table of the older form."""
+        return AgentSettings.explain_unknown(key, value)
+
     def unknown_agents(self) -> Iterator[Problem]:
         """Yield problems of tokens and sockets for agents without an [[agents]] table."""
         known = {agent.id for agent in self.agents} or {DEFAULT_AGENT}

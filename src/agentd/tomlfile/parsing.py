@@ -29,7 +29,6 @@ from agentd.tomlfile.key_paths import (
 )
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 from agentd.tomlfile.salvage import salvage
-from agentd.tomlfile.section import Section
 
 _S = TypeVar("_S", bound=BaseSettings)
 
@@ -146,8 +145,9 @@ def _shown(value: object) -> str:
 
 def _unknown_key(path: KeyPath, value: object, parent: type[BaseModel]) -> str:
     key = path.shown[-1]
-    if issubclass(parent, Section) and (explained := parent.explain_unknown(key, value)):
-        return explained
+    explain = getattr(parent, "explain_unknown", None)
+    if explain is not None and (explained := explain(key, value)):
+        return str(explained)
     known = [name.replace("_", "-") for name in parent.model_fields]
     hint = did_you_mean(key.replace("_", "-"), known)
     return f"unknown key; {hint}allowed: {', '.join(known)}"

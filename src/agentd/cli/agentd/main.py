@@ -349,36 +349,6 @@ def schema(is_path: bool) -> None:
     say(str(PACKAGED) if is_path else schema_text(settings_schemas(installed())).rstrip())
 
 
-@config.command()
-@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), help="File to write. Default: print.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-def migrate(old: Path, output: Path | None, force: bool) -> None:
-    """Migrate an older configuration.
-
-    OLD is the slot-based configuration of an older agent. A comment explains each setting that has
-    no equivalent.
-    """
-    from agentd.config.document import write_file
-    from agentd.config.loading import load_text
-    from agentd.config.migration import migrated
-
-    try:
-        text = migrated(read_regular(old).text, old)
-        load_text(text, None, {})
-        if output is None:
-            say(text, nl=False)
-        elif output.exists() and not force:
-            raise CommandError(f"{output} exists", ["replace it with --force"])
-        else:
-            write_file(output, text)
-    except (OSError, UnusableFile) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"{old} to {output or 'standard output'}: {why}") from None
-    except ConfigRefused as error:
-        _refused(error)
-
-
 @config.command("set")
 @config_option
 @click.argument("key")
