@@ -3,14 +3,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from multidict import MultiDict
 
 from agentd.core.kernel.options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
 from agentd.errors import MOST_PROBLEMS, InvalidRequest
 from agentd.http.bodies import read_body
 from agentd.http.problems import problem_content
-from agentd.rpc.log_query import read_log_query
+from agentd.http.queries import read_query
+from agentd.rpc.queries import LogsQuery
 from agentd.rpc.requests import CreateKernelRequest
-from agentd.services.protocols import LogStream
+from agentd.services.protocols import LogQuery, LogStream
 
 
 def spec(body: bytes):
@@ -49,6 +51,10 @@ def test_options_are_read() -> None:
     assert one.spec_hash == other.spec_hash
 
 
+def log_query(**parameters: str) -> LogQuery:
+    return read_query(LogsQuery, MultiDict(parameters)).to_log_query()
+
+
 @pytest.mark.parametrize(
     ("since", "expected"),
     [
@@ -63,19 +69,24 @@ def test_options_are_read() -> None:
     ],
 )
 def test_since_is_parsed(since: str, expected: int) -> None:
-    assert read_log_query({"since": since}).since_ns == expected
+    assert log_query(since=since).since_ns == expected
 
 
 @pytest.mark.parametrize("since", ["later", "-1", "1e9", "2023-13-14T22:13:20Z", "17:00", "", "5Z"])
 def test_invalid_since_is_refused(since: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read_log_query({"since": since})
+        log_query(since=since)
     assert caught.value.problems[0].where == "since"
 
 
 def test_stream_is_parsed() -> None:
-    assert read_log_query({}).streams == frozenset(LogStream)
-    assert read_log_query({"stream": "stderr"}).streams == {LogStream.STDERR}
+    assert log_query().streams == log_query(stream="both").streams == frozenset(LogStream)
+    assert log_query(stream="stderr").streams == {LogStream.STDERR}
+
+
+def test_tail_is_parsed() -> None:
+    assert log_query().tail is log_query(tail="all").tail is None
+    assert (log_query(tail="0").tail, log_query(tail="7").tail) == (0, 7)
 
 
 @pytest.mark.parametrize("member", [b'"slots": {"x\\ud800": 1}', b'"devices": {"x\\ud800": ["a"]}'])

@@ -100,10 +100,11 @@ def test_gateway_document_has_the_proxied_paths() -> None:
 @pytest.mark.parametrize("routes", BOTH)
 def test_document_has_booleans_for_flags(routes: Sequence[Route]) -> None:
     flags = {
-        parameter.name: parameter.schema["type"]
-        for route in routes
-        for parameter in route.takes
-        if parameter.name in ("dry_run", "follow", "timestamps", "check")
+        parameter["name"]: parameter["schema"]["type"]
+        for calls in document("x", routes)["paths"].values()
+        for call in calls.values()
+        for parameter in call["parameters"]
+        if parameter["name"] in ("dry_run", "follow", "timestamps", "check")
     }
     assert {"dry_run", "follow", "timestamps"} <= flags.keys()
     assert set(flags.values()) == {"boolean"}

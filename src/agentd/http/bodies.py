@@ -54,14 +54,17 @@ _SHOWN = 80
 """Maximum characters that a problem quotes of an invalid value."""
 
 
-_NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM, _ID = (
+_NO_NUL, _PATH, _NO_EQUALS, _TMPFS, _PLATFORM = (
     r"^[^\x00]*$",
     r"^/[^\x00]*$",
     r"^[^=\x00]+$",
     r"^/[^\x00,]*$",
     r"^[a-z0-9_]+/[a-z0-9_]+(/[a-z0-9_]+)?$",
-    f"^{KERNEL_ID}$",
 )
+ID = f"^{KERNEL_ID}$"
+LABEL = r"^[^=]+=[\s\S]*$"
+AFTER = rf"^([0-9]{{1,18}}~)?{KERNEL_ID}$"
+"""The pattern of the parameter `after`: an id, or the cursor of `Link`."""
 
 
 _WORDS = {
@@ -70,7 +73,9 @@ _WORDS = {
     _NO_EQUALS: "expected the name of a variable, without =",
     _TMPFS: "expected a path that begins with /, without commas",
     _PLATFORM: "expected OS/ARCHITECTURE, such as linux/amd64",
-    _ID: "expected a name: at most 63 of A-Z a-z 0-9 _ . -, with a letter or digit first",
+    ID: "expected a name: at most 63 of A-Z a-z 0-9 _ . -, with a letter or digit first",
+    LABEL: "expected KEY=VALUE",
+    AFTER: "expected a listed id, or `after` of the header Link",
 }
 """The expectation that each pattern stands for."""
 
@@ -85,6 +90,9 @@ _EXPECTED = {
     "model_type": "expected an object",
     "model_attributes_type": "expected an object",
     "missing": "is missing",
+    "int_parsing": "expected a whole number",
+    "float_parsing": "expected a number",
+    "bool_parsing": "expected true or false",
 }
 """The expectation by pydantic error type."""
 _SHAPES = frozenset({*_EXPECTED, "extra_forbidden"})
@@ -192,7 +200,7 @@ def read_body(
             item["type"] for item in error.errors()
         ):
             before_values(content)
-        raise InvalidRequest(_problems(model, error)) from None
+        raise InvalidRequest(problems_of(model, error)) from None
 
 
 class _Counted:
@@ -223,7 +231,8 @@ class _Counted:
         return members
 
 
-def _problems(model: type[Body], error: ValidationError) -> Iterator[Problem]:
+def problems_of(model: type[BaseModel], error: ValidationError) -> Iterator[Problem]:
+    """Yield what is invalid in a body or query, in words of our own."""
     for item in error.errors(include_url=False):
         message = _EXPECTED.get(item["type"], item["msg"])
         if item["type"] == "string_pattern_mismatch":
@@ -232,7 +241,7 @@ def _problems(model: type[Body], error: ValidationError) -> Iterator[Problem]:
 
 
 def _problem(
-    model: type[Body], place: tuple[int | str, ...], kind: str, message: str, given: object
+    model: type[BaseModel], place: tuple[int | str, ...], kind: str, message: str, given: object
 ) -> Problem:
     where = ".".join(str(part) for part in place if part != "[key]")
     if kind == "extra_forbidden":

@@ -15,11 +15,11 @@ import structlog
 from aiohttp import web
 
 from agentd.core.access import Caller
-from agentd.errors import AgentdError, InvalidRequest, Problem, Unavailable
+from agentd.errors import AgentdError, Unavailable
 from agentd.http.callers import NODE, Callers, note_caller
 from agentd.http.path_names import require_names
 from agentd.http.problems import HTTP_CODES, MEMBERS, problem
-from agentd.http.queries import body_of, is_true
+from agentd.http.queries import Query, body_of, note_query, read_query
 from agentd.http.route import OPEN_PATHS, Route
 from agentd.http.site import Site
 from agentd.http.static import Pages, is_foreign
@@ -75,8 +75,9 @@ class Gate:
             return await handler(request)
         note_caller(request, caller)
         require_names(request.match_info)
-        _refuse_unknown_query(request, route)
-        if not route.is_audited or is_true(request.query, "dry_run"):
+        query = Query() if route.passes else read_query(route.query, request.query)
+        note_query(request, query)
+        if not route.is_audited or getattr(query, "dry_run", False):
             self._site.require(request, caller, route.right)
             return await handler(request)
         with self._site.auditor(request, route.action) as auditor:
@@ -130,26 +131,3 @@ def refusal(request: web.Request, error: Exception) -> web.Response:
         return problem(code, detail, None, allow)
     log.error("request.failed", method=request.method, path=request.path, exc_info=error)
     return problem("Internal", f"{type(error).__name__}; the log has more")
-
-
-def _refuse_unknown_query(request: web.Request, route: Route) -> None:
-    """Refuse query parameters that are unknown, or repeated where only one is allowed.
-
-    Raises:
-        InvalidRequest: lists all of them.
-    """
-    if not request.query_string or route.passes:
-        return
-    given = [name for name, _ in request.query.items()]
-    allowed = ", ".join(route.parameters) or "none"
-    problems = [
-        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
-        for name in sorted(set(given) - route.parameters.keys())
-    ]
-    problems += [
-        Problem(name, "given more than once")
-        for name, parameter in route.parameters.items()
-        if given.count(name) > 1 and not parameter.is_repeatable
-    ]
-    if problems:
-        raise InvalidRequest(problems)

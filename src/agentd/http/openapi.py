@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from agentd import __version__
 from agentd.http.path_names import schema_of
-from agentd.http.route import SWITCHED, Media, Parameter, Route
+from agentd.http.queries import parameter_schemas
+from agentd.http.route import SWITCHED, Media, Route
 from agentd.views import (
     ProblemView,
 )
@@ -40,8 +41,12 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         "operationId": route.operation_id,
         "summary": (route.handler.__doc__ or "").strip(),
         "parameters": [
-            *(_shown(Parameter(name, schema_of(name), "", place="path")) for name in names),
-            *(_shown(parameter) for parameter in route.takes),
+            *(_parameter("path", name, schema_of(name)) for name in names),
+            *(
+                _parameter("query", name, schema)
+                for name, schema in parameter_schemas(route.query).items()
+            ),
+            *(_parameter("header", h.name, h.schema, h.description) for h in route.headers),
         ],
         "responses": {
             str(status): _response(status, model, schemas, "application/json")
@@ -60,15 +65,13 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     return operation
 
 
-def _shown(parameter: Parameter) -> dict[str, Any]:
-    schema = parameter.schema
-    shown: dict[str, Any] = {
-        "name": parameter.name,
-        "in": parameter.place,
-        "required": parameter.place == "path",
-        "schema": {"type": "array", "items": schema} if parameter.is_repeatable else schema,
-    }
-    return shown | ({"description": parameter.description} if parameter.description else {})
+def _parameter(
+    place: str, name: str, schema: Mapping[str, Any], description: str = ""
+) -> dict[str, Any]:
+    schema = dict(schema)
+    description = schema.pop("description", description)
+    parameter = {"name": name, "in": place, "required": place == "path", "schema": schema}
+    return parameter | ({"description": description} if description else {})
 
 
 _DESCRIPTIONS = {

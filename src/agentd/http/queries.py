@@ -1,20 +1,117 @@
-"""Query parameters and headers, parsed and validated."""
+"""Query parameters as pydantic models, and what else a handler reads of a request.
+
+The OpenAPI document is generated from these models, so it matches the validation.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, get_origin
 
 from aiohttp import web
 from multidict import MultiMapping
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 
 from agentd.errors import InvalidRequest, Problem, RequestTimeout
+from agentd.http.bodies import LABEL, problems_of
 
 MAX_TIMEOUT_S = 86400.0
 BODY_TIMEOUT_S = 30.0
+MAX_PAGE = 1000
+"""Entries of a page of a list: the maximum, and the default."""
+MAX_PAGE_BYTES = 4 << 20
+"""Bytes of JSON after which a page ends."""
+_QUERY = "agentd.query"
 _TOO_LARGE = "agentd.too-large"
-_TRUE, _FALSE = ("true", "1", ""), ("false", "0")
+
+Flag = Annotated[bool, BeforeValidator(lambda text: text or "true")]
+"""A boolean; a parameter without a value is true."""
+Label = Annotated[str, Field(pattern=LABEL)]
+
+
+class Query(BaseModel):
+    """The query parameters of a route. Those that are lists may be repeated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LabelQuery(Query):
+    """A query that selects labels."""
+
+    label: list[Label] = Field(
+        default_factory=list, description="Only entries with all of these labels: KEY=VALUE."
+    )
+
+    @property
+    def labels(self) -> list[tuple[str, str]]:
+        """The selected labels; one that is given twice has two values."""
+        return [(name, value) for name, _, value in (text.partition("=") for text in self.label)]
+
+
+_Q = TypeVar("_Q", bound=Query)
+
+
+def read_query(model: type[_Q], query: MultiMapping[str]) -> _Q:
+    """Parse query parameters.
+
+    Raises:
+        InvalidRequest: lists unknown and repeated parameters, or else the invalid ones.
+    """
+    fields = model.model_fields
+    repeatable = {name for name, field in fields.items() if get_origin(field.annotation) is list}
+    allowed = ", ".join(fields) or "none"
+    problems = [
+        Problem(name, f"unknown query parameter {name}; allowed: {allowed}")
+        for name in sorted(set(query) - fields.keys())
+    ]
+    problems += [
+        Problem(name, "given more than once")
+        for name in fields
+        if name not in repeatable and len(query.getall(name, [])) > 1
+    ]
+    if problems:
+        raise InvalidRequest(problems)
+    values = {n: query.getall(n) if n in repeatable else query[n] for n in fields if n in query}
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise InvalidRequest(problems_of(model, error)) from None
+
+
+def note_query(request: web.Request, query: Query) -> None:
+    """Attach the parsed query parameters to a request."""
+    request[_QUERY] = query
+
+
+def query_of(request: web.Request, model: type[_Q]) -> _Q:
+    """Return the query parameters of a request, which its route parsed as `model`."""
+    query = request[_QUERY]
+    if not isinstance(query, model):
+        raise TypeError(f"the route has {type(query).__name__}, not {model.__name__}")
+    return query
+
+
+class _WithoutNull(GenerateJsonSchema):
+    """The schemas of parameters: None is an absent one, never a null."""
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        return self.generate_inner(schema["schema"])
+
+
+def parameter_schemas(model: type[Query]) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each query parameter by name."""
+    schemas = model.model_json_schema(schema_generator=_WithoutNull).get("properties", {})
+    return {
+        name: {key: value for key, value in schema.items() if key != "title" and value is not None}
+        for name, schema in schemas.items()
+    }
+
+
+def prefers_async(request: web.Request) -> bool:
+    """Return whether a request prefers `respond-async` (RFC 7240)."""
+    preferences = ",".join(request.headers.getall("Prefer", [])).split(",")
+    return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
 
 
 async def body_of(request: web.Request) -> bytes:
@@ -39,77 +136,3 @@ async def body_of(request: web.Request) -> bytes:
         raise
     except web.RequestPayloadError as error:
         raise InvalidRequest([Problem("", f"the body cannot be read: {error}")]) from None
-
-
-def prefers_async(request: web.Request) -> bool:
-    """Return whether a request prefers `respond-async` (RFC 7240)."""
-    preferences = ",".join(request.headers.getall("Prefer", [])).split(",")
-    return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
-
-
-def read_flag(query: Mapping[str, str], name: str) -> bool:
-    """Parse a boolean parameter; absent means false."""
-    value = query.get(name, "false").lower()
-    if value not in _TRUE + _FALSE:
-        raise InvalidRequest([Problem(name, f"invalid value {value!r}: expected true or false")])
-    return value in _TRUE
-
-
-def is_true(query: Mapping[str, str], name: str) -> bool:
-    """Return whether a parameter is true; an invalid value counts as false."""
-    return query.get(name, "false").lower() in _TRUE
-
-
-def read_timeout(query: Mapping[str, str]) -> float | None:
-    """Parse `timeout`, in seconds."""
-    text = query.get("timeout")
-    if text is None:
-        return None
-    seconds = _number(text)
-    if not 0 <= seconds <= MAX_TIMEOUT_S:
-        why = f"invalid time {text!r}: expected 0 to {MAX_TIMEOUT_S:g} seconds"
-        raise InvalidRequest([Problem("timeout", why)])
-    return seconds
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-MAX_PAGE = 1000
-"""Entries of a page of a list: the maximum, and the default."""
-MAX_PAGE_BYTES = 4 << 20
-"""Bytes of JSON after which a page ends."""
-
-
-def read_labels(query: MultiMapping[str]) -> list[tuple[str, str]]:
-    """Parse the repeatable parameter `label`: KEY=VALUE.
-
-    Raises:
-        InvalidRequest: a value is malformed.
-    """
-    found = []
-    for given in query.getall("label", []):
-        name, has_value, value = given.partition("=")
-        if not has_value or not name:
-            raise InvalidRequest([Problem("label", f"invalid value {given!r}: expected KEY=VALUE")])
-        found.append((name, value))
-    return found
-
-
-def read_limit(query: MultiMapping[str]) -> int:
-    """Parse `limit`; `MAX_PAGE` if absent.
-
-    Raises:
-        InvalidRequest: the value is not 1 to `MAX_PAGE`.
-    """
-    text = query.get("limit", f"{MAX_PAGE}")
-    if not (text.isascii() and text.isdigit() and len(text) < len("10000")) or not (
-        1 <= int(text) <= MAX_PAGE
-    ):
-        why = f"invalid number {text!r}: expected 1 to {MAX_PAGE}"
-        raise InvalidRequest([Problem("limit", why)])
-    return int(text)

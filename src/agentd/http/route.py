@@ -10,6 +10,7 @@ from aiohttp import web
 
 from agentd.core.access import Right
 from agentd.http.bodies import Body
+from agentd.http.queries import Query
 
 Handler: TypeAlias = Callable[..., Awaitable[web.StreamResponse]]
 """A method that takes a request; bound for a server, unbound for a document."""
@@ -22,14 +23,12 @@ OPEN_PATHS = PROBE_PATHS | {"/v1/openapi.json", "/v1/whoami"}
 """Paths that are answered during the start."""
 
 
-class Parameter(msgspec.Struct, frozen=True):
-    """A query parameter or header, with the JSON schema of its value."""
+class Header(msgspec.Struct, frozen=True):
+    """A request header, with the JSON schema of its value."""
 
     name: str
     schema: Mapping[str, Any]
     description: str
-    is_repeatable: bool = False
-    place: str = "query"
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -46,7 +45,8 @@ class Route(msgspec.Struct, frozen=True):
     path: str
     handler: Handler
     answers: dict[int, Any]
-    takes: tuple[Parameter, ...] = ()
+    query: type[Query] = Query
+    headers: tuple[Header, ...] = ()
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
     """The right that a caller needs; None for public routes."""
@@ -54,11 +54,6 @@ class Route(msgspec.Struct, frozen=True):
     """Known routes behind a proxied one, which stand in its place in the document."""
     name: str = ""
     """The operation id; default: the handler's name, with `_of_agent` below an agent."""
-
-    @property
-    def parameters(self) -> dict[str, Parameter]:
-        """The query parameters by name."""
-        return {item.name: item for item in self.takes if item.place == "query"}
 
     @property
     def action(self) -> str:
@@ -81,24 +76,24 @@ SWITCHED = 101
 """The status of a WebSocket response (RFC 6455)."""
 
 
-def get(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+def get(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
     """Return a GET route; `answers` by status, or the model of a 200."""
-    return Route("GET", path, handler, _by_status(answers), takes, **more)
+    return Route("GET", path, handler, _by_status(answers), **more)
 
 
-def post(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+def post(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
     """Return a POST route; `answers` by status, or the model of a 200."""
-    return Route("POST", path, handler, _by_status(answers), takes, **more)
+    return Route("POST", path, handler, _by_status(answers), **more)
 
 
-def put(path: str, handler: Handler, answers: Any, *takes: Parameter, **more: Any) -> Route:
+def put(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
     """Return a PUT route; `answers` by status, or the model of a 200."""
-    return Route("PUT", path, handler, _by_status(answers), takes, **more)
+    return Route("PUT", path, handler, _by_status(answers), **more)
 
 
-def delete(path: str, handler: Handler, *takes: Parameter, **more: Any) -> Route:
+def delete(path: str, handler: Handler, **more: Any) -> Route:
     """Return a DELETE route, answered with 204."""
-    return Route("DELETE", path, handler, {204: None}, takes, **more)
+    return Route("DELETE", path, handler, {204: None}, **more)
 
 
 def _by_status(answers: Any) -> dict[int, Any]:

@@ -21,9 +21,10 @@ from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_claim, peer_of
-from agentd.http.queries import body_of
+from agentd.http.queries import body_of, query_of
 from agentd.rpc import rendering
 from agentd.rpc.pages import answer_page
+from agentd.rpc.queries import ClaimsQuery
 from agentd.rpc.requests import (
     CreateClaimRequest,
     EditsRequest,
@@ -104,7 +105,7 @@ class ClaimHandlers:
 
     async def list_claims(self, request: web.Request) -> web.Response:
         """List the claims that hold devices, the oldest first."""
-        caller, agent = caller_of(request), request.query.get("agent")
+        caller, agent = caller_of(request), query_of(request, ClaimsQuery).agent
         claims = [
             claim
             for claim in self._service.recorded()

@@ -6,22 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
-from multidict import MultiMapping
 
 from agentd.core.access import require_id
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.core.kernel.states import Kernel, KernelState
-from agentd.errors import InvalidRequest, Problem
+from agentd.core.kernel.states import Kernel
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_kernel
-from agentd.http.queries import body_of, prefers_async, read_flag, read_timeout
+from agentd.http.queries import body_of, prefers_async, query_of
 from agentd.http.site import Site
 from agentd.http.streaming.streams import stream_log
 from agentd.rpc import rendering
 from agentd.rpc.exec import run_over
-from agentd.rpc.log_query import read_log_query
 from agentd.rpc.pages import Encodings, answer_page
+from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.rpc.usage import usage_view
 from agentd.services.access import Access
@@ -63,7 +61,7 @@ class KernelHandlers:
         require_id(caller, body.kernel_id)
         spec = body.to_spec(agent_id, caller)
         note_kernel(request, spec.kernel_id)
-        if read_flag(request.query, "dry_run"):
+        if query_of(request, CreateQuery).dry_run:
             if known := self._service.existing(spec):
                 return answer(self._shown(known))
             decision, explain = await self._service.decide(spec)
@@ -88,17 +86,17 @@ class KernelHandlers:
         agent = request.match_info.get("agent")
         visible = self._access.kernels(caller_of(request))
         kernels = [k for k in visible if agent is None or k.agent_id == agent]
-        if (claim := request.query.get("claim")) is not None:
-            kernels = [kernel for kernel in kernels if kernel.claim_id == claim]
+        query = query_of(request, NodeKernelsQuery)
+        if query.claim is not None:
+            kernels = [kernel for kernel in kernels if kernel.claim_id == query.claim]
         if agent is not None and not kernels:
             self._devices.partition(agent)
         self._encodings.keep_only(self._state.kernels)
-        states = _read_states(request.query)
         return answer_page(
             request,
             kernels,
             lambda kernel: self._encodings.of(kernel, self._devices.inventory),
-            lambda kernel: kernel.state in states,
+            lambda kernel: not query.state or kernel.state in query.state,
         )
 
     async def get_kernel(self, request: web.Request) -> web.Response:
@@ -113,13 +111,14 @@ class KernelHandlers:
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""
-        await self._service.remove(request.match_info["kernel"], read_timeout(request.query))
+        timeout = query_of(request, DeleteQuery).timeout
+        await self._service.remove(request.match_info["kernel"], timeout)
         return web.Response(status=204)
 
     async def get_logs(self, request: web.Request) -> web.StreamResponse:
         """Stream a kernel's output, byte for byte."""
         kernel_id = request.match_info["kernel"]
-        query = read_log_query(request.query)
+        query = query_of(request, LogsQuery).to_log_query()
         with self._site.streams.opened(request):
             return await stream_log(request, self._service.logs(kernel_id, query))
 
@@ -152,17 +151,3 @@ class KernelHandlers:
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)
-
-
-def _read_states(query: MultiMapping[str]) -> frozenset[KernelState]:
-    """Parse the repeatable parameter `state`; absent means every state.
-
-    Raises:
-        InvalidRequest: a state is unknown.
-    """
-    known = [state.value for state in KernelState]
-    requested = query.getall("state", known)
-    if unknown := sorted(set(requested) - set(known)):
-        why = f"invalid state {', '.join(unknown)}: expected one of {', '.join(sorted(known))}"
-        raise InvalidRequest([Problem("state", why)])
-    return frozenset(map(KernelState, requested))

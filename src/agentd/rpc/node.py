@@ -12,9 +12,10 @@ from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.http.queries import read_flag
+from agentd.http.queries import query_of
 from agentd.rpc import rendering
 from agentd.rpc.metrics import CONTENT_TYPE, Metrics
+from agentd.rpc.queries import NodeQuery
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
@@ -60,7 +61,7 @@ class NodeHandlers:
         """Show the node, its parts and its warnings; `check` runs the self-check, too."""
         caller = caller_of(request)
         node = self._node(caller)
-        if read_flag(request.query, "check"):
+        if query_of(request, NodeQuery).check:
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
             used = {kernel.runtime for kernel in self._state if kernel.holds}

@@ -19,11 +19,10 @@ from agentd.core.claim.claim import Claim
 from agentd.core.devices import Inventory
 from agentd.core.kernel.states import KERNEL_ID, Kernel
 from agentd.errors import InvalidRequest, Problem
-from agentd.http.queries import MAX_PAGE_BYTES, read_labels, read_limit
+from agentd.http.queries import MAX_PAGE_BYTES, query_of
+from agentd.rpc.queries import PageQuery
 from agentd.rpc.rendering import kernel_view
 
-AFTER = rf"([0-9]{{1,18}}~)?{KERNEL_ID}"
-"""The pattern of `after`: an id, or the cursor of `Link`."""
 _CURSOR = re.compile(rf"([0-9]{{1,18}})~({KERNEL_ID})")
 _Position: TypeAlias = tuple[int, str]
 """The position in a list: microseconds since the epoch at the creation, and the id."""
@@ -39,19 +38,20 @@ def answer_page(
     """Answer with the page that `label`, `limit` and `after` select of a list.
 
     Raises:
-        InvalidRequest: a parameter is invalid, or `after` is neither a cursor nor a listed id.
+        InvalidRequest: `after` is neither a cursor nor a listed id.
     """
-    query = request.query
-    limit, labels, after = read_limit(query), read_labels(query), query.get("after")
+    query = query_of(request, PageQuery)
+    labels = query.labels
     ordered = sorted(listed, key=_position)
-    start = 0 if after is None else bisect_right(ordered, _read(after, ordered), key=_position)
+    after = None if query.after is None else _read(query.after, ordered)
+    start = 0 if after is None else bisect_right(ordered, after, key=_position)
     rows: list[bytes] = []
     size, last, headers = 0, (0, ""), dict[str, str]()
     for item in islice(ordered, start, None):
         has_labels = all(item.labels.get(name) == value for name, value in labels)
         if not (has_labels and is_selected(item)):
             continue
-        if len(rows) == limit or size >= MAX_PAGE_BYTES:
+        if len(rows) == query.limit or size >= MAX_PAGE_BYTES:
             url = request.rel_url.update_query(after=f"{last[0]}~{last[1]}")
             headers["Link"] = f'<{url}>; rel="next"'
             break

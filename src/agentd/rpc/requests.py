@@ -42,9 +42,9 @@ from agentd.core.slots import (
     read_quantity,
 )
 from agentd.http.bodies import (
-    _ID,
     _PLATFORM,
     _TMPFS,
+    ID,
     MAX_ITEMS,
     MAX_NAME,
     MAX_PATH,
@@ -142,13 +142,13 @@ class CreateKernelRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    kernel_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
+    kernel_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
     image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
     command: Command = no_items()
     env: Variables = no_members()
     slots: Amounts = no_members()
     devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
-    claim: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
+    claim: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
     keep_claim: bool = False
     mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = no_items()
     ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = no_items()
@@ -277,7 +277,7 @@ class CreateClaimRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    claim_id: Annotated[str, Field(max_length=63, pattern=_ID)] | None = None
+    claim_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
     slots: Amounts = no_members()
     devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
     holder: HolderRequest

@@ -7,10 +7,10 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from multidict import MultiDict
 
 from agentd.core.access import Caller, Role
 from agentd_fleet.gateway.lists import KernelPage
+from agentd_fleet.gateway.queries import FleetKernelsQuery
 from agentd_fleet.placement.kernels import NodeList
 from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.view.fleet_view import FleetNode
@@ -61,17 +61,17 @@ def test_pages_have_every_kernel_once_and_in_order(
 ) -> None:
     kernels: Any = PagedNodes(counts, cap)
     nodes = [FleetNode(name, {}, {}) for name in sorted(counts)]
-    query, found = MultiDict({"limit": f"{limit}"}), list[tuple[str, str]]()
+    query, found = FleetKernelsQuery(limit=limit), list[tuple[str, str]]()
     for _ in range(100):
         page = KernelPage(kernels, ADMIN, query)
-        first = query.get("after_node", "")
+        first = query.after_node or ""
         asyncio.run(page.read([node for node in nodes if node.node_id >= first]))
         assert len(page.rows) <= limit
         found += [(row["node_id"], row["kernel_id"]) for row in page.rows]
         if page.following is None:
             break
         node_id, after = page.following
-        query = MultiDict({"limit": f"{limit}", "after_node": node_id, "after": after})
+        query = FleetKernelsQuery(limit=limit, after_node=node_id, after=after or None)
     else:
         raise AssertionError("the list has no end")
     assert found == [
@@ -85,7 +85,7 @@ async def test_page_ends_after_a_node_with_many_bytes() -> None:
         return NodeList([{"node_id": node.node_id, "kernel_id": "k"}], 3 << 20, "")
 
     kernels: Any = SimpleNamespace(list_of=list_of)
-    page = KernelPage(kernels, ADMIN, MultiDict())
+    page = KernelPage(kernels, ADMIN, FleetKernelsQuery())
     await page.read([FleetNode(name, {}, {}) for name in "abcd"])
     assert [row["node_id"] for row in page.rows] == ["a", "b"]
     assert page.following == ("c", "")

@@ -17,13 +17,15 @@ from agentd.http.answers import answer
 from agentd.http.audit import Auditor
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_kernel
-from agentd.http.queries import body_of, prefers_async, read_flag
+from agentd.http.queries import body_of, prefers_async, query_of
 from agentd.http.site import Site
+from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import Lists
 from agentd_fleet.gateway.metrics import CONTENT_TYPE, GatewayCounts, exposition
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
+from agentd_fleet.gateway.queries import StatsQuery
 from agentd_fleet.nodes.calls import NodeAnswer, Nodes
 from agentd_fleet.placement.choice import read
 from agentd_fleet.placement.deleter import Deleter
@@ -120,7 +122,8 @@ class Gateway(Site):
     async def get_stats(self, request: web.Request) -> web.Response:
         """Show capacity, allocated and free of every slot, for the fleet and each node."""
         caller, view = caller_of(request), self._state.view
-        content = await asyncio.to_thread(self._lists.stats, view, caller, request.query)
+        query = query_of(request, StatsQuery)
+        content = await asyncio.to_thread(self._lists.stats, view, caller, query)
         return self._answer(content, view.revision)
 
     async def list_devices(self, request: web.Request) -> web.Response:
@@ -148,7 +151,7 @@ class Gateway(Site):
         headers = {"Prefer": "respond-async"} if prefers_async(request) else {}
         order = order_of(body, caller, headers)
         note_kernel(request, order.kernel_id)
-        if read_flag(request.query, "dry_run"):
+        if query_of(request, CreateQuery).dry_run:
             placed = await self._placer.explain(caller, order, view)
             content = {"agent_id": placed.agent_id, **json.loads(placed.answer.body)}
             return self._answer({**content, "node_id": placed.node_id}, view.revision)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
-from multidict import MultiMapping
 
 from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem, UnknownNode
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.http.queries import MAX_PAGE_BYTES, read_labels, read_limit
+from agentd.http.queries import MAX_PAGE_BYTES, query_of
 from agentd_fleet.gateway import views
+from agentd_fleet.gateway.queries import FleetKernelsQuery, NodesQuery, StatsQuery
 from agentd_fleet.placement.kernels import AT_ONCE, FleetKernels, NodeList, unknown_kernel
 from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.view.fleet_state import FleetState
@@ -39,13 +39,13 @@ class Lists:
         """
         return self._kernels.seen(caller, node_id)
 
-    def _nodes(self, caller: Caller, query: MultiMapping[str]) -> list[FleetNode]:
+    def _nodes(self, caller: Caller, named: Sequence[str]) -> list[FleetNode]:
         """Return the named nodes, or all that a caller sees.
 
         The agents of a lost node may be unknown: a caller sees it by its kernels.
         """
         nodes = self._state.view.nodes
-        if named := query.getall("node", []):
+        if named:
             return [
                 nodes[node_id]
                 if node_id in nodes and _is_forgetful(nodes[node_id])
@@ -63,24 +63,25 @@ class Lists:
     async def devices(self, request: web.Request) -> web.Response:
         """Return the devices of nodes."""
         caller, missing = caller_of(request), list[str]()
-        nodes = self._nodes(caller, request.query)
+        named = query_of(request, NodesQuery).node
+        nodes = self._nodes(caller, named)
         shown: list[dict[str, Any]] = []
         async for _, found in self._kernels.lists(caller, nodes, "/v1/devices", missing):
             shown += found
-        told = self._told(caller, missing, (), request.query)
+        told = self._told(caller, missing, (), named)
         return answer(shown, headers=_missing(told))
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Return the kernels of nodes, by node and then by creation."""
-        caller, query = caller_of(request), request.query
-        nodes = self._nodes(caller, query)
-        if (begin := query.get("after_node")) is not None:
-            nodes = [node for node in nodes if node.node_id >= begin]
-        elif "after" in query:
+        caller, query = caller_of(request), query_of(request, FleetKernelsQuery)
+        nodes = self._nodes(caller, query.node)
+        if query.after_node is not None:
+            nodes = [node for node in nodes if node.node_id >= query.after_node]
+        elif query.after is not None:
             raise InvalidRequest([Problem("after", "requires after_node; use the URL in Link")])
         page = KernelPage(self._kernels, caller, query)
         await page.read(nodes)
-        headers = _missing(self._told(caller, page.missing, page.routes or (), query))
+        headers = _missing(self._told(caller, page.missing, page.routes or (), query.node))
         if page.following is not None:
             node_id, after = page.following
             names = {"after_node": node_id} | ({"after": after} if after else {})
@@ -93,7 +94,7 @@ class Lists:
         caller: Caller,
         missing: list[str],
         routes: Iterable[KernelRoute],
-        query: MultiMapping[str],
+        named: Sequence[str],
     ) -> list[str]:
         """Return the missing nodes that a caller may see.
 
@@ -101,7 +102,6 @@ class Lists:
             UnknownNode: the request names a node that the caller must not see.
         """
         seen = {route.node_id for route in routes}
-        named = query.getall("node", [])
         told = []
         for node_id in missing:
             try:
@@ -114,13 +114,13 @@ class Lists:
             told.append(node_id)
         return told
 
-    def stats(self, view: FleetView, caller: Caller, query: MultiMapping[str]) -> views.StatsView:
+    def stats(self, view: FleetView, caller: Caller, query: StatsQuery) -> views.StatsView:
         """Return the sums of slots, also by node."""
-        named = [self.node(caller, node_id).node_id for node_id in query.getall("node", [])] or None
-        agents = frozenset(query.getall("agent", [])) or None
+        named = [self.node(caller, node_id).node_id for node_id in query.node] or None
+        agents = frozenset(query.agent) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents
-        labels = dict(read_labels(query))
+        labels = dict(query.labels)
         sums = view.statistics(named, agents=agents, labels=labels)
         nodes = {
             node_id: views.uses_view(view, part)
@@ -141,12 +141,13 @@ class KernelPage:
     page, so that the node's cursor is also the gateway's.
     """
 
-    def __init__(self, kernels: FleetKernels, caller: Caller, query: MultiMapping[str]) -> None:
+    def __init__(self, kernels: FleetKernels, caller: Caller, query: FleetKernelsQuery) -> None:
         self._kernels = kernels
         self._caller = caller
-        self._limit = read_limit(query)
-        self._first, self._after = query.get("after_node", ""), query.get("after", "")
-        self._filters = [(n, v) for n, v in query.items() if n in ("state", "label")]
+        self._limit = query.limit
+        self._first, self._after = query.after_node or "", query.after or ""
+        self._filters = [("state", state.value) for state in query.state]
+        self._filters += [("label", label) for label in query.label]
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
         self.routes: list[KernelRoute] | None = None

@@ -8,25 +8,24 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentd.core.access import Right
-from agentd.http.route import SWITCHED, Handler, Parameter, Route, delete, get, post
+from agentd.http.route import SWITCHED, Handler, Route, delete, get, post
+from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest
-from agentd.rpc.routes import DELETE, DRY_RUN, LIST, LOG, LOGS, METRICS
+from agentd.rpc.routes import LOG, METRICS, PREFER
 from agentd.rpc.routes import ROUTES as NODE_ROUTES
 from agentd.views import CallerView, SlotTypeView
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.handlers import Gateway
+from agentd_fleet.gateway.queries import (
+    FleetDeleteQuery,
+    FleetKernelsQuery,
+    FleetLogsQuery,
+    KernelQuery,
+    NodesQuery,
+    StatsQuery,
+)
 from agentd_fleet.placement.requests import FleetKernelRequest
 
-NODE = Parameter("node", {"type": "string"}, "Node of the kernel, if the fleet did not place it.")
-NODES = Parameter("node", {"type": "string"}, "Only these nodes.", is_repeatable=True)
-AGENTS = Parameter("agent", {"type": "string"}, "Only these agents.", is_repeatable=True)
-LABELS = Parameter(
-    "label",
-    {"type": "string", "pattern": "^[^=]+=[\\s\\S]*$"},
-    "Only nodes with all of these labels: KEY=VALUE.",
-    is_repeatable=True,
-)
-AFTER_NODE = Parameter("after_node", {"type": "string"}, "Node of the kernel `after`.")
 _KERNEL = views.FleetKernelView
 _SHOWN = _KERNEL | views.UnknownKernelView
 _ANY, _AT_NODE = "/v1/nodes/{node}/{rest}", "/v1/nodes/{node}"
@@ -57,18 +56,37 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
         delete("/v1/nodes/{node}", site.forget_node, right=Right.NODE),
         get("/v1/slot-types", site.list_slot_types, list[SlotTypeView]),
         delete("/v1/slot-types/{slot}", site.forget_slot_type, right=Right.NODE),
-        get("/v1/stats", site.get_stats, views.StatsView, NODES, AGENTS, LABELS),
-        get("/v1/devices", site.list_devices, list[views.FleetDeviceView], NODES),
+        get("/v1/stats", site.get_stats, views.StatsView, query=StatsQuery),
+        get("/v1/devices", site.list_devices, list[views.FleetDeviceView], query=NodesQuery),
         post(
-            "/v1/kernels", site.create_kernel, create, *DRY_RUN, body=FleetKernelRequest, right=use
+            "/v1/kernels",
+            site.create_kernel,
+            create,
+            query=CreateQuery,
+            headers=(PREFER,),
+            body=FleetKernelRequest,
+            right=use,
         ),
-        get("/v1/kernels", site.list_kernels, list[_SHOWN], *LIST, AFTER_NODE, NODES),
-        get(kernel, site.get_kernel, _SHOWN, NODE),
-        post(f"{kernel}/stop", site.stop_kernel, _KERNEL, NODE, body=StopRequest, right=use),
-        delete(kernel, site.delete_kernel, *DELETE, NODE, right=use),
-        get(f"{kernel}/logs", site.get_logs, LOG, *LOGS, NODE, right=Right.OUTPUT),
-        get(f"{kernel}/exec", site.exec_kernel, {SWITCHED: None}, NODE, right=Right.OUTPUT),
-        get(f"{kernel}/stats", site.get_use, views.FleetKernelUseView, NODE),
+        get("/v1/kernels", site.list_kernels, list[_SHOWN], query=FleetKernelsQuery),
+        get(kernel, site.get_kernel, _SHOWN, query=KernelQuery),
+        post(
+            f"{kernel}/stop",
+            site.stop_kernel,
+            _KERNEL,
+            query=KernelQuery,
+            body=StopRequest,
+            right=use,
+        ),
+        delete(kernel, site.delete_kernel, query=FleetDeleteQuery, right=use),
+        get(f"{kernel}/logs", site.get_logs, LOG, query=FleetLogsQuery, right=Right.OUTPUT),
+        get(
+            f"{kernel}/exec",
+            site.exec_kernel,
+            {SWITCHED: None},
+            query=KernelQuery,
+            right=Right.OUTPUT,
+        ),
+        get(f"{kernel}/stats", site.get_use, views.FleetKernelUseView, query=KernelQuery),
         *(_passed(method, site.pass_to_node) for method in ("GET", "POST", "PUT", "DELETE")),
         get("/v1/whoami", site.whoami, CallerView),
         get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),

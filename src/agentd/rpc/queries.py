@@ -1,0 +1,128 @@
+"""Query parameters of the node's routes as pydantic models."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from agentd.core.kernel.states import KernelState
+from agentd.http.bodies import AFTER, ID
+from agentd.http.queries import MAX_PAGE, MAX_TIMEOUT_S, Flag, LabelQuery, Query
+from agentd.services.protocols import LogQuery, LogStream
+
+_TIME = re.compile(
+    r"([0-9]{1,12}|[0-9-]{10}T[0-9:]{8})(?:\.([0-9]{1,9}))?(Z|[+-][0-9]{2}:[0-9]{2})?"
+)
+
+
+def _nanoseconds(text: str) -> int:
+    """Return a time in nanoseconds since the epoch, the engine's own resolution."""
+    text = text.replace(" ", "+")  # a plus sign in a query means a space
+    lead, fraction, zone = match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
+    try:
+        if "T" in lead:
+            moment = datetime.fromisoformat(lead + (zone or "Z"))
+            seconds = int(moment.timestamp())
+        else:
+            seconds = int(lead)
+        if not zone or "T" in lead:
+            return seconds * 10**9 + int(fraction.ljust(9, "0"))
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"invalid time {text!r}: expected 2026-11-21T12:00:00Z, or seconds since 1970")
+
+
+_Id = Annotated[str, Field(pattern=ID)]
+_State = Annotated[
+    KernelState, WithJsonSchema({"type": "string", "enum": [state.value for state in KernelState]})
+]
+_Lines = Annotated[int, Field(ge=0, le=999_999_999)]
+_Tail = Annotated[
+    _Lines | None,
+    BeforeValidator(
+        lambda text: None if text == "all" else text,
+        json_schema_input_type=_Lines | Literal["all"],
+    ),
+]
+_Time = Annotated[int, BeforeValidator(_nanoseconds, json_schema_input_type=str)]
+
+
+class NodeQuery(Query):
+    """The query of the node."""
+
+    check: Flag = Field(False, description="Run the self-check, too.")
+
+
+class CreateQuery(Query):
+    """The query of a create."""
+
+    dry_run: Flag = Field(False, description="Decide and explain; change nothing.")
+
+
+class DeleteQuery(Query):
+    """The query of a delete of a kernel."""
+
+    timeout: float | None = Field(
+        None, ge=0, le=MAX_TIMEOUT_S, description="Seconds between TERM and KILL."
+    )
+
+
+class EventsQuery(Query):
+    """The query of the event stream."""
+
+    last_event_id: str | None = Field(None, description="Resume after this event.")
+
+
+class PageQuery(LabelQuery):
+    """The query of a list with pages."""
+
+    limit: int = Field(MAX_PAGE, ge=1, le=MAX_PAGE, description="Maximum number of entries.")
+    after: Annotated[str, Field(pattern=AFTER)] | None = Field(
+        None, description="Only entries after this one: an id, or the cursor of Link."
+    )
+
+
+class KernelsQuery(PageQuery):
+    """The query of a list of kernels on any node."""
+
+    state: list[_State] = Field(
+        default_factory=list, description="Only kernels in one of these states."
+    )
+
+
+class NodeKernelsQuery(KernelsQuery):
+    """The query of a list of a node's kernels."""
+
+    claim: _Id | None = Field(None, description="Only kernels that hold devices of this claim.")
+
+
+class ClaimsQuery(PageQuery):
+    """The query of a list of claims."""
+
+    agent: _Id | None = Field(None, description="Only claims of this agent.")
+
+
+class LogsQuery(Query):
+    """The query of a kernel's log."""
+
+    follow: Flag = Field(False, description="Follow until the kernel ends.")
+    tail: _Tail = Field(None, description="Number of lines from the end.")
+    since: _Time | None = Field(None, description="RFC 3339, or seconds since the epoch.")
+    timestamps: Flag = Field(False, description="Prefix every line with its time.")
+    stream: Literal["both", "stdout", "stderr"] | None = Field(
+        None, description="Output to return."
+    )
+
+    def to_log_query(self) -> LogQuery:
+        """Return the query as the services know it."""
+        one = None if self.stream in (None, "both") else LogStream(str(self.stream))
+        return LogQuery(
+            follow=self.follow,
+            tail=self.tail,
+            since_ns=self.since or 0,
+            timestamps=self.timestamps,
+            streams=frozenset(LogStream if one is None else {one}),
+        )
