@@ -29,7 +29,9 @@ class Goal(NamedTuple):
 
 
 GOALS = (
-    Goal("create", "own_share.ratio_to_relay", 1.3, "a create, in creates of a bare relay"),
+    Goal("create", "create.ratio.median", 1.05, "a create, in those of the raw engine"),
+    Goal("create", "create_8_at_once.ratio.median", 1.05, "eight creates at once, in the same"),
+    Goal("create", "own_share.cpu_ms", 8, "processor milliseconds of a create with its delete"),
     Goal("create", "own_share.engine_calls.create", 1, "creates that an engine is asked for"),
     Goal("create", "own_share.engine_calls.inspect", 1, "inspections in a create"),
     Goal("create", "start_to_ready.ratio_to_import", 1.4, "a start, in imports of its libraries"),

@@ -16,6 +16,8 @@ containers: dict[str, dict[str, Any]] = {}
 """By name and by id."""
 calls: list[str] = []
 listeners: set[web.StreamResponse] = set()
+requests: list[dict[str, Any]] = []
+"""The body of the latest create."""
 
 
 def answer(content: object, status: int = 200) -> web.Response:
@@ -46,6 +48,7 @@ async def happened(action: str, found: dict[str, Any]) -> None:
 async def create(request: web.Request) -> web.Response:
     calls.append("create")
     name, config = request.query["name"], await request.json()
+    requests[:] = [config]
     found = {
         "Id": sha256(name.encode()).hexdigest(),
         "Name": f"/{name}",
@@ -124,10 +127,15 @@ async def counted(_: web.Request) -> web.Response:
     return answer(counts)
 
 
+async def last_create(_: web.Request) -> web.Response:
+    return answer(requests[-1])
+
+
 def main() -> None:
     app = web.Application()
     app.router.add_get("/version", version)
     app.router.add_get("/counted", counted)
+    app.router.add_get("/last_create", last_create)
     for prefix in ("/v1.41",):
         app.router.add_get(f"{prefix}/version", version)
         app.router.add_get(f"{prefix}/info", info)
