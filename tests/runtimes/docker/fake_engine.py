@@ -16,7 +16,7 @@ class FakeEngine:
         self.path = path
         self.answer: Handler | None = None
         self.asked: list[str] = []
-        self.version = "1.41"
+        self.version = b'{"ApiVersion": "1.41"}'
         self.hung_up = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
@@ -34,7 +34,7 @@ class FakeEngine:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path}")
         if request.path == "/version":
-            return web.json_response({"ApiVersion": self.version})
+            return web.Response(body=self.version)
         assert self.answer is not None
         try:
             return await self.answer(request)

@@ -47,7 +47,7 @@ async def listed(client: EngineClient) -> list[Any]:
 
 
 async def test_an_answer_that_is_too_large_is_lost(engine, client, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
+    monkeypatch.setattr(module, "MAX_RESPONSE", 1 << 20)
     engine.answer = says(200, json.dumps({"Id": HASH, "x": "y" * (1 << 20)}).encode())
     with pytest.raises(EngineAnswerLost, match="exceeds 1 MiB"):
         await client.call("POST", "/containers/create")
@@ -56,7 +56,7 @@ async def test_an_answer_that_is_too_large_is_lost(engine, client, monkeypatch) 
 
 
 async def test_an_endless_answer_takes_no_more_than_its_bound(engine, client, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_ANSWER", 1 << 20)
+    monkeypatch.setattr(module, "MAX_RESPONSE", 1 << 20)
     engine.answer = pieces(*[b"[" * (1 << 16)] * 800)  # 50 MiB
     tracemalloc.start()
     try:
@@ -80,7 +80,7 @@ async def test_a_small_answer_that_unpacks_to_a_large_one_stays_small(engine, cl
 
 
 async def test_a_long_error_is_cut_and_is_still_an_error(engine, client, monkeypatch) -> None:
-    monkeypatch.setattr(module, "MOST_ERROR", 1 << 20)
+    monkeypatch.setattr(module, "MAX_RESPONSE", 1 << 20)
     for size in (3000, 3 << 20):
         engine.answer = says(500, json.dumps({"message": "no space: " + "x" * size}).encode())
         with pytest.raises(EngineError) as caught:
@@ -140,9 +140,7 @@ async def test_malformed_or_cut_list_is_lost(engine, client, raw: bytes) -> None
         await listed(client)
 
 
-@pytest.mark.parametrize(
-    ("bound", "value"), [("MOST_ANSWER", 100), ("MOST_LIST", 10_000), ("MOST_LISTED", 50)]
-)
+@pytest.mark.parametrize(("bound", "value"), [("MAX_RESPONSE", 100), ("MAX_LIST", 10_000)])
 async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound, value) -> None:
     monkeypatch.setattr(module, bound, value)
     raw = json.dumps([LISTED] * 100).encode()
@@ -151,10 +149,10 @@ async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound,
         await listed(client)
 
 
-@pytest.mark.parametrize("version", ["1.41/../../images", "", 7, None, "1.41\n"])
-async def test_malformed_version_becomes_no_path(engine, client, version) -> None:
+@pytest.mark.parametrize("version", [b"null", b"[]", b"{}", b"<html>"])
+async def test_malformed_version_is_a_lost_answer(engine, client, version) -> None:
     engine.version = version
-    with pytest.raises(EngineAnswerLost, match="version"):
+    with pytest.raises(EngineAnswerLost, match=r"version|JSON"):
         await client.call("GET", "/info")
     assert engine.asked == ["GET /version"]
 

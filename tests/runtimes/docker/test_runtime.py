@@ -27,22 +27,15 @@ async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
 
 
 def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
-    """Lose every call whose method and path contain one of these, or only its second answer."""
-    call, call_and_show = runtime._engine.call, runtime._engine.call_and_show
+    """Lose every call whose method and path contain one of these."""
+    call = runtime._engine.call
 
-    async def lossy(method: str, path: str, *rest: object) -> Any:
+    async def lossy(method: str, path: str, *rest: object, **options: float) -> Any:
         if any(part in f"{method} {path}" for part in paths):
             raise EngineAnswerLost("connection lost")
-        return await call(method, path, *rest)
-
-    async def lossy_pair(method: str, path: str, shown: str, patience_s: float) -> Any:
-        answer = await call_and_show(method, path, shown, patience_s)
-        if any(part in shown for part in paths):
-            raise EngineAnswerLost("connection lost")
-        return answer
+        return await call(method, path, *rest, **options)
 
     monkeypatch.setattr(runtime._engine, "call", lossy)
-    monkeypatch.setattr(runtime._engine, "call_and_show", lossy_pair)
 
 
 async def test_outcome_is_unknown_when_engine_dies_after_start(
@@ -118,13 +111,12 @@ async def test_outcome_is_unknown_after_a_failed_undo(
     """A closed session raises RuntimeError, which says nothing of the container."""
     call = runtime._engine.call
 
-    async def closed(method: str, path: str, *rest: object):
+    async def closed(method: str, path: str, *rest: object, **options: float) -> Any:
         if path.endswith("/start") or method == "DELETE":
             raise RuntimeError("Session is closed")
-        return await call(method, path, *rest)
+        return await call(method, path, *rest, **options)
 
-    for name in ("call", "call_and_show"):
-        monkeypatch.setattr(runtime._engine, name, closed)
+    monkeypatch.setattr(runtime._engine, "call", closed)
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     monkeypatch.undo()

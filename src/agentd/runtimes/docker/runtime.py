@@ -44,14 +44,14 @@ from agentd.runtimes.docker.error_translation import (
 from agentd.runtimes.docker.exec import end_left_behind, start_exec
 from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inspection import inspected, verify
+from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
 from agentd.runtimes.docker.streams import (
     CONNECTED,
+    CREATE_ACTIONS,
     DESTROY,
     KILL,
-    OwnEvents,
     events,
     printed,
 )
@@ -101,7 +101,8 @@ class DockerRuntime:
         self._engine = EngineClient(socket)
         self._images = Images(self._engine, rules.registry_auth)
         self._facts: EngineFacts | None = None
-        self._own = OwnEvents()
+        self._creating: set[str] = set()
+        """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
         self._is_swept = False
         self._absences = absences or Absences(None, "")
@@ -159,15 +160,15 @@ class DockerRuntime:
         facts.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
         attempt = _Attempt(plan, facts, self._rules)
-        self._own.expect(plan.name)
+        self._creating.add(plan.name)
         try:
             await self._create(attempt, progress)
             await reach("create.after_engine_create")
-            shown = await to_the_end(self._started(attempt.container))
+            await to_the_end(self._engine.call("POST", f"/containers/{attempt.container}/start"))
             await reach("create.after_engine_start")
-            await self._verify(inspected(shown), attempt)
+            inspection = await self._observer.inspection(attempt.container)
+            await self._verify(inspection, attempt)
         except BaseException as error:
-            self._own.forget(plan.name)
             if attempt.container:
                 await self._undo(attempt, error)
             if attempt.may_exist:
@@ -175,18 +176,13 @@ class DockerRuntime:
             if isinstance(error, asyncio.CancelledError):
                 raise Undone from error
             raise translated(error, plan) from error
-        return self._observer.observed(shown)
+        finally:
+            self._creating.discard(plan.name)
+        return self._observer.observed(inspection)
 
-    async def _started(self, container: str) -> Any:
-        """Start a container and return its inspection."""
-        path = f"/containers/{container}"
-        return await self._engine.call_and_show(
-            "POST", f"{path}/start", f"{path}/json", ASK_TIMEOUT_S
-        )
-
-    async def _verify(self, shown: Mapping[str, Any], attempt: _Attempt) -> None:
+    async def _verify(self, inspection: Mapping[str, Any], attempt: _Attempt) -> None:
         host = attempt.config["HostConfig"]
-        check = partial(verify, shown, host, attempt.plan, attempt.sources)
+        check = partial(verify, inspection, host, attempt.plan, attempt.sources)
         if attempt.sources:
             await self._lookups.look(_SOURCES, check)
         else:
@@ -211,7 +207,7 @@ class DockerRuntime:
         await self._make(attempt, progress)
 
     async def _make(self, attempt: _Attempt, progress: CreateProgress) -> None:
-        """Create a container."""
+        """Create a container, and report `creating` before."""
         attempt.take(await self._sources(attempt.plan.spec))
         await reach("create.before_engine_create")
         progress(KernelState.CREATING)
@@ -279,7 +275,6 @@ class DockerRuntime:
                     return False
                 path = f"/containers/{container}/wait"  # another client is removing it
                 await self._engine.call("POST", path, {"condition": "removed"})
-        self._own.removed(ref.handle or "")
         return True
 
     async def list(self) -> Listing:
@@ -294,13 +289,14 @@ class DockerRuntime:
         return await self._observer.find(ref)
 
     async def follow(self) -> AsyncIterator[str]:
-        self._facts, restores_live = None, False  # a restarted engine may differ
+        self._facts = None  # a restarted engine may differ
+        restores_live = is_connected = False
         self._engine.forget_version()
         try:
             async with aclosing(events(self._engine, self._node_id)) as happened:
                 async for event in happened:
                     if event is CONNECTED:
-                        self._own.listen()
+                        is_connected = True
                         self._observer.forget_events()
                         self._absences.came()
                         with suppress(RuntimeUnavailable):
@@ -310,16 +306,14 @@ class DockerRuntime:
                             yield ""
                     elif event.action == KILL:
                         self._absences.signalled(event.kernel_id)
-                    elif not self._own.is_own(event):
+                    elif event.action not in CREATE_ACTIONS or event.name not in self._creating:
                         self._observer.heard(event)
                         yield event.kernel_id
             self._absences.went(ends_kernels=not restores_live)
         except RuntimeUnavailable:
-            if self._own.is_listening:
+            if is_connected:
                 self._absences.went(ends_kernels=not restores_live)
             raise
-        finally:
-            self._own.stop_listening()
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         container = self._container(kernel.ref)

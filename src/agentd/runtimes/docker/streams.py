@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import aiohttp
@@ -19,18 +18,15 @@ from agentd.runtimes.docker.error_translation import translating
 from agentd.runtimes.docker.ids import container_id
 from agentd.services.protocols import LogQuery, LogStream
 
-_EXPECTED_S = 600.0
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
-GATHER_S = 0.02
-"""Seconds in which events gather unread: a create and a removal cause two each."""
-_MOST_REMOVED = 256
 _LONGEST_LINE = 8 << 20
 KILL = "kill"
 """A signal was sent to the container, by any client."""
 DESTROY = "destroy"
+CREATE_ACTIONS = ("create", "start")
 _ACTIONS = {
-    KILL, "create", "start", "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
+    KILL, *CREATE_ACTIONS, "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
 }  # fmt: skip
 
 
@@ -46,57 +42,6 @@ class ContainerEvent(NamedTuple):
 CONNECTED = ContainerEvent("", "", "", "")
 
 
-class OwnEvents:
-    """Events that agentd's own creates and removals cause, and that carry no news.
-
-    A create and a start are expected once, for a limited time, and only while listening: an event
-    that never came must not hide a later one of the same name. Events of a removed container are
-    recognized by its id, which is never reused.
-    """
-
-    def __init__(self) -> None:
-        self._until: dict[tuple[str, str], float] = {}
-        self._removed: dict[str, None] = {}
-        self.is_listening = False
-
-    def listen(self) -> None:
-        self._until.clear()
-        self._removed.clear()
-        self.is_listening = True
-
-    def stop_listening(self) -> None:
-        self.is_listening = False
-        self._until.clear()
-
-    def expect(self, name: str) -> None:
-        """Expect a container's create and start."""
-        if self.is_listening:
-            until = time.monotonic() + _EXPECTED_S
-            self._until |= {("create", name): until, ("start", name): until}
-
-    def forget(self, name: str) -> None:
-        """Stop expecting events of a container."""
-        for action in ("create", "start"):
-            self._until.pop((action, name), None)
-
-    def removed(self, container: str) -> None:
-        """Record a removed container, whose further events carry no news."""
-        if self.is_listening and container:
-            self._removed[container] = None
-            if len(self._removed) > _MOST_REMOVED:
-                del self._removed[next(iter(self._removed))]
-
-    def is_own(self, event: ContainerEvent) -> bool:
-        """Return whether an event was expected; it is expected only once."""
-        if event.action in ("die", DESTROY):
-            self.forget(event.name)
-        if event.container in self._removed:
-            if event.action == DESTROY:
-                del self._removed[event.container]
-            return True
-        return self._until.pop((event.action, event.name), 0.0) > time.monotonic()
-
-
 async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
     """Yield the events of a node's containers; `CONNECTED` first.
 
@@ -106,48 +51,29 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": msgspec.json.encode(filters).decode()}
     with translating():
-        async with engine.answer("GET", "/events", params) as answer:
+        async with engine.stream("GET", "/events", params) as stream:
             yield CONNECTED
-            async for line in _lines(answer, engine):
+            async for line in _lines(stream, engine):
                 if event := _event(line):
                     yield event
 
 
-async def _lines(answer: aiohttp.ClientResponse, engine: EngineClient) -> AsyncGenerator[bytes]:
+async def _lines(stream: aiohttp.StreamReader, engine: EngineClient) -> AsyncGenerator[bytes]:
     """Yield lines, which may be long: an event carries all labels and a command line.
-
-    After a line, reading pauses for a moment, so that a burst wakes the loop only once.
 
     Raises:
         EngineAnswerLost: a line is endless, or the engine has stopped answering.
     """
     rest = b""
-    while chunk := await _while_it_answers(answer.content, engine):
+    while chunk := await _read_and_probe(stream, engine):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line
-        with _paused(answer):
-            await asyncio.sleep(GATHER_S)
         if len(rest) > _LONGEST_LINE:
             raise EngineAnswerLost("endless event of the engine")
 
 
-@contextmanager
-def _paused(answer: aiohttp.ClientResponse) -> Iterator[None]:
-    """Pause reading; data waits in the socket meanwhile."""
-    transport = answer.connection.transport if answer.connection else None
-    if not isinstance(transport, asyncio.ReadTransport) or not transport.is_reading():
-        yield
-        return
-    transport.pause_reading()
-    try:
-        yield
-    finally:
-        if not transport.is_closing():
-            transport.resume_reading()
-
-
-async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
+async def _read_and_probe(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
     """Return the next bytes, empty at the end; probe the engine during long silences.
 
     Raises:
@@ -158,11 +84,9 @@ async def _while_it_answers(stream: aiohttp.StreamReader, engine: EngineClient) 
             async with asyncio.timeout(SILENCE_S):
                 return await stream.readany()
         try:
-            async with asyncio.timeout(SILENCE_S):
-                await engine.version()
-        except TimeoutError:
-            why = f"no response for {SILENCE_S:g} s"
-            raise EngineAnswerLost(f"the engine is frozen: {why}") from None
+            await engine.version(SILENCE_S)
+        except EngineAnswerLost as error:
+            raise EngineAnswerLost(f"the engine is frozen: {error}") from error
 
 
 def _event(line: bytes) -> ContainerEvent | None:
