@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentd import failpoints
-from agentd.failpoints import POINTS, RUNTIMES, hit, reach
+from agentd.failpoints import hit, reach
+from crash.points import POINTS, RUNTIMES
 
 SOURCE = Path(failpoints.__file__).parent
 KINDS = ("intent", "record", "claim", "engines", "devices", "node")
@@ -25,7 +26,7 @@ def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
     assert {"{what}.before_replace", "{what}.after_replace"} <= named
     named = {name for name in named if "{" not in name}
     named |= {f"{kind}.{when}_replace" for kind in KINDS for when in ("before", "after")}
-    assert named == set(POINTS)
+    assert named == failpoints.POINTS == set(POINTS)
 
 
 def named_in(folder: Path) -> set[str]:
@@ -100,7 +101,7 @@ def test_a_delay_of_a_plain_step_blocks_it() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("create.nowhere=kill", "expected POINT=TERM; points: start.after_locks"),
+        ("create.nowhere=kill", "expected POINT=TERM; points: adopt.after_action"),
         ("create.after_plan", "invalid failpoint 'create.after_plan'"),
         ("create.after_plan=explode", "invalid term 'explode': expected off, kill"),
         ("create.after_plan=delay(soon)", "invalid term 'delay(soon)'"),

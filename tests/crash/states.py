@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentd.core.kernel.plan import name_prefix
-from agentd.failpoints import POINTS
+from crash.points import POINTS
 from world import GROUPS, World, environments, started
 
 SERVED = Path("/run/agentd/served")

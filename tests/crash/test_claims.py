@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from agentd.failpoints import POINTS
+from crash.points import POINTS
 from daemon import AGENTS, gpus
 from world import ONE, SEED, SOAK_S, World
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from agentd.core.invariants import NodeSnapshot
-from agentd.failpoints import POINTS
+from crash.points import POINTS
 from daemon import AGENTS, gpus
 from world import ONE, World
 

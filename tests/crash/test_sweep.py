@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.plan import kernel_name
-from agentd.failpoints import POINTS
+from crash.points import POINTS
 from crash.states import left_behind, states_of
 from daemon import AGENTS, Daemon, gpus
 from engine import Engine, rootfs

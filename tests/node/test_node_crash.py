@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentd.failpoints import POINTS
+from crash.points import POINTS
 from node.conftest import CONFIG, Node, until_ready
 
 DROP_IN = "/run/systemd/system/agentd.service.d"
