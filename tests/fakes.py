@@ -247,6 +247,7 @@ class FakeMemory:
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
         self.claims: dict[str, str] = {}
+        self.ready_engines: Mapping[str, str] = {}
         self.is_read_only = False
 
     def load_claims(self) -> dict[str, str]:
@@ -272,6 +273,13 @@ class FakeMemory:
 
     def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
         self.devices, self.dealings = devices, dict(dealings)
+
+    def load_ready_engines(self) -> Mapping[str, str]:
+        return self.ready_engines
+
+    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        self._require_writable()
+        self.ready_engines = ready
 
     def save_runtimes(self, names: Sequence[str]) -> None:
         self.runtimes = names

@@ -5,32 +5,19 @@ from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import Engines
 from agentd.services.unclaimed import PATIENCE_S, UnclaimedProcesses
+from fakes import FakeMemory
 from services.claims.test_lifecycle import kernel, spec
 from services.node import Rig
 
 
-class Store:
-    def __init__(self) -> None:
-        self.ready: dict[str, str] = {}
-        self.is_read_only = False
-
-    def load_ready_engines(self) -> dict[str, str]:
-        return dict(self.ready)
-
-    def save_ready_engines(self, ready: dict[str, str]) -> None:
-        if self.is_read_only:
-            raise StateUnavailable("read-only")
-        self.ready = dict(ready)
-
-
-def engines(rig: Rig, store: Store, boot: str = "boot-1", wanted="all") -> Engines:
+def engines(rig: Rig, store: FakeMemory, boot: str = "boot-1", wanted="all") -> Engines:
     made = Engines(rig.devices, store, boot, {"kubernetes": wanted})
     rig.devices.suspend_by(lambda found: found.with_suspended(made.awaited(found), {}))
     return made
 
 
 async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
-    store = Store()
+    store = FakeMemory()
     made = engines(rig, store)
     assert rig.free_gpus == 0
     assert not made.all()[0].is_ready
@@ -45,7 +32,7 @@ async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
 async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
     """The engine says what it has given before it is ready, and a claim before the boot counts."""
     await rig.claims.create(spec("c1", holder=NameHolder("c1", survives_reboot=True)))
-    made = engines(rig, Store(), "boot-2")
+    made = engines(rig, FakeMemory(), "boot-2")
     await rig.claims.create(spec("c2", is_observed=True, devices={"cuda": ("cuda1",)}))
     assert (await rig.service.create(kernel("k1", "c1")))[0].allocation.shares
     assert made.set_ready("kubernetes", is_ready=True).is_ready
@@ -53,13 +40,13 @@ async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
 
 
 async def test_only_named_devices_wait(rig: Rig) -> None:
-    made = engines(rig, Store(), wanted={"cuda": ["cuda1"]})
+    made = engines(rig, FakeMemory(), wanted={"cuda": ["cuda1"]})
     assert made.all()[0].devices == {"cuda": ("cuda1",)}
     assert rig.free_gpus == 1
 
 
 async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
-    store = Store()
+    store = FakeMemory()
     made = engines(rig, store)
     store.is_read_only = True
     with pytest.raises(StateUnavailable):

@@ -97,7 +97,7 @@ class Daemon:
                 await reach("shutdown.before_drain")
                 if node is not None:
                     node.events.close()
-                    drained = await node.services.kernels.drain(
+                    drained = await node.services.kernels.creates.drain(
                         shutdown.deadline.earlier(AFTER_DRAIN_S)
                     )
                     cancelled["creates"], cancelled["unresolved"] = drained

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from agentd.core.devices import (
     Device,
@@ -23,33 +23,26 @@ from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.validation import InvalidAnswer
-from agentd.services.protocols import PluginListing
-
-
-class Remembered(Protocol):
-    """The devices and dealings that a node remembers."""
-
-    def load_devices(self) -> Sequence[Device]: ...
-    def load_dealings(self) -> Mapping[str, Dealing]: ...
+from agentd.services.protocols import PluginListing, StateStore
 
 
 class DealingRules(NamedTuple):
-    """The agents that plugins deal to, and what is remembered of earlier dealings."""
+    """The agents that plugins deal to, and the store with earlier dealings."""
 
     agents: tuple[str, ...]
-    remembered: Remembered
+    store: StateStore
 
     def known(self, listing: PluginListing) -> list[Device]:
         """Return listed and missing devices with their ids, in natural order."""
         name = listing.name
-        past = [d for d in self.remembered.load_devices() if d.device_id.name == name]
+        past = [d for d in self.store.load_devices() if d.device_id.name == name]
         listed = listing.in_last_form(past).devices
         known = with_remembered(with_shared_health(listed), past)
         return sorted(known, key=lambda device: natural_key(device.device_id.id))
 
     def kept(self, name: str, known: Sequence[Device]) -> Dealing | None:
         """Return the dealing that was made for the same agents and devices."""
-        dealing = self.remembered.load_dealings().get(name)
+        dealing = self.store.load_dealings().get(name)
         return dealing if dealing and dealing.is_for(self.agents, known) else None
 
 

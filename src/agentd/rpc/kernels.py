@@ -147,7 +147,7 @@ class KernelHandlers:
             return await run_over(request, begin)
 
     def _refuse_unsupported(self, body: Mapping[str, Any]) -> None:
-        self._service.refuse_unsupported(body.get("slots", {}))
+        self._service.planner.refuse_unsupported(body.get("slots", {}))
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)

@@ -7,7 +7,7 @@ not allocated meanwhile; the engine can claim them as observed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -15,25 +15,10 @@ from agentd.core.devices import DeviceId, Inventory
 from agentd.core.slots import CPU, MEM
 from agentd.errors import UnknownEngine
 from agentd.services.devices import NodeDevices
+from agentd.services.protocols import StateStore
 
 EngineDevices: TypeAlias = Literal["all"] | Mapping[str, Sequence[str]]
 """All accelerators, or ids, stable ids or aliases by device name."""
-
-
-class EngineStore(Protocol):
-    """The engines that were ready, over restarts."""
-
-    def load_ready_engines(self) -> Mapping[str, str]:
-        """Return the boot in which each engine was last ready."""
-        ...
-
-    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
-        """Replace these.
-
-        Raises:
-            StateUnavailable: nothing changed.
-        """
-        ...
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -50,7 +35,7 @@ class Engines:
     def __init__(
         self,
         devices: NodeDevices,
-        store: EngineStore,
+        store: StateStore,
         boot_id: str,
         wanted: Mapping[str, EngineDevices],
     ) -> None:

@@ -337,6 +337,18 @@ class StateStore(Protocol):
         """
         ...
 
+    def load_ready_engines(self) -> Mapping[str, str]:
+        """Return the boot in which each engine was last ready."""
+        ...
+
+    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        """Save these in place of the previous ones.
+
+        Raises:
+            StateUnavailable: the previous ones are still saved.
+        """
+        ...
+
     def save_runtimes(self, names: Sequence[str]) -> None:
         """Save which runtimes may have kernels of this node."""
         ...
@@ -366,6 +378,26 @@ class StateStore(Protocol):
 
     def drop_record(self, kernel_id: str) -> None:
         """Remove the record of a kernel; if that fails, `retry` tries again."""
+        ...
+
+    def load_claims(self) -> Mapping[str, str]:
+        """Return the record of each claim by its id; empty text where it cannot be read."""
+        ...
+
+    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        """Put a record in its place; a lasting one survives a loss of power.
+
+        Raises:
+            StateUnavailable: the record there before is still there.
+        """
+        ...
+
+    def drop_claim(self, claim_id: str) -> None:
+        """Remove a record; one that is not there is removed.
+
+        Raises:
+            StateUnavailable: it is still there.
+        """
         ...
 
     def retry(self) -> None: ...

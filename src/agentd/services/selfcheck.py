@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -29,7 +28,7 @@ from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
-from agentd.services.claims.protocols import ClaimStore, Holders
+from agentd.services.claims.protocols import Holders
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import Runtime, StateStore
 from agentd.services.state import NodeState
@@ -45,10 +44,6 @@ class Check(msgspec.Struct, frozen=True):
     findings: Sequence[str] = ()
 
 
-class RecordStore(StateStore, ClaimStore, Protocol):
-    """The records of kernels and claims."""
-
-
 class SelfCheck:
     """Checks the node against every rule of `agentd.core.invariants`."""
 
@@ -57,7 +52,7 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        store: RecordStore,
+        store: StateStore,
         holders: Holders,
     ) -> None:
         self._state = state

@@ -218,7 +218,7 @@ async def test_draining_refuses_creates_and_waits_for_those_under_way(rig: Rig) 
     rig.runtime.gate = asyncio.Event()
     caller = asyncio.create_task(rig.service.create(rig.spec()))
     await settled(rig, "k1", "creating")
-    draining = asyncio.create_task(rig.service.drain(Deadline.after(5)))
+    draining = asyncio.create_task(rig.service.creates.drain(Deadline.after(5)))
     await asyncio.sleep(0)
     with pytest.raises(Draining):
         await rig.create("k2")
@@ -245,7 +245,7 @@ async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) ->
     rig.runtime.pull_gate = asyncio.Event()
     caller = asyncio.create_task(rig.create(cuda_device=1))
     await settled(rig, "k1", "pulling")
-    rig.service._creates._tasks["k1"].cancel()
+    rig.service.creates._tasks["k1"].cancel()
     with pytest.raises(KernelConflict):
         await caller
     assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
@@ -255,7 +255,7 @@ async def test_drain_cancels_creates_before_the_runtime(rig: Rig) -> None:
     rig.runtime.pull_gate = asyncio.Event()
     caller = asyncio.create_task(rig.create())
     await settled(rig, "k1", "pulling")
-    assert await rig.service.drain(Deadline(float("inf"))) == (["k1"], [])
+    assert await rig.service.creates.drain(Deadline(float("inf"))) == (["k1"], [])
     with pytest.raises(Draining):
         await caller
     assert rig.memory.records == {}
@@ -265,7 +265,7 @@ async def test_a_drain_leaves_a_late_create_with_its_intent(rig: Rig) -> None:
     rig.runtime.gate = asyncio.Event()
     caller = asyncio.create_task(rig.create(cuda_device=1))
     await settled(rig, "k1", "creating")
-    assert await rig.service.drain(Deadline(0.0, lambda: 1.0)) == ([], ["k1"])
+    assert await rig.service.creates.drain(Deadline(0.0, lambda: 1.0)) == ([], ["k1"])
     with pytest.raises(OutcomeUnknown, match="k1 may exist"):
         await caller
     assert rig.memory.records["k1"].phase is Phase.INTENT

@@ -41,10 +41,10 @@ from agentd.events import EventKind, EventLog
 from agentd.failpoints import reach
 from agentd.plugin_api import Features
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.protocols import ClaimStore, Holders
+from agentd.services.claims.protocols import Holders
 from agentd.services.devices import NodeDevices
 from agentd.services.planner import Planner
-from agentd.services.protocols import Clock, Plugins
+from agentd.services.protocols import Clock, Plugins, StateStore
 from agentd.services.state import NodeState
 
 log = structlog.get_logger()
@@ -72,7 +72,7 @@ class ClaimService:
         devices: NodeDevices,
         planner: Planner,
         plugins: Plugins,
-        store: ClaimStore,
+        store: StateStore,
         holders: Holders,
         clock: Clock,
         uptime: Callable[[], float],

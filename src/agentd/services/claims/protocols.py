@@ -1,35 +1,11 @@
-"""The Protocols that claims require of the state folder and of the host."""
+"""The Protocol that claims require of the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
-
-
-class ClaimStore(Protocol):
-    """The records of claims, over restarts."""
-
-    def load_claims(self) -> Mapping[str, str]:
-        """Return the record of each claim by its id; empty text where it cannot be read."""
-        ...
-
-    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
-        """Put a record in its place; a lasting one survives a loss of power.
-
-        Raises:
-            StateUnavailable: the record there before is still there.
-        """
-        ...
-
-    def drop_claim(self, claim_id: str) -> None:
-        """Remove a record; one that is not there is removed.
-
-        Raises:
-            StateUnavailable: it is still there.
-        """
-        ...
 
 
 class NoSuchHolder(Exception):

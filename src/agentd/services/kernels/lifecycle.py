@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import structlog
 
-from agentd.concurrency import Deadline
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.plan import reserved_problems
 from agentd.core.kernel.reconcile import stopped
@@ -25,7 +24,7 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.creates import Creates, Drained, is_unresolved
+from agentd.services.kernels.creates import Creates, is_unresolved
 from agentd.services.planner import Asked, Decision, Planner
 from agentd.services.protocols import Clock, CreateProgress, LogQuery, Runtime, StateStore
 from agentd.services.state import NodeState
@@ -55,12 +54,12 @@ class KernelService:
     ) -> None:
         self._state = state
         self._devices = devices
-        self._planner = planner
+        self.planner = planner
         self._runtimes = runtimes
         self._default = runtimes[default]
         self._store = store
         self._clock = clock
-        self._creates = Creates(state, clock)
+        self.creates = Creates(state, clock)
 
     async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return the decision that a create would make now, with its explanation; changes nothing.
@@ -70,10 +69,10 @@ class KernelService:
         """
         problems = await self._default.problems(spec)
         asked = self._asked(spec, problems)
-        decision = self._planner.decide(spec, asked, self._state)
-        await self._planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
+        decision = self.planner.decide(spec, asked, self._state)
+        await self.planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
         ledger = self._state.ledger
-        return decision, self._planner.explain(spec, asked, decision, ledger)
+        return decision, self.planner.explain(spec, asked, decision, ledger)
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
@@ -94,16 +93,16 @@ class KernelService:
             known = self.existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._joined(known, wait=wait), False
-        decision = self._planner.decide(spec, self._asked(spec, problems), self._state)
+        decision = self.planner.decide(spec, self._asked(spec, problems), self._state)
         kernel = self._preparing(spec, decision)
         self._state.put(kernel)
-        self._creates.begin(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
-        return await self._creates.wait(spec.kernel_id) if wait else kernel, True
+        self.creates.begin(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
+        return await self.creates.wait(spec.kernel_id) if wait else kernel, True
 
     async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return an existing kernel, or wait for its create in progress."""
-        if known.kernel_id in self._creates:
-            return await self._creates.wait(known.kernel_id) if wait else known
+        if known.kernel_id in self.creates:
+            return await self.creates.wait(known.kernel_id) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
                 f"an earlier create of {known.kernel_id} is unresolved; retry later"
@@ -121,21 +120,17 @@ class KernelService:
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
-            self._planner.refuse_unsupported(spec.slots)
+            self.planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         return known
 
-    def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
-        """Refuse unknown slots: see `Planner.refuse_unsupported`."""
-        self._planner.refuse_unsupported(slots)
-
     def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
-        asked = self._planner.read(spec, self._default, problems, self._state)
-        self._creates.require_open()
+        asked = self.planner.read(spec, self._default, problems, self._state)
+        self.creates.require_open()
         self._state.require_runtime(self._default.name)
         return asked
 
@@ -147,14 +142,14 @@ class KernelService:
         async with self._state.lock(kernel_id):
             try:
                 await reach("create.after_commit")
-                plan = await self._planner.plan(kernel, spec, self._state, self._default)
+                plan = await self.planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
                 found = await self._default.create(plan, self._progress(kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
-                    raise self._creates.left(kernel_id, error, keep=keep_failure) from error
-                self._creates.note_failure(kernel_id, error, keep=keep_failure)
+                    raise self.creates.left(kernel_id, error, keep=keep_failure) from error
+                self.creates.note_failure(kernel_id, error, keep=keep_failure)
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
@@ -228,8 +223,8 @@ class KernelService:
         """
         if only is not None and self._state.kernels.get(kernel_id) is not only:
             return
-        if kernel_id in self._creates:
-            await self._creates.cancel(kernel_id)
+        if kernel_id in self.creates:
+            await self.creates.cancel(kernel_id)
             if kernel_id not in self._state.kernels:
                 return
         if kernel_id in self._state.unsettled:
@@ -269,10 +264,6 @@ class KernelService:
         if (runtime := self._runtimes.get(kernel.runtime)) is None:
             raise RuntimeUnavailable(f"runtime {kernel.runtime} is not configured")
         return runtime
-
-    async def drain(self, deadline: Deadline) -> Drained:
-        """Refuse further creates and end those in progress: see `Creates.drain`."""
-        return await self._creates.drain(deadline)
 
 
 def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
