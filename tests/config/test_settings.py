@@ -5,7 +5,7 @@ import pytest
 
 from agentd.config.default_file import default_text
 from agentd.config.document import with_setting, without_token, write_file
-from agentd.config.loading import Examined, examine_text, find_config, load, load_text
+from agentd.config.loading import find_config, load, load_text
 from agentd.config.settings import Settings
 from agentd.core.partition.rules import AllocationMode, Count, Ids, Size
 from agentd.errors import ConfigRefused
@@ -205,51 +205,25 @@ def test_every_error_is_reported_at_once() -> None:
     assert len(refusal('[node]\nruntime = 1\nid = "/"\n[rpc]\nsock = 1\n[host]\ncpus = "x"')) == 4
 
 
-def examined(text: str) -> Examined:
-    return examine_text(text, FILE, {})
-
-
-def places(text: str) -> list[str]:
-    return [problem.where for problem in examined(text).problems]
-
-
-def test_settings_are_examined_without_the_invalid_keys() -> None:
-    found = examined('[node]\nruntime = "podman"\nid = "n"\n[host]\ncpus = 8\n')
-    assert found.loaded is not None
-    settings = found.loaded.settings
-    assert (settings.node.runtime, settings.node.id, settings.host.cpus) == ("docker", "n", 8)
-    assert found.left_out == {("node", "runtime")}
-    assert found.lacks("node", "runtime")
-    assert not found.lacks("node")
-    assert not found.is_whole("node")
-    assert found.is_whole("node", "id")
-
-
-def test_settings_below_an_invalid_section_are_examined() -> None:
-    agent = '[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "agent"\nagents = ["x"]\n'
-    assert places(f"[host]\ncpus = 0\n{agent}") == ["host.cpus", "rpc.tokens.0.agents"]
-    hidden = '[rpc]\nmax-connections = 0\n[node]\nid = "/"\n[[agents]]\nid = "a"\nx = 1\n'
-    twice = f'{hidden}[[agents]]\nid = "a"\n'
-    assert sorted(places(twice)) == ["agents.0.x", "node.id", "rpc.max-connections"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[rpc]\nlisten = "127.0.0.1:1"\ntoken-file = 3\n',
-        '[rpc]\nlisten = "127.0.0.1:1"\n[[rpc.tokens]]\nname = "t"\nfile = "/t"\nrole = "x"\n',
-        '[[agents]]\nid = "/"\n[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["a"]\n',
-    ],
-)
-def test_a_gap_in_the_settings_is_not_a_problem_itself(text: str) -> None:
-    assert len(places(text)) == 1
-
-
-def test_a_rule_of_a_table_leaves_out_one_key() -> None:
-    found = examined('[rpc]\nlisten = "127.0.0.1:1"\nsocket-group = "g"\n')
-    assert found.left_out == {("rpc", "listen")}
-    assert found.loaded is not None
-    assert found.loaded.settings.rpc.socket_group == "g"
+def test_errors_of_file_and_environment_are_reported_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {
+        "AGENTD__NODE__RUNTIME": "podman",
+        "AGENTD__AGENTS": "not json",
+        "AGENTD__PLUGINS__CPU__COUNT": "1",
+        "AGENTD__NOPE__X": "1",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = '_env_file = "x"\n[plugins]\nallw = 1\nopen-timeout = 0\n[plugins.sim]\nrequired = 1\n'
+    with pytest.raises(ConfigRefused) as refused:
+        load_text(text, FILE, environ)
+    assert {problem.where for problem in refused.value.problems} == {
+        *("AGENTD__NODE__RUNTIME", "AGENTD__AGENTS", "AGENTD__PLUGINS__CPU__COUNT"),
+        *("AGENTD__NOPE__X", "_env_file"),
+        *("plugins.allw", "plugins.open-timeout", "plugins.sim.required"),
+    }
 
 
 def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +232,8 @@ def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
         "AGENTD__RESOURCE__RESERVED_CPU": "2",
         "AGENTD__RUNTIME__DOCKER__NETWORK": "none",
         "AGENTD__AGENTS": '[{"id": "a"}]',
+        "AGENTD__HOST": '{"cpus": 4, "mem": "1g"}',
+        "AGENTD__METRICS": '{"per_kernel": false}',
         "AGENTD__PLUGINS__CUDA__COUNT": "3",
     }
     for name, value in environ.items():
@@ -275,6 +251,8 @@ plugin = "sim"
     assert (resource.reserved_cpu, resource.reserved_mem) == (2, 2**30)
     assert loaded.settings.runtime.docker.network == "none"
     assert loaded.settings.agents[0].id == "a"
+    assert (loaded.settings.host.cpus, loaded.settings.host.mem) == (4, 2**30)
+    assert not loaded.settings.metrics.per_kernel
     assert loaded.settings.plugins.tables[0].settings == {"count": 3}
     assert loaded.origin(("resource", "allocation-mode")) == "AGENTD__RESOURCE__ALLOCATION_MODE"
     assert loaded.origin(("resource", "reserved-mem")) == "agent.toml"
@@ -287,7 +265,7 @@ plugin = "sim"
         ("AGENTD__RESOURCE__ALLOCATION_MODE", "x", "AGENTD__RESOURCE__ALLOCATION_MODE: Input"),
         ("AGENTD__RESOURCE__NOPE", "x", "AGENTD__RESOURCE__NOPE: unknown key"),
         ("AGENTD__NOPE__X", "x", "AGENTD__NOPE__X: unknown section; allowed: AGENTD__NODE__"),
-        ("AGENTD__AGENTS", "not json", "environment:"),
+        ("AGENTD__AGENTS", "not json", "AGENTD__AGENTS: expected a list, not 'not json'"),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, name, value, line) -> None:

@@ -93,15 +93,9 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
     """
     gateway, rpc = settings.gateway, settings.rpc
     try:
-        return RpcSettings(
-            socket=gateway.socket,
-            socket_group=gateway.socket_group,
-            listen=gateway.listen,
-            tls_cert=gateway.tls_cert,
-            tls_key=gateway.tls_key,
-            token_file=rpc.token_file,
-            tokens=rpc.tokens,
-        )
+        shared = gateway.model_dump(include=set(RpcSettings.model_fields))
+        given = {**shared, "token_file": rpc.token_file, "tokens": rpc.tokens}
+        return RpcSettings.model_validate(given, by_name=True)
     except ValidationError as error:
         found = [problem_of(dict(item), {}, RpcSettings) for item in error.errors()]
         raise ConfigRefused(

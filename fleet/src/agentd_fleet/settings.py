@@ -14,15 +14,11 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import SettingsConfigDict
 
 from agentd.core.names import repeated
-from agentd.errors import ConfigRefused
 from agentd.http.settings import TokenSettings, short_enough
+from agentd.tomlfile.environment import FileSettings
 from agentd.tomlfile.parsing import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
 from agentd_fleet.placement.choice import PlacementPolicy
@@ -149,7 +145,7 @@ class CallerSettings(Section):
     tokens: tuple[TokenSettings, ...] = ()
 
 
-class FleetFile(BaseSettings):
+class FleetFile(FileSettings):
     """`fleet.toml`."""
 
     model_config = SettingsConfigDict(
@@ -159,18 +155,6 @@ class FleetFile(BaseSettings):
     join: JoinSettings = JoinSettings()
     gateway: GatewaySettings = GatewaySettings()
     rpc: CallerSettings = CallerSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        del settings_cls, dotenv_settings, file_secret_settings
-        return env_settings, init_settings
 
 
 def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFile:
@@ -182,7 +166,5 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFi
     named = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)
     source = str(path or "defaults")
-    parsed = parse(FleetFile, read_text(path), source, environ, ENV_PREFIX)
-    if parsed.settings is None or parsed.problems:
-        raise ConfigRefused(parsed.problems, source)
-    return parsed.settings
+    settings, _ = parse(FleetFile, read_text(path), source, environ, ENV_PREFIX)
+    return settings

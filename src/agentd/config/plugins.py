@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
-from agentd.core.names import did_you_mean
 from agentd.core.slots import CPU, MEM
 from agentd.tomlfile.section import DEVICE_NAME, Section
 
@@ -21,10 +21,38 @@ class PluginTable(Section):
     settings: Mapping[str, Any] = {}
 
 
-class PluginSettings(BaseModel):
+class _Table(BaseModel):
+    """The keys that every plugin's table may have."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    plugin: str = ""
+    required: bool = False
+
+
+def _device_name(name: str) -> str:
+    if name in (CPU, MEM):
+        raise ValueError("built in, without a table")
+    if not DEVICE_NAME.fullmatch(name):
+        raise ValueError(f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'")
+    return name
+
+
+def _table(value: object) -> object:
+    if not isinstance(value, Mapping):
+        raise PydanticKnownError("extra_forbidden")
+    _Table.model_validate(dict(value))
+    return value
+
+
+class PluginSettings(Section):
     """[plugins]: plugins to load; every further table is one plugin's own."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[
+        Annotated[str, AfterValidator(_device_name)],
+        Annotated[Mapping[str, Any], BeforeValidator(_table)],
+    ] = Field(init=False)
 
     allow: tuple[str, ...] = Field(
         default=(), description="Entry points to load; empty: all installed ones."
@@ -50,25 +78,5 @@ class PluginSettings(BaseModel):
                 required=raw.get("required", False),
                 settings={k: v for k, v in raw.items() if k not in ("plugin", "required")},
             )
-            for name, raw in (self.model_extra or {}).items()
+            for name, raw in self.__pydantic_extra__.items()
         )
-
-
-def table_problems(name: str, raw: object) -> Iterator[tuple[str, str]]:
-    """Yield the problems of a further key of [plugins]: the key path, and the reason."""
-    if not isinstance(raw, Mapping):
-        hint = did_you_mean(name, _KEYS)
-        allowed = f"allowed: {', '.join(_KEYS)}, and tables such as [plugins.cuda]"
-        yield name, f"unknown key; {hint}{allowed}"
-    elif name in (CPU, MEM):
-        yield name, "built in, without a table"
-    elif not DEVICE_NAME.fullmatch(name):
-        yield name, f"invalid device name {name!r}: expected a-z, then a-z, 0-9, '_', '-'"
-    else:
-        if not isinstance(raw.get("plugin", ""), str):
-            yield f"{name}.plugin", f"invalid entry point {raw['plugin']!r}: expected text"
-        if not isinstance(raw.get("required", False), bool):
-            yield f"{name}.required", f"expected true or false, not {raw['required']!r}"
-
-
-_KEYS = ("allow", "block", "open-timeout", "call-timeout", "health-interval")

@@ -46,7 +46,7 @@ def settings_schema(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _in_file_terms(node: Any) -> Any:
-    """Return a schema of pydantic in the terms of TOML: kebab-case keys, and no null."""
+    """Return a schema of pydantic in the terms of TOML: without titles, defaults and null."""
     if isinstance(node, list):
         return [_in_file_terms(item) for item in node if item != _NULL]
     if not isinstance(node, dict):
@@ -56,19 +56,10 @@ def _in_file_terms(node: Any) -> Any:
         for key, value in node.items()
         if key not in ("title", "default")
     }
-    if isinstance(node.get("properties"), dict):
-        shown["properties"] = {
-            _kebab(name): _in_file_terms(value) for name, value in node["properties"].items()
-        }
-        shown["required"] = [_kebab(name) for name in node.get("required", ())]
     if len(choices := shown.get("anyOf", ())) == 1:
         del shown["anyOf"]
         shown |= choices[0]
     return shown
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _definition(entry_point: str) -> str:

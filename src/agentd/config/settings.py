@@ -7,19 +7,12 @@ descriptions of the fields.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
-from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import SettingsConfigDict
 
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
@@ -34,9 +27,10 @@ from agentd.core.partition.rules import (
     parse_device_rule,
 )
 from agentd.core.partition.split import DEFAULT_AGENT
-from agentd.core.slots import BUILT_IN, MEM, AmountError, WrittenFloat, parse_amount
+from agentd.core.slots import BUILT_IN, MEM, AmountError, parse_amount
 from agentd.errors import Problem
 from agentd.http.settings import RpcSettings
+from agentd.tomlfile.environment import FileSettings
 from agentd.tomlfile.section import (
     DEFAULT_SLOTS,
     Name,
@@ -84,6 +78,24 @@ class HostSettings(Section):
         return value
 
 
+def _devices_of_engine(value: object) -> object:
+    tables = value.values() if isinstance(value, Mapping) else ()
+    is_by_name = isinstance(value, Mapping) and all(
+        isinstance(ids, (list, tuple)) and all(isinstance(item, str) for item in ids)
+        for ids in tables
+    )
+    if value != "all" and not is_by_name:
+        raise ValueError(
+            f'invalid devices {value!r}: expected "all" or a table such as {{ cuda = ["cuda0"] }}'
+        )
+    return value
+
+
+EngineDevices = Annotated[
+    Literal["all"] | Mapping[str, tuple[str, ...]], BeforeValidator(_devices_of_engine)
+]
+
+
 class ResourceSettings(Section):
     """[resource]: how devices are divided and allocated."""
 
@@ -112,7 +124,7 @@ class ResourceSettings(Section):
     default_slots: Mapping[str, object] = Field(
         default=DEFAULT_SLOTS, description="Defaults for requests without cpu or mem."
     )
-    engine_devices: Mapping[Name, Literal["all"] | Mapping[str, tuple[str, ...]]] = Field(
+    engine_devices: Mapping[Name, EngineDevices] = Field(
         default={},
         description="Devices withheld after a boot until an engine is ready, by engine.",
     )
@@ -158,29 +170,6 @@ class ResourceSettings(Section):
         return slots
 
 
-class _Environment(EnvSettingsSource):
-    """The environment; values in plugins' tables have no known type and are JSON or text."""
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        del field_name, field
-        return json.loads(value, parse_float=WrittenFloat)
-
-    def explode_env_vars(
-        self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]
-    ) -> dict[str, Any]:
-        values = super().explode_env_vars(field_name, field, env_vars)
-        return _decoded(values) if field_name == "plugins" else values
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _decoded(below) for key, below in value.items()}
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 class MetricsSettings(Section):
     """[metrics]: the content of GET /metrics."""
 
@@ -190,7 +179,7 @@ class MetricsSettings(Section):
     )
 
 
-class Settings(BaseSettings):
+class Settings(FileSettings):
     """All of `agent.toml`, with the environment taking precedence."""
 
     model_config = SettingsConfigDict(
@@ -198,7 +187,6 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
-        nested_model_default_partial_update=True,
     )
 
     node: NodeSettings = NodeSettings()
@@ -209,19 +197,6 @@ class Settings(BaseSettings):
     agents: tuple[AgentSettings, ...] = ()
     plugins: PluginSettings = PluginSettings()
     metrics: MetricsSettings = MetricsSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Give the environment precedence over the file, which is passed to the constructor."""
-        del env_settings, dotenv_settings, file_secret_settings
-        return _Environment(settings_cls), init_settings
 
     @field_validator("agents")
     @classmethod

@@ -16,6 +16,7 @@ from agentd.config.settings import Settings
 from agentd.core.claim.claim import Claim
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
+from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import groups_of
@@ -88,12 +89,26 @@ def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
     )
 
 
-def node_devices(
-    settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
+async def discover(
+    settings: Settings,
+    host: Host,
+    plugins: PluginHost,
+    store: StateFolder,
+    events: EventLog,
+    problems: Problems,
 ) -> NodeDevices:
-    """Return the devices of a node, to be discovered."""
+    """Discover the devices of open plugins and divide them; this is the second step of a start.
+
+    Adds every problem of the plugins' tables, the partition and the host to `problems`. If there
+    are any, the devices cannot be used.
+    """
+    with problems.collecting():
+        runtime_factory.refuse_unfit(settings)
+    with problems.collecting():
+        await runtime_factory.refuse_changed_id(settings, node_id_of(settings), store)
+    problems.found += plugins.problems()
     declared = settings.host
-    return NodeDevices(
+    devices = NodeDevices(
         plugins,
         store,
         settings.split_rules(),
@@ -101,28 +116,19 @@ def node_devices(
         host.devices(declared.cpus, declared.mem),
         events,
     )
+    with problems.collecting():
+        devices.discover()
+    return devices
 
 
-def discover(
-    settings: Settings, host: Host, plugins: PluginHost, store: StateStore, events: EventLog
-) -> NodeDevices:
-    """Discover the devices and divide them.
+def refuse_failed_required(plugins: PluginHost) -> None:
+    """Refuse a start without a required plugin.
 
     Raises:
-        ConfigRefused: the configuration does not fit the devices.
-        StartRefused: it fits, but a required plugin is not ready.
+        StartRefused: a required plugin is not ready.
     """
-    devices = node_devices(settings, host, plugins, store, events)
-    problems = plugins.problems()
-    try:
-        devices.discover()
-    except ConfigRefused as error:
-        problems += error.problems
-    if problems:
-        raise ConfigRefused(problems)
     if missing := plugins.failed_required():
         raise StartRefused("; ".join(missing.values()))
-    return devices
 
 
 def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:

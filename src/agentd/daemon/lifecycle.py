@@ -22,7 +22,15 @@ from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import Loaded
 from agentd.daemon import runtime_factory
-from agentd.daemon.assembly import Assembly, Services, discover, node_id_of, plugin_host
+from agentd.daemon.assembly import (
+    Assembly,
+    Services,
+    discover,
+    node_id_of,
+    plugin_host,
+    refuse_failed_required,
+)
+from agentd.daemon.problems import Problems
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused, DaemonFailed, NotReady
 from agentd.events import EventLog
@@ -132,7 +140,6 @@ class Daemon:
     ) -> _Node:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
-        runtime_factory.refuse_unfit(self._settings)
         self._store.open(runtime_factory.lock_folder())
         stack.callback(self._store.close)
         self._peers.open()
@@ -140,14 +147,15 @@ class Daemon:
         if points := failpoints.armed():
             log.warning("failpoints.armed", points=points)
         await reach("start.after_locks")
-        await runtime_factory.refuse_changed_id(self._settings, self._node_id, self._store)
         plugins = plugin_host(self._settings, self._store)
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
         events, background = EventLog(), Background(self._shutdown.fail)
-        node = await self._assembled(stack, plugins, events, background)
-        where = replace(endpoint(self._settings.rpc), passed=self._passed)
+        problems = Problems()
+        with problems.collecting():
+            where = replace(endpoint(self._settings.rpc), passed=self._passed)
+        node = await self._assembled(stack, plugins, events, background, problems)
         self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
             "agentd", node.routes, node.site, where, self._node_id, Pages({HOME: "agentd"})
@@ -189,10 +197,18 @@ class Daemon:
         plugins: PluginHost,
         events: EventLog,
         background: Background,
+        problems: Problems,
     ) -> _Node:
-        """Build the parts and restore the records, without calling a runtime."""
+        """Build the parts and restore the records.
+
+        Raises:
+            ConfigRefused: lists `problems`, and those of plugins, partition and host.
+            StartRefused: a required plugin is not ready.
+        """
         host, store = probe(), self._store
-        devices = discover(self._settings, host, plugins, store, events)
+        devices = await discover(self._settings, host, plugins, store, events, problems)
+        problems.refuse()
+        refuse_failed_required(plugins)
         _log_what_is_not_ready(plugins)
         records = store.load_records()
         names = self._used_runtimes(records)

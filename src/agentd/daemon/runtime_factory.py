@@ -99,26 +99,6 @@ def refuse_unfit(settings: Settings) -> None:
                 raise ConfigRefused(problems)
 
 
-def refuse_unknown_users(settings: Settings) -> None:
-    """Refuse users of kernels that this host does not have.
-
-    Raises:
-        ConfigRefused: a user does not exist.
-    """
-    if settings.node.runtime == "docker":
-        return  # a container's users are its image's
-    runtime = settings.node.runtime
-    default = getattr(settings.runtime, runtime).user
-    named = [(f"runtime.{runtime}.user", default)]
-    named += [(f"agents.{index}.user", agent.user) for index, agent in enumerate(settings.agents)]
-    problems: list[Problem] = []
-    for where, user in named:
-        if user is not None:
-            _account(user, where, problems)
-    if problems:
-        raise ConfigRefused(problems)
-
-
 def docker_rules(settings: Settings) -> DockerRules:
     """Return the rules of containers."""
     from agentd.runtimes.docker.container_config import DockerRules

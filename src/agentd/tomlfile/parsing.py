@@ -1,8 +1,6 @@
 """Settings from TOML text and the environment, with every problem in the terms of the file.
 
 Keys are kebab-case in the file; the environment sets `PREFIX` + `SECTION__KEY` in upper snake case.
-After an error the rest is validated without the key that it is about (see `salvage`), so one pass
-reports the problems of all sections.
 """
 
 from __future__ import annotations
@@ -10,40 +8,19 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import BaseSettings, SettingsError
+from pydantic.fields import FieldInfo
 
 from agentd.core.names import did_you_mean
 from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
-from agentd.tomlfile.key_paths import (
-    KeyPath,
-    Keys,
-    is_list_of_tables,
-    key_path,
-    model_at,
-    with_field_names,
-)
+from agentd.tomlfile.environment import FileSettings, models_of
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
-from agentd.tomlfile.salvage import salvage
 
-_S = TypeVar("_S", bound=BaseSettings)
-
-
-class Parsed(NamedTuple, Generic[_S]):
-    """The valid part of settings, with their problems and the file's content.
-
-    `settings` is None if no part is valid. Keys in `left_out` have their defaults.
-    """
-
-    settings: _S | None
-    problems: list[Problem]
-    left_out: frozenset[Keys]
-    raw: Mapping[str, Any]
-    values: Mapping[str, Any]
+_S = TypeVar("_S", bound=FileSettings)
 
 
 def read_text(path: Path | None) -> str:
@@ -62,11 +39,11 @@ def read_text(path: Path | None) -> str:
 
 def parse(
     model: type[_S], text: str, source: str, environ: Mapping[str, str], prefix: str
-) -> Parsed[_S]:
-    """Validate the text of a file, with the environment over it.
+) -> tuple[_S, Mapping[str, Any]]:
+    """Return the settings of a file with the environment over it, and the file's content.
 
     Raises:
-        ConfigRefused: the text is not TOML.
+        ConfigRefused: the text is not TOML, or settings are unusable; lists every problem.
     """
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
@@ -75,18 +52,18 @@ def parse(
     except (ValueError, RecursionError):
         why = "holds a number of over 4300 digits, or is nested too deeply"
         raise ConfigRefused([Problem("", why)], source) from None
-    problems = list(_unknown_sections(environ, model, prefix))
-    values = with_field_names(raw, model)
-    settings, left_out = None, frozenset[Keys]()
+    # keywords that pydantic-settings takes for options of its own
+    reserved = [key for key in raw if key.startswith("_")]
+    problems = [Problem(printable_line(key), "unknown key") for key in reserved]
+    problems += _unknown_sections(environ, model, prefix)
     try:
-        settings = model(**values)
+        settings = model(**{key: value for key, value in raw.items() if key not in reserved})
     except ValidationError as error:
         found = error.errors()
-        settings, further, left_out = salvage(model, values, found)
-        problems += [problem_of(dict(item), environ, model, prefix) for item in (*found, *further)]
-    except SettingsError as error:
-        problems.append(Problem("environment", f"{error}: {error.__cause__}"))
-    return Parsed(settings, problems, left_out, raw, values)
+        problems += [problem_of(dict(item), environ, model, prefix) for item in found]
+    if problems:
+        raise ConfigRefused(problems, source)
+    return settings, raw
 
 
 def _unknown_sections(
@@ -107,17 +84,18 @@ def problem_of(
     prefix: str = "",
 ) -> Problem:
     """Return an item of `ValidationError.errors` as a problem of the file."""
-    path = key_path(item["loc"], root)
-    key = ".".join(path.shown)
-    where = variable_of(path.shown, environ, prefix) or key
+    keys = tuple(map(str, item["loc"]))
+    key = ".".join(keys)
+    where = variable_of(keys, environ, prefix) or key
     message = _TYPES.get(item["type"], item["msg"].removeprefix("Value error, "))
     if item["type"] == "extra_forbidden":
-        message = _unknown_key(path, item["input"], model_at(path.data[:-1], root))
+        message = _unknown_key(keys[-1], item["input"], _table_at(keys[:-1], root))
     elif item["type"] not in ("value_error", "missing"):
         message = f"{message}, not {_shown(item['input'])}"
-        is_table = where == key and isinstance(item["input"], Mapping)
-        if is_table and is_list_of_tables(path.data, root):
-            message = f"{message}; write [[{key}]] for each table"
+        if where == key and isinstance(item["input"], Mapping):
+            field = _fields(_table_at(keys[:-1], root)).get(keys[-1])
+            is_list_of_tables = field is not None and any(models_of(field))
+            message += f"; write [[{key}]] for each table" if is_list_of_tables else ""
     return Problem(printable_line(where), printable_line(message))
 
 
@@ -143,14 +121,28 @@ def _shown(value: object) -> str:
     return repr(value.text if isinstance(value, WrittenFloat) else value)
 
 
-def _unknown_key(path: KeyPath, value: object, parent: type[BaseModel]) -> str:
-    key = path.shown[-1]
+def _unknown_key(key: str, value: object, parent: type[BaseModel]) -> str:
     explain = getattr(parent, "explain_unknown", None)
     if explain is not None and (explained := explain(key, value)):
         return str(explained)
-    known = [name.replace("_", "-") for name in parent.model_fields]
+    known = list(_fields(parent))
     hint = did_you_mean(key.replace("_", "-"), known)
-    return f"unknown key; {hint}allowed: {', '.join(known)}"
+    tables = ", and tables" if parent.model_config.get("extra") == "allow" else ""
+    return f"unknown key; {hint}allowed: {', '.join(known)}{tables}"
+
+
+def _table_at(keys: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
+    """Return the model of the table at a key path, or of the nearest table above it."""
+    model = root
+    for key in keys:
+        if field := _fields(model).get(key):
+            model = next(models_of(field), model)
+    return model
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a table by their keys in the file."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def variable_of(keys: tuple[str, ...], environ: Mapping[str, str], prefix: str) -> str | None:

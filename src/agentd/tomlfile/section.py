@@ -41,10 +41,14 @@ SizeBytes = Annotated[
 
 
 class Section(BaseModel):
-    """A table of the file; unknown keys are errors."""
+    """A table of the file; unknown keys are errors, and keys are kebab-case."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        defer_build=True,
+        alias_generator=lambda name: name.replace("_", "-"),
     )
 
     @field_validator("*", mode="before")

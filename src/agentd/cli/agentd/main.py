@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,8 +126,9 @@ def reload(config_file: str | None) -> None:
 def check_config(config_file: str | None) -> None:
     """Check the configuration without running.
 
-    Reads everything that "agentd run" reads and prints every problem in one pass. Starts the
-    plugins to validate their tables. Writes nothing and does not disturb a running daemon.
+    Prints every problem of the file and the environment. If there are none, starts the plugins and
+    prints every problem of plugins, partition and host. Writes nothing and does not disturb a
+    running daemon.
 
     Exit status: 0 usable; otherwise that of "agentd run": 78 the configuration is unusable, 1 the
     daemon cannot run on this host or a plugin did not validate its table.
@@ -157,38 +157,27 @@ def _split(config_file: str | None) -> Any:
     """Return the partition that the daemon would make; change nothing."""
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import assembly, runtime_factory
+    from agentd.daemon import assembly
+    from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
     from agentd.state.folder import ReadOnlyState
 
     async def divided() -> Any:
-        problems: list[Problem] = []
-        with _noting(problems):
-            runtime_factory.refuse_unknown_users(loaded.settings)
-        memory = ReadOnlyState(loaded.settings.node.state_dir)
-        host = assembly.plugin_host(loaded.settings, memory)
+        settings, problems = loaded.settings, Problems()
+        memory = ReadOnlyState(settings.node.state_dir)
+        host = assembly.plugin_host(settings, memory)
         try:
-            await host.open(loaded.settings.plugins.open_timeout)
-            with _noting(problems):
-                devices = assembly.discover(loaded.settings, probe(), host, memory, EventLog())
-            if problems:
-                raise ConfigRefused(problems)
-            assembly.withhold_devices_of_peers(loaded.settings, devices)
+            await host.open(settings.plugins.open_timeout)
+            devices = await assembly.discover(settings, probe(), host, memory, EventLog(), problems)
+            problems.refuse()
+            assembly.refuse_failed_required(host)
+            assembly.withhold_devices_of_peers(settings, devices)
             return devices.split
         finally:
             await host.close()
 
     return _run(divided(), loaded.source)
-
-
-@contextlib.contextmanager
-def _noting(problems: list[Problem]) -> Iterator[None]:
-    """Collect the problems of a refused configuration, and continue."""
-    try:
-        yield
-    except ConfigRefused as error:
-        problems += error.problems
 
 
 @agentd.command()

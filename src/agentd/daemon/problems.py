@@ -1,0 +1,32 @@
+"""Problems of a configuration, collected so that one refusal lists all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agentd.errors import ConfigRefused, Problem
+
+
+class Problems:
+    """The problems that were found so far."""
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add the problems of a refused configuration, and continue."""
+        try:
+            yield
+        except ConfigRefused as error:
+            self.found += error.problems
+
+    def refuse(self) -> None:
+        """Refuse the configuration if anything was found.
+
+        Raises:
+            ConfigRefused: lists everything that was found.
+        """
+        if self.found:
+            raise ConfigRefused(list(dict.fromkeys(self.found)))

@@ -1,0 +1,94 @@
+"""Settings from a file and the environment, which takes precedence.
+
+A key is kebab-case in the file, and upper snake case in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
+
+from agentd.core.slots import WrittenFloat
+
+
+class Environment(EnvSettingsSource):
+    """The environment, with the keys of the file; lists and tables are JSON."""
+
+    def __call__(self) -> dict[str, Any]:
+        values: dict[str, Any] = with_keys_of_file(super().__call__(), self.settings_cls)
+        return values
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        del field_name, field
+        return _decoded(value)
+
+    def explode_env_vars(
+        self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]
+    ) -> dict[str, Any]:
+        """Return the keys of one section; those without a known type are JSON or text."""
+        values = super().explode_env_vars(field_name, field, env_vars)
+        has_tables = any(model.model_config.get("extra") == "allow" for model in models_of(field))
+        return _all_decoded(values) if has_tables else values
+
+
+class FileSettings(BaseSettings):
+    """The settings of one file; the constructor takes its content."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del env_settings, dotenv_settings, file_secret_settings
+        return Environment(settings_cls), init_settings
+
+
+def models_of(field: FieldInfo) -> Iterator[type[BaseModel]]:
+    """Yield the models in a field's annotation: of its table, or of the tables in its list."""
+    yield from _models_in(field.annotation)
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def with_keys_of_file(values: Any, model: type[BaseModel]) -> Any:
+    """Return values of a model by the keys of the file, in place of the names of its fields."""
+    if isinstance(values, list):
+        return [with_keys_of_file(item, model) for item in values]
+    if not isinstance(values, Mapping):
+        return values
+    found = dict(values)
+    for name, field in model.model_fields.items():
+        if name in values:
+            below = found.pop(name)
+            for inner in models_of(field):
+                below = with_keys_of_file(below, inner)
+            found[field.alias or name] = below
+    return found
+
+
+def _all_decoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _all_decoded(below) for key, below in value.items()}
+    return _decoded(value)
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of a text in JSON; other text stays, and is validated as such."""
+    try:
+        return json.loads(value, parse_float=WrittenFloat) if isinstance(value, str) else value
+    except ValueError:
+        return value
