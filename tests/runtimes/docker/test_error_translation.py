@@ -17,59 +17,58 @@ PARSER = 'AppArmor enabled: exec: "apparmor_parser": executable file not found i
 HOOK = "error running hook #0: fork/exec /usr/bin/nvidia-hook: no such file or directory"
 OCI = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
 PROCESS = f"{OCI}runc create failed: unable to start container process: "
-OLD = "OCI runtime create failed: container_linux.go:380: starting container process caused: "
+INIT = f"{PROCESS}error during container init: "
 
 MEANINGS = {
     "no such command": (
-        400, f'{PROCESS}exec: "sleep": executable file not found in $PATH: unknown',
+        400, f'{PROCESS}exec: "sleep": executable file not found in $PATH: unknown', 127,
         CommandNotFound,
-    ),
-    "no such command, of an older runc": (
-        400, f'{OLD}exec: "sleep": executable file not found in $PATH: unknown', CommandNotFound,
     ),
     "a command that is a folder": (
-        400, f'{PROCESS}exec: "/": permission denied: unknown', CommandNotFound,
+        400, f'{PROCESS}exec: "/": permission denied: unknown', 126, CommandNotFound,
     ),
-    "a command of another machine's libraries": (
-        500, f"{PROCESS}exec: /bin/x: no such file or directory: unknown", CommandNotFound,
-    ),
-    "a folder that cannot be entered": (
-        500, f'{PROCESS}chdir to cwd ("/x") set in config.json failed: not a directory: unknown',
-        InvalidRequest,
-    ),
-    "a folder that is a file": (500, "Cannot mkdir: /x is not a directory", InvalidRequest),
+    "a command of an engine with other words": (500, "it cannot run", 127, CommandNotFound),
     "a command named as a port's trouble": (
         400, f'{PROCESS}exec: "port is already allocated": executable file not found in $PATH',
-        CommandNotFound,
+        127, CommandNotFound,
     ),
-    "AppArmor without its parser": (
-        500,
-        PARSER,
+    "a folder that cannot be entered": (
+        500, f'{INIT}chdir to cwd ("/x") set in config.json failed: not a directory: unknown', 127,
+        InvalidRequest,
+    ),
+    "a folder that cannot be made": (
+        500, f"{INIT}mkdir /sys/x: read-only file system: unknown", 128, InvalidRequest,
+    ),
+    "a folder that is a file": (500, "Cannot mkdir: /x is not a directory", 0, InvalidRequest),
+    "a user that the image lacks": (
+        500, "unable to find user nosuch: no matching entries in passwd file", 128, InvalidRequest,
+    ),
+    "a device's mount that fails": (
+        400, f'{INIT}error mounting "/x" to rootfs at "/usr/lib/x": not a directory: unknown', 127,
         RuntimeFailure,
     ),
-    "a hook that is not there": (
-        500,
-        f"{PROCESS}error during container init: {HOOK}: unknown",
-        RuntimeFailure,
-    ),
+    "AppArmor without its parser": (500, PARSER, 128, RuntimeFailure),
+    "a hook that is not there": (400, f"{INIT}{HOOK}: unknown", 127, RuntimeFailure),
     "a runtime that is not there": (
-        500, 'failed to start shim: exec: "runc": executable file not found in $PATH: unknown',
+        500, 'failed to start shim: exec: "runc": executable file not found in $PATH: unknown', 128,
         RuntimeFailure,
     ),
     "a port that another has": (
         500, "driver failed programming: Bind for 0.0.0.0:80 failed: port is already allocated",
-        RuntimeUnavailable,
+        128, RuntimeUnavailable,
     ),
-    "a value that no engine takes": (400, "invalid reference format", InvalidRequest),
-    "a full disk": (500, "write /var/lib/docker/x: no space left on device", RuntimeFailure),
+    "a value that no engine takes": (400, "invalid reference format", 0, InvalidRequest),
+    "a full disk": (500, "write /var/lib/docker/x: no space left on device", 0, RuntimeFailure),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("status", "message", "meaning"), MEANINGS.values(), ids=MEANINGS)
+@pytest.mark.parametrize(
+    ("status", "message", "exit_code", "meaning"), MEANINGS.values(), ids=MEANINGS
+)
 def test_engine_errors_are_attributed(
-    status: int, message: str, meaning: type[AgentdError]
+    status: int, message: str, exit_code: int, meaning: type[AgentdError]
 ) -> None:
-    error = translated(EngineError(status, message), plan("sleep", "1000"))
+    error = translated(EngineError(status, message), plan("sleep", "1000"), exit_code)
     assert type(error) is meaning, error
     if meaning is RuntimeFailure:
         assert str(error) == f"the Docker Engine: {message}"

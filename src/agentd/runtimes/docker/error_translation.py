@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.names import shortened
@@ -20,25 +19,16 @@ from agentd.runtimes.docker.engine_errors import (
     EngineAnswerLost,
     EngineError,
     EngineUnreachable,
-    shortly,
 )
 from agentd.runtimes.docker.request_errors import request_problem
 
 _PASSES = ("port is already allocated", "address already in use")
 """Conflicts with other processes on the host; a retry chooses another port."""
 
-_NO_COMMAND = re.compile(
-    r"container process[^\"]*: exec: (?P<why>.*"
-    r"(?:executable file not found|no such file or directory|permission denied|"
-    r"file name too long|not a directory|is a directory|too many levels of symbolic links|"
-    r"exec format error).*)",
-    re.DOTALL,
-)
-"""Errors of runc (since 1.0) about the container's own command.
-
-Programs that the engine itself could not run, such as a hook or `apparmor_parser`, are named in
-other words before `exec:`.
-"""
+_OF_THE_NODE = ("error mounting", "hook")
+"""Refusals of a start that concern the node's devices, if not a target of the request."""
+_NO_COMMAND = (126, 127)
+"""Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
@@ -50,48 +40,44 @@ def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
 
 def is_no_image(error: EngineError) -> bool:
     """Return whether a create failed because the image, or its platform, is missing."""
-    return error.status == NOT_FOUND and "image" in error.message.lower()
+    return error.status == NOT_FOUND
 
 
-def translated(error: BaseException, plan: KernelPlan | None = None) -> BaseException:
-    """Translate an error of the engine; other errors are returned unchanged."""
+def translated(
+    error: BaseException, plan: KernelPlan | None = None, exit_code: int = 0
+) -> BaseException:
+    """Translate an error of the engine; other errors are returned unchanged.
+
+    `exit_code` is that of a container whose start was refused.
+    """
     if isinstance(error, EngineError):
-        return _refusal(error, plan)
+        return _refusal(error, plan, exit_code)
     if isinstance(error, (EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
-def _refusal(error: EngineError, plan: KernelPlan | None) -> BaseException:
-    if plan is not None and (found := _NO_COMMAND.search(error.detail)):
-        command = shortened(plan.spec.command[0]) if plan.spec.command else "of the image"
-        return CommandNotFound(f"command {command}: {shortly(found['why'])}")
-    if any(why in error.detail for why in _PASSES):
-        return RuntimeUnavailable(error.message)
+def _refusal(error: EngineError, plan: KernelPlan | None, exit_code: int) -> BaseException:
     if plan is not None and (problem := request_problem(error.detail, plan.spec)):
         return InvalidRequest([problem])
-    if plan is not None and error.status == BAD_REQUEST and "error mounting" not in error.detail:
-        return InvalidRequest([Problem("", error.message)])
+    if plan is not None and not any(text in error.detail for text in _OF_THE_NODE):
+        if exit_code in _NO_COMMAND:
+            command = shortened(plan.spec.command[0]) if plan.spec.command else "of the image"
+            return CommandNotFound(f"command {command}: {error.message}")
+        if error.status == BAD_REQUEST:
+            return InvalidRequest([Problem("", error.message)])
+    if any(text in error.detail for text in _PASSES):
+        return RuntimeUnavailable(error.message)
     return RuntimeFailure(f"the Docker Engine: {error.message}")
 
 
-class _Translating:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(
-            error, (EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)
-        ):
-            raise translated(error) from error
-
-
-_TRANSLATING = _Translating()
-
-
-def translating() -> AbstractContextManager[None]:
+@contextmanager
+def translating() -> Iterator[None]:
     """Translate the engine's errors to those of agentd."""
-    return _TRANSLATING
+    try:
+        yield
+    except (EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError) as error:
+        raise translated(error) from error
 
 
 @contextmanager
@@ -106,17 +92,11 @@ def proving() -> Iterator[None]:
         raise RuntimeUnavailable(f"unexpected response of the engine: {error!r}") from error
 
 
-class _AbsentIsFine:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        return isinstance(error, EngineError) and error.status == NOT_FOUND
-
-
-_ABSENT_IS_FINE = _AbsentIsFine()
-
-
-def absent_is_fine() -> AbstractContextManager[bool | None]:
+@contextmanager
+def absent_is_fine() -> Iterator[None]:
     """Suppress "not found"."""
-    return _ABSENT_IS_FINE
+    try:
+        yield
+    except EngineError as error:
+        if error.status != NOT_FOUND:
+            raise

@@ -19,18 +19,25 @@ from typing import Any
 from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
-from agentd.core.kernel.options import PullPolicy
+from agentd.core.kernel.options import TOO_LONG, PullPolicy, is_too_long
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
-from agentd.errors import ImageNotFound, InvalidRequest, Problem, RuntimeUnavailable
+from agentd.core.names import shortened
+from agentd.errors import (
+    CommandNotFound,
+    ImageNotFound,
+    InvalidRequest,
+    Problem,
+    RuntimeUnavailable,
+)
 from agentd.failpoints import reach
 from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient
-from agentd.runtimes.docker.engine_errors import EngineError, EngineUnreachable
+from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
 from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.error_translation import (
     CONFLICT,
@@ -156,6 +163,9 @@ class DockerRuntime:
         return await self._lookups.look(_SOURCES, lambda: resolved(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
+        command = plan.spec.command[0] if plan.spec.command else ""
+        if is_too_long(command):
+            raise CommandNotFound(f"command {shortened(command)}: {TOO_LONG}")
         facts = await self._known_facts()
         facts.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
@@ -164,7 +174,7 @@ class DockerRuntime:
         try:
             await self._create(attempt, progress)
             await reach("create.after_engine_create")
-            await to_the_end(self._engine.call("POST", f"/containers/{attempt.container}/start"))
+            await self._start(attempt)
             await reach("create.after_engine_start")
             inspection = await self._observer.inspection(attempt.container)
             await self._verify(inspection, attempt)
@@ -179,6 +189,23 @@ class DockerRuntime:
         finally:
             self._creating.discard(plan.name)
         return self._observer.observed(inspection)
+
+    async def _start(self, attempt: _Attempt) -> None:
+        """Start a container.
+
+        Raises:
+            CommandNotFound, InvalidRequest: the request is the reason of the refusal.
+            RuntimeUnavailable, RuntimeFailure: the engine, or the node, is.
+        """
+        path = f"/containers/{attempt.container}"
+        try:
+            await to_the_end(self._engine.call("POST", f"{path}/start"))
+        except EngineError as error:
+            exit_code = 0
+            with suppress(EngineError, EngineUnreachable, EngineAnswerLost):
+                inspection = await self._observer.inspection(attempt.container)
+                exit_code = inspection["State"].get("ExitCode", 0)
+            raise translated(error, attempt.plan, exit_code) from error
 
     async def _verify(self, inspection: Mapping[str, Any], attempt: _Attempt) -> None:
         host = attempt.config["HostConfig"]
