@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from agentd import plugin_api
-from agentd.pluginhost.conformance import Conformance, imports_of_agentd, missing
+from agentd.pluginhost.conformance import Conformance, missing
 from agentd.pluginhost.instance import PluginTimeouts, Wanted
 from agentd.pluginhost.validation import checked_listing
 
@@ -45,16 +45,6 @@ async def test_a_good_plugin_passes_every_check(target: str) -> None:
 )
 async def test_what_fails_is_named_with_the_reason(target: str, check: str, why: str) -> None:
     assert why in (await failures(target))[check]
-
-
-def test_imports_of_agentd_are_found_wherever_they_stand(tmp_path: Path) -> None:
-    (tmp_path / "__init__.py").write_text("from agentd.plugin_api import Features\nimport os\n")
-    (tmp_path / "late.py").write_text(
-        "def f():\n    import agentd.errors\n    from agentd import client\n"
-        "    from agentd.core.slots import ONE\n"
-    )
-    found = imports_of_agentd(tmp_path / "__init__.py")
-    assert found == {"agentd.errors", "agentd.client", "agentd.core.slots"}
 
 
 async def test_wrong_settings_fail() -> None:

@@ -114,7 +114,6 @@ class PluginServer:
             _overrides(loaded, "measure"),
             _overrides(loaded, "kernel_event"),
             sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
-            getattr(sys.modules.get(module), "__file__", None) or "",
             _overrides(loaded, "partition"),
         )
 

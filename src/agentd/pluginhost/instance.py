@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +47,8 @@ LONG_ENOUGH_S = 60.0
 """Uptime in seconds after which the restart backoff is reset."""
 MAX_EVENTS_WAITING = 16
 """Maximum kernel events that wait for a slow plugin; further ones are dropped."""
-MOST_WAKES = 8
-"""Maximum immediate listings that a plugin can request.
-
-Each returns after a health interval, so a plugin that reports changes all the time is listed as
-often as one that never does.
-"""
+MAX_WAKES = 8
+"""Maximum listings in a row that a plugin can request; then it is listed at the usual interval."""
 MAX_LEFT_BEHIND = 2
 """No further process is started while this many of one plugin cannot be killed."""
 _RESTLESS = "it reports changes all the time; listed once in each health-interval"
@@ -110,25 +106,6 @@ class Backoff:
         self.next_s = min(2 * self.next_s, LONGEST_PAUSE_S)
 
 
-class Wakes:
-    """A token bucket for the immediate listings that a plugin may request."""
-
-    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._left, self._at = float(MOST_WAKES), clock()
-
-    def take(self) -> bool:
-        """Take a token, if there is one."""
-        now = self._clock()
-        since = (now - self._at) / self._interval_s
-        self._left, self._at = min(MOST_WAKES, self._left + since), now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
 class PluginInstance:
     """A plugin under a device name, and its process."""
 
@@ -139,11 +116,8 @@ class PluginInstance:
         pace: PluginTimeouts,
         changed: Callable[[str], None],
         dealing_rules: DealingRules | None = None,
-        with_table: PluginInstance | None = None,
     ) -> None:
-        """Create an instance; `with_table` is one of the same plugin that has a table."""
         self.wanted = wanted
-        self._with_table = with_table
         self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
         self.reason = ""
@@ -154,8 +128,6 @@ class PluginInstance:
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
         self.settled = asyncio.Event()
-        self._loaded = asyncio.Event()
-        """Set once the plugin has been imported, or an attempt has ended without that."""
         self.validation = asyncio.Event()
         """Set once `validate` has answered, or an attempt has ended without that."""
         self._is_validated = False
@@ -169,7 +141,6 @@ class PluginInstance:
         self._woken = asyncio.Event()
         self._backoff = Backoff()
         self._ready_since: float | None = None
-        self._seen: tuple[DeviceListing, PluginListing] | None = None
         self._events_waiting = 0
 
     @property
@@ -201,7 +172,6 @@ class PluginInstance:
         self.state, self.reason = state, " ".join(reason.split())
         self.settled_tries = self.tries
         self.settled.set()
-        self._loaded.set()
         self.validation.set()
 
     async def run(self) -> None:
@@ -236,11 +206,6 @@ class PluginInstance:
             self._tell_changed(self.wanted.name)
             await self._backoff.wait()
 
-    async def loaded_facts(self) -> Facts | None:
-        """Wait for the import of the plugin; return what it says of itself, None if it failed."""
-        await self._loaded.wait()
-        return self._facts
-
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
         before = self.tries
@@ -252,28 +217,23 @@ class PluginInstance:
                     await self.settled.wait()
 
     async def _bring_up(self) -> None:
-        if self._with_table is not None and self._facts is None:
-            self._facts = await self._with_table.loaded_facts()
-            if self.is_silent:
-                self._settle_without_table()
-                return
         self._left_behind = [process for process in self._left_behind if process.is_alive]
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
             pids = ", ".join(str(process.pid) for process in self._left_behind)
             raise PluginLost(f"processes {pids} cannot be killed")
         wanted = self.wanted
-        self._refuse_settings(_too_large(wanted))
         self._process = process = await PluginProcess.start(
             wanted.name, wanted.target, wanted.settings, self._woken.set
         )
         self._step = "import"
         try:
             self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
-            self._loaded.set()
             check_version(self._facts.api_version)
             await reach("plugin.after_load")
             if self.is_silent:
-                self._settle_without_table()
+                example = f'[plugins.cuda] plugin = "{wanted.plugin}"'
+                why = f"needs a table of its own, such as {example}"
+                self.settle(PluginState.BLOCKED, why)
                 await self.close()
                 return
             self._step = "settings"
@@ -306,10 +266,6 @@ class PluginInstance:
         self.settle(PluginState.READY, "")
         self._tell_changed(wanted.name)
 
-    def _settle_without_table(self) -> None:
-        example = f'[plugins.cuda] plugin = "{self.wanted.plugin}"'
-        self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
-
     def _refuse_settings(self, problems: list[Problem]) -> None:
         """Keep the problems of the table for the operator.
 
@@ -327,12 +283,10 @@ class PluginInstance:
         return ContainerEdits(env=checked_edits(edits).env)
 
     async def _listed(self, process: PluginProcess) -> PluginListing:
-        found: DeviceListing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
-        if self._seen is None or self._seen[0] is not found:
-            checked = checked_listing(self.wanted.name, found.slot_types, found.devices)
-            self._seen = (found, checked)
+        answer: DeviceListing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
+        listing = checked_listing(self.wanted.name, answer.slot_types, answer.devices)
         self.listed_at = time.monotonic()
-        return self._seen[1]
+        return listing
 
     async def _dealt(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
         """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
@@ -350,13 +304,13 @@ class PluginInstance:
 
     async def _follow(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""
-        process, is_restless = self._process, False
-        wakes = Wakes(self._pace.health_interval_s)
+        process, wakes = self._process, 0
         while process is not None and self.state is PluginState.READY:
-            if await is_set_within(self._woken, self._pace.health_interval_s) and not wakes.take():
-                if not is_restless:
+            is_woken = await is_set_within(self._woken, self._pace.health_interval_s)
+            wakes = wakes + 1 if is_woken else 0
+            if wakes > MAX_WAKES:
+                if wakes == MAX_WAKES + 1:
                     log.warning("plugin.throttled", plugin=self.wanted.name, reason=_RESTLESS)
-                is_restless = True
                 await is_set_within(process.lost, self._pace.health_interval_s)
             self._woken.clear()
             if process.lost.is_set():
@@ -466,24 +420,3 @@ async def _ask_to_close(process: PluginProcess, name: str) -> None:
         log.warning("plugin.close_failed", plugin=name, reason="it is busy")
     except (PluginRefused, InvalidAnswer, PluginLost) as error:
         log.warning("plugin.close_failed", plugin=name, reason=str(error))
-
-
-def _too_large(wanted: Wanted) -> list[Problem]:
-    """Return the numbers of a table that are too large for the channel."""
-    why = "exceeds 64 bits"
-    return [
-        Problem(one_line(key), why)
-        for key in _large_numbers(f"plugins.{wanted.name}", wanted.settings)
-    ]
-
-
-def _large_numbers(where: str, value: object) -> Iterator[str]:
-    """Yield the key paths of numbers beyond 64 bits."""
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _large_numbers(f"{where}.{key}", below)
-    elif isinstance(value, (list, tuple)):
-        for index, below in enumerate(value):
-            yield from _large_numbers(f"{where}.{index}", below)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield where

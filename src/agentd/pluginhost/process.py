@@ -83,8 +83,7 @@ class PluginProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._exchanges: set[asyncio.Task[Any]] = set()
-        self._output = PluginOutput(name)
-        self._last: dict[str, tuple[bytes, Any]] = {}
+        self._output: PluginOutput | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_ending = False
         self.lost = asyncio.Event()
@@ -129,7 +128,7 @@ class PluginProcess:
         self._reading = asyncio.create_task(self._read(reader), name=f"plugin-{self._name}")
         self._watching = asyncio.create_task(self._watch(), name=f"plugin-end-{self._name}")
         if self._popen.stdout is not None:
-            self._output.follow(self._popen.stdout)
+            self._output = PluginOutput(self._name, self._popen.stdout)
 
     async def _watch(self) -> None:
         """Detect the end of the process, also if a copy of it keeps the channel open."""
@@ -181,17 +180,11 @@ class PluginProcess:
         return self._decoded(method, bytes(answer.result))
 
     def _decoded(self, method: str, result: bytes) -> Any:
-        """Decode a result; equal results are the same object."""
-        last = self._last.get(method)
-        if last is not None and last[0] == result:
-            return last[1]
         try:
-            value = msgspec.msgpack.decode(result, type=RESULTS[method])
+            return msgspec.msgpack.decode(result, type=RESULTS[method])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             why = f"invalid answer to {method}: {error}"
             raise InvalidAnswer(one_line(why)) from None
-        self._last[method] = (result, value)
-        return value
 
     def _write(self, frame: bytes) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -236,7 +229,8 @@ class PluginProcess:
         await reach("plugin.after_kill")
         await asyncio.to_thread(end_marked, self._mark)
         self.reason = why or _how_it_ended(status)
-        self._output.close()
+        if self._output is not None:
+            await self._output.close()
         if self._writer is not None:
             self._writer.close()
         for task in (self._reading, self._watching):
@@ -292,14 +286,15 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a TOML value to types of the channel; a date becomes its text."""
+    """Convert a TOML value to types of the channel; a date and a huge number become their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(below) for key, below in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(below) for below in value]
     if isinstance(value, float):
         return float(value)
-    return value if isinstance(value, (str, int)) else str(value)
+    is_plain = isinstance(value, str) or (isinstance(value, int) and -(2**63) <= value < 2**63)
+    return value if is_plain else str(value)
 
 
 def _how_it_ended(status: int | None) -> str:

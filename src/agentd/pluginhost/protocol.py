@@ -81,7 +81,6 @@ class Facts(msgspec.Struct, frozen=True):
     has_measurements: bool
     hears_kernels: bool
     imports_of_agentd: Sequence[str] = ()
-    file: str = ""
     has_partition: bool = False
 
 
