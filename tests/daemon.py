@@ -113,6 +113,8 @@ class Daemon:
         self.node = f"test-{folder.name}"
         self.engine = engine.socket if engine else folder / "no-engine.sock"
         self.test_engine = engine
+        self.run_folder = folder / "run"
+        """Where it finds other agentds of the host: none, unless a test shares the folder."""
         self.process: Process | None = None
         self.boot_id = ""
         self.log_from = 0
@@ -150,7 +152,8 @@ class Daemon:
 
     def spawn(self, *arguments: str, **environ: str) -> Process:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
-        env |= self._only_sim() | {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
+        env |= self._only_sim() | {"AGENTD_RUN_DIR": str(self.run_folder)}
+        env |= {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
         words = ["run", "--config", str(self.config_file), *arguments]
         with (self.folder / "log").open("ab") as log:
             if self._is_forked(environ):

@@ -25,6 +25,7 @@ NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
 RUNTIMES = ("process", "docker")
 GONE: Mapping[str, frozenset[str]] = {
+    "log_events": frozenset({"peers.publish_failed"}),
     "options": frozenset(
         {
             "agentctl run --async",
@@ -40,7 +41,7 @@ GONE: Mapping[str, frozenset[str]] = {
 }
 """Recorded names that exist no more, by their list."""
 NEW: Mapping[str, frozenset[str]] = {
-    "environment": frozenset({"AGENTD_SLURM_RUN"}),
+    "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
     "log_events": frozenset(
         {
             "log.lines_lost",

@@ -72,7 +72,7 @@ TOML
 
 # In a session of their own, daemons do not hear Ctrl-C, and still answer when kernels are removed.
 start() {
-  setsid agentd run --config "$folder/$1/agent.toml" 2>>"$folder/$1/log" &
+  AGENTD_RUN_DIR="$folder/$1/run" setsid agentd run --config "$folder/$1/agent.toml" 2>>"$folder/$1/log" &
   daemons[$1]=$!
 }
 

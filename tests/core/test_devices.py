@@ -175,11 +175,11 @@ def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
 
 
 def test_withheld_devices_are_one_warning_for_each_name() -> None:
-    devices = [*cores(2), *gpus(*[1] * 300)]
-    reasons = {d.device_id: "served by agentd other" for d in devices}
-    found = [*withheld_warnings(Inventory.of([], devices).with_withheld(reasons))]
-    assert found == [
-        "2 devices of cpu are withheld (0, 1): served by agentd other",
+    simulated = [replace(d, is_simulated=True, device_id=DeviceId("sim", "0")) for d in gpus(1)]
+    inventory = Inventory.of([], [*cores(2), *simulated, *gpus(*[1] * 300)])
+    withheld = inventory.with_withheld("served by agentd other")
+    assert [*withheld.with_withheld("").devices] == [*inventory.devices]
+    assert [*withheld_warnings(withheld)] == [
         (
             "300 devices of cuda are withheld (cuda0, cuda1, cuda2, cuda3 and 296 more):"
             " served by agentd other"

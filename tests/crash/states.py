@@ -9,7 +9,6 @@ from agentd.core.kernel.plan import name_prefix
 from crash.points import POINTS
 from world import GROUPS, World, environments, started
 
-SERVED = Path("/run/agentd/served")
 TIMES = ("_at", "start_time", "since", "until")
 """Suffixes of members whose values differ from one life to the next."""
 PIDS = ("pid", "shim_pid")
@@ -38,8 +37,6 @@ def left_behind(world: World) -> str:
     """
     folder = world.daemon.folder
     lines = [f"file {line}" for line in _files(folder)]
-    served = SERVED / f"{world.node}.json"
-    lines += [f"served {_content(served)}"] if served.exists() else []
     for pid, env in environments():
         if env.get("AGENTD_NODE") == world.node:
             lines.append(f"process {env['AGENTD_KERNEL']} {_command(pid)}")
@@ -58,6 +55,7 @@ def _files(folder: Path) -> Iterator[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         is_content = name.parts[0] == "state" and path.is_file() and path.name != "lock"
+        is_content |= path.name == "host.lock"
         yield f"{name} {_content(path) if is_content else ''}"
 
 

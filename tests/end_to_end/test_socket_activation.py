@@ -27,7 +27,8 @@ class Held(Daemon):
 
     def spawn(self, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
-        env |= self._only_sim() | {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
+        env |= self._only_sim() | {"AGENTD_RUN_DIR": str(self.run_folder)}
+        env |= {"NOTIFY_SOCKET": str(self.folder / "notify"), **environ}
         fd = self.listening.fileno()
         command = [sys.executable, "-m", "agentd", "run", "--config", str(self.config_file)]
         passing = f'LISTEN_FDS=1 LISTEN_PID=$$ exec "$0" "$@" 3<&{fd}'

@@ -39,6 +39,7 @@ class Node:
             capture_output=True,
             text=True,
             check=False,
+            env={**os.environ, "AGENTD_RUN_DIR": str(self.folder / "run")},
         )
 
     def rows(self, *options: str) -> dict[str, dict]:
@@ -83,6 +84,7 @@ async def test_devices_that_a_daemon_serves_are_not_tried_beside_it(node: Node) 
     other = Daemon(node.folder / "other", "process")
     try:
         table = f'[plugins.acc]\nplugin = "generic"\ndevices = ["{node.folder}/acc*"]\n'
+        other.run_folder = node.folder / "run"
         await other.start(AGENTS + table)
         rows = await asyncio.to_thread(node.rows)
     finally:

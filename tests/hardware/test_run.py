@@ -41,6 +41,7 @@ def machine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHON_BIN": sys.executable,
         "OUT": str(folder / "out"),
+        "AGENTD_RUN_DIR": str(folder / "run"),
         "LD_LIBRARY_PATH": str(nvml_library(tmp_path_factory)),
         "FAKE_NVML_FILE": str(folder / "gpus"),
     }

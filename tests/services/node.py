@@ -109,18 +109,10 @@ class Rig:
         return {kernel.kernel_id: kernel.state.value for kernel in self.state}
 
 
-class Alone:
-    """A node without peers, which serves all of its devices."""
-
-    def update(self) -> None: ...
-
-    async def look(self) -> None: ...
-
-
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins, Alone())
+    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins)
     loops = asyncio.create_task(made.run())
     try:
         async with asyncio.timeout(5):

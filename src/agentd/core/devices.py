@@ -95,7 +95,7 @@ class Device(msgspec.Struct, frozen=True):
     busy: str = ""
     """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
-    """The other agentd on this host that serves it; empty if none does."""
+    """Why another agentd on this host serves it; empty if none does."""
     attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
     """Earlier stable ids of the same physical device."""
@@ -105,6 +105,11 @@ class Device(msgspec.Struct, frozen=True):
     """Not hardware: another daemon's device with the same stable id is a different one."""
     secondary: tuple[SecondarySlot, ...] = ()
     """Further slots of the same device, in natural order of their names."""
+
+    @property
+    def is_real_accelerator(self) -> bool:
+        """Whether it is hardware that only one agentd on the host serves."""
+        return self.device_id.name not in (CPU, MEM) and not self.is_simulated
 
     @property
     def slot_names(self) -> tuple[SlotName, ...]:
@@ -305,11 +310,11 @@ class Inventory:
             device, gone=False, health=now.health, reason=now.reason, secondary=secondary
         )
 
-    def with_withheld(self, reasons: Mapping[DeviceId, str]) -> Inventory:
-        """Return the inventory in which exactly the devices of `reasons` are withheld."""
+    def with_withheld(self, reason: str) -> Inventory:
+        """Return the inventory with its real accelerators withheld; an empty reason ends that."""
         return self._with(
-            replace(device, withheld=reasons.get(device.device_id, ""))
-            if device.withheld != reasons.get(device.device_id, "")
+            replace(device, withheld=reason)
+            if device.is_real_accelerator and device.withheld != reason
             else device
             for device in self.devices
         )

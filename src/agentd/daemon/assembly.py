@@ -49,16 +49,15 @@ from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, remember
-from agentd.services.peers import SharedDevices, claimable, taken_by_others
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Clock, Peers, Runtime, SavedRecord, StateStore
+from agentd.services.protocols import Clock, Runtime, SavedRecord, StateStore
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
-from agentd.state.peers import HostPeers, PeerPaths
+from agentd.state.host_lock import HostLock, run_folder
 
 log = structlog.get_logger()
 
@@ -131,15 +130,27 @@ def refuse_failed_required(plugins: PluginHost) -> None:
         raise StartRefused("; ".join(missing.values()))
 
 
-def withhold_devices_of_peers(settings: Settings, devices: NodeDevices) -> None:
-    """Withhold the devices that other daemons on this host serve.
+def host_lock(settings: Settings) -> HostLock:
+    """Return the lock of this host, not acquired.
 
-    Without a node id, a daemon of this node could not be told apart from the others.
+    Raises:
+        ConfigRefused: there is no node id.
+    """
+    is_user = os.geteuid() != 0
+    return HostLock(run_folder(), node_id_of(settings), boot_id(), is_user=is_user)
+
+
+def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
+    """Withhold the accelerators that another agentd serves, and return the warnings about it.
+
+    Without a node id, this agentd could not be told apart from another one.
     """
     with contextlib.suppress(ConfigRefused):
-        paths = PeerPaths.of(os.geteuid())
-        peers = HostPeers(node_id_of(settings), boot_id(), paths).others()
-        devices.withhold(taken_by_others(claimable(devices), peers))
+        lock = host_lock(settings)
+        lock.read()
+        devices.suspend_by(lambda inventory: inventory.with_withheld(lock.reason))
+        return lock.warnings()
+    return []
 
 
 def node_id_of(settings: Settings) -> str:
@@ -173,7 +184,6 @@ class Services(NamedTuple):
 
     kernels: KernelService
     reconciler: Reconciler
-    shared: SharedDevices
     loops: Loops
     access: Access
     refusals: Refusals
@@ -203,7 +213,7 @@ class Assembly:
         loaded: Loaded,
         node_id: str,
         store: StateFolder,
-        peers: Peers,
+        lock: HostLock,
         plugins: PluginHost,
         host: Host,
         clock: Clock,
@@ -212,7 +222,7 @@ class Assembly:
         self._settings = loaded.settings
         self._node_id = node_id
         self._store = store
-        self._peers = peers
+        self._lock = lock
         self._plugins = plugins
         self._host = host
         self._clock = clock
@@ -241,7 +251,6 @@ class Assembly:
         state, devices = node.state, node.devices
         default, store, clock = self._settings.node.runtime, self._store, self._clock
         reconciler = Reconciler(state, devices, runtimes, default, store, clock)
-        shared = SharedDevices(devices, state, self._peers, *self._real())
         holders, claim_counts = HostHolders(), ClaimCounts()
         engines = Engines(devices, store, boot_id(), self._settings.resource.engine_devices)
         unclaimed = UnclaimedProcesses(
@@ -252,7 +261,9 @@ class Assembly:
             withholds=self._settings.resource.withhold_busy,
         )
         devices.suspend_by(
-            lambda inventory: inventory.with_suspended(engines.awaited(inventory), unclaimed.busy)
+            lambda inventory: inventory.with_withheld(self._lock.reason).with_suspended(
+                engines.awaited(inventory), unclaimed.busy
+            )
         )
         claims = ClaimService(
             state,
@@ -271,8 +282,7 @@ class Assembly:
         return Services(
             KernelService(state, devices, node.planner, runtimes, default, store, clock),
             reconciler,
-            shared,
-            Loops(reconciler, state, devices, runtimes, self._plugins, shared),
+            Loops(reconciler, state, devices, runtimes, self._plugins),
             Access(state, devices),
             Refusals(node.counts, node.events, clock.wall),
             SelfCheck(state, devices, runtimes, store, holders),
@@ -345,12 +355,6 @@ class Assembly:
             ),
         )
         return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
-
-    def _real(self) -> tuple[frozenset[str], int | None]:
-        """Return the host's own cores and memory, without declared ones."""
-        declared = self._settings.host
-        cores = self._host.real_cores if declared.cpus is None else frozenset[str]()
-        return cores, self._host.memory_bytes if declared.mem is None else None
 
     def _rules(self) -> NodeRules:
         return NodeRules(

@@ -89,8 +89,7 @@ async def _checked(
     with refused.collecting():
         endpoint(settings.rpc)
     add(ExitStatus.CONFIG, refused.found)
-    if not refused.found:
-        assembly.withhold_devices_of_peers(settings, devices)
+    shared = assembly.withhold_if_served(settings, devices) if not refused.found else ()
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}
     for name, why in plugins.failed_required().items():
         if name not in reported:
@@ -100,7 +99,7 @@ async def _checked(
     add(ExitStatus.FAILED, unvalidated)
     weak = Weaknesses()
     weak.replace(weaknesses(settings.rpc))
-    warnings = (*devices.warnings, *weak.warnings()) if not refused.found else ()
+    warnings = (*devices.warnings, *shared, *weak.warnings()) if not refused.found else ()
     status = found[0][0] if found else ExitStatus.DONE
     return Checked(tuple(dict.fromkeys(p for _, p in found)), warnings, source, status)
 

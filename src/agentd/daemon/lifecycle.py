@@ -26,6 +26,7 @@ from agentd.daemon.assembly import (
     Assembly,
     Services,
     discover,
+    host_lock,
     node_id_of,
     plugin_host,
     refuse_failed_required,
@@ -43,16 +44,15 @@ from agentd.http.static import HOME, Pages
 from agentd.pluginhost.host import PluginHost
 from agentd.rpc.site import NodeSite
 from agentd.service.background import Background
-from agentd.service.boot_id import boot_id
 from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
+from agentd.services.devices import NodeDevices
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
 from agentd.services.protocols import Clock, Runtime, SavedRecord
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
-from agentd.state.peers import HostPeers, PeerPaths
 from agentd.stderr import LOST
 
 log = structlog.get_logger()
@@ -60,7 +60,6 @@ log = structlog.get_logger()
 FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
-START_PATIENCE_S = 2.0
 STATUS_PAUSE_S = 1.0
 COLLECT = 20_000, 20, 50
 """Thresholds of garbage collection; most objects of a create need none."""
@@ -75,7 +74,7 @@ class Daemon:
         self._node_id = node_id_of(loaded.settings)
         state_dir = loaded.settings.node.state_dir.absolute()
         self._store = StateFolder(state_dir, self._node_id)
-        self._peers = HostPeers(self._node_id, boot_id(), PeerPaths.of(os.geteuid()))
+        self._host_lock = host_lock(loaded.settings)
         self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._shutdown, self._hung_up = Shutdown(), asyncio.Event()
@@ -142,8 +141,8 @@ class Daemon:
         step = self._shutdown.step
         self._store.open(runtime_factory.lock_folder())
         stack.callback(self._store.close)
-        self._peers.open()
-        stack.callback(self._peers.close)
+        stack.callback(self._host_lock.release)
+        await self._host_lock.acquire()
         if points := failpoints.armed():
             log.warning("failpoints.armed", points=points)
         await reach("start.after_locks")
@@ -171,6 +170,8 @@ class Daemon:
         background.run("reconciler", node.services.loops.run())
         background.run("claims", node.services.claims.run())
         background.run("unclaimed", node.services.unclaimed.run())
+        if self._host_lock.is_user:
+            background.run("host-lock", self._host_lock.watch(node.devices.update_suspended))
         await self._until_listed(node)
         await reach("start.before_ready")
         self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
@@ -214,25 +215,35 @@ class Daemon:
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
         await reach("start.after_discover")
-        peers, clock = self._peers, self._clock
-        parts = Assembly(self._loaded, self._node_id, store, peers, plugins, host, clock)
+        lock, clock = self._host_lock, self._clock
+        parts = Assembly(self._loaded, self._node_id, store, lock, plugins, host, clock)
         node = parts.recalled(devices, events, names, records, store.load_claims())
         await reach("start.after_recall")
         services = parts.services(node, runtimes)
-        services.shared.update(patience_s=START_PATIENCE_S)
         stack.callback(services.holders.close)
         node.state.listen(services.claims.note_kernel)
         services.claims.resume(node.claims)
-        stack.callback(services.shared.close)
-        for warning in devices.warnings:
+        stack.callback(self._note_use, node.state, devices)
+        for warning in (*devices.warnings, *lock.warnings()):
             log.warning("node.warned", warning=warning)
         served = parts.site(
             node,
             services,
             self._reload_now,
-            lambda: [*self._weaknesses.warnings(), *background.warnings, *LOST.warnings()],
+            lambda: [
+                *lock.warnings(),
+                *self._weaknesses.warnings(),
+                *background.warnings,
+                *LOST.warnings(),
+            ],
         )
-        return _Node(node.state, events, services, runtimes, *served)
+        return _Node(devices, node.state, events, services, runtimes, *served)
+
+    def _note_use(self, state: NodeState, devices: NodeDevices) -> None:
+        """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
+        by_id, held = devices.inventory.by_id, state.ledger.held
+        is_used = any(i not in by_id or by_id[i].is_real_accelerator for i in held)
+        self._host_lock.note_use(is_used=is_used, is_known=state.is_listed)
 
     async def _until_listed(self, node: _Node) -> None:
         """Wait until every runtime has returned its first list or failed to."""
@@ -300,6 +311,7 @@ class Daemon:
 class _Node(NamedTuple):
     """The parts that a daemon drives."""
 
+    devices: NodeDevices
     state: NodeState
     events: EventLog
     services: Services

@@ -31,6 +31,7 @@ from agentd.http.credentials import weaknesses
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder
+from agentd.state.host_lock import run_folder
 from agentd.tomlfile.section import Section
 
 if TYPE_CHECKING:
@@ -294,5 +295,5 @@ def _systemd_warnings() -> list[str]:
 def lock_folder() -> Path:
     """Return the folder of the locks on node ids, shared by the daemons of this user."""
     if os.geteuid() == 0:
-        return Path("/run/agentd")
+        return run_folder()
     return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from agentd.core.devices import withheld_warnings
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import MEM, SlotKind, format_amount
 from agentd.rpc.rendering import amounts, partition_devices
 
 
-def plan_view(split: Split) -> dict[str, object]:
-    """Return a partition as `agentd plan --json` prints it."""
+def plan_view(split: Split, warnings: Sequence[str] = ()) -> dict[str, object]:
+    """Return a partition as `agentd plan --json` prints it, with its own and other warnings."""
     return {
         "allocation_mode": split.mode.value,
         "agents": {
@@ -35,6 +37,7 @@ def plan_view(split: Split) -> dict[str, object]:
         "warnings": [
             *split.warnings,
             *withheld_warnings(split.inventory),
+            *warnings,
         ],
     }
 

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Holder
 from agentd.core.devices import (
     Device,
-    DeviceId,
     Health,
     Inventory,
     served_once,
@@ -62,7 +61,6 @@ class NodeDevices:
         self._warnings: tuple[str, ...] = ()
         self._news: dict[str, tuple[str, ...]] = {}
         self._events = events
-        self._remarks: tuple[str, ...] = ()
         self._joined: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
@@ -91,7 +89,7 @@ class NodeDevices:
         """Warnings about devices, plugins and the partition."""
         news = (warning for warnings in self._news.values() for warning in warnings)
         installed, saved = self._plugins.warnings(), self._store.warnings()
-        own = (*self.split.warnings, *withheld_warnings(self.inventory), *self._remarks)
+        own = (*self.split.warnings, *withheld_warnings(self.inventory))
         unsaved = [self._unsaved] if self._unsaved else []
         return (*installed, *self._warnings, *news, *own, *saved, *unsaved)
 
@@ -291,12 +289,6 @@ class NodeDevices:
                 inventory = inventory.with_device(device)
         if inventory is not self.inventory:
             self._replace_inventory(inventory)
-
-    def withhold(self, reasons: Mapping[DeviceId, str], remarks: tuple[str, ...] = ()) -> None:
-        """Withhold exactly these devices, which other daemons serve."""
-        self._remarks = remarks
-        if (inventory := self.inventory.with_withheld(reasons)) is not self.inventory:
-            self._take(inventory)
 
     def _replace_for_good(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""

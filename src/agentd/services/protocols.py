@@ -1,10 +1,9 @@
-"""The Protocols that the services require of plugins, runtimes, store, peers and clock."""
+"""The Protocols that the services require of plugins, runtimes, store and clock."""
 
 from __future__ import annotations
 
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -405,52 +404,6 @@ class StateStore(Protocol):
     def warnings(self) -> Sequence[str]:
         """Return warnings about the state folder."""
         ...
-
-
-class ServedDevice(msgspec.Struct, frozen=True):
-    """An accelerator that a daemon serves: its id and all names of the physical device."""
-
-    name: str
-    keys: tuple[str, ...]
-    held: bool
-
-
-class Served(msgspec.Struct, frozen=True):
-    """The resources that a daemon serves; cores and memory (bytes) only if not declared."""
-
-    devices: tuple[ServedDevice, ...]
-    cores: tuple[str, ...] = ()
-    memory: int = 0
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Another daemon on this host, and what it last published."""
-
-    node_id: str
-    user: str
-    pid: int
-    is_alive: bool
-    served: Served
-
-
-class Peers(Protocol):
-    """The other daemons on this host, which must not serve the same devices."""
-
-    def deciding(self, patience_s: float) -> AbstractContextManager[bool]:
-        """Hold the lock for decisions; yields False if it was not available in time."""
-        ...
-
-    def own(self) -> Served | None:
-        """Return what this node published before its daemon started."""
-        ...
-
-    def others(self) -> Sequence[Peer]: ...
-
-    def publish(self, served: Served) -> None:
-        """Publish what this node serves."""
-        ...
-
-    def warnings(self) -> Sequence[str]: ...
 
 
 class Clock(NamedTuple):

@@ -154,7 +154,7 @@ def check_config(config_file: str | None) -> None:
 
 
 def _split(config_file: str | None) -> Any:
-    """Return the partition that the daemon would make; change nothing."""
+    """Return the partition that the daemon would make, and further warnings; change nothing."""
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
@@ -172,8 +172,8 @@ def _split(config_file: str | None) -> Any:
             devices = await assembly.discover(settings, probe(), host, memory, EventLog(), problems)
             problems.refuse()
             assembly.refuse_failed_required(host)
-            assembly.withhold_devices_of_peers(settings, devices)
-            return devices.split
+            warnings = assembly.withhold_if_served(settings, devices)
+            return devices.split, warnings
         finally:
             await host.close()
 
@@ -191,16 +191,16 @@ def plan(config_file: str | None, live: bool) -> None:
     """
     from agentd.rpc.plan import plan_view
 
-    split = _split(config_file)
-    content = plan_view(split)
+    split, warnings = _split(config_file)
+    held: dict[str, Any] = {}
     if live:
         from agentd.cli.agentd.live_plan import held_under
 
         try:
-            content["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+            held["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
         except AgentdError as error:
-            why = f"what kernels hold is not known: {error}"
-            content["warnings"] = [*split.warnings, why]
+            warnings.append(f"what kernels hold is not known: {error}")
+    content = plan_view(split, warnings) | held
     if printed(content, split.partitions):
         return
     from agentd.cli.tables import print_plan

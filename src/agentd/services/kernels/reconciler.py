@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -36,8 +35,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
 """Seconds between observations of kernels that are unreadable, or listed with few details."""
-PEERS_PAUSE_S = 2.0
-"""Seconds between checks of the devices that other daemons on this host serve."""
 LOOKS_AT_ONCE = 16
 
 
@@ -310,14 +307,6 @@ class Reconciler:
             self.requeue(kernel_id)
 
 
-class Decides(Protocol):
-    """The decision about the devices that this node serves, among other daemons on the host."""
-
-    def update(self) -> None: ...
-
-    async def look(self) -> None: ...
-
-
 class Loops:
     """The background loops; a loop that fails is logged and continues."""
 
@@ -328,14 +317,12 @@ class Loops:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         plugins: Plugins,
-        serving: Decides,
     ) -> None:
         self._reconciler = reconciler
         self._state = state
         self._devices = devices
         self._runtimes = runtimes
         self._plugins = plugins
-        self._serving = serving
 
     async def run(self) -> None:
         """Follow runtimes and plugins and process the queue, until cancelled."""
@@ -346,7 +333,6 @@ class Loops:
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
             group.create_task(self._forever(lambda: self._work(group)), name="work")
             group.create_task(self._forever(self._retry), name="retry")
-            group.create_task(self._forever(self._watch_peers), name="watch-peers")
             watching = self._forever(self._watch_plugins)
             group.create_task(watching, name="watch-plugins")
 
@@ -354,12 +340,6 @@ class Loops:
         async for name in self._plugins.changes():
             if self._devices.refresh(name):
                 self._reconciler.relocate()
-            self._serving.update()
-
-    async def _watch_peers(self) -> None:
-        while True:
-            await asyncio.sleep(PEERS_PAUSE_S)
-            await self._serving.look()
 
     async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -1,0 +1,170 @@
+"""The lock of a host: one agentd serves its real accelerators.
+
+`host.lock` has one line, `{"node_id", "pid", "boot_id"}`, and is locked while that agentd runs. The
+line stays when the process ends, since its kernels and claims continue to use accelerators. Only a
+stop that leaves neither of them empties it. An agentd that starts meanwhile withholds its
+accelerators, and never takes over. A user's agentd only reads the line, and withholds them while
+there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from agentd.core.names import is_name
+from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
+
+PATIENCE_S = 1.0
+"""Seconds to wait for the lock: another agentd holds it for a moment while it decides."""
+RETRY_PAUSE_S = 0.01
+POLL_PAUSE_S = 2.0
+"""Seconds between readings by a user's agentd."""
+_MAX_BYTES = 4096
+
+
+class _Line(msgspec.Struct):
+    """The content of the file."""
+
+    node_id: str
+    pid: int
+    boot_id: str
+
+
+def run_folder() -> Path:
+    """Return the folder of the locks that agentds on this host share."""
+    return Path(os.environ.get("AGENTD_RUN_DIR") or "/run/agentd")
+
+
+class HostLock:
+    """The lock as one agentd sees it.
+
+    `reason` explains why it withholds real accelerators, and is empty if it serves them.
+    """
+
+    def __init__(self, folder: Path, node_id: str, boot_id: str, *, is_user: bool) -> None:
+        self.is_user = is_user
+        self._path = folder / "host.lock"
+        self._own = _Line(node_id, os.getpid(), boot_id)
+        self._descriptor: int | None = None
+        self._write_error = ""
+        self._is_used = False
+        """Whether kernels or claims of this node may use real accelerators."""
+        self.reason = ""
+
+    async def acquire(self) -> None:
+        """Lock the file and write the line, unless another agentd serves the host."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.is_user and not self._try_lock():
+            self.read()
+            if not self.reason and time.monotonic() > deadline:
+                self.reason = f"another process has locked {self._path}"
+            if self.reason:
+                return
+            await asyncio.sleep(RETRY_PAUSE_S)
+        self._is_used = self.read()
+        if self.reason:
+            self._close()
+        elif self._descriptor is not None:
+            self._write(self._descriptor)
+
+    def read(self) -> bool:
+        """Read the line, and update the reason; return whether it is this node's, of this boot."""
+        self.reason = ""
+        try:
+            line = _parse(read_regular(self._path, _MAX_BYTES, follows_links=False).content)
+        except MissingFile:
+            return False
+        except UnusableFile as error:
+            self.reason = f"{self._path} {error}; delete it if no other agentd is on this host"
+            return False
+        if line is None or line.boot_id != self._own.boot_id:
+            return False
+        if self.is_user or line.node_id != self._own.node_id:
+            self.reason = f"served by agentd {line.node_id} (pid {line.pid}; see {self._path})"
+        return not self.reason
+
+    async def watch(self, on_change: Callable[[], None]) -> None:
+        """Read the line again and again, as a user's agentd does; until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_PAUSE_S)
+            before = self.reason
+            self.read()
+            if self.reason != before:
+                on_change()
+
+    def warnings(self) -> list[str]:
+        """Return the warnings about other agentds on this host."""
+        found = []
+        if self.reason:
+            found.append(f"cores and memory are shared with another agentd: {self.reason}")
+        if self._write_error:
+            why = f"{self._path} cannot be written: {self._write_error}"
+            found.append(f"{why}; another agentd on this host can serve the same accelerators")
+        return found
+
+    def note_use(self, *, is_used: bool, is_known: bool) -> None:
+        """Note whether kernels or claims use real accelerators; unknown kernels may do so still."""
+        self._is_used = is_used or (self._is_used and not is_known)
+
+    def release(self) -> None:
+        """Release the lock, and empty the file if no real accelerator is used."""
+        if self._descriptor is not None and not self._is_used:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        self._close()
+
+    def _try_lock(self) -> bool:
+        """Return False if another process has locked the file; True if it cannot be opened."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            self._write_error = error.strerror or str(error)
+            return True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._close()
+            return False
+        return True
+
+    def _write(self, descriptor: int) -> None:
+        text = msgspec.json.encode(self._own) + b"\n"
+        try:
+            os.fchmod(descriptor, 0o644)  # users' agentds read it, whatever the umask is
+            os.pwrite(descriptor, text, 0)
+            os.ftruncate(descriptor, len(text))
+        except OSError as error:
+            self._write_error = error.strerror or str(error)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _parse(content: bytes) -> _Line | None:
+    """Return the line of a file, None if the file is empty.
+
+    Raises:
+        UnusableFile: the line is damaged.
+    """
+    text = content.partition(b"\n")[0].strip()
+    if not text:
+        return None
+    try:
+        line = msgspec.json.decode(text, type=_Line)
+    except (msgspec.MsgspecError, RecursionError):
+        raise UnusableFile("is damaged") from None
+    if not is_name(line.node_id):
+        raise UnusableFile("is damaged")
+    return line
