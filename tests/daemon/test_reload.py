@@ -18,7 +18,6 @@ from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
 from agentd.http.credentials import Weaknesses
 from certificates import certificate
-from fakes import FakeRuntime
 
 WORD = "0123456789abcdef"
 
@@ -49,7 +48,7 @@ class Node:
         self.server = FakeServer(has_tls=has_tls)
         self.known = Weaknesses()
         self.write()
-        runtimes: Any = {"fake": FakeRuntime()}
+        runtimes: Any = {}
         server: Any = self.server
         self.reload = Reload(load(self.file, {}), server, runtimes, self.known)
 

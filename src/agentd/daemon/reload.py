@@ -1,7 +1,7 @@
 """Reload: the whole configuration is applied while the daemon runs, or none of it.
 
-Everything is read and checked first, off the event loop, and exactly that is applied. A key counts
-as applied only if a step read it; every other key is reported and requires a restart. Related keys
+Everything is read and checked first, off the event loop, and exactly that is applied. `APPLIED` has
+the keys that each step applies; every other key is reported and requires a restart. Related keys
 are applied together: tokens and the certificate with `listen`, user accounts with the agents.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import structlog
 from pydantic import BaseModel
@@ -29,61 +28,56 @@ log = structlog.get_logger()
 
 READ_TIMEOUT_S = 20.0
 """Seconds in which all files must be read."""
-_M = TypeVar("_M", bound=BaseModel)
 
-
-class ReadSettings:
-    """Settings that record which of their keys are read."""
-
-    def __init__(self, section: BaseModel, keys: set[str], path: str = "") -> None:
-        self._section, self._keys, self._path = section, keys, path
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._section, name)
-        key = f"{self._path}{name.replace('_', '-')}"
-        if isinstance(value, BaseModel):
-            return ReadSettings(value, self._keys, f"{key}.")
-        if name in type(self._section).model_fields:
-            self._keys.add(key)
-        return value
+APPLIED: Mapping[str, tuple[str, ...]] = {
+    "tokens": ("rpc.token-file", "rpc.tokens"),
+    "certificate": ("rpc.tls-cert", "rpc.tls-key"),
+    "log level": ("node.log-level",),
+    "docker": (
+        "runtime.docker.network",
+        "runtime.docker.allowed-mounts",
+        "runtime.docker.allowed-networks",
+        "runtime.docker.capabilities",
+        "runtime.docker.pids-limit",
+        "runtime.docker.log-max-size",
+        "runtime.docker.log-max-files",
+        "runtime.docker.registry-auth",
+        "runtime.docker.stop-timeout",
+        "runtime.docker.ulimits",
+    ),
+    "systemd": (
+        "runtime.systemd.user",
+        "runtime.systemd.pids-limit",
+        "runtime.systemd.stop-timeout",
+        "runtime.systemd.ulimits",
+    ),
+    "process": (
+        "runtime.process.user",
+        "runtime.process.log-max-size",
+        "runtime.process.log-max-files",
+        "runtime.process.pids-limit",
+        "runtime.process.stop-timeout",
+        "runtime.process.ulimits",
+    ),
+}
+"""The keys that each step applies; a step of a runtime has its name."""
 
 
 class Step(NamedTuple):
-    """Applies the keys that it was built from; cannot fail."""
+    """Applies the keys of an entry of `APPLIED`; cannot fail."""
 
-    keys: AbstractSet[str]
+    keys: tuple[str, ...]
     take: Callable[[], object]
 
 
-def differing(one: BaseModel, other: BaseModel, path: str = "") -> Iterator[str]:
-    """Yield the keys in which two configurations differ, including tables of plugins."""
-    for name, was, now in _pairs(one, other):
-        key = f"{path}{name.replace('_', '-')}"
-        if isinstance(was, BaseModel) and isinstance(now, BaseModel):
-            yield from differing(was, now, f"{key}.")
-        elif was != now:
-            yield key
-
-
-def _pairs(one: BaseModel, other: BaseModel) -> Iterator[tuple[str, Any, Any]]:
-    for name in type(one).model_fields:
-        yield name, getattr(one, name), getattr(other, name)
-    before, after = one.model_extra or {}, other.model_extra or {}
-    for name in before.keys() | after.keys():
-        yield name, before.get(name), after.get(name)
-
-
-def with_keys(one: _M, other: BaseModel, keys: AbstractSet[str], path: str = "") -> _M:
-    """Return a configuration with some keys of another."""
-    updates: dict[str, Any] = {}
-    for name in type(one).model_fields:
-        was, now = getattr(one, name), getattr(other, name)
-        key = f"{path}{name.replace('_', '-')}"
-        if isinstance(was, BaseModel):
-            updates[name] = with_keys(was, now, keys, f"{key}.")
-        elif key in keys:
-            updates[name] = now
-    return one.model_copy(update=updates)
+def values_of(section: BaseModel, path: str = "") -> dict[str, Any]:
+    """Return the value of each key of a configuration; a plugin's table is one value."""
+    fields = type(section).model_fields
+    found: dict[str, Any] = {}
+    for name, value in section:
+        key = f"{path}{fields[name].alias or name if name in fields else name}"
+        found |= values_of(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+    return found
 
 
 class Reload:
@@ -97,7 +91,8 @@ class Reload:
         known: Weaknesses,
     ) -> None:
         self._loaded = loaded
-        self._in_force = loaded.settings
+        self._in_force = values_of(loaded.settings)
+        self._rpc = loaded.settings.rpc
         self._server = server
         self._runtimes = runtimes
         self._known = known
@@ -110,38 +105,26 @@ class Reload:
         Raises:
             ConfigRefused: the configuration is unusable.
         """
+        started = self._loaded.settings
         settings = load(self._loaded.path, self._loaded.environ).settings
-        wanted = settings.model_copy(update={"agents": self._in_force.agents})
-        if settings.rpc.listen != self._in_force.rpc.listen:
-            wanted = wanted.model_copy(update={"rpc": self._in_force.rpc})
-        made = (step(wanted) for step in (self._tokens, self._certificate, self._level))
-        steps = [step for step in made if step is not None]
-        steps += [self._rules(wanted, runtime) for runtime in self._runtimes.values()]
-        weak = weaknesses(wanted.rpc)
-        steps.append(Step(frozenset(), lambda: self._known.replace(weak)))
+        rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self._rpc
+        wanted = settings.model_copy(update={"agents": started.agents, "rpc": rpc})
+        steps = list(self._steps(wanted))
         return settings, wanted, steps
 
-    def _tokens(self, wanted: Settings) -> Step | None:
-        if wanted.rpc.listen is None:
-            return None
-        seen, keys = _reading(wanted)
-        found = tokens(seen.rpc)
-        return Step(keys, lambda: self._server.renew_tokens(found))
-
-    def _certificate(self, wanted: Settings) -> Step | None:
-        seen, keys = _reading(wanted)
-        if not self._server.has_tls or (found := certificate_of(seen.rpc)) is None:
-            return None
-        return Step(keys, lambda: self._server.renew_tls(found.context))
-
-    def _level(self, wanted: Settings) -> Step:
-        seen, keys = _reading(wanted)
-        level = seen.node.log_level
-        return Step(keys, lambda: logging.set_level(level))
-
-    def _rules(self, wanted: Settings, runtime: Runtime) -> Step:
-        seen, keys = _reading(wanted)
-        return Step(keys, runtime_factory.renewal(runtime, seen))
+    def _steps(self, wanted: Settings) -> Iterator[Step]:
+        rpc = wanted.rpc
+        if rpc.listen is not None:
+            read = tokens(rpc)
+            yield Step(APPLIED["tokens"], lambda: self._server.renew_tokens(read))
+        if self._server.has_tls and (certificate := certificate_of(rpc)) is not None:
+            context = certificate.context
+            yield Step(APPLIED["certificate"], lambda: self._server.renew_tls(context))
+        weak = weaknesses(rpc)
+        yield Step((), lambda: self._known.replace(weak))
+        yield Step(APPLIED["log level"], lambda: logging.set_level(wanted.node.log_level))
+        for name, runtime in self._runtimes.items():
+            yield Step(APPLIED[name], runtime_factory.renewal(runtime, wanted))
 
     async def take(self) -> list[str]:
         """Read and apply the configuration; return the keys that require a restart.
@@ -152,10 +135,13 @@ class Reload:
         """
         reading = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
         settings, wanted, steps = await reading
+        applicable = values_of(wanted)
         for step in steps:
             step.take()
-            self._in_force = with_keys(self._in_force, wanted, step.keys)
-        return list(differing(self._in_force, settings))
+            self._in_force |= {key: applicable[key] for key in step.keys}
+        self._rpc = wanted.rpc
+        before, now = self._in_force, values_of(settings)
+        return [key for key in before | now if before.get(key) != now.get(key)]
 
     async def once(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.
@@ -178,9 +164,3 @@ class Reload:
             return waiting
         log.warning("daemon.reload_refused", reasons=refused.lines())
         raise refused
-
-
-def _reading(settings: Settings) -> tuple[Settings, set[str]]:
-    """Return settings, and the set that records which keys are read."""
-    keys: set[str] = set()
-    return cast("Settings", ReadSettings(settings, keys)), keys
