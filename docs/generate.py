@@ -35,6 +35,24 @@ ERRORS = DOCS / "reference" / "errors.md"
 EXIT_CODES = DOCS / "reference" / "exit-codes.md"
 COMMANDS = DOCS / "reference" / "commands.md"
 COMMANDS_HEAD = DOCS / "commands-head.md"
+ASYNC_CLIENT = DOCS.parent / "src" / "agentd" / "client" / "asynchronous.py"
+BLOCKING_CLIENT = ASYNC_CLIENT.with_name("blocking.py")
+BLOCKING_BASE = "agentd.client.transport_blocking import BlockingTransport"
+BLOCKING_HEAD = '''"""The blocking client of one daemon, for command lines and scripts.
+
+Generated from `asynchronous.py` by `docs/generate.py`.
+"""
+
+{imports}
+
+
+class Client(BlockingTransport):
+    """A client of one daemon, over its socket (default: the system's) or TCP with a token.
+
+    Refusals are raised as the classes of `agentd.errors`; a daemon that does not answer is
+    `Unreachable`. Answers of 503 are retried after their Retry-After, for at most `retry_s`.
+    """
+'''
 WIDTH = 100
 EVENT_TEXTS, ERROR_TEXTS = DOCS / "log-events.toml", DOCS / "errors.toml"
 SOURCES = (DOCS.parent / "src" / "agentd", DOCS.parent / "fleet" / "src" / "agentd_fleet")
@@ -401,7 +419,18 @@ def _command(words: str, command: click.Command) -> Iterator[str]:
             yield f"| `{shown}` | {meaning} |"
 
 
+def blocking_client() -> str:
+    """Return the module of the blocking client: that of the asyncio client without `async`."""
+    text = ASYNC_CLIENT.read_text()
+    text = text[text.index("from __future__") :].replace("async def ", "def ").replace("await ", "")
+    text = text.replace("agentd.client.stream_calls import StreamCalls", BLOCKING_BASE)
+    before, _, rest = text.partition("class AsyncClient")
+    calls = rest.partition('"""')[2].partition('"""\n')[2]
+    return BLOCKING_HEAD.format(imports=before.rstrip()) + calls
+
+
 PAGES = {
+    BLOCKING_CLIENT: blocking_client,
     COMMANDS: commands_page,
     STATES: states_page,
     PLUGIN_API: plugin_api_page,

@@ -2,16 +2,20 @@
 
 import asyncio
 import inspect
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import Any
 
+import mypy.api
 import pytest
 from aiohttp import web
 
-from agentd.client import AsyncClient, Client, NodeEvent, calls
+from agentd.client import AsyncClient, Client, NodeEvent
+from agentd.client.calls import Call
 from agentd.client.errors import error_in, error_of
 from agentd.client.paths import at, next_query
 from agentd.errors import (
@@ -185,9 +189,9 @@ async def test_events_may_be_as_long_as_a_kernel_says(plain: Daemon) -> None:
     ],
 )
 def test_next_page_has_the_path_of_the_call(link: str | None, path: str | None) -> None:
-    following = calls.kernels(state="running").next_page(link)
+    following = Call("GET", "/v1/kernels?state=running", is_paged=True).next_page(link)
     assert (following.path if following else None) == path
-    assert calls.kernels(limit=5).next_page(link) is None
+    assert Call("GET", "/v1/kernels?limit=5").next_page(link) is None
 
 
 def test_link_of_any_length_is_read_in_linear_time() -> None:
@@ -335,20 +339,59 @@ def test_a_step_in_a_path_is_no_name_of_anything(name: str) -> None:
     assert at("kernels", "a/..") == "/v1/kernels/a%2F.."
 
 
+class Recorder(Client):
+    """A client that keeps the calls that it is asked to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Call[Any]] = []
+
+    def open(self, call: Call[Any], timeout_s: float | None = None) -> Any:
+        self.made.append(call)
+        raise Unreachable("never sent")
+
+
+OPTIONAL = {"kernels": "agent_id", "stats": "kernel_id"}
+"""Arguments that lead to another route."""
+
+
 def test_every_route_has_a_call() -> None:
-    made = {
-        name: function
-        for name, function in inspect.getmembers(calls, inspect.isfunction)
-        if name[0] != "_" and function.__module__ == calls.__name__
-    }
-    described = {(function.__doc__ or "").split("`")[1] for function in made.values()}
-    described |= {"GET /v1/agents/{agent}/kernels"}
-    missing = {
-        f"{route.method} {route.path}"
-        for route in ROUTES
-        if not any(text.split("?")[0] == f"{route.method} {route.path}" for text in described)
-    }
-    assert missing == set()
+    node = Recorder()
+    names = {name for name in dir(Client) if name[0] != "_"}
+    for name in names - {"asynchronous", "carry_out", "open"}:
+        method = getattr(node, name)
+        required = {
+            parameter.name: {} if parameter.name == "request" else "x"
+            for parameter in inspect.signature(method).parameters.values()
+            if parameter.default is parameter.empty
+        }
+        further = {OPTIONAL[name]: "x"} if name in OPTIONAL else {}
+        for arguments in (required, required | further):
+            with suppress(Unreachable):
+                list(method(**arguments))
+    made = {(call.method, call.path.partition("?")[0]) for call in node.made}
+    routes = {(route.method, re.sub("{[a-z_]+}", "x", route.path)) for route in ROUTES}
+    assert made == routes - {("GET", "/v1/kernels/x/exec")}  # of the asyncio client alone
+
+
+REVEALED = """
+from agentd.client import AsyncClient, Client
+async def main(aio: AsyncClient, plain: Client) -> None:
+    reveal_type(await aio.kernel("k1"))
+    reveal_type(plain.kernel("k1"))
+    reveal_type(aio.logs("k1"))
+    reveal_type(plain.logs("k1"))
+"""
+
+
+def test_both_clients_are_typed(tmp_path: Path) -> None:
+    (tmp_path / "revealed.py").write_text(REVEALED)
+    output, errors, status = mypy.api.run([str(tmp_path / "revealed.py")])
+    types = re.findall(r'Revealed type is "([^"]+)"', output)
+    assert (status, errors) == (0, ""), output
+    assert types[0] == types[1]
+    assert "agentd.views.KernelView" in types[0]
+    assert types[2:] == ["typing.AsyncIterator[bytes]", "typing.Iterator[bytes]"]
 
 
 @pytest.mark.parametrize("code", sorted(STATUSES))

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentd.client.asynchronous import _events_of
+from agentd.client.stream_calls import _events_of
 from agentd.errors import Refused
 
 EVENT = b'event: kernel\ndata: {"id": "k1"}\nid: 7\n\n'

@@ -124,5 +124,5 @@ def test_epilog_asks_where_the_prolog_left_a_mark(job: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match="show"):
         run_prolog(job | {"SLURM_JOB_GPUS": "0"})
     assert (Path(job["AGENTD_SLURM_RUN"]) / "7").exists()
-    with pytest.raises(AssertionError, match="GET"):
+    with pytest.raises(AssertionError, match="claims_of"):
         run_epilog(job)

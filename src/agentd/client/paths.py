@@ -21,7 +21,7 @@ def next_query(link: str | None) -> str | None:
 
 
 def at(*parts: str, **query: object) -> str:
-    """Return the path of a call, without parameters that are None; lists are repeated.
+    """Return the path of a call, without parameters that are None or False; lists are repeated.
 
     Raises:
         InvalidRequest: a part is a path step, which would lead to another call.
@@ -30,13 +30,9 @@ def at(*parts: str, **query: object) -> str:
         raise InvalidRequest([Problem("", f"invalid name {steps[0]!r}")])
     path = "/v1/" + "/".join(quote(part, safe="", errors=_RAW) for part in parts)
     pairs = [
-        (name, item if isinstance(item, str) else _text(item))
+        (name, "true" if item is True else str(item))
         for name, value in query.items()
         for item in (value if isinstance(value, (list, tuple)) else [value])
-        if item is not None
+        if item is not None and item is not False
     ]
     return f"{path}?{urlencode(pairs, errors=_RAW)}" if pairs else path
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"

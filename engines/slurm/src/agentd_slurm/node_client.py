@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentd.client import Client, calls
-from agentd.client.calls import Call
+from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET
 from agentd.errors import ClaimConflict, Unavailable, UnknownClaim, UnknownKernel
 from agentd_slurm.claim_ids import claim_ids, job_of_claim, labels_of
@@ -37,8 +37,8 @@ class NodeClient:
         self._socket = socket
         self._wait_s = wait_s
 
-    def _ask(self, call: Call[T], wait_s: float | None = None) -> T:
-        """Carry out a call.
+    def _ask(self, call: Callable[[Client], T], wait_s: float | None = None) -> T:
+        """Make a call of a client.
 
         Raises:
             AgentdError: agentd refused, or did not answer in time (`Unavailable`).
@@ -47,7 +47,7 @@ class NodeClient:
         while True:
             left = max(end - time.monotonic(), PAUSE_S)
             try:
-                return Client(self._socket, timeout_s=left, retry_s=left).carry_out(call)
+                return call(Client(self._socket, timeout_s=left, retry_s=left))
             except Unavailable:
                 if time.monotonic() + PAUSE_S > end:
                     raise
@@ -55,19 +55,19 @@ class NodeClient:
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
         """Return the devices of the node."""
-        return self._ask(calls.devices())
+        return self._ask(Client.devices)
 
     def claims(self) -> Sequence[Mapping[str, Any]]:
         """Return every claim."""
-        return self._ask(calls.claims())
+        return self._ask(Client.claims)
 
     def kernels(self, claim: str | None = None) -> Sequence[Mapping[str, Any]]:
         """Return every kernel, or those of a claim."""
-        return self._ask(calls.kernels(claim=claim))
+        return self._ask(lambda node: node.kernels(claim=claim))
 
     def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
         """Return the claims that were made for a job."""
-        rows = self._ask(calls.claims(labels=labels_of(job_id)))
+        rows = self._ask(lambda node: node.claims(labels=labels_of(job_id)))
         return [row for row in rows if job_of_claim(row) == job_id]
 
     def create_claim(self, job_id: int, agent: str, request: Mapping[str, Any]) -> None:
@@ -82,7 +82,8 @@ class NodeClient:
             for claim in self.claims_of(job_id):
                 self.release(claim)
             try:
-                self._ask(calls.create_claim(agent, {**request, "claim_id": claim_id}))
+                body = {**request, "claim_id": claim_id}
+                self._ask(partial(Client.create_claim, agent_id=agent, request=body))
             except ClaimConflict as error:
                 conflict = error
             else:
@@ -95,8 +96,10 @@ class NodeClient:
             if kernel["agent_id"] != claim["agent_id"]:
                 continue  # it ended with an earlier claim of this id
             with suppress(UnknownKernel):
-                call = calls.delete_kernel(kernel["kernel_id"], STOP_S)
-                self._ask(call, wait_s=self._wait_s + 2 * STOP_S)
+                delete = partial(
+                    Client.delete_kernel, kernel_id=kernel["kernel_id"], timeout=STOP_S
+                )
+                self._ask(delete, wait_s=self._wait_s + 2 * STOP_S)
 
     def release(self, claim: Mapping[str, Any]) -> None:
         """Delete the kernels of a claim and release it, again while a create is in flight."""
@@ -105,7 +108,7 @@ class NodeClient:
             self.delete_kernels(claim)
             try:
                 with suppress(UnknownClaim):
-                    self._ask(calls.release_claim(claim["claim_id"]))
+                    self._ask(lambda node: node.release_claim(claim["claim_id"]))
             except ClaimConflict:
                 if time.monotonic() > end:
                     raise

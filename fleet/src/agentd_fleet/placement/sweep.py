@@ -12,8 +12,8 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from agentd.client import calls
 from agentd.client.calls import Call
+from agentd.client.paths import at
 from agentd.errors import AgentdError, NodeUnavailable, Unavailable
 from agentd_fleet.nodes.calls import GATEWAY, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
@@ -130,7 +130,7 @@ class Sweep:
         if not node.is_asked:
             return None
         states: dict[str, str] = {}
-        page: Call[Any] | None = calls.kernels()
+        page: Call[Any] | None = Call("GET", at("kernels"), is_paged=True)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while page is not None:

@@ -1,0 +1,131 @@
+"""Calls of the asyncio client whose answers are streams: exec, logs and events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+
+from agentd.client import calls
+from agentd.client.calls import Call
+from agentd.client.defaults import CHUNK, SILENCE_S
+from agentd.client.errors import unreachable
+from agentd.client.events import Frames, NodeEvent
+from agentd.client.exec import Execution
+from agentd.client.paths import at
+from agentd.client.transport import Transport
+from agentd.errors import Refused, Unavailable, Unreachable
+
+RECONNECT_S = 1.0
+
+
+class StreamCalls(Transport):
+    """The transport, and the calls whose answers are streams."""
+
+    @asynccontextmanager
+    async def exec(
+        self,
+        kernel_id: str,
+        command: Sequence[str],
+        *,
+        tty: bool = False,
+        env: Mapping[str, str] | None = None,
+        working_dir: str | None = None,
+        node: str | None = None,
+    ) -> AsyncIterator[Execution]:
+        """Run a command in a kernel; see `Execution`.
+
+        At a gateway `node` names the kernel's node, if the fleet did not place it.
+        """
+        wire = await self._connected(Call("GET", at("kernels", kernel_id, "exec", node=node)))
+        asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
+        await wire.send_json({**asked, "working_dir": working_dir})
+        async with Execution(wire, self._where) as execution:
+            yield execution
+
+    async def logs(
+        self,
+        kernel_id: str,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: str | float | None = None,
+        timestamps: bool = False,
+        stream: str | None = None,
+    ) -> AsyncIterator[bytes]:
+        """Yield a kernel's output as it arrives; with `follow` until the kernel ends."""
+        query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
+        path = at("kernels", kernel_id, "logs", **query, stream=stream)
+        call: Call[bytes] = Call("GET", path, is_repeatable=False)
+        async with await self._streamed(call) as response:
+            try:
+                async for chunk in response.content.iter_chunked(CHUNK):
+                    yield chunk
+            except aiohttp.ClientError as error:
+                raise unreachable(self._where, error) from None
+
+    async def _streamed(
+        self, call: Call[bytes], *, silence_s: float | None = None
+    ) -> aiohttp.ClientResponse:
+        """Open a stream, whose answer must begin in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._opened(call, silence_s=silence_s)
+        except TimeoutError:
+            why = f"no answer within {self._timeout_s:g} s"
+            raise Unreachable(f"{self._where}: {why}") from None
+
+    @asynccontextmanager
+    async def listening(
+        self, *, after: str | None = None
+    ) -> AsyncIterator[AsyncIterator[NodeEvent]]:
+        """Listen to new events over one connection, and end with it.
+
+        Raises:
+            AgentdError: the events are not available.
+        """
+        stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
+        async with stream as response:
+            yield _events_of(response.content.iter_any(), self._max_bytes)
+
+    async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
+        """Yield events of the node forever, and reconnect after a lost connection.
+
+        If events were missed, one of kind `reset` asks the reader to list everything again.
+        """
+        is_again = False
+        while True:
+            try:
+                async with self.listening(after=after) as events:
+                    if is_again and after is None:
+                        yield NodeEvent("reset", {"reason": "the connection was lost"}, "")
+                    is_again = True
+                    async for event in events:
+                        after = event.id
+                        yield event
+            except Unavailable:
+                pass
+            await asyncio.sleep(RECONNECT_S)
+
+
+async def _events_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[NodeEvent]:
+    """Yield the events of a stream until its connection ends.
+
+    A line may be as long as a kernel's command and labels.
+
+    Raises:
+        Refused: a line exceeds `max_bytes`, or is not an event.
+    """
+    frames, rest = Frames(), bytearray()
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async for chunk in chunks:
+            rest += chunk
+            if b"\n" in chunk:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    if (event := frames.read(line)) is not None:
+                        yield event
+            if len(rest) > max_bytes:
+                raise Refused("Internal", f"an event exceeds {max_bytes} bytes", {})

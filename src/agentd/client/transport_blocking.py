@@ -1,0 +1,167 @@
+"""The transport of the blocking client: the standard library's HTTP, which loads fast."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from agentd.client import calls
+from agentd.client.calls import Call
+from agentd.client.defaults import (
+    CHUNK,
+    CREATE_TIMEOUT_S,
+    DEFAULT_SOCKET,
+    SILENCE_S,
+    TIMEOUT_S,
+)
+from agentd.client.errors import content_of, error_in, unreachable
+from agentd.client.events import Frames, NodeEvent
+from agentd.client.paths import at
+from agentd.client.tls import client_tls
+from agentd.errors import Unavailable
+
+if TYPE_CHECKING:
+    from agentd.client.asynchronous import AsyncClient
+
+T = TypeVar("T")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class BlockingTransport:
+    """The transport of calls, one connection for each, and the calls whose answers are streams."""
+
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        url: str | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retry_s: float = TIMEOUT_S,
+    ) -> None:
+        self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
+        self._url = url
+        self._token = token
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+
+    def asynchronous(self) -> AsyncClient:
+        """Return the asyncio client of the same daemon."""
+        from agentd.client.asynchronous import AsyncClient  # noqa: PLC0415 - aiohttp is slow to load
+
+        return AsyncClient(self._socket_path, url=self._url, token=self._token)
+
+    def open(self, call: Call[Any], timeout_s: float | None = None) -> http.client.HTTPResponse:
+        """Make a call and return the open answer.
+
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
+        sent = dict(call.headers)
+        if self._token:
+            sent["Authorization"] = f"Bearer {self._token}"
+        data = None
+        if call.body is not None:
+            data, sent["Content-Type"] = json.dumps(call.body).encode(), "application/json"
+        try:
+            connection = self._connection(timeout_s or self._timeout_s)
+            base = urlsplit(self._url or "").path.rstrip("/")
+            connection.request(call.method, f"{base}{call.path}", data, sent)
+            response = connection.getresponse()
+            if response.status >= http.client.MULTIPLE_CHOICES:
+                retry_after = response.headers.get("Retry-After")
+                raise error_in(response.status, response.read(), retry_after)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise unreachable(self._where, error) from None
+        return response
+
+    def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
+
+        Raises:
+            AgentdError: the daemon refused, or cannot be reached.
+        """
+        content, link = self._answer(call, timeout_s)
+        answer = content_of(content)
+        page = call.next_page(link)
+        while page is not None:
+            content, link = self._answer(page, timeout_s)
+            answer += content_of(content)
+            page = page.next_page(link)
+        return cast("T", answer)
+
+    def _answer(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
+        """Return the content and the header `Link` of an answer."""
+        end = time.monotonic() + self._retry_s
+        while True:
+            try:
+                response = self.open(call, timeout_s)
+                return response.read(), response.headers.get("Link")
+            except Unavailable as error:
+                if not call.is_worth_another(error, end - time.monotonic()):
+                    raise
+                time.sleep(error.retry_after_s)
+            except (OSError, http.client.HTTPException) as error:
+                raise unreachable(self._where, error) from None
+
+    def logs(
+        self,
+        kernel_id: str,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: str | float | None = None,
+        timestamps: bool = False,
+        stream: str | None = None,
+    ) -> Iterator[bytes]:
+        """Yield a kernel's output as it arrives; with `follow` until the kernel ends."""
+        query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
+        path = at("kernels", kernel_id, "logs", **query, stream=stream)
+        call: Call[bytes] = Call("GET", path, is_repeatable=False)
+        response = self.open(call, CREATE_TIMEOUT_S if follow else None)
+        try:
+            while chunk := response.read1(CHUNK):
+                yield chunk
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
+
+    def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
+        """Yield events of the node after the event `after`, until the node stops."""
+        frames = Frames()
+        try:
+            for line in self.open(calls.events(after), SILENCE_S):
+                if (event := frames.read(line)) is not None:
+                    yield event
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self._where, error) from None
+
+    @property
+    def _where(self) -> str:
+        return self._url or self._socket_path
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._url is None:
+            return _UnixConnection(self._socket_path, timeout_s)
+        parts = urlsplit(self._url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
+        place = parts.hostname, parts.port
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(*place, timeout=timeout_s, context=client_tls())
+        return http.client.HTTPConnection(*place, timeout=timeout_s)
