@@ -40,10 +40,6 @@ Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
 """A callback with the kernel before and after a change; None if it did not or does not exist."""
 
 
-ClaimChanged: TypeAlias = Callable[[Claim | None, Claim | None], None]
-"""The same for a claim."""
-
-
 class RuntimeState(StrEnum):
     """The availability of a runtime."""
 
@@ -94,7 +90,6 @@ class NodeState:
         self._claims: dict[str, Claim] = {}
         self._users: dict[str, dict[str, Kernel]] = {}
         self._closed: set[str] = set()
-        self._claim_listeners: list[ClaimChanged] = []
         self._port_claims: dict[HostPort, tuple[str, ...]] = {}
         self._unsettled: dict[str, Unsettled] = {}
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
@@ -236,7 +231,6 @@ class NodeState:
         if before is None or before.allocation is not claim.allocation:
             self._ledger = self._with_claim(self._ledger, claim)
         self._count_labels(before, claim)
-        self._publish_claim(before, claim)
 
     def drop_claim(self, claim_id: str) -> None:
         """Forget a claim; its devices are free. Dropping twice changes nothing."""
@@ -244,15 +238,6 @@ class NodeState:
         self._closed.discard(claim_id)
         self._ledger = self._ledger.without(ClaimHolder(claim_id))
         self._count_labels(before, None)
-        self._publish_claim(before, None)
-
-    def _publish_claim(self, before: Claim | None, now: Claim | None) -> None:
-        for changed in self._claim_listeners:
-            changed(before, now)
-
-    def listen_to_claims(self, changed: ClaimChanged) -> None:
-        """Register a callback for changes of claims."""
-        self._claim_listeners.append(changed)
 
     @property
     def closed_claims(self) -> frozenset[str]:
