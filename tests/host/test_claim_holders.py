@@ -170,7 +170,6 @@ async def test_cgroup_ends_with_its_last_process(
     async with asyncio.timeout(10):
         await ended.wait()
     assert not holders.lives(found)
-    holders.close()
 
 
 async def test_no_claim_ends_with_the_cgroup_above_a_container(
@@ -200,4 +199,3 @@ async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
     holders.watch(CgroupHolder(f"/{group.name}", 1), ended.set)
     async with asyncio.timeout(10):
         await ended.wait()
-    holders.close()

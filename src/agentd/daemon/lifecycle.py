@@ -220,7 +220,6 @@ class Daemon:
         node = parts.recalled(devices, events, names, records, store.load_claims())
         await reach("start.after_recall")
         services = parts.services(node, runtimes)
-        stack.callback(services.holders.close)
         node.state.listen(services.claims.note_kernel)
         services.claims.resume(node.claims)
         stack.callback(self._note_use, node.state, devices)

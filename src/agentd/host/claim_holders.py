@@ -13,15 +13,16 @@ import errno
 import os
 import select
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.host.processes import NOT_THERE, opened, read_stat, read_uids
 from agentd.procfs import read_lines
 from agentd.services.claims.protocols import NoSuchHolder
 
-_GONE = (errno.ENOENT, errno.ENODEV)
+_GONE = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
 _CHANGED = select.EPOLLPRI | select.EPOLLET
 
 
@@ -30,8 +31,6 @@ class HostHolders:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self._changes: select.epoll | None = None
-        self._groups: dict[int, Callable[[], None]] = {}
 
     def process(
         self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
@@ -98,92 +97,78 @@ class HostHolders:
         return None
 
     def lives(self, holder: ClaimOwner) -> bool:
-        match holder:
-            case ProcessHolder(pid, start_time):
-                with suppress(ProcessLookupError), opened(pid) as descriptor:
-                    stat = read_stat(pid)
-                    ended = select.poll()
-                    ended.register(descriptor, select.POLLIN)
-                    return stat is not None and stat.start_time == start_time and not ended.poll(0)
-                return False
-            case CgroupHolder(path, inode):
-                folder = Path(f"{self._root()}{path}")
-                with suppress(FileNotFoundError):
-                    events = (folder / "cgroup.events").read_bytes()
-                    return folder.stat().st_ino == inode and _is_populated(events)
-                return False
-        return True
+        with ExitStack() as stack:
+            return not isinstance(holder, (ProcessHolder, CgroupHolder)) or (
+                (source := self._open(holder, stack)) is not None and not source.has_ended()
+            )
 
     def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
-        watched: Callable[[], None] | None = None
-        match holder:
-            case ProcessHolder():
-                watched = _watch_process(holder, ended)
-            case CgroupHolder():
-                watched = self._watch_cgroup(holder, ended)
-        if watched is None:
-            handle = asyncio.get_running_loop().call_soon(ended)
-            return handle.cancel
-        return watched
+        loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            source = self._open(holder, stack)
+            if source is None:
+                return loop.call_soon(ended).cancel
+            watch = stack.pop_all()
 
-    def _watch_cgroup(
-        self, holder: CgroupHolder, ended: Callable[[], None]
-    ) -> Callable[[], None] | None:
-        """Observe a cgroup until it has no process; None if it has none, or is another one."""
-        folder = Path(f"{self._root()}{holder.cgroup}")
-        try:
-            descriptor = os.open(folder / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in _GONE:
-                return None
-            raise
-        try:
-            is_same = folder.stat().st_ino == holder.inode
-            self._poller().register(descriptor, _CHANGED)
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in _GONE:
-                return None
-            raise
-        if not is_same:
-            os.close(descriptor)
-            return None
-
-        def stop() -> None:
-            if self._groups.pop(descriptor, None) is not None:
-                os.close(descriptor)
-
-        def changed() -> None:
-            if not _still_populated(descriptor):
-                stop()
+        def check() -> None:
+            if source.has_ended():
+                watch.close()
                 ended()
 
-        self._groups[descriptor] = changed
-        asyncio.get_running_loop().call_soon(changed_if_watched, self._groups, descriptor)
-        return stop
+        loop.add_reader(source.descriptor, check)
+        watch.callback(loop.remove_reader, source.descriptor)
+        watch.callback(loop.call_soon(check).cancel)  # it may have ended before
+        return watch.close
 
-    def _poller(self) -> select.epoll:
-        """Return what announces changes of cgroups; the loop itself asks for no EPOLLPRI."""
-        if self._changes is None:
-            self._changes = select.epoll()
-            asyncio.get_running_loop().add_reader(self._changes, self._take_changes)
-        return self._changes
+    def _open(self, holder: ClaimOwner, stack: ExitStack) -> _EndSource | None:
+        """Open the source of a holder's end, None if it has ended; `stack` closes it.
 
-    def _take_changes(self) -> None:
-        for descriptor, _ in self._poller().poll(0):
-            changed_if_watched(self._groups, descriptor)
+        Raises:
+            OSError: it cannot be observed now.
+        """
+        try:
+            match holder:
+                case ProcessHolder(pid, start_time):
+                    return _open_process(pid, start_time, stack)
+                case CgroupHolder(path, inode):
+                    return _open_cgroup(Path(f"{self._root()}{path}"), inode, stack)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+        return None
 
-    def close(self) -> None:
-        """Stop observing cgroups."""
-        if self._changes is not None:
-            asyncio.get_running_loop().remove_reader(self._changes)
-            self._changes.close()
+
+class _EndSource(NamedTuple):
+    """A descriptor that becomes readable when a holder may have ended."""
+
+    descriptor: int
+    has_ended: Callable[[], bool]
 
 
-def changed_if_watched(groups: dict[int, Callable[[], None]], descriptor: int) -> None:
-    """Look at a cgroup again, if it is still observed."""
-    if (changed := groups.get(descriptor)) is not None:
-        changed()
+def _open_process(pid: int, start_time: int, stack: ExitStack) -> _EndSource | None:
+    descriptor = stack.enter_context(opened(pid))
+    stat = read_stat(pid)
+    if stat is None or stat.start_time != start_time:
+        return None
+    readable = select.poll()
+    readable.register(descriptor, select.POLLIN)
+    return _EndSource(descriptor, lambda: bool(readable.poll(0)))
+
+
+def _open_cgroup(folder: Path, inode: int, stack: ExitStack) -> _EndSource | None:
+    """Open a cgroup; the event loop itself does not ask for EPOLLPRI."""
+    events = os.open(folder / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, events)
+    changes = stack.enter_context(select.epoll())
+    changes.register(events, _CHANGED)
+    if folder.stat().st_ino != inode:
+        return None
+
+    def has_ended() -> bool:
+        changes.poll(0)  # until the next change it is not readable
+        return not _still_populated(events)
+
+    return _EndSource(changes.fileno(), has_ended)
 
 
 def _names_below(folder: Path) -> Iterator[str]:
@@ -207,36 +192,3 @@ def _still_populated(descriptor: int) -> bool:
         return _is_populated(os.pread(descriptor, 4096, 0))
     except OSError as error:
         return error.errno not in _GONE
-
-
-def _watch_process(holder: ProcessHolder, ended: Callable[[], None]) -> Callable[[], None] | None:
-    """Observe a process until it ends; None if it has."""
-    try:
-        descriptor = os.pidfd_open(holder.pid)
-    except OSError as error:
-        if error.errno in (errno.ESRCH, errno.EINVAL):
-            return None
-        raise
-    try:
-        stat = read_stat(holder.pid)
-    except OSError:
-        os.close(descriptor)
-        raise
-    if stat is None or stat.start_time != holder.start_time:
-        os.close(descriptor)
-        return None
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        nonlocal descriptor
-        if descriptor >= 0:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-            descriptor = -1
-
-    def has_ended() -> None:
-        stop()
-        ended()
-
-    loop.add_reader(descriptor, has_ended)
-    return stop
