@@ -95,7 +95,7 @@ class Device(msgspec.Struct, frozen=True):
     busy: str = ""
     """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
-    """Why another agentd on this host serves it; empty if none does."""
+    """Why another agentd on this host serves it, or may do so; empty if none does."""
     attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
     """Earlier stable ids of the same physical device."""
