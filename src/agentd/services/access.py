@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
-from agentd.core.allocation.explain import OTHER
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
-
-__all__ = ["OTHER", "Access"]
 
 
 class Access:

@@ -179,15 +179,18 @@ class Planner:
             )
         given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
         allocation = Allocation((*taken.shares, *given.shares))
-        ports = self._ports(spec, _holders(spec, state))
+        ports = self._ports(spec, state)
         return Decision(_charged(allocation), allocation, ports)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
-    def _ports(self, spec: KernelSpec, holders: Mapping[HostPort, str]) -> tuple[Port, ...]:
+    def _ports(self, spec: KernelSpec, state: NodeState) -> tuple[Port, ...]:
         """Assign host ports, skipping those on which another process listens."""
+        if not spec.ports:
+            return ()
+        holders = _holders(spec, state)
         allowed, busy = self._rules.ports, set[HostPort]()
         while True:
             ports = hand_out(spec.ports, holders, busy, allowed)

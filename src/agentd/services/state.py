@@ -4,8 +4,8 @@ This is the only place where they change. A kernel that has not ended is charged
 allocation; an ended or dropped one is charged nothing. One method changes kernels and ledger
 together, and calls the registered callbacks.
 
-An observation of a kernel counts only if the kernel did not change meanwhile: each change gives it
-a new revision, and a task that works on it holds its lock.
+An observation of a kernel counts only if the kernel did not change meanwhile: each change puts
+another object in its place, and a task that works on it holds its lock.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class RuntimeStatus(msgspec.Struct, frozen=True):
 
 
 class Snapshot(NamedTuple):
-    """The revision of each kernel at one moment, and the number of drops so far."""
+    """The kernels at one moment, and the number of drops so far."""
 
-    revisions: Mapping[str, int]
+    kernels: Mapping[str, Kernel]
     drops: int
 
 
@@ -82,15 +82,12 @@ class NodeState:
         self._events = events
         self._listeners: list[Changed] = []
         self._kernels: dict[str, Kernel] = {}
-        self._revisions: dict[str, int] = {}
-        self._changes = 0
         self._drops = 0
         self._ledger = Ledger()
         self._label_bytes: Counter[str] = Counter()
         self._claims: dict[str, Claim] = {}
         self._users: dict[str, dict[str, Kernel]] = {}
         self._closed: set[str] = set()
-        self._port_claims: dict[HostPort, tuple[str, ...]] = {}
         self._unsettled: dict[str, Unsettled] = {}
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -109,7 +106,11 @@ class NodeState:
 
         If two kernels claim one port, after a manual start, the first one holds it.
         """
-        return {port: claims[0] for port, claims in self._port_claims.items()}
+        holders: dict[HostPort, str] = {}
+        for kernel in self:
+            for port in host_ports(kernel.ports) if kernel.holds else ():
+                holders.setdefault(port, kernel.kernel_id)
+        return holders
 
     def __iter__(self) -> Iterator[Kernel]:
         return iter(self._kernels.values())
@@ -140,14 +141,9 @@ class NodeState:
         kernel_id = kernel.kernel_id
         before = self._kernels.get(kernel_id)
         self._kernels[kernel_id] = kernel
-        self._changes += 1
-        self._revisions[kernel_id] = self._changes
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, kernel if kernel.holds else None, holding)
         self._count_labels(before, kernel)
-        self._release_ports(before)
-        for port in host_ports(kernel.ports) if kernel.holds else ():
-            self._port_claims[port] = (*self._port_claims.get(port, ()), kernel_id)
         self._publish(before, kernel, holding)
 
     def drop(self, kernel_id: str) -> None:
@@ -155,13 +151,11 @@ class NodeState:
         before = self._kernels.pop(kernel_id, None)
         if before is None:
             return
-        self._revisions.pop(kernel_id)
         self._unsettled.pop(kernel_id, None)
         self._drops += 1
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, None, holding)
         self._count_labels(before, None)
-        self._release_ports(before)
         self._publish(before, None, holding)
 
     def _charge(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
@@ -263,15 +257,6 @@ class NodeState:
             holds = self._ledger.holdings.get(now.kernel_id)
             self._events.publish(EventKind.KERNEL, now, is_of_shares=holds != held)
 
-    def _release_ports(self, kernel: Kernel | None) -> None:
-        if kernel is None:
-            return
-        kernel_id = kernel.kernel_id
-        for port in host_ports(kernel.ports):
-            claims = self._port_claims.pop(port, ())
-            if others := tuple(claim for claim in claims if claim != kernel_id):
-                self._port_claims[port] = others
-
     def lock(self, kernel_id: str) -> asyncio.Lock:
         """Return the lock that a task working on a kernel holds."""
         return self._locks.setdefault(kernel_id, asyncio.Lock())
@@ -282,8 +267,8 @@ class NodeState:
         return lock is not None and lock.locked()
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the revisions, taken before kernels are observed."""
-        return Snapshot(dict(self._revisions), self._drops)
+        """Return a snapshot of the kernels, taken before they are observed."""
+        return Snapshot(dict(self._kernels), self._drops)
 
     def is_unchanged(self, kernel_id: str, since: Snapshot) -> bool:
         """Return whether an observation made since the snapshot is still current.
@@ -293,8 +278,8 @@ class NodeState:
         """
         if self.is_busy(kernel_id):
             return False
-        now = self._revisions.get(kernel_id)
-        is_same = now == since.revisions.get(kernel_id)
+        now = self._kernels.get(kernel_id)
+        is_same = now is since.kernels.get(kernel_id)
         return is_same and (now is not None or self._drops == since.drops)
 
     def leave_unsettled(self, kernel_id: str, until: float, *, keep: bool = False) -> None:

@@ -49,12 +49,9 @@ from agentd.services.state import NodeState
 
 log = structlog.get_logger()
 
-RETRY_S = 1.0
-"""Pause before an end that could not be recorded, or a holder that could not be observed, is
-tried again."""
-IDLE_S = 3600.0
-TICK_S = 0.25
-"""Longest pause between two looks at time limits: timers of the loop stop in a suspend."""
+IDLE_S, PERIOD_S = 3600.0, 0.5
+"""Pauses between two looks at claims; the shorter one while some have a time limit, could not be
+ended, or have a holder that cannot be observed. Timers of the loop stop in a suspend."""
 FEATURES: Mapping[EditsFor, Features] = {
     EditsFor.PROCESS: Features("process"),
     EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
@@ -373,7 +370,8 @@ class ClaimService:
         while True:
             self._end_due()
             self._woken.clear()
-            await is_set_within(self._woken, self._pause_s())
+            is_idle = not (self._deadlines or self._ends or self._unwatched)
+            await is_set_within(self._woken, IDLE_S if is_idle else PERIOD_S)
 
     def _end_due(self) -> None:
         now = self._uptime()
@@ -385,18 +383,6 @@ class ClaimService:
         for claim_id in list(self._unwatched):
             self._unwatched.discard(claim_id)
             self._watch(self._state.claim(claim_id))
-
-    def _pause_s(self) -> float:
-        """Return how long nothing is due: the time of no claim is over, nothing failed."""
-        now = self._uptime()
-        pauses = [IDLE_S]
-        pauses += [max(0.0, min(TICK_S, deadline - now)) for deadline in self._limited()]
-        if self._ends or self._unwatched:
-            pauses.append(RETRY_S)
-        return min(pauses)
-
-    def _limited(self) -> Iterable[float]:
-        return (at for claim_id, at in self._deadlines.items() if claim_id not in self._ends)
 
     def _announce_collisions(self, claim: Claim) -> None:
         """Publish the devices of an observed claim that others hold too."""
