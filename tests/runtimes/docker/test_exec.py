@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.errors import CommandNotFound, RuntimeUnavailable
+from agentd.errors import CommandNotFound
 from agentd.runtimes.docker import exec as docker_exec
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 
 NODE = "test-inside"
 CONTAINERS = [f"{number:064x}" for number in range(100)]
@@ -69,28 +68,6 @@ class Engine:
     async def call(self, method: str, path: str, *_: object) -> object:
         self.asked.append(f"{method} {path}")
         return self.answer
-
-
-@pytest.mark.parametrize("answer", [{"Id": "../../containers/x"}, {"Id": ""}, {}, None, []])
-async def test_an_exec_that_is_answered_without_an_id_is_not_started(answer, tmp_path) -> None:
-    engine = Engine(answer)
-    with pytest.raises(EngineAnswerLost, match="invalid exec id"):
-        await docker_exec.start_exec(engine, tmp_path, NODE, CONTAINERS[0], ExecSpec(("sh",)))
-    assert engine.asked == [f"POST /containers/{CONTAINERS[0]}/exec"]
-
-
-@pytest.mark.parametrize(
-    "shown",
-    [{"Pid": 1, "Running": True, "ContainerID": ""}, {"Pid": 1, "Running": True},
-     {"Pid": "../1", "Running": True, "ContainerID": CONTAINERS[0]}, {"ExitCode": "0"}, [], None],
-)  # fmt: skip
-async def test_malformed_process_id_is_never_signalled(shown, marked) -> None:
-    """Every cgroup has an empty name in it: a lie must not be a way to root's processes."""
-    session = docker_exec.DockerExec(Engine(shown), CONTAINERS[0], ExecSpec(("sh",)))
-    with pytest.raises(RuntimeUnavailable):
-        await session.send_signal(9)
-    await session.close()
-    assert marked.poll() is None
 
 
 async def test_an_engine_s_reason_for_no_process_is_cut(monkeypatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ import aiohttp
 import msgspec
 from aiohttp.http import HttpProcessingError
 
+from agentd.core.names import shortened
 from agentd.runtimes.docker.engine_errors import (
     EngineAnswerLost,
     EngineError,
@@ -30,6 +32,7 @@ from agentd.runtimes.docker.engine_errors import (
 CALL_TIMEOUT_S = 120.0
 """Seconds that the engine may take to answer a call; streams have no limit."""
 _CONNECT_TIMEOUT_S = 10.0
+CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 _BASE = "http://docker"
 _REFUSED = 400
 MAX_RESPONSE = 16 << 20
@@ -220,6 +223,17 @@ def _parse_objects(text: str) -> tuple[list[Mapping[str, Any]], str]:
 
 _BETWEEN = " \t\r\n,"
 _JSON = json.JSONDecoder()
+
+
+def container_id(raw: object) -> str:
+    """Return a container id, which becomes part of paths.
+
+    Raises:
+        EngineAnswerLost: the engine's response has another value.
+    """
+    if isinstance(raw, str) and CONTAINER_ID.fullmatch(raw):
+        return raw
+    raise EngineAnswerLost(f"the engine's response has an invalid container id: {shortened(raw)}")
 
 
 def _message(content: bytes) -> str:

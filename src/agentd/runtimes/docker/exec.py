@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import all_processes, read_env, strike
-from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine import CONTAINER_ID, EngineClient
 from agentd.runtimes.docker.engine_errors import (
     EngineAnswerLost,
     EngineError,
@@ -31,7 +30,6 @@ from agentd.runtimes.docker.engine_errors import (
     presentable,
 )
 from agentd.runtimes.docker.error_translation import translating
-from agentd.runtimes.docker.ids import container_id, exec_id, process_id
 from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 
 _SWITCHED = b" 101 "
@@ -42,7 +40,6 @@ LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
 CLOSE_TRIES = 50
 DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
 """Keys that nobody types; the engine's default is used by shells and editors (ctrl-p, ctrl-q)."""
-CONTAINER_ID = re.compile(r"[0-9a-f]{64}")
 MARK = "AGENTD_EXEC"
 """A variable of each command, with the node id as its value."""
 
@@ -85,18 +82,14 @@ class DockerExec:
             if not shown.get("Running") and shown.get("ExitCode") is not None:
                 raise await self._not_started(shown.get("ExitCode"))
 
-    async def _shown(self) -> Mapping[str, Any]:
-        shown = await self._engine.call("GET", f"/exec/{self._exec_id}/json")
-        if not isinstance(shown, Mapping) or not isinstance(shown.get("ExitCode"), int | None):
-            raise EngineAnswerLost("malformed exec inspection of the engine")
-        process_id(shown.get("Pid") or 0)
-        return shown
+    async def _inspection(self) -> Any:
+        return await self._engine.call("GET", f"/exec/{self._exec_id}/json")
 
     async def _looks(self) -> AsyncGenerator[Mapping[str, Any]]:
         """Poll the state of the exec at growing intervals."""
         pause_s = LOOK_S
         while True:
-            yield await self._shown()
+            yield await self._inspection()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.2, SLOWEST_LOOK_S)
 
@@ -149,7 +142,7 @@ class DockerExec:
 
     async def send_signal(self, number: int) -> None:
         with translating():
-            process = _running(await self._shown())
+            process = _running(await self._inspection())
         if process is not None:
             await asyncio.to_thread(_signal_group, *process, number)
 
@@ -183,8 +176,9 @@ class DockerExec:
 
 def _running(shown: Mapping[str, Any]) -> tuple[int, str] | None:
     """Return the process of an exec and its container while it runs."""
-    pid = process_id(shown.get("Pid") or 0)
-    return (pid, container_id(shown.get("ContainerID"))) if pid and shown.get("Running") else None
+    if shown.get("Running") and (pid := shown.get("Pid")):
+        return pid, shown["ContainerID"]
+    return None
 
 
 def _text(said: bytes) -> str:
@@ -252,7 +246,7 @@ async def start_exec(
         **({"WorkingDir": spec.working_dir} if spec.working_dir else {}),
     }
     made = await engine.call("POST", f"/containers/{container}/exec", None, asked)
-    session = DockerExec(engine, exec_id(made.get("Id") if isinstance(made, dict) else None), spec)
+    session = DockerExec(engine, made["Id"], spec)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)

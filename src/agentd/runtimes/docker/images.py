@@ -12,7 +12,7 @@ import json
 import time
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,6 @@ _HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _DONE = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE = "Status: "
 """Prefix of the last line of a complete pull."""
-
-_MOST_LAYERS = 1024
-"""Maximum layers whose progress is tracked; an image has at most 127."""
 _PAUSE_S = 0.2
 """Seconds between two progress reports."""
 
@@ -129,10 +126,7 @@ class Images:
         headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
-                said = json.loads(line)
-                if not isinstance(said, dict):
-                    raise EngineAnswerLost("malformed pull progress of the engine")
-                yield said
+                yield json.loads(line)
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
         shared, now = self._pulls.get(key), time.monotonic()
@@ -196,11 +190,10 @@ def registry_of(image: str) -> str:
 def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
     """Update a layer from a progress line; return whether the line has progress."""
     layer, status = str(line.get("id")), line.get("status", "")
-    if status == "Downloading" and (layer in layers or len(layers) < _MOST_LAYERS):
+    if status == "Downloading":
         detail = line.get("progressDetail") or {}
-        with suppress(TypeError, ValueError, AttributeError):
-            layers[layer] = Pull(int(detail.get("current", 0)), int(detail.get("total", 0)))
-            return True
+        layers[layer] = Pull(detail.get("current", 0), detail.get("total", 0))
+        return True
     if layer in layers and status in _DONE:
         layers[layer] = Pull(layers[layer].total, layers[layer].total)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -24,11 +23,10 @@ from agentd.runtimes.docker.container_config import (
     NODE_LABEL,
     RECORD_LABEL,
 )
+from agentd.runtimes.docker.engine import container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, presentable
-from agentd.runtimes.docker.ids import container_id, process_id
 from agentd.runtimes.docker.mounts import MountSource, refuse_exchanged, verify_mounts
 
-_CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 _OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)
 _MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
 _STATES = {
@@ -47,19 +45,12 @@ def inspected(shown: object) -> Mapping[str, Any]:
     """
     if isinstance(shown, dict) and shown.keys() >= _MEMBERS:
         container_id(shown["Id"])
-        process_id(shown["State"].get("Pid", 0))
         return shown
     raise EngineAnswerLost("malformed container inspection of the engine")
 
 
 def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert an element of a list to the form of an inspection.
-
-    Raises:
-        EngineAnswerLost: the element is malformed.
-    """
-    if not isinstance(listed.get("Labels"), Mapping | None):
-        raise EngineAnswerLost("malformed labels in the engine's list")
+    """Convert an element of a list to the form of an inspection."""
     return identified(
         {
             "Id": container_id(listed.get("Id")),
@@ -120,11 +111,9 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
     )
 
 
-def _cores(listed: object) -> tuple[str, ...] | None:
+def _cores(listed: str | None) -> tuple[str, ...] | None:
     """Return the cores of a container (`0-3,8`); None if it has all, or if unknown."""
-    if not isinstance(listed, str) or not _CPU_LIST.fullmatch(listed):
-        return None
-    return tuple(map(str, parse_cpu_list(listed)))
+    return tuple(map(str, parse_cpu_list(listed))) if listed else None
 
 
 def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
@@ -171,7 +160,7 @@ def verify(
         if (has.get(limit) or 0) != (asked[limit] or 0):
             why = f"{limit}: got {has.get(limit)!r}, expected {asked[limit]!r}"
             raise RuntimeFailure(f"the engine changed a limit: {why}")
-    if pid := process_id(shown["State"].get("Pid", 0)):
+    if pid := shown["State"].get("Pid"):
         with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
             verify_mounts(pid, plan.spec.mounts, sources)
         for device_node in plan.edits.device_nodes:

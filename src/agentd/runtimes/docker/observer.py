@@ -22,7 +22,6 @@ from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RE
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError
 from agentd.runtimes.docker.error_translation import NOT_FOUND, absent_is_fine, proving
-from agentd.runtimes.docker.ids import image_id, process_id
 from agentd.runtimes.docker.inspection import (
     identified,
     inspected,
@@ -139,7 +138,7 @@ class ContainerObserver:
     async def _was_renamed(self, shown: Mapping[str, Any]) -> bool:
         """Return whether a kernel was renamed; if not, its labels come from its image."""
         with absent_is_fine():
-            image = await self._engine.call("GET", f"/images/{image_id(shown['Image'])}/json")
+            image = await self._engine.call("GET", f"/images/{shown['Image']}/json")
             inherited = (image.get("Config") or {}).get("Labels") or {}
             return inherited.get(RECORD_LABEL) != labels_of(shown).get(RECORD_LABEL)
         return True
@@ -177,7 +176,7 @@ class ContainerObserver:
     async def _placed(self, container: str) -> CgroupCounters | None:
         """Return a container's cgroup counters from its process, None if unknown."""
         shown = await self._found(container)
-        pid = process_id(shown["State"].get("Pid", 0)) if shown is not None else 0
+        pid = shown["State"].get("Pid", 0) if shown is not None else 0
         found = counters_of(pid, container) if pid else CgroupCounters()
         return replace(found, has_network=True) if found.folders else None
 

@@ -36,7 +36,7 @@ from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import UNPUBLISHED, DockerRules, container_config
-from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient
+from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient, container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
 from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.error_translation import (
@@ -49,7 +49,6 @@ from agentd.runtimes.docker.error_translation import (
     unknown,
 )
 from agentd.runtimes.docker.exec import end_left_behind, start_exec
-from agentd.runtimes.docker.ids import container_id
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved

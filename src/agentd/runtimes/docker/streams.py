@@ -12,10 +12,9 @@ import msgspec
 
 from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
-from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine import EngineClient, container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.error_translation import translating
-from agentd.runtimes.docker.ids import container_id
 from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
