@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -211,6 +213,35 @@ async def test_lock_of_an_unknown_process_withholds(
         fcntl.flock(file, fcntl.LOCK_SH)
         await one.acquire()
     assert one.reason == f"another process has locked {folder}/host.lock"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("is_parent_gone", [False, True])
+async def test_lock_of_another_user_does_not_count(
+    agentd: Agentd, folder: Path, *, is_parent_gone: bool
+) -> None:
+    """Also if the process that took it has ended, and its child holds it."""
+    folder.chmod(0o755)
+    (folder / "host.lock").touch(0o644)
+    script = 'exec 9<"$0"; flock 9; echo $$; exec sleep 1000'
+    if is_parent_gone:
+        script = 'exec 9<"$0"; flock 9; sleep 1000 & echo $!'
+    command = ["sh", "-c", script, str(folder / "host.lock")]
+    nobody = subprocess.Popen(command, stdout=subprocess.PIPE, user=65534)
+    assert nobody.stdout is not None
+    holder = int(nobody.stdout.readline())
+    try:
+        if is_parent_gone:
+            nobody.wait()
+        one, two = agentd("one"), agentd("two")
+        await one.acquire()
+        assert (one.reason, one.warnings()) == ("", [])
+        await two.acquire()
+        assert two.reason.startswith("served by agentd one")
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        nobody.wait()
+        nobody.stdout.close()
 
 
 async def test_lock_of_a_moment_is_waited_for(agentd: Agentd, folder: Path) -> None:

@@ -5,6 +5,9 @@ line stays when the process ends, since its kernels and claims continue to use a
 stop that leaves neither of them empties it. An agentd that starts meanwhile withholds its
 accelerators, and never takes over. A user's agentd only reads the line, and withholds them while
 there is one.
+
+Every local user can lock a file that every local user can read (flock(2) takes any descriptor), so
+only the locks of root and of this process's own user count.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.core.names import is_name
+from agentd.procfs import read_lines
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 PATIENCE_S = 1.0
@@ -133,6 +137,8 @@ class HostLock:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            if _is_locked_by_others(self._descriptor):
+                return True
             self._close()
             return False
         return True
@@ -150,6 +156,31 @@ class HostLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _is_locked_by_others(descriptor: int) -> bool:
+    """Return whether /proc/locks shows that only users without a right to the file have locked it.
+
+    A lock that it does not show is that of another pid namespace, and counts.
+    """
+    status = os.fstat(descriptor)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    holders = [
+        int(words[4])
+        for words in (line.split() for line in read_lines("/proc/locks"))
+        if words[1] == "FLOCK" and words[5] == f"{device}:{status.st_ino}"
+    ]
+    trusted = {0, os.geteuid()}
+    return bool(holders) and not any((uids := _uids_of(pid)) and uids <= trusted for pid in holders)
+
+
+def _uids_of(pid: int) -> set[int]:
+    """Return the real, effective, saved and file system uid of a process, none if it has ended."""
+    try:
+        lines = read_lines(f"/proc/{pid}/status")
+    except OSError:
+        return set()
+    return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
 
 
 def _parse(content: bytes) -> _Line | None:
