@@ -295,4 +295,5 @@ def test_usable_capacity_is_rounded_down_to_the_quantum() -> None:
         gpu(0), capacity=ONE - 1, secondary=(SecondarySlot("cuda.mem", SlotKind.BYTES, 10**9),)
     )
     inventory = Inventory.of([SHARES, GPU_MEMORY], [odd])
-    assert inventory.usable(odd) == (99 * ONE // 100, 953 * MIB)
+    usable = [measure.usable for measure in inventory.measures[odd.device_id].values()]
+    assert usable == [99 * ONE // 100, 953 * MIB]

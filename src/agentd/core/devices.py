@@ -114,8 +114,6 @@ class Device(msgspec.Struct, frozen=True):
     @property
     def slot_names(self) -> tuple[SlotName, ...]:
         """The slots that it offers, the primary one first."""
-        if not self.secondary:
-            return (self.slot,)
         return self.slot, *[other.slot for other in self.secondary]
 
     @property
@@ -140,11 +138,8 @@ class Device(msgspec.Struct, frozen=True):
     @property
     def offers(self) -> tuple[int, ...]:
         """The capacities that count now, by slot, the primary one first."""
-        if not self.secondary:
-            return (self.offered,)
-        if not self._is_there:
-            return (0,) * (1 + len(self.secondary))
-        return self.capacity, *[other.capacity for other in self.secondary]
+        capacities = self.capacity, *[other.capacity for other in self.secondary]
+        return capacities if self._is_there else (0,) * len(capacities)
 
     @property
     def _is_there(self) -> bool:
@@ -167,6 +162,17 @@ class Device(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         """Its stable id and aliases."""
         return self.stable_id, *self.aliases
+
+
+class SlotMeasure(NamedTuple):
+    """One slot of a device: its position among the device's slots, and how it is counted.
+
+    `usable` is the usable capacity: whole quanta, in base units.
+    """
+
+    position: int
+    quantum: int
+    usable: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,11 +248,17 @@ class Inventory:
         known = self.slot_types.get(slot)
         return known.quantum if known else 1
 
-    def usable(self, device: Device) -> tuple[int, ...]:
-        """Return the usable capacity of each slot of a device: whole quanta, in base units."""
-        return tuple(
-            offer.capacity - offer.capacity % self.quantum(offer.slot) for offer in device.slots
-        )
+    @cached_property
+    def measures(self) -> Mapping[DeviceId, Mapping[SlotName, SlotMeasure]]:
+        """The measures of the slots of each device, the primary one first."""
+        measures: dict[DeviceId, dict[SlotName, SlotMeasure]] = {}
+        for device in self.devices:
+            measures[device.device_id] = {}
+            for position, offer in enumerate(device.slots):
+                quantum = self.quantum(offer.slot)
+                usable = offer.capacity - offer.capacity % quantum
+                measures[device.device_id][offer.slot] = SlotMeasure(position, quantum, usable)
+        return measures
 
     def with_device(self, device: Device) -> Inventory:
         """Return an inventory in which `device` replaces the one with its id."""

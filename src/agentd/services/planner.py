@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from agentd.core.claim.allocation import (
     with_claimed,
 )
 from agentd.core.claim.claim import ClaimSpec, remaining
-from agentd.core.devices import Device, DeviceId, Inventory
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
@@ -320,13 +320,9 @@ def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
         slot
         for share in allocation.shares
         if share.device_id.name not in (CPU, MEM)
-        for slot, usable in _usable(inventory.by_id[share.device_id], inventory)
-        if share.amount_of(slot) < usable and not inventory.slot_types[slot].is_enforced
+        for slot, measure in inventory.measures[share.device_id].items()
+        if share.amount_of(slot) < measure.usable and not inventory.slot_types[slot].is_enforced
     )
-
-
-def _usable(device: Device, inventory: Inventory) -> Iterable[tuple[SlotName, int]]:
-    return zip(device.slot_names, inventory.usable(device), strict=True)
 
 
 def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:

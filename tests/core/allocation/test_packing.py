@@ -77,6 +77,8 @@ TWO_NODES = threads(*((n % 4 // 2, n % 2) for n in range(8)))
         # whole cores alternate between nodes
         (TWO_NODES, (), 2, "04"),
         (TWO_NODES, (), 4, "0246"),
+        (TWO_NODES, (), 3, "024"),
+        (TWO_NODES, (0,), 3, "145"),
     ],
 )
 def test_both_threads_of_a_core_are_taken_before_the_next_core(

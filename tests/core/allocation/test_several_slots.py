@@ -12,9 +12,10 @@ from agentd.core.allocation.allocator import (
     Ledger,
     Strategy,
 )
-from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
+from agentd.core.allocation.candidates import find_candidates
+from agentd.core.allocation.derivation import beyond_primary, room
 from agentd.core.allocation.ledger import charged as charged_share
-from agentd.core.devices import Health, Inventory
+from agentd.core.devices import Health, Inventory, SlotMeasure
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
@@ -228,8 +229,8 @@ def test_free_is_of_a_slot_and_room_of_a_device() -> None:
     (device,), part = split.inventory.by_name["cuda"], split.partitions["a"]
     assert ledger.free(device, part, "cuda.shares") == 9 * ONE // 10
     assert ledger.free(device, part, "cuda.mem") == 20 * GIB
-    index = ledger.index(split.inventory, part, split.inventory.slot_types["cuda.shares"])
-    assert ledger.room(index, 0, part) == 25
+    (found,) = find_candidates(ledger, split.inventory, part, "cuda.shares", ["cuda.shares"])
+    assert (found.room, found.capacity) == (25, 100)
 
 
 @pytest.mark.parametrize("why", [
@@ -256,21 +257,22 @@ MEASURES = st.builds(
 
 @given(MEASURES, st.lists(MEASURES, max_size=3), st.data())
 def test_room_is_the_largest_part_that_fits(own, others, data) -> None:
-    measures = [
-        SlotMeasure(place, quantum, capacity - capacity % quantum)
+    measures = {
+        f"s{place}": SlotMeasure(place, quantum, capacity - capacity % quantum)
         for place, (quantum, capacity) in enumerate([own, *others])
-    ]
-    left = [data.draw(st.integers(0, measure.usable)) for measure in measures]
+    }
+    first, *rest = measures.values()
+    left = [data.draw(st.integers(0, measure.usable)) for measure in measures.values()]
 
     def fits(quanta: int) -> bool:
-        amount = quanta * measures[0].quantum
+        amount = quanta * first.quantum
         return amount <= left[0] and all(
-            derived_amount(amount, measures[0].usable, to.usable, to.quantum) <= left[to.place]
-            for to in measures[1:]
+            derived_amount(amount, first.usable, to.usable, to.quantum) <= left[to.position]
+            for to in rest
         )
 
-    fitting = [n for n in range(1, measures[0].usable // measures[0].quantum + 1) if fits(n)]
-    assert room(left, measures) == max(fitting, default=0)
+    fitting = [n for n in range(1, first.usable // first.quantum + 1) if fits(n)]
+    assert room(left, measures, "s0", ["s0"]) == max(fitting, default=0)
     assert fitting == list(range(1, len(fitting) + 1))
 
 

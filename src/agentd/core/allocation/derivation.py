@@ -3,40 +3,36 @@
 The slots of a device are parts of one thing. A kernel that holds a part of one slot holds at least
 that part of the others, rounded down to their quantum, and one quantum of each. So a device has
 room for an amount of a slot only if it has every derived amount free.
-
-The usable capacity of a slot is its capacity rounded down to the quantum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+
+from agentd.core.devices import SlotMeasure
+from agentd.core.slots import SlotName
 
 
-class SlotMeasure(NamedTuple):
-    """One slot of a device: its place among the device's slots, and how it is counted.
-
-    `usable` is the usable capacity in base units.
-    """
-
-    place: int
-    quantum: int
-    usable: int
-
-
-def room(left: Sequence[int], measures: Sequence[SlotMeasure]) -> int:
+def room(
+    left: Sequence[int],
+    measures: Mapping[SlotName, SlotMeasure],
+    slot: SlotName,
+    named: Collection[SlotName],
+) -> int:
     """Return the quanta of a slot that a device has room for.
 
-    `left` is what is free of each slot of the device, in base units. The first of `measures` is the
-    slot, the others are derived from it.
+    `left` is what is free of each slot of the device, in base units. Slots that are not `named`,
+    as this one is, are derived from it.
     """
-    own = measures[0]
-    quanta = left[own.place] // own.quantum
-    if len(measures) == 1 or not quanta:
-        return quanta
+    own = measures[slot]
+    quanta = left[own.position] // own.quantum
+    if not quanta:
+        return 0
     whole = own.usable // own.quantum
-    for other in measures[1:]:
-        free = left[other.place] // other.quantum
+    for name, other in measures.items():
+        if name in named:
+            continue
+        free = left[other.position] // other.quantum
         if not free:
             return 0
         # the largest part whose derived amount, whole * free at most, is still free

@@ -1,158 +1,84 @@
 """Dividing one amount over rooms: the arithmetic beneath an allocation.
 
-Everything here counts in quanta. `Rooms` are what devices could still give, smallest
-first, alike ones together: `[(30, 2), (90, 1)]` is two rooms of 30 and one of 90. The
-answer is in the same terms (`Portion(90, 40, 1)`: one device with a room of 90 gives 40), so
-the cost grows with the sizes of room and not with the devices. Which of several devices
-alike is meant is the caller's business; the first part of a size goes to its first device.
-Callers have checked that the rooms can hold the amount; `in_equal_parts` says None where
-they cannot.
+Everything here counts in quanta. `rooms` are what devices could still give, tightest first, and a
+rule returns what each of them gives. Rules can rely on rooms that hold the amount together.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import reduce
-from itertools import accumulate
-from operator import and_
-from typing import NamedTuple, TypeAlias
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
-Rooms: TypeAlias = Sequence[tuple[int, int]]
-"""(room, how many devices have it), smallest room first, none of them zero."""
+_Device = TypeVar("_Device", bound=Hashable)
 
 
-class Portion(NamedTuple):
-    """The quanta that each of so many `devices` with this `room` gives."""
-
-    room: int
-    amount: int
-    devices: int
-
-
-def alike(rooms: Iterable[int]) -> list[tuple[int, int]]:
-    """Return single rooms as `Rooms`; those without room are left out."""
-    return sorted(Counter(room for room in rooms if room).items())
-
-
-def fill(rooms: Rooms, amount: int) -> list[Portion]:
+def fill(rooms: Sequence[int], amount: int) -> list[int]:
     """Take all that is free in the freest room, then the next."""
-    parts: list[Portion] = []
-    for room, count in reversed(rooms):
-        full = min(count, amount // room)
-        amount -= full * room
-        if full:
-            parts.append(Portion(room, room, full))
-        if amount and full < count:
-            parts.append(Portion(room, amount, 1))
-            amount = 0
-        if not amount:
-            break
+    parts = []
+    for room in reversed(rooms):
+        parts.append(min(room, amount))
+        amount -= parts[-1]
+    return parts[::-1]
+
+
+def evenly(rooms: Sequence[int], amount: int) -> list[int]:
+    """Share among all rooms; a full one leaves its part to the others, the freest give most."""
+    parts = []
+    for number, room in enumerate(rooms):
+        parts.append(min(room, amount // (len(rooms) - number)))
+        amount -= parts[-1]
     return parts
 
 
-def evenly_whole(rooms: Rooms, amount: int) -> list[Portion]:
-    """Share equally among all rooms, the remainder to the freest ones."""
-    parts: list[Portion] = []
-    wide = sum([count for _, count in rooms])
-    for position, (room, count) in enumerate(rooms):
-        if room > amount // wide:
-            return parts + _alike_parts(rooms[position:], *divmod(amount, wide))
-        parts.append(Portion(room, room, count))
-        amount -= room * count
-        wide -= count
-    return parts
-
-
-def _alike_parts(rooms: Rooms, part: int, one_more: int) -> list[Portion]:
-    """Give every room `part`, and the `one_more` freest of them one quantum more."""
-    parts: list[Portion] = []
-    for room, count in reversed(rooms):
-        larger = min(count, one_more)
-        one_more -= larger
-        if larger:
-            parts.append(Portion(room, part + 1, larger))
-        if part and larger < count:
-            parts.append(Portion(room, part, count - larger))
-        if not (part or one_more):
-            break
-    return parts
-
-
-def evenly_shares(rooms: Rooms, amount: int) -> list[Portion]:
+def evenly_in_shares(rooms: Sequence[int], amount: int) -> list[int]:
     """Give equal parts on the fewest rooms that have space for them; else all rooms share.
 
     One room that holds the amount gives it alone.
     """
-    counts = range(1, sum([count for _, count in rooms]) + 1)
-    return evenly_whole(_equal_rooms(rooms, amount, counts) or rooms, amount)
+    counts = range(1, len(rooms) + 1)
+    equal = (equal_parts(rooms, amount, count) for count in counts)
+    return next(filter(None, equal), None) or evenly(rooms, amount)
 
 
-def in_equal_parts(rooms: Rooms, capacities: Rooms, amount: int) -> list[Portion] | None:
-    """Give equal parts on the fewest devices that could hold it so if all were empty.
+def equal_parts(rooms: Sequence[int], amount: int, count: int) -> list[int]:
+    """Give parts one quantum apart at most on so many rooms, the tightest that have space.
 
-    None if there are not so many with room enough now.
+    Empty if there are not so many, or no quantum for each.
     """
-    count = fewest(capacities, amount)
-    chosen = _equal_rooms(rooms, amount, [count] if count else [])
-    return evenly_whole(chosen, amount) if chosen else None
+    part, larger = divmod(amount, count)
+    first, freer = bisect_left(rooms, part), bisect_right(rooms, part)
+    start = max(first, freer - (count - larger))
+    if not part or start + count > len(rooms):
+        return []
+    after = len(rooms) - start - count
+    return [0] * start + [part] * (count - larger) + [part + 1] * larger + [0] * after
 
 
-def fewest(capacities: Rooms, amount: int) -> int:
-    """Return how few devices could hold the amount in equal parts; 0 if all cannot."""
-    devices = sum([count for _, count in capacities])
-    on_empty = _equal_rooms(capacities, amount, range(1, devices + 1))
-    return sum([count for _, count in on_empty])
+def fewest(capacities: Sequence[int], amount: int) -> int:
+    """Return how few devices could hold the amount in equal parts; 0 if all cannot.
 
-
-def fewest_together(sizes: Sequence[Sequence[tuple[int, int]]], amounts: Sequence[int]) -> int:
-    """Return how few empty devices could hold several amounts in equal parts; 0 if all cannot.
-
-    `sizes` are for each amount the devices (as bits) by how much they can hold, smallest first. A
-    device counts if it can hold the larger part of each.
+    `capacities` are what the devices could give if they were empty, smallest first.
     """
-    if not all(sizes):
-        return 0
-    devices = sum(found.bit_count() for _, found in sizes[0])
-    unseen = [list(by_size) for by_size in sizes]
-    fitting = [0] * len(sizes)
-    least = max(-(-amount // of[-1][0]) for amount, of in zip(amounts, sizes, strict=True))
-    for count in range(least, min(devices, *amounts) + 1):
-        for place, amount in enumerate(amounts):
-            larger = -(-amount // count)
-            while unseen[place] and unseen[place][-1][0] >= larger:
-                fitting[place] |= unseen[place].pop()[1]
-        if reduce(and_, fitting).bit_count() >= count:
+    counts = range(1, len(capacities) + 1)
+    return next((count for count in counts if equal_parts(capacities, amount, count)), 0)
+
+
+def fewest_together(
+    capacities: Mapping[str, Mapping[_Device, int]], amounts: Mapping[str, int]
+) -> int:
+    """Return how few empty devices could hold amounts of several slots in equal parts; 0 if none.
+
+    `capacities` are by slot what the devices could hold of it, none of them zero. A device counts
+    if it can hold the larger part of each.
+    """
+    first, *others = (capacities[slot] for slot in amounts)
+    least_counts = sorted(
+        max(-(-amount // capacities[slot][device]) for slot, amount in amounts.items())
+        for device in first
+        if all(device in other for other in others)
+    )
+    for count, least in enumerate(least_counts, 1):
+        if least <= count <= min(amounts.values()):
             return count
     return 0
-
-
-def _equal_rooms(rooms: Rooms, amount: int, counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the tightest rooms for parts one quantum apart at most, on the first count
-    that has enough of them; empty if none has.
-    """
-    from_here = [*accumulate([count for _, count in reversed(rooms)], initial=0)][::-1]
-    for count in counts:
-        part, larger = divmod(amount, count)
-        if not part:
-            break
-        start = bisect_left(rooms, (part, 0))
-        exact = 0
-        if start < len(rooms) and rooms[start][0] == part:
-            exact = min(rooms[start][1], count - larger)
-            start += 1
-        if exact + from_here[start] >= count:
-            return [(part, exact)] * (exact > 0) + first_rooms(rooms[start:], count - exact)
-    return []
-
-
-def first_rooms(rooms: Rooms, count: int) -> list[tuple[int, int]]:
-    """Return the first `count` of the rooms."""
-    chosen = []
-    for room, there in rooms:
-        if not count:
-            break
-        chosen.append((room, min(there, count)))
-        count -= chosen[-1][1]
-    return chosen

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.distribute import alike, fewest, fewest_together
-from agentd.core.allocation.free_index import FreeIndex, sizes, total
-from agentd.core.allocation.ledger import Holder, Ledger, holder_text, measured
+from agentd.core.allocation.candidates import DeviceCandidate, devices_with_room, find_candidates
+from agentd.core.allocation.distribute import fewest, fewest_together
+from agentd.core.allocation.ledger import Holder, Ledger, holder_text
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
@@ -74,15 +74,17 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         return len(self.asked) > 1
 
     @property
-    def beside(self) -> tuple[SlotName, ...] | None:
-        """The slots that are not derived from the one that is explained (None: all)."""
-        return tuple(self.asked)[1:] if self.slot == self.deciding else None
+    def quanta(self) -> int:
+        """The same, in quanta."""
+        return self.amount // self.slot_type.quantum
 
     @cached_property
-    def index(self) -> FreeIndex:
+    def candidates(self) -> Mapping[DeviceId, DeviceCandidate]:
         """The devices that may give the slot, of those that the request leaves."""
-        index = self.ledger.index(self.inventory, self.partition, self.slot_type, self.beside)
-        return index if self.only is None else index.only(self.only)
+        found = find_candidates(
+            self.ledger, self.inventory, self.partition, self.slot, [*self.asked], self.only
+        )
+        return {each.device_id: each for each in found}
 
     def of(self, slot: SlotName) -> Question:
         """Return the same about another slot."""
@@ -90,38 +92,33 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     def room(self, device: Device) -> int:
         """Return what a device has room for, in whole steps of the slot, in base units."""
-        position = self.index.positions.get(device.device_id)
-        if position is None or not self.may_give(device):
-            return 0
-        return self.ledger.room(self.index, position, self.partition) * self.slot_type.quantum
+        candidate = self.candidates.get(device.device_id)
+        return candidate.room * self.slot_type.quantum if candidate else 0
 
     def may_give(self, device: Device) -> bool:
         """Return whether the request leaves this device to choose from."""
         return self.only is None or device.device_id in self.only
 
     @property
-    def potentials(self) -> list[int]:
+    def potentials(self) -> dict[DeviceId, int]:
         """The quanta that each device could give if all were there, healthy and empty."""
-        return [part for part in self.potential_by_device if part]
-
-    @property
-    def potential_by_device(self) -> list[int]:
-        """The same for every device of the primary slot, 0 of those that could give nothing."""
-        devices = self.inventory.by_slot.get(self.slot_type.family, ())
-        quantum = self.slot_type.quantum
-        return [
-            self.partition.potential(device, self.slot) // quantum if self.may_give(device) else 0
-            for device in devices
-        ]
+        found = {
+            device.device_id: self.partition.potential(device, self.slot) // self.slot_type.quantum
+            for device in self.inventory.by_slot.get(self.slot, ())
+            if self.may_give(device)
+        }
+        return {device_id: quanta for device_id, quanta in found.items() if quanta}
 
     @property
     def is_too_unequal(self) -> bool:
         """Whether equal parts are asked for, and no number of devices could ever hold them."""
         if self.are_several:
-            return not self._parts_if_empty
+            found = [self.of(slot) for slot in self.asked]
+            potentials = {each.slot: each.potentials for each in found}
+            return not fewest_together(potentials, {each.slot: each.quanta for each in found})
         if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
             return False
-        return not fewest(alike(self.potentials), self.amount // self.slot_type.quantum)
+        return not fewest(sorted(self.potentials.values()), self.quanta)
 
     @cached_property
     def parts(self) -> int:
@@ -129,16 +126,9 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         return _fewest([self.of(slot) for slot in self.asked])
 
     @property
-    def _parts_if_empty(self) -> int:
-        """The same, if all devices were there, healthy and empty."""
-        found = [self.of(slot) for slot in self.asked]
-        wanted = [each.amount // each.slot_type.quantum for each in found]
-        return fewest_together([sizes(each.potential_by_device) for each in found], wanted)
-
-    @property
     def total(self) -> int:
         """The base units that the devices could give if all were there, healthy and empty."""
-        return sum(self.potentials) * self.slot_type.quantum
+        return sum(self.potentials.values()) * self.slot_type.quantum
 
     @property
     def never(self) -> str | None:
@@ -198,9 +188,9 @@ def per_primary(slot: SlotName, devices: Iterable[Device], inventory: Inventory)
     """
     ratios = [Fraction(0)]
     for device in devices:
-        usable = inventory.usable(device)
-        if usable[0]:
-            ratios.append(Fraction(usable[device.slot_names.index(slot)], usable[0]))
+        measures = inventory.measures[device.device_id]
+        if primary := measures[device.slot].usable:
+            ratios.append(Fraction(measures[slot].usable, primary))
     return max(ratios)
 
 
@@ -231,25 +221,24 @@ def _short_slot(question: Question) -> SlotName:
     if not question.are_several:
         return question.deciding
     found = [question.of(slot) for slot in question.asked]
-    count = question.parts
-    fitting = -1
     for number, each in enumerate(found, 1):
-        parts = count or _fewest(found[:number])
-        fitting &= _with_room(each, parts) if parts else 0
-        if fitting.bit_count() < max(1, parts):
+        count = question.parts or _fewest(found[:number])
+        if not count or len(_fitting(found[:number], count)) < count:
             return each.slot
     return question.deciding
 
 
 def _fewest(found: Sequence[Question]) -> int:
     """Return on how many devices these slots fit in equal parts, if all were empty."""
-    wanted = [each.amount // each.slot_type.quantum for each in found]
-    return fewest_together([each.index.sizes for each in found], wanted)
+    capacities = {
+        each.slot: {c.device_id: c.capacity for c in each.candidates.values()} for each in found
+    }
+    return fewest_together(capacities, {each.slot: each.quanta for each in found})
 
 
-def _with_room(question: Question, count: int) -> int:
-    wanted = question.amount // question.slot_type.quantum
-    return question.index.with_room_for(-(-wanted // count))
+def _fitting(found: Sequence[Question], count: int) -> set[DeviceId]:
+    by_slot = {each.slot: each.candidates.values() for each in found}
+    return devices_with_room(by_slot, {each.slot: each.quanta for each in found}, count)
 
 
 def explain(question: Question) -> list[dict[str, object]]:
@@ -365,13 +354,13 @@ def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
 
     Of one that is derived, or named beside the one that is explained.
     """
-    measures = measured(device, question.inventory)
+    measures = question.inventory.measures[device.device_id]
     deciding = measures[question.deciding]
     part = parts.amounts.get(question.deciding) or min(
         parts.least or question.asked[question.deciding], deciding.usable
     )
     left = question.ledger.left(device, question.partition)
-    if question.slot == question.deciding and left[deciding.place] < part:
+    if question.slot == question.deciding and left[deciding.position] < part:
         return ""  # a device with one slot has this reason alone
     slot_types = question.inventory.slot_types
     for slot, measure in measures.items():
@@ -382,7 +371,7 @@ def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
             needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
             shown = readable_amount(part, slot_types[question.deciding].kind)
             why = f" (in proportion to {question.deciding} {shown})"
-        free = left[measure.place] // measure.quantum * measure.quantum
+        free = left[measure.position] // measure.quantum * measure.quantum
         if free < needed:
             holders = question.ledger.holders(device.device_id)
             requested, there, total = readable_amounts(kind, needed, free, measure.usable)
@@ -447,9 +436,9 @@ def _equal_parts(question: Question) -> _EqualParts:
         return _EqualParts()
     if question.is_too_unequal:
         return _EqualParts(are_impossible=True)
-    wanted = question.amount // slot_type.quantum
-    index = question.index
-    if total(index.buckets) < wanted or not (count := fewest(index.capacities, wanted)):
+    wanted, found = question.quanta, question.candidates.values()
+    count = fewest(sorted(each.capacity for each in found), wanted)
+    if not count or sum(each.room for each in found) < wanted:
         return _EqualParts()
     return _EqualParts(least=wanted // count * slot_type.quantum)
 

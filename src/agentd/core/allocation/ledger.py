@@ -11,16 +11,14 @@ another primary slot, holds the device whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import add, sub
 from typing import NamedTuple, TypeAlias
 
-from agentd.core.allocation.derivation import SlotMeasure, beyond_primary, room
-from agentd.core.allocation.free_index import FreeIndex, siblings, sizes
+from agentd.core.allocation.derivation import beyond_primary
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, natural_key
 from agentd.core.partition.split import Partition
-from agentd.core.slots import SlotKind, SlotName, SlotType, derived_amount, format_amount
+from agentd.core.slots import SlotKind, SlotName, derived_amount, format_amount
 
 UNREADABLE_SLOT: SlotName = ""
 """The slot of a share whose record cannot be read: it keeps back the whole device."""
@@ -58,9 +56,7 @@ class Share(NamedTuple):
     @property
     def slot_names(self) -> tuple[SlotName, ...]:
         """The slots that it has an amount of, the primary one first."""
-        if not self.secondary:
-            return (self.slot,)
-        return self.slot, *(other.slot for other in self.secondary)
+        return self.slot, *[other.slot for other in self.secondary]
 
     @property
     def counts(self) -> int:
@@ -69,7 +65,12 @@ class Share(NamedTuple):
 
     def amount_of(self, slot: SlotName) -> int:
         """Return the amount of one slot; 0 if it has none."""
-        return next((found.amount for found in self.amounts if found.slot == slot), 0)
+        if slot == self.slot:
+            return self.amount
+        for other in self.secondary:
+            if other.slot == slot:
+                return other.amount
+        return 0
 
 
 def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, int]) -> Share:
@@ -78,7 +79,7 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
     Amounts of its other slots are derived from the first one. Those of slots that the device does
     not offer stay in the share.
     """
-    measures = measured(device, inventory)
+    measures = inventory.measures[device.device_id]
     deciding, amount = next(iter(amounts.items()))
     of = measures[deciding].usable
     found = [
@@ -95,37 +96,6 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
     excess = beyond_primary([each.amount for each in found], usable)
     primary, *secondary = found
     return Share(device.device_id, device.stable_id, *primary, tuple(secondary), excess)
-
-
-def share_at(index: FreeIndex, position: int, quanta: int) -> Share:
-    """Return a share of a device of an index: so much of its slot, and the others derived."""
-    device, measures = index.devices[position], index.measures[position]
-    own, amount = measures[0], quanta * index.quantum
-    if not device.secondary:
-        return Share(device.device_id, device.stable_id, device.slot, device.kind, amount)
-    amounts, usable = [0] * len(measures), [0] * len(measures)
-    for measure in measures:
-        place, quantum, whole = measure
-        usable[place] = whole
-        amounts[place] = (
-            amount if measure is own else derived_amount(amount, own.usable, whole, quantum)
-        )
-    secondary = tuple(
-        [
-            SlotAmount(offer.slot, offer.kind, each)
-            for offer, each in zip(device.secondary, amounts[1:], strict=True)
-        ]
-    )
-    excess = beyond_primary(amounts, usable)
-    return Share(
-        device.device_id,
-        device.stable_id,
-        device.slot,
-        device.kind,
-        amounts[0],
-        secondary,
-        excess,
-    )
 
 
 def completed(share: Share, device: Device, inventory: Inventory) -> Share:
@@ -164,15 +134,6 @@ def charged(share: Share, device: Device, inventory: Inventory) -> Share:
     ):
         return share
     return share._replace(secondary=tuple(e for e in share.secondary if e.slot in offered))
-
-
-def measured(device: Device, inventory: Inventory) -> dict[SlotName, SlotMeasure]:
-    """Return how each slot of a device is counted."""
-    usable = inventory.usable(device)
-    return {
-        slot: SlotMeasure(place, inventory.quantum(slot), usable[place])
-        for place, slot in enumerate(device.slot_names)
-    }
 
 
 class Allocation(NamedTuple):
@@ -230,143 +191,35 @@ class Holding(NamedTuple):
     allocation: Allocation
 
 
-class HeldAmount(NamedTuple):
-    """The number of holders of the same slots, and their sum for each slot."""
-
-    holders: int
-    amounts: tuple[int, ...]
-
-
-_Tallies: TypeAlias = Mapping[tuple[str, tuple[SlotName, ...]], HeldAmount]
-"""Of one device, by agent and by the slots that shares have amounts of, the primary one first."""
-_IndexKey: TypeAlias = tuple[Inventory, str, SlotName, tuple[SlotName, ...] | None]
-_Indexes: TypeAlias = dict[_IndexKey, tuple[Partition, FreeIndex]]
-"""Keyed by agent where partitions are exclusive (in shared mode all see the same), by slot, and by
-the slots that are not derived from it (None: all)."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ledger:
-    """The amounts that holders have of devices; immutable, one for the node.
+    """The allocations of all holders; immutable, one for the node.
 
-    Everything else follows from `holdings` and is kept beside it, and kept up with what a
-    holder touches, so that no look-up has to go through holders or devices: `held` is the
-    same by device, the tallies are its sums by agent and slots (`_by_agent` is what counts towards
-    limits, by agent and device name), and the indexes that were
-    asked for (see `agentd.core.allocation.free_index`) pass from each ledger to the next.
+    `held` has the same shares by device, for all that is asked about one device.
     """
 
     holdings: Mapping[Holder, Holding] = field(default_factory=dict)
     held: Mapping[DeviceId, Mapping[Holder, Share]] = field(default_factory=dict)
-    _tallies: Mapping[DeviceId, _Tallies] = field(default_factory=dict, repr=False)
-    _by_agent: Mapping[tuple[str, str], int] = field(default_factory=dict, repr=False)
-    _indexes: _Indexes = field(default_factory=dict, repr=False, compare=False)
-    _empty: _Indexes = field(default_factory=dict, repr=False, compare=False)
-    """Indexes without their rooms, which depend on no holder: all ledgers have the same."""
 
     def with_held(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the holder has exactly this allocation."""
-        if holder in self.holdings:
-            return self.without(holder).with_held(holder, agent_id, allocation)
-        holdings = {**self.holdings, holder: Holding(agent_id, allocation)}
-        held, tallies = dict(self.held), dict(self._tallies)
+        others = self.without(holder)
+        held = dict(others.held)
         for share in allocation.shares:
-            device_id = share.device_id
-            held[device_id] = {**held.get(device_id, {}), holder: share}
-            tallies[device_id] = _counted(tallies.get(device_id, {}), agent_id, share, 1)
-        return self._next(holdings, held, tallies, Holding(agent_id, allocation), 1)
+            held[share.device_id] = {**others.holders(share.device_id), holder: share}
+        return Ledger({**others.holdings, holder: Holding(agent_id, allocation)}, held)
 
     def without(self, holder: Holder) -> Ledger:
         """Return a ledger in which the holder has nothing; the same one if it had nothing."""
         if holder not in self.holdings:
             return self
-        holdings = dict(self.holdings)
-        agent_id, allocation = holdings.pop(holder)
-        held, tallies = dict(self.held), dict(self._tallies)
-        for share in allocation.shares:
-            device_id = share.device_id
-            holders = dict(held.pop(device_id))
+        holdings, held = dict(self.holdings), dict(self.held)
+        for share in holdings.pop(holder).allocation.shares:
+            holders = dict(held.pop(share.device_id))
             del holders[holder]
-            counted = _counted(tallies.pop(device_id), agent_id, share, -1)
             if holders:
-                held[device_id], tallies[device_id] = holders, counted
-        return self._next(holdings, held, tallies, Holding(agent_id, allocation), -1)
-
-    def _next(
-        self,
-        holdings: Mapping[Holder, Holding],
-        held: Mapping[DeviceId, Mapping[Holder, Share]],
-        tallies: Mapping[DeviceId, _Tallies],
-        touched: Holding,
-        sign: int,
-    ) -> Ledger:
-        indexes: _Indexes = {}
-        shares = touched.allocation.shares
-        by_agent = dict(self._by_agent)
-        for share in shares:
-            of_agent = (touched.agent_id, share.device_id.name)
-            by_agent[of_agent] = by_agent.get(of_agent, 0) + sign * share.counts
-        by_agent = {of_agent: amount for of_agent, amount in by_agent.items() if amount}
-        after = Ledger(holdings, held, tallies, by_agent, indexes, self._empty)
-        device_ids = {share.device_id for share in shares}
-        for key, (partition, index) in self._indexes.items():
-            indexes[key] = (partition, _kept_up(index, partition, device_ids, self, after))
-        return after
-
-    def index(
-        self,
-        inventory: Inventory,
-        partition: Partition,
-        slot_type: SlotType,
-        beside: tuple[SlotName, ...] | None = (),
-    ) -> FreeIndex:
-        """Return the devices that may give a slot to an agent, with their room now.
-
-        The other slots of a device are derived from it but for those `beside` it; with None, none
-        is. An index of several devices is kept; those of an older inventory are dropped.
-        """
-        agent = partition.agent_id if partition.is_exclusive else ""
-        key = (inventory, agent, slot_type.name, beside)
-        if (known := self._indexes.get(key)) is not None and known[0].members == partition.members:
-            return known[1]
-        index = self._without_rooms(key, partition, slot_type)
-        index = index.with_rooms(
-            [(at, 0, self.room(index, at, partition)) for at in range(len(index.devices))]
-        )
-        if len(index.devices) > 1:
-            self._indexes[key] = (partition, index)
-        return index
-
-    def _without_rooms(
-        self, key: _IndexKey, partition: Partition, slot_type: SlotType
-    ) -> FreeIndex:
-        if (known := self._empty.get(key)) is not None and _see_the_same(known[0], partition):
-            return known[1]
-        inventory, _, _, beside = key
-        for indexes in (self._indexes, self._empty):
-            for stale in [other for other in indexes if other[0] is not inventory]:
-                del indexes[stale]
-        devices = tuple(
-            device
-            for device in inventory.by_slot.get(slot_type.family, ())
-            if device.usable and partition.limit(device)
-        )
-        measures = tuple(_measures(device, inventory, slot_type.name, beside) for device in devices)
-        limits = (
-            room(partition.limits_of(device), found) if found else 0
-            for device, found in zip(devices, measures, strict=True)
-        )
-        index = FreeIndex(
-            devices,
-            {device.device_id: position for position, device in enumerate(devices)},
-            sizes(limits),
-            slot_type.quantum,
-            {},
-            siblings(devices),
-            measures,
-        )
-        self._empty[key] = (partition, index)
-        return index
+                held[share.device_id] = holders
+        return Ledger(holdings, held)
 
     def holders(self, device_id: DeviceId) -> Mapping[Holder, Share]:
         """Return the holders of a device with their shares."""
@@ -377,12 +230,8 @@ class Ledger:
 
         Without a slot: of the primary slots of its holders, in their units.
         """
-        tallies = self._tallies.get(device_id, {}).items()
-        if slot is None:
-            return sum(tally.amounts[0] for _, tally in tallies)
-        return sum(
-            tally.amounts[slots.index(slot)] for (_, slots), tally in tallies if slot in slots
-        )
+        shares = self.holders(device_id).values()
+        return sum(share.amount if slot is None else share.amount_of(slot) for share in shares)
 
     def excess(self, device: Device) -> dict[SlotName, int]:
         """Return what is held of a device beyond its capacity, by slot, in base units."""
@@ -391,22 +240,18 @@ class Ledger:
 
     def used_by(self, agent_id: str, device_id: DeviceId) -> int:
         """Return how much of a device one agent's holders have, of their primary slots."""
-        tallies = self._tallies.get(device_id, {}).items()
-        return sum(tally.amounts[0] for (agent, _), tally in tallies if agent == agent_id)
+        holders = self.holders(device_id).items()
+        return sum(s.amount for holder, s in holders if self.holdings[holder].agent_id == agent_id)
+
+    def shares_of(self, agent_id: str, name: str) -> Iterator[Share]:
+        """Yield the shares that an agent's holders have of a device name."""
+        for holding in self.holdings.values():
+            if holding.agent_id == agent_id:
+                yield from holding.allocation.devices_of(name)
 
     def held_of(self, agent_id: str, name: str) -> int:
         """Return what an agent's holders have of a device name, as it counts towards a limit."""
-        return self._by_agent.get((agent_id, name), 0)
-
-    def devices_held_by(self, agent_id: str, name: str) -> list[DeviceId]:
-        """Return the devices of a name with a share held for an agent."""
-        if (agent_id, name) not in self._by_agent:
-            return []
-        return [
-            device_id
-            for device_id, tallies in self._tallies.items()
-            if device_id.name == name and any(agent == agent_id for agent, _ in tallies)
-        ]
+        return sum(share.counts for share in self.shares_of(agent_id, name))
 
     def within_limit(self, partition: Partition, name: str) -> int | None:
         """Return how much more of a device name an agent may hold; None without a limit."""
@@ -417,20 +262,15 @@ class Ledger:
     def kept_back_by(self, device: Device) -> list[Holder]:
         """Return the holders of this device whole: not by the slots that it offers now."""
         names = device.slot_names
-        tallies = self._tallies.get(device.device_id, {})
-        if all(_is_held_by(names, slots) for _, slots in tallies):
-            return []
         holders = self.holders(device.device_id).items()
         return [holder for holder, share in holders if not _is_held_by(names, share.slot_names)]
 
     def strangers(self, device: Device, partition: Partition) -> list[Holder]:
         """Return holders of other agents that have something of a device, memory apart."""
-        mine = partition.agent_id
-        agents = {agent for agent, _ in self._tallies.get(device.device_id, {})}
-        if device.device_id == MEMORY or agents <= {mine}:
+        if device.device_id == MEMORY:
             return []
-        holders = self.holders(device.device_id)
-        return [k for k in holders if self.holdings[k].agent_id != mine]
+        mine, holdings = partition.agent_id, self.holdings
+        return [h for h in self.holders(device.device_id) if holdings[h].agent_id != mine]
 
     def free(self, device: Device, partition: Partition, slot: SlotName | None = None) -> int:
         """Return what is free for an agent of a slot of this device, in base units.
@@ -445,118 +285,23 @@ class Ledger:
 
     def left(self, device: Device, partition: Partition) -> tuple[int, ...]:
         """Return what is free for an agent of each slot of this device, the primary one first."""
-        if not device.secondary:
-            return (self._left_alone(device, partition),)
-        limits = partition.limits_of(device)
-        if not limits[0] or not device.usable:
+        limits, names = partition.limits_of(device), device.slot_names
+        if not device.usable or not limits[0]:
             return (0,) * len(limits)
-        tallies = self._tallies.get(device.device_id)
-        if not tallies:
-            return limits
-        names = device.slot_names
-        used: tuple[int, ...] = ()
-        for (agent, slots), (_, amounts) in tallies.items():
-            held = amounts
-            if slots != names:
-                if not _is_held_by(names, slots):
-                    return (0,) * len(names)
-                held = tuple([amounts[slots.index(name)] for name in names])
-            if partition.is_exclusive and agent != partition.agent_id:
-                return (0,) * len(names)
-            used = tuple(map(add, used, held)) if used else held
-        return tuple(
-            [limit - held if limit > held else 0 for limit, held in zip(limits, used, strict=True)]
-        )
-
-    def _left_alone(self, device: Device, partition: Partition) -> int:
-        """Return what is free of a device that offers one slot."""
-        if not device.usable or not (limit := partition.limit(device)):
-            return 0
-        tallies = self._tallies.get(device.device_id)
-        if not tallies:
-            return limit
-        agent_id, slot = partition.agent_id, device.slot
-        is_exclusive = partition.is_exclusive and device.device_id != MEMORY
-        used = mine = 0
-        for (agent, slots), (_, amounts) in tallies.items():
-            if slots[0] != slot or (is_exclusive and agent != agent_id):
-                return 0
-            used += amounts[0]
-            if agent == agent_id:
-                mine += amounts[0]
-        left = device.capacity - used
-        if limit < device.capacity:
-            left = min(left, limit - mine)
-        return max(0, left)
-
-    def room(self, index: FreeIndex, position: int, partition: Partition) -> int:
-        """Return the quanta of an index's slot that one of its devices has room for."""
-        device = index.devices[position]
-        if not (measures := index.measures[position]):
-            return 0
-        if not device.secondary:
-            return self._left_alone(device, partition) // index.quantum
-        return room(self.left(device, partition), measures)
-
-
-def _see_the_same(one: Partition, other: Partition) -> bool:
-    return one.members == other.members and one.memory_bytes == other.memory_bytes
+        is_memory = device.device_id == MEMORY
+        is_exclusive = partition.is_exclusive and not is_memory
+        left: Iterable[int] = limits
+        for holder, share in self.holders(device.device_id).items():
+            is_foreign = is_exclusive and self.holdings[holder].agent_id != partition.agent_id
+            if is_foreign or not _is_held_by(names, share.slot_names):
+                return (0,) * len(limits)
+            left = [most - share.amount_of(slot) for slot, most in zip(names, left, strict=True)]
+        if is_memory:
+            mine = self.used_by(partition.agent_id, MEMORY)
+            left = [min(device.capacity - self.used(MEMORY), limits[0] - mine)]
+        return tuple([max(0, amount) for amount in left])
 
 
 def _is_held_by(offered: tuple[SlotName, ...], slots: tuple[SlotName, ...]) -> bool:
     """Return whether a share of these slots holds a device by every slot that it offers."""
     return offered == slots or (offered[0] == slots[0] and set(offered) <= set(slots))
-
-
-def _measures(
-    device: Device, inventory: Inventory, slot: SlotName, beside: tuple[SlotName, ...] | None
-) -> tuple[SlotMeasure, ...]:
-    """Return the measures of a slot of a device and of those that are derived from it."""
-    found = measured(device, inventory)
-    own = found.pop(slot, None)
-    if own is None:
-        return ()
-    if beside is None:
-        return (own,)
-    if not set(beside) <= found.keys():
-        return ()
-    return own, *(other for name, other in found.items() if name not in beside)
-
-
-def _kept_up(
-    index: FreeIndex,
-    partition: Partition,
-    device_ids: Iterable[DeviceId],
-    before: Ledger,
-    now: Ledger,
-) -> FreeIndex:
-    positions = [index.positions[d] for d in device_ids if d in index.positions]
-    if not positions:
-        return index
-    return index.with_rooms(
-        (at, before.room(index, at, partition), now.room(index, at, partition)) for at in positions
-    )
-
-
-def _counted(tallies: _Tallies, agent_id: str, share: Share, sign: int) -> _Tallies:
-    slots: tuple[SlotName, ...] = (share.slot,)
-    held: tuple[int, ...] = (share.amount,)
-    if share.secondary:
-        names, _, amounts = zip(*share.secondary, strict=True)
-        slots, held = slots + names, held + amounts
-    key = (agent_id, slots)
-    if (before := tallies.get(key)) is None:
-        return {**tallies, key: HeldAmount(1, held)}
-    count = before.holders + sign
-    if not count:
-        return {other: tally for other, tally in tallies.items() if other != key}
-    summed = tuple(map(add if sign > 0 else sub, before.amounts, held))
-    return {**tallies, key: HeldAmount(count, summed)}
-
-
-def release(ledger: Ledger, holder: Holder) -> tuple[Ledger, bool]:
-    """Return the ledger without a holder, and whether it held anything.
-
-    Releasing twice, or what was never held, changes nothing.
-    """
-    return ledger.without(holder), holder in ledger.holdings

@@ -7,7 +7,7 @@ natural order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from agentd.core.devices import natural_key
@@ -27,14 +27,6 @@ class SlotStep(NamedTuple):
     def amount(self) -> int:
         """The amount of the deciding slot."""
         return self.amounts[self.slot]
-
-    @property
-    def indexes(self) -> Iterator[tuple[SlotName, tuple[SlotName, ...] | None]]:
-        """The slots, each with those that are not derived from it (None: all)."""
-        deciding, *others = self.amounts
-        yield deciding, tuple(others)
-        for slot in others:
-            yield slot, None
 
 
 def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:

@@ -56,7 +56,7 @@ def fence_of(
     agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
 ) -> Fence:
     """Return the fence of an agent: its pinnable cores, its memory, and its kernels' shares."""
-    held = (device_id.id for device_id in ledger.devices_held_by(agent_id, CPU))
+    held = (share.device_id.id for share in ledger.shares_of(agent_id, CPU))
     all_cores = {*cores, *held}
     if not real or not all_cores <= real:
         all_cores = set()

@@ -59,22 +59,22 @@ class Partition:
 
     def limit(self, device: Device) -> int:
         """Return the most that this agent may hold of `device`, in base units."""
-        return self._part(device, device.offered)
+        return self.limits_of(device)[0]
 
     def limits_of(self, device: Device) -> tuple[int, ...]:
         """Return the same for each slot of `device`, the primary one first."""
-        if not device.secondary:
-            return (self.limit(device),)
-        return device.offers if device.device_id in self.members else (0,) * len(device.slots)
+        if device.device_id not in self.members:
+            return (0,) * len(device.slot_names)
+        if device.device_id == MEMORY:
+            return (min(device.offered, self.memory_bytes),)
+        return device.offers
 
     def potential(self, device: Device, slot: SlotName) -> int:
         """Return the most of a slot of `device`, if the device were there and healthy."""
-        return self._part(device, device.capacity_of(slot))
-
-    def _part(self, device: Device, amount: int) -> int:
         if device.device_id not in self.members:
             return 0
-        return min(amount, self.memory_bytes) if _is_memory(device) else amount
+        amount = device.capacity_of(slot)
+        return min(amount, self.memory_bytes) if device.device_id == MEMORY else amount
 
 
 @dataclass(frozen=True)
@@ -218,10 +218,6 @@ def _slots(devices: Iterable[Device], limits: Callable[[Device], Iterable[int]])
     return ResourceSlots(amounts)
 
 
-def _is_memory(device: Device) -> bool:
-    return device.device_id == MEMORY
-
-
 def split(
     inventory: Inventory,
     rules: SplitRules,
@@ -248,7 +244,7 @@ def split(
         tuple(
             device
             for device in inventory.devices
-            if not _is_memory(device) and device.device_id not in reserved
+            if device.device_id != MEMORY and device.device_id not in reserved
         ),
         left,
         frozenset(reserved),
