@@ -28,15 +28,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-from agentd.core.allocation.allocator import (
-    Affinity,
-    Allocation,
-    AllocationPolicy,
-    Ledger,
-    Share,
-    Strategy,
-    allocate,
-)
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger, Share
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.partition.split import Partition, split

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentd.core.allocation.allocator import Allocation
+from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, Share
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec

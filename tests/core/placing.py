@@ -1,13 +1,8 @@
 """Policies by short names, and requests placed on machines of a moment."""
 
-from agentd.core.allocation.allocator import (
-    Affinity,
-    Allocation,
-    AllocationPolicy,
-    Ledger,
-    Strategy,
-    allocate,
-)
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.slots import ONE, ResourceSlots
 from core.machines import gpus, machine, memory, shared
 

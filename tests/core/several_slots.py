@@ -1,6 +1,8 @@
 """GPUs that offer shares and memory, and whole devices with memory, for tables of tests."""
 
-from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.devices import Device, DeviceId, Inventory, SecondarySlot
 from agentd.core.partition.split import Split
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType, parse_amount

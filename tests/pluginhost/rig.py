@@ -7,7 +7,7 @@ from pathlib import Path
 from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
-from agentd.core.allocation.allocator import Allocation, Share
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 from importlib_metadata import EntryPoint
 
-from agentd.core.allocation.allocator import Allocation
+from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits, merged
 from agentd.core.slots import CPU, MEM, format_amount
 from agentd.errors import Conflict, PluginUnavailable, Problem, UnknownPlugin

@@ -10,9 +10,16 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentd import __version__
-from agentd.core.allocation.allocator import Ledger, Share
 from agentd.core.allocation.explain import OTHER, per_primary
-from agentd.core.allocation.ledger import Allocation, ClaimHolder, Holder, charged, holder_text
+from agentd.core.allocation.ledger import (
+    Allocation,
+    ClaimHolder,
+    Holder,
+    Ledger,
+    Share,
+    charged,
+    holder_text,
+)
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
+from agentd.core.allocation.allocator import allocate
 from agentd.core.allocation.explain import OTHER, Question, explain
-from agentd.core.allocation.ledger import ClaimHolder
+from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
 from agentd.core.allocation.steps import steps
 from agentd.core.claim.allocation import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation
+from agentd.core.allocation.ledger import Allocation
 from agentd.core.devices import Device, in_last_form
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec

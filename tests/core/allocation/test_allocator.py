@@ -6,16 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import (
-    Affinity,
-    Allocation,
-    AllocationPolicy,
-    Ledger,
-    Share,
-    Strategy,
-    allocate,
-)
-from agentd.core.allocation.ledger import UNREADABLE_SLOT
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import MEMORY, DeviceId, Health
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.partition.split import split

@@ -3,7 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import AllocationPolicy, Ledger, allocate
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.devices import Device, Health
 from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.partition.split import split

@@ -8,15 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import (
-    Affinity,
-    Allocation,
-    AllocationPolicy,
-    Ledger,
-    Share,
-    Strategy,
-    allocate,
-)
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger, Share
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import MEMORY, Device, Health, Inventory
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules, parse_device_rule
 from agentd.core.partition.rules import parse_memory_rule as mem

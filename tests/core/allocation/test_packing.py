@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.allocator import AllocationPolicy, Ledger, allocate
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.devices import DeviceId
 from agentd.errors import InsufficientResource
 from core.machines import cores, gpus, machine, memory, shared, threads

@@ -6,15 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.allocator import (
-    Affinity,
-    AllocationPolicy,
-    Ledger,
-    Strategy,
-)
 from agentd.core.allocation.candidates import find_candidates
 from agentd.core.allocation.derivation import beyond_primary, room
+from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.ledger import charged as charged_share
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import Health, Inventory, SlotMeasure
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource

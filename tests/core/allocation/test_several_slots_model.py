@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Ledger, Strategy, allocate
-from agentd.core.allocation.policy import Affinity, AllocationPolicy
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import located
 from agentd.core.kernel.record import parse_statement, statement

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, Ledger
 from agentd.core.allocation.explain import Question, explain
+from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.devices import Device, Inventory, SecondarySlot
 from agentd.core.kernel.adoption import adopt, located, recalled
 from agentd.core.kernel.record import RecordError, decode, encode, parse_statement, statement

@@ -1,6 +1,6 @@
 import pytest
 
-from agentd.core.allocation.allocator import Allocation, Share
+from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits, merged
 from agentd.core.kernel.plan import (

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd.core.allocation.allocator import Allocation, AllocationPolicy, Ledger, allocate
+from agentd.core.allocation.allocator import allocate
+from agentd.core.allocation.ledger import Allocation, Ledger
+from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.partition.rules import (
     AgentRule,

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.allocator import Allocation
-from agentd.core.allocation.ledger import Ledger
+from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.options import ContainerOptions, Ulimit

@@ -39,23 +39,12 @@ from agentd.core.allocation.candidates import (
     find_candidates,
 )
 from agentd.core.allocation.explain import Question, refusal
-from agentd.core.allocation.ledger import Allocation, Holding, Ledger, Share, share_of
+from agentd.core.allocation.ledger import Allocation, Ledger, Share, share_of
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.allocation.steps import SlotStep, steps
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotName, device_name_of, is_divisible
-
-__all__ = [
-    "Affinity",
-    "Allocation",
-    "AllocationPolicy",
-    "Holding",
-    "Ledger",
-    "Share",
-    "Strategy",
-    "allocate",
-]
 
 Nodes: TypeAlias = set[int | None]
 """NUMA nodes; None is the place of devices that are near everything."""
