@@ -49,12 +49,12 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         ConfigRefused: the settings do not fit this host.
     """
     if name == "docker":
-        from agentd.runtimes.docker.absences import Absences
+        from agentd.runtimes.docker.last_seen import LastSeen
         from agentd.runtimes.docker.runtime import DockerRuntime
 
         docker = settings.runtime.docker
-        absences = Absences(bundles[name] / "absences.json", boot_id())
-        return DockerRuntime(docker.socket, node_id, docker_rules(settings), absences)
+        last_seen = LastSeen(bundles[name] / "last_seen.json", boot_id())
+        return DockerRuntime(docker.socket, node_id, docker_rules(settings), last_seen)
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
@@ -244,13 +244,12 @@ async def _live_kernels(
         finally:
             await manager.close()
     if name == "docker":
-        from agentd.runtimes.docker.absences import Absences
         from agentd.runtimes.docker.engine import EngineClient
         from agentd.runtimes.docker.observer import ContainerObserver
 
         engine = EngineClient(settings.runtime.docker.socket)
         try:
-            listing = await ContainerObserver(engine, node_id, Absences(None, "")).listing()
+            listing = await ContainerObserver(engine, node_id).listing()
         finally:
             await engine.close()
     else:

@@ -10,7 +10,7 @@
     claims/ID.json          the record of a claim
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
     units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
-    docker/absences.json    times without the engine (see `agentd.runtimes.docker.absences`)
+    docker/last_seen.json   the time of the engine's last event (`agentd.runtimes.docker.last_seen`)
 
 Files are replaced atomically, from a file `.NAME.new` beside them, and only their owner can read
 them. An unreadable file is set aside

@@ -7,7 +7,6 @@ import pytest
 
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import OutcomeUnknown, RuntimeUnavailable
-from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.engine import container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
@@ -66,7 +65,7 @@ class Lying:
 
 
 def observer(engine: Any) -> ContainerObserver:
-    return ContainerObserver(engine, "n", Absences(None, ""))
+    return ContainerObserver(engine, "n")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.states import LIVE, Kernel, KernelRef
 from agentd.core.names import shortened
 from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, CgroupCounters, counters_of, is_v2
-from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError
@@ -30,6 +29,7 @@ from agentd.runtimes.docker.inspection import (
     observed_kernel,
     summarized,
 )
+from agentd.runtimes.docker.last_seen import LastSeen
 from agentd.runtimes.docker.streams import DESTROY, ContainerEvent
 
 log = structlog.get_logger()
@@ -48,10 +48,12 @@ _PLACES = ("docker/{}", "system.slice/docker-{}.scope")
 class ContainerObserver:
     """Observes the containers of one node."""
 
-    def __init__(self, engine: EngineClient, node_id: str, absences: Absences) -> None:
+    def __init__(
+        self, engine: EngineClient, node_id: str, last_seen: LastSeen | None = None
+    ) -> None:
         self._engine = engine
         self._node_id = node_id
-        self._absences = absences
+        self._last_seen = last_seen or LastSeen()
         self._accounts: dict[str, CgroupCounters] = {}
         self._asked_for: set[str] = set()
         self._elsewhere: dict[str, str] = {}
@@ -185,7 +187,7 @@ class ContainerObserver:
         found = observed_kernel(shown)
         if found.is_alive:
             return found
-        ending = self._absences.explained(found.kernel_id, found.ending, found.started_at)
+        ending = self._last_seen.explain(found.ending)
         return found if ending is found.ending else msgspec.structs.replace(found, ending=ending)
 
     def _fits(self, shown: Mapping[str, Any]) -> bool:

@@ -34,7 +34,6 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
-from agentd.runtimes.docker.absences import Absences
 from agentd.runtimes.docker.container_config import UNPUBLISHED, DockerRules, container_config
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient, container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
@@ -51,13 +50,13 @@ from agentd.runtimes.docker.error_translation import (
 from agentd.runtimes.docker.exec import end_left_behind, start_exec
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify
+from agentd.runtimes.docker.last_seen import LastSeen
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved
 from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
 from agentd.runtimes.docker.streams import (
     CONNECTED,
     CREATE_ACTIONS,
     DESTROY,
-    KILL,
     events,
     printed,
 )
@@ -98,9 +97,8 @@ class DockerRuntime:
     minimum_memory_bytes = MINIMUM_BYTES
 
     def __init__(
-        self, socket: Path, node_id: str, rules: DockerRules, absences: Absences | None = None
+        self, socket: Path, node_id: str, rules: DockerRules, last_seen: LastSeen | None = None
     ) -> None:
-        """Create the runtime; without `absences` they are recorded from now on."""
         self._node_id = node_id
         self._rules = rules
         self._socket = socket
@@ -111,8 +109,8 @@ class DockerRuntime:
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
         self._is_swept = False
-        self._absences = absences or Absences(None, "")
-        self._observer = ContainerObserver(self._engine, node_id, self._absences)
+        self._last_seen = last_seen or LastSeen()
+        self._observer = ContainerObserver(self._engine, node_id, self._last_seen)
 
     def renew(self, rules: DockerRules) -> None:
         """Replace the rules; existing kernels keep theirs."""
@@ -120,7 +118,7 @@ class DockerRuntime:
         self._images.renew(rules.registry_auth)
 
     async def close(self) -> None:
-        self._absences.close()
+        self._last_seen.save()
         await self._engine.close()
 
     async def support(self, spec: KernelSpec) -> Support:
@@ -280,17 +278,13 @@ class DockerRuntime:
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
         path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
-        with translating(), absent_is_fine(), self._absences.asked(ref.kernel_id):
+        with translating(), absent_is_fine():
             timeout_s = CALL_TIMEOUT_S + grace_s
             await self._engine.call("POST", path, given, timeout_s=timeout_s)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
-        with (
-            translating(),
-            absent_is_fine(),
-            self._absences.asked(ref.kernel_id),
-        ):
+        with translating(), absent_is_fine():
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
                     await self._delete(container, force=not unless_alive)
@@ -305,6 +299,7 @@ class DockerRuntime:
 
     async def list(self) -> Listing:
         listing = await self._observer.listing()
+        self._last_seen.update()
         if not self._is_swept:
             here = [seen.ref.handle for seen in listing.kernels if seen.ref.handle]
             await asyncio.to_thread(end_left_behind, self._node_id, here)
@@ -316,30 +311,32 @@ class DockerRuntime:
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # a restarted engine may differ
-        restores_live = is_connected = False
         self._engine.forget_version()
         try:
             async with aclosing(events(self._engine, self._node_id)) as happened:
                 async for event in happened:
                     if event is CONNECTED:
-                        is_connected = True
-                        self._observer.forget_events()
-                        self._absences.came()
-                        with suppress(RuntimeUnavailable):
-                            restores_live = (await self._known_facts()).restores_live
+                        await self._note_connected()
+                        yield ""
+                        continue
+                    self._last_seen.update()
                     if not event.kernel_id:
-                        if event.action in ("", "create", DESTROY):
+                        if event.action in ("create", DESTROY):
                             yield ""
-                    elif event.action == KILL:
-                        self._absences.signalled(event.kernel_id)
                     elif event.action not in CREATE_ACTIONS or event.name not in self._creating:
                         self._observer.heard(event)
                         yield event.kernel_id
-            self._absences.went(ends_kernels=not restores_live)
+            self._last_seen.mark_lost()
         except RuntimeUnavailable:
-            if is_connected:
-                self._absences.went(ends_kernels=not restores_live)
+            self._last_seen.mark_lost()
             raise
+
+    async def _note_connected(self) -> None:
+        self._observer.forget_events()
+        keeps_containers = True
+        with suppress(RuntimeUnavailable):
+            keeps_containers = (await self._known_facts()).restores_live
+        self._last_seen.mark_connected(keeps_containers=keeps_containers)
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         container = self._container(kernel.ref)

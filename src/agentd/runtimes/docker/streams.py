@@ -20,12 +20,10 @@ from agentd.services.protocols import LogQuery, LogStream
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
 _LONGEST_LINE = 8 << 20
-KILL = "kill"
-"""A signal was sent to the container, by any client."""
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
 _ACTIONS = {
-    KILL, *CREATE_ACTIONS, "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
+    *CREATE_ACTIONS, "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
 }  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""The time at which agentd last saw the engine, which explains how containers ended.
+
+A host that goes down and an engine without live-restore end the containers. These look as if
+somebody had stopped them: an exit code, and no reason. Only the time of the end tells the
+difference: it lies after the last event or list, and before the engine was available again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from agentd.core.kernel.states import Ending
+from agentd.runtimes.host.private_folder import PrivateFolder
+
+log = structlog.get_logger()
+NODE, ENGINE = "the node restarted", "the engine was stopped"
+SAVE_PAUSE_S = 60.0
+"""Minimum seconds between two writes of the file, except at a stop."""
+_STOPPING_S = 30.0
+"""Seconds before it hangs up in which an engine that stops may end containers; its limit is 15."""
+_MAX_OUTAGES = 100
+_ENDED_BY_OTHERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM, 255)
+"""Exit codes of signals, and of containers that an engine found dead when it started."""
+
+
+class Outage(msgspec.Struct, frozen=True):
+    """A period in which kernels ended for a reason, in seconds since the epoch."""
+
+    since: float
+    until: float
+    reason: str
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    boot_id: str
+    seen_at: float
+    outages: tuple[Outage, ...] = ()
+
+
+class LastSeen:
+    """The time of the last event or list of one node's engine, kept over restarts of agentd."""
+
+    def __init__(self, file: Path | None = None, boot_id: str = "") -> None:
+        self._file = file
+        saved = _read(file) or _Saved(boot_id, time.time())
+        self._has_rebooted = saved.boot_id != boot_id
+        self._boot_id = boot_id
+        self._seen_at = saved.seen_at
+        self._outages = saved.outages
+        self._is_lost = False
+        self._save: asyncio.TimerHandle | None = None
+
+    def update(self) -> None:
+        """Record an event or a list."""
+        self._seen_at = time.time()
+        if self._save is None:
+            self._save = asyncio.get_running_loop().call_later(SAVE_PAUSE_S, self.save)
+
+    def mark_lost(self) -> None:
+        """Record that the event stream ended, or could not be opened."""
+        self._is_lost = True
+        self._seen_at = min(self._seen_at, time.time() - _STOPPING_S)
+
+    def mark_connected(self, *, keeps_containers: bool) -> None:
+        """Record that the event stream is open; `keeps_containers` when the engine stops."""
+        reason = NODE if self._has_rebooted else ENGINE
+        if self._has_rebooted or (self._is_lost and not keeps_containers):
+            outage = Outage(self._seen_at, time.time(), reason)
+            self._outages = (*self._outages, outage)[-_MAX_OUTAGES:]
+        self._has_rebooted = self._is_lost = False
+        self.update()
+
+    def explain(self, ending: Ending) -> Ending:
+        """Return the ending of a container, with a reason if it ended in an outage."""
+        is_explained = bool(ending.reason) or ending.oom_killed
+        if is_explained or ending.exit_code not in _ENDED_BY_OTHERS:
+            return ending
+        for outage in reversed(self._outages):
+            if outage.since <= (ending.finished_at or 0.0) <= outage.until:
+                return replace(ending, reason=outage.reason)
+        return ending
+
+    def save(self) -> None:
+        """Write the file."""
+        if self._save is not None:
+            self._save.cancel()
+            self._save = None
+        if self._file is None:
+            return
+        saved = _Saved(self._boot_id, self._seen_at, self._outages)
+        try:
+            text = msgspec.json.encode(saved).decode()
+            PrivateFolder(self._file.parent).replace(self._file.name, text)
+        except OSError as error:
+            log.warning("runtime.absence_save_failed", file=str(self._file), reason=error.strerror)
+
+
+def _read(file: Path | None) -> _Saved | None:
+    if file is None:
+        return None
+    with suppress(OSError, msgspec.MsgspecError):
+        text = PrivateFolder(file.parent).read(file.name)
+        return msgspec.json.decode(text, type=_Saved) if text else None
+    return None
