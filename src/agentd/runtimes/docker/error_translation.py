@@ -38,11 +38,6 @@ def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
     return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
 
 
-def is_no_image(error: EngineError) -> bool:
-    """Return whether a create failed because the image, or its platform, is missing."""
-    return error.status == NOT_FOUND
-
-
 def translated(
     error: BaseException, plan: KernelPlan | None = None, exit_code: int = 0
 ) -> BaseException:

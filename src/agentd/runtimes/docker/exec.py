@@ -32,6 +32,7 @@ from agentd.runtimes.docker.engine_errors import (
 from agentd.runtimes.docker.error_translation import translating
 from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 
+_FAILURES = (EngineError, EngineUnreachable, EngineAnswerLost)
 _SWITCHED = b" 101 "
 _NO_COMMAND = (126, 127)
 """Exit codes that the engine uses for a command that is missing or not executable."""
@@ -137,7 +138,7 @@ class DockerExec:
 
     async def resize(self, columns: int, rows: int) -> None:
         size = {"h": str(rows), "w": str(columns)}
-        with suppress(Exception):  # an ended command has no terminal
+        with suppress(*_FAILURES):  # an ended command has no terminal
             await self._engine.call("POST", f"/exec/{self._exec_id}/resize", size)
 
     async def send_signal(self, number: int) -> None:
@@ -159,7 +160,7 @@ class DockerExec:
             self._writer.transport.abort()
         if self._is_over:
             return
-        with suppress(EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError):
+        with suppress(*_FAILURES, OSError, TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._end()
 

@@ -112,7 +112,7 @@ class Images:
             raise ImageNotFound(f"image {image}: {error.message}") from error
         except EngineUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
-        except (EngineAnswerLost, OSError, ValueError, RecursionError) as error:
+        except (EngineAnswerLost, OSError, ValueError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was interrupted: {error}") from error
         log.info("image.pulled", image=image)
 

@@ -50,23 +50,16 @@ def inspected(shown: object) -> Mapping[str, Any]:
 
 
 def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert an element of a list to the form of an inspection."""
-    return identified(
-        {
-            "Id": container_id(listed.get("Id")),
-            "Name": (listed.get("Names") or [""])[0],
-            "Image": listed.get("ImageID"),
-            "State": {"Status": listed.get("State", "running")},
-            "Config": {"Labels": listed.get("Labels")},
-        }
-    )
+    """Convert an element of a list to the form of an inspection, with agentd's labels only.
 
-
-def identified(shown: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reduce an inspection to its identifying members: a thousand are kept at a time."""
-    labels = labels_of(shown)
+    A thousand are kept at a time, and the labels of callers may be long.
+    """
+    labels = listed.get("Labels") or {}
     return {
-        **{name: shown.get(name) for name in ("Id", "Name", "Image", "State")},
+        "Id": container_id(listed.get("Id")),
+        "Name": (listed.get("Names") or [""])[0],
+        "Image": listed.get("ImageID"),
+        "State": {"Status": listed.get("State", "running")},
         "Config": {"Labels": {name: labels[name] for name in _OWN_LABELS if name in labels}},
     }
 

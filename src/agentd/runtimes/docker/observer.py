@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -22,7 +22,6 @@ from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError
 from agentd.runtimes.docker.error_translation import NOT_FOUND, absent_is_fine, proving
 from agentd.runtimes.docker.inspection import (
-    identified,
     inspected,
     kernel_of,
     labels_of,
@@ -70,26 +69,31 @@ class ContainerObserver:
         items = self._engine.items("/containers/json", {"all": "1", "filters": filters})
         async with aclosing(items):
             summaries = [summarized(item) async for item in items]
-        places = asyncio.Semaphore(INSPECTS_AT_ONCE)
+        semaphore = asyncio.Semaphore(INSPECTS_AT_ONCE)
+        kernels: dict[str, ObservedKernel] = {}
+        misnamed: list[Mapping[str, Any]] = []
 
-        async def seen(summary: Mapping[str, Any]) -> _Seen | None:
-            async with places:
-                shown = await self._shown(summary)
-            return None if shown is None else _Seen(identified(shown), self.observed(shown))
+        async def inspect(summary: Mapping[str, Any]) -> None:
+            async with semaphore:
+                inspection = await self._shown(summary)
+            if inspection is not None and self._fits(inspection):
+                kernel = self.observed(inspection)
+                kernels[kernel.kernel_id] = kernel
+            elif inspection is not None:
+                misnamed.append(inspection)
 
         mine = [s for s in summaries if labels_of(s).get(NODE_LABEL) == self._node_id]
-        looked = await asyncio.gather(*(seen(s) for s in mine if kernel_of(s)))
-        there = [item for item in looked if item is not None]
-        ours = {kernel.kernel_id: kernel for shown, kernel in there if self._fits(shown)}
-        for shown, kernel in there:
-            if kernel.kernel_id not in ours and await self._was_renamed(shown):
-                ours[kernel.kernel_id] = kernel
+        await asyncio.gather(*(inspect(s) for s in mine if kernel_of(s)))
+        for inspection in misnamed:
+            kernel = self.observed(inspection)
+            if kernel.kernel_id not in kernels and await self._was_renamed(inspection):
+                kernels[kernel.kernel_id] = kernel
         strange = (s for s in mine if KERNEL_LABEL in labels_of(s) and kernel_of(s) is None)
         ignored = tuple(map(_ignored, strange))
         for reason in set(ignored) - self._ignored:
             log.warning("container.ignored", reason=reason)
         self._ignored = frozenset(ignored)
-        return Listing(tuple(ours.values()), ignored=ignored)
+        return Listing(tuple(kernels.values()), ignored=ignored)
 
     async def _shown(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Inspect one listed container; fall back to the list's view if only this call fails."""
@@ -196,13 +200,6 @@ class ContainerObserver:
         if kernel_id is None or labels_of(shown).get(NODE_LABEL) != self._node_id:
             return False
         return bool(shown["Name"] == f"/{kernel_name(self._node_id, kernel_id)}")
-
-
-class _Seen(NamedTuple):
-    """A listed container and its kernel."""
-
-    shown: Mapping[str, Any]
-    kernel: ObservedKernel
 
 
 def _ignored(shown: Mapping[str, Any]) -> str:

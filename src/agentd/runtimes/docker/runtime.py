@@ -40,8 +40,8 @@ from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, 
 from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
 from agentd.runtimes.docker.error_translation import (
     CONFLICT,
+    NOT_FOUND,
     absent_is_fine,
-    is_no_image,
     proving,
     translated,
     translating,
@@ -247,10 +247,10 @@ class DockerRuntime:
             raise
         except EngineError as error:
             attempt.may_exist = False
-            if is_no_image(error):
+            if error.status == NOT_FOUND:  # the image, or its platform
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
-        attempt.container = container_id(made.get("Id") if isinstance(made, dict) else None)
+        attempt.container = container_id(made.get("Id"))
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove the container of a failed create, by id and never by name.
@@ -348,7 +348,5 @@ class DockerRuntime:
             accounts = await self._observer.accounts(kernels)
         return await asyncio.to_thread(counted, accounts)
 
-    async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        async with aclosing(printed(self._engine, self._container(ref), query)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
+        return printed(self._engine, self._container(ref), query)

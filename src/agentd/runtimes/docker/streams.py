@@ -86,6 +86,18 @@ async def _read_and_probe(stream: aiohttp.StreamReader, engine: EngineClient) ->
             raise EngineAnswerLost(f"the engine is frozen: {error}") from error
 
 
+class _Actor(msgspec.Struct):
+    ID: str
+    Attributes: dict[str, str]
+
+
+class _RawEvent(msgspec.Struct):
+    """An event of the Engine API (SystemEvents)."""
+
+    Action: str
+    Actor: _Actor
+
+
 def _event(line: bytes) -> ContainerEvent | None:
     """Parse an event; None if it is malformed or not about a kernel.
 
@@ -93,15 +105,15 @@ def _event(line: bytes) -> ContainerEvent | None:
         EngineAnswerLost: the container id is invalid.
     """
     try:
-        raw = msgspec.json.decode(line)
-        action, actor = raw["Action"], raw["Actor"]
-        attributes = actor["Attributes"]
-        if action not in _ACTIONS or KERNEL_LABEL not in attributes:
-            return None
-        container, name = container_id(actor["ID"]), str(attributes.get("name", ""))
-        return ContainerEvent(action, container, name, name_or_empty(attributes[KERNEL_LABEL]))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        event = msgspec.json.decode(line, type=_RawEvent)
+    except msgspec.MsgspecError:
         return None
+    attributes = event.Actor.Attributes
+    if event.Action not in _ACTIONS or KERNEL_LABEL not in attributes:
+        return None
+    kernel_id = name_or_empty(attributes[KERNEL_LABEL])
+    container = container_id(event.Actor.ID)
+    return ContainerEvent(event.Action, container, attributes.get("name", ""), kernel_id)
 
 
 async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
