@@ -17,10 +17,7 @@ from daemon import AGENTS, Daemon, gpus
 
 DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
 """Whichever looks first lets go of a reader that takes nothing."""
-IMPATIENT = {
-    "agentd.http.connections.connection.READ_TIMEOUT_S": 1.0,
-    "agentd.http.streaming.streams.WRITE_PATIENCE_S": 1.0,
-}
+IMPATIENT = {"agentd.http.connections.connection.READ_TIMEOUT_S": 1.0}
 
 
 @asynccontextmanager

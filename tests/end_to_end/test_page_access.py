@@ -176,18 +176,11 @@ def read(file: Path) -> bytes:
     return b""
 
 
-async def test_half_a_header_or_body_does_not_hold_the_relay(node: Tokens) -> None:
-    short = {
-        "agentd.http.connections.connection.HEADER_TIMEOUT_S": 0.2,
-        "agentd.cli.agentctl.ui.BODY_TIMEOUT_S": 0.2,
-    }
+async def test_half_a_body_does_not_hold_the_relay(node: Tokens) -> None:
+    short = {"agentd.cli.agentctl.ui.BODY_TIMEOUT_S": 0.2}
     options = ("--socket", str(node.daemon.folder / "agentd.sock"))
     async with shown_by(*options, deadlines=short) as address:
         url = URL(address)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(b"GET /ui/ HTTP/1.1\r\nHost: ")
-        assert await asyncio.wait_for(reader.read(), 20) == b""
-        writer.close()
         reader, writer = await asyncio.open_connection(url.host, url.port)
         head = f"POST /v1/agents/team-a/kernels HTTP/1.1\r\nHost: {url.authority}\r\n"
         bearer = f"Authorization: Bearer {url.fragment.removeprefix('token=')}\r\n"

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
@@ -24,17 +25,17 @@ import pytest
 from daemon import AGENTS, BASE, Daemon, gpus
 from daemon_pool import Serving
 from end_to_end.test_events import DROPPED
+from hostile.attacks import FRAMES, SLEEP, Client
 from needs import require
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
 MOST = 400
-PATIENCE_S = 0.05 if SOAK else 1.0
-"""Within what `/livez` answers on the unix socket, whatever others do."""
+PATIENCE_S = 0.25 if SOAK else 1.0
+"""Seconds within which 99 of 100 `/livez` on the unix socket are answered, whatever others do."""
 DEADLINES = {
     "agentd.http.connections.connection.HEADER_TIMEOUT_S": 3.0,
     "agentd.http.connections.connection.READ_TIMEOUT_S": 1.5,
-    "agentd.http.streaming.streams.WRITE_PATIENCE_S": 1.5,
 }
 
 
@@ -67,7 +68,7 @@ class Node:
         listen = f'listen = "127.0.0.1:{self.port}"\ntoken-file = "{daemon.folder}/token"\n'
         listen += f"{tls}max-connections = {max_connections}\n[host]"
         daemon.configure(AGENTS + gpus(), BASE.replace("[host]", listen))
-        self.slowest_s = 0.0
+        self.answered_s: list[float] = []
 
     @property
     def pid(self) -> int:
@@ -90,7 +91,7 @@ class Node:
                 await asyncio.sleep(0.05)
 
     def watched(self, is_over: threading.Event) -> None:
-        """Ask for `/livez` on the unix socket again and again, and note the slowest answer.
+        """Ask for `/livez` on the unix socket again and again, and note the time to each answer.
 
         In a thread of its own: what the clients here take of their loop is not the node's time.
         """
@@ -100,7 +101,7 @@ class Node:
                 before = time.monotonic()
                 sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert sock.recv(4096).startswith(b"HTTP/1.1 200")
-                self.slowest_s = max(self.slowest_s, time.monotonic() - before)
+                self.answered_s.append(time.monotonic() - before)
 
     def request(self, path: str) -> bytes:
         return f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n".encode()
@@ -130,7 +131,8 @@ async def node(plain: Daemon, request: pytest.FixtureRequest) -> AsyncIterator[N
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     is_over.set()
     await watching
-    assert made.slowest_s < PATIENCE_S, f"/livez took {made.slowest_s:.3f} s"
+    late_s = [taken for taken in made.answered_s if taken > PATIENCE_S]
+    assert len(late_s) <= len(made.answered_s) / 100, f"/livez took {late_s} s"
 
 
 async def test_half_requests_do_not_block_other_clients(node: Node) -> None:
@@ -322,3 +324,15 @@ async def test_a_member_that_is_given_twice_is_refused(serving_process: Serving)
     answer = await plain.call("POST", "/v1/agents/agent-1/kernels", data=body)
     assert answer.status == 422
     assert answer.json["errors"] == [{"where": "cpu", "why": "given more than once"}]
+
+
+@pytest.mark.parametrize("name", ["resize", "signal", "stdin-closed", "ping", "pong", "empty"])
+async def test_a_flood_of_control_frames_is_cut_off(serving_process: Serving, name: str) -> None:
+    daemon = await serving_process()
+    await daemon.running(kernel_id="k1", command=["sleep", "100000"])
+    reader, writer = await asyncio.open_unix_connection(str(daemon.folder / "agentd.sock"))
+    writer.writelines(islice(Client("").socket(SLEEP, FRAMES[name]), 3))
+    policy_violation = (1008).to_bytes(2, "big")
+    async with asyncio.timeout(30):
+        await reader.readuntil(policy_violation + b"more than 256 control frames in 1 s")
+    writer.transport.abort()

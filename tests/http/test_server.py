@@ -3,8 +3,7 @@
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from aiohttp import web
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
+from agentd.http import server as servers
 from agentd.http.audit import Auditor
-from agentd.http.callers import Token
-from agentd.http.connections.connection import Connection
-from agentd.http.connections.turns import ROUNDS, Kind
+from agentd.http.connections.request_turns import MAX_AT_ONCE
 from agentd.http.connections.unix_sockets import unix_socket
 from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
@@ -23,7 +21,12 @@ from agentd.http.site import Site
 
 
 class Words(Site):
-    """Answers one route with a word."""
+    """Answers with a word, at once or later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = 0
+        self.goes_on = asyncio.Event()
 
     async def until_open(self, patience_s: float) -> None: ...
 
@@ -35,10 +38,20 @@ class Words(Site):
     async def word(self, request: web.Request) -> web.Response:
         return web.Response(text="word")
 
+    async def wait(self, request: web.Request) -> web.Response:
+        self.waiting += 1
+        await self.goes_on.wait()
+        return await self.word(request)
+
 
 def words_at(end: Endpoint) -> Server:
     site = Words()
-    return Server("words", [get("/v1/word", site.word, str)], site, end)
+    routes = [
+        get("/v1/word", site.word, str),
+        get("/v1/wait", site.wait, str),
+        get("/livez", site.word, str, right=None),
+    ]
+    return Server("words", routes, site, end)
 
 
 @pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
@@ -104,83 +117,51 @@ async def test_stop_removes_no_file_of_the_next_daemon(
         client.connect(str(path))
 
 
-@asynccontextmanager
-async def serving(tmp_path: Path) -> AsyncIterator[tuple[Server, Counter[Hashable]]]:
-    """A server on a socket and TCP, and the turns that it grants."""
-    path, port = tmp_path / "socket", 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    operator = Caller("operator", Role.ADMIN)
-    tokens = (Token("one", Caller("team", Role.ADMIN)), Token("two", Caller("other", Role.ADMIN)))
-    end = Endpoint((UnixSocket(path, None, operator),), host="127.0.0.1", port=port, tokens=tokens)
-    server = words_at(end)
-    granted: Counter[Hashable] = Counter()
-    serve = server._turns._serve
-    server._turns._serve = lambda line, amount: (granted.update([line]), serve(line, amount))  # type: ignore[method-assign]
-    await server.start()
-    try:
-        yield server, granted
-    finally:
-        await server.stop(Deadline.after(10))
-
-
-async def word(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str = "") -> None:
-    head = f"Authorization: Bearer {token}\r\n" if token else ""
-    writer.write(f"GET /v1/word HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
-    assert (await reader.readuntil(b"word")).startswith(b"HTTP/1.1 200")
-
-
 @pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
-async def test_a_caller_with_one_connection_takes_no_turns(tmp_path: Path) -> None:
-    """One that asks one thing after the other costs nothing more than it did."""
-    async with serving(tmp_path) as (server, granted):
-        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "socket"))
-        for _ in range(3):
-            await word(reader, writer)
-        assert not granted
-        assert server._turns._round == 0
-        writer.write(b"GET /v1/word HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
-        for _ in range(3):
-            await reader.readuntil(b"word")
-        assert granted.total() >= 2
-        writer.close()
-
-
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
-async def test_an_answer_takes_fewer_rounds_than_are_between_two_turns(
+async def test_stop_waits_a_limited_time_for_first_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else more than a turn of another caller could fall between a request and its answer."""
-    rounds, ended = 0, []
-    end = Connection.ended
-    monkeypatch.setattr(Connection, "ended", lambda self: (end(self), ended.append(rounds)))
-    async with serving(tmp_path):
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(str(tmp_path / "socket"))
-            for _ in range(2):
-                caller.sendall(b"GET /v1/word HTTP/1.1\r\nHost: x\r\n\r\n")
-                rounds, ended[:] = 0, []
-                while not ended:
-                    await asyncio.sleep(0)
-                    rounds += 1
-                assert ended[0] < ROUNDS - 1  # what is granted is served a round later
+    monkeypatch.setattr(servers, "FIRST_REQUEST_S", 1.0)
+    path = tmp_path / "socket"
+    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    await server.start()
+    with socket.socket(socket.AF_UNIX) as late, socket.socket(socket.AF_UNIX) as silent:
+        for client in (late, silent):
+            client.connect(str(path))
+        while len(server._newcomers) < 2:
+            await asyncio.sleep(0)
+        stopping = asyncio.create_task(server.stop(Deadline.after(10)))
+        while path.exists():
+            await asyncio.sleep(0)
+        late.sendall(b"GET /v1/word HTTP/1.1\r\nHost: x\r\n\r\n")
+        await stopping
+        assert late.recv(4096).startswith(b"HTTP/1.1 200")
+        assert silent.recv(4096) == b""
 
 
 @pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
-async def test_connections_with_one_token_are_one_caller(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, granted):
-        port = server._endpoint.port
-        made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        for streams, token in zip(made, ["one", "one", "two"], strict=True):
-            await word(*streams, token)
-        granted.clear()
-        for streams, token in zip(made, ["one", "one", "two"], strict=True):
-            await word(*streams, token)
-        asked = {line: number for line, number in granted.items() if line[1] is Kind.REQUESTS}
-        assert asked == {(("team", ""), Kind.REQUESTS): 2}
-        for _, writer in made:
-            writer.close()
+async def test_probes_do_not_wait_for_turns_of_their_caller(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    await server.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, Deadline.after(10))
+
+        async def ask(asked: str) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_unix_connection(path)
+            stack.callback(writer.close)
+            writer.write(f"GET {asked} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            return reader
+
+        readers = [await ask("/v1/wait") for _ in range(MAX_AT_ONCE)]
+        while server._site.waiting < MAX_AT_ONCE:
+            await asyncio.sleep(0)
+        waits = await ask("/v1/word")
+        async with asyncio.timeout(20):
+            assert (await (await ask("/livez")).readuntil(b"word")).startswith(b"HTTP/1.1 200")
+            server._site.goes_on.set()
+            for reader in (*readers, waits):
+                assert (await reader.readuntil(b"word")).startswith(b"HTTP/1.1 200")
 
 
 def _queued(listening: socket.socket) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
-import socket
-import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -15,7 +11,8 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem
-from agentd.http.connections.fair import FairConnection
+from agentd.http.connections.connection import connection_of
+from agentd.http.connections.unix_sockets import SocketPeer
 from agentd.views import (
     CallerView,
 )
@@ -25,8 +22,6 @@ ON_BEHALF = "Agentd-Caller"
 NODE = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
 _CALLER, _KERNEL, _CLAIM = "caller", "kernel", "claim"
-_UCRED = struct.Struct("3i")
-"""struct ucred of unix(7): pid, uid, gid."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -35,13 +30,6 @@ class Token(msgspec.Struct, frozen=True):
     secret: str
     caller: Caller
     is_gateway: bool = False
-
-
-class LocalUser(NamedTuple):
-    """The user at the other end of a unix socket; `uid` is None if unknown."""
-
-    socket: str
-    uid: int | None
 
 
 class Callers:
@@ -59,13 +47,10 @@ class Callers:
         self._tokens = tuple(tokens)
         return gone
 
-    def payer(self, transport: asyncio.BaseTransport) -> LocalUser | None:
-        """Return the caller charged for a connection, None if only its requests identify it."""
-        name = transport.get_extra_info("sockname")
-        return LocalUser(name, _peer_uid(transport)) if isinstance(name, str) else None
-
-    def payer_of(self, request: web.BaseRequest) -> Hashable:
-        """Return the caller charged for a TCP request, None if it cannot be identified."""
+    def turns_of(self, request: web.BaseRequest) -> Hashable:
+        """Return the owner of a request's turns: a user on a socket, else a caller or None."""
+        if (peer := connection_of(request).peer) is not None:
+            return peer.socket, peer.uid
         try:
             caller = self.identify(request)
         except AgentdError:
@@ -79,11 +64,9 @@ class Callers:
             Forbidden: the caller may not act for others.
             InvalidRequest: the caller that it acts for is malformed.
         """
-        connection = request.protocol
-        user = connection.caller if isinstance(connection, FairConnection) else None
-        if isinstance(user, LocalUser):
-            caller = replace(self._sockets[user.socket], uid=user.uid)
-            is_gateway = user.socket == self._main
+        if (peer := connection_of(request).peer) is not None:
+            caller = replace(self._sockets[peer.socket], uid=peer.uid)
+            is_gateway = peer.socket == self._main
         else:
             token = self._by_token(request.headers.get("Authorization", ""))
             if token is None:
@@ -146,36 +129,9 @@ def claim_of(request: web.Request) -> str:
     return str(request.get(_CLAIM) or request.match_info.get("claim", ""))
 
 
-class SocketPeer(NamedTuple):
-    """The process at the other end of a unix socket, as it was when it connected."""
-
-    pid: int
-    uid: int
-
-
 def peer_of(request: web.Request) -> SocketPeer | None:
     """Return the calling process; None over TCP, and for a caller that a gateway passes on."""
-    if caller_of(request).via:
-        return None
-    return _peer(request.transport)
-
-
-def _peer_uid(transport: asyncio.BaseTransport | None) -> int | None:
-    """Return the user id of a unix socket's far end, None if it is unknown."""
-    peer = _peer(transport)
-    return None if peer is None else peer.uid
-
-
-def _peer(transport: asyncio.BaseTransport | None) -> SocketPeer | None:
-    if transport is None or not isinstance(transport.get_extra_info("sockname"), str):
-        return None
-    try:
-        held = transport.get_extra_info("socket")
-        content = held.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    except (AttributeError, OSError):
-        return None
-    pid, uid, _ = _UCRED.unpack(content)
-    return SocketPeer(int(pid), int(uid))
+    return None if caller_of(request).via else connection_of(request).peer
 
 
 def caller_view(caller: Caller) -> CallerView:

@@ -17,6 +17,7 @@ from aiohttp import web
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Unavailable
 from agentd.http.callers import NODE, Callers, note_caller
+from agentd.http.connections.request_turns import end_turn, turn_limited
 from agentd.http.path_names import require_names
 from agentd.http.problems import HTTP_CODES, MEMBERS, problem
 from agentd.http.queries import Query, body_of, note_query, read_query
@@ -79,9 +80,11 @@ class Gate:
         note_query(request, query)
         if not route.is_audited or getattr(query, "dry_run", False):
             self._site.require(request, caller, route.right)
-            return await handler(request)
+            with turn_limited(request):
+                return await handler(request)
         with self._site.auditor(request, route.action) as auditor:
             self._site.require(request, caller, route.right)
+            end_turn(request)
             response = await handler(request)
             auditor.answered(str(response.status))
         return response

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import cache
 from pathlib import Path
 
@@ -17,14 +17,14 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from agentd.concurrency import Deadline, is_set_within
+from agentd.concurrency import Deadline
 from agentd.core.access import Caller
 from agentd.errors import StartRefused
 from agentd.http.callers import NODE, Callers, Token
-from agentd.http.connections.admission import Limits, Newcomers
-from agentd.http.connections.connection import ACCEPT_ROUNDS, Connection, TlsHandshake
-from agentd.http.connections.turns import Kind, Turns
-from agentd.http.connections.unix_sockets import unix_socket, with_a_queue
+from agentd.http.connections.admission import Limits
+from agentd.http.connections.connection import Connection, connection_of
+from agentd.http.connections.request_turns import RequestTurns, end_turn
+from agentd.http.connections.unix_sockets import unix_socket
 from agentd.http.gate import MAX_BODY, Answering, Gate, refusal
 from agentd.http.openapi import document
 from agentd.http.problems import problem
@@ -34,14 +34,17 @@ from agentd.http.static import Pages
 
 log = structlog.get_logger()
 
-ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one round of the event loop; the others stay queued."""
+BACKLOG = 1024
+"""Clients that may wait to be accepted."""
+ACCEPT_ROUNDS = 3
+"""Rounds of the event loop after which an accepted socket is a connection."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
 """Maximum fraction of file descriptors for TCP, and for further sockets."""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 """Seconds that a stop waits for open requests, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
 """Seconds that a stop waits for the first request of an accepted connection."""
+POLL_S = 0.01
 OPEN_PATIENCE_S = 30.0
 """Seconds that a request waits for the end of the start when systemd holds the sockets."""
 
@@ -116,14 +119,13 @@ class Server:
         self._further = Limits(endpoint.max_connections, FURTHER_PART)
         patience_s = OPEN_PATIENCE_S if endpoint.passed else 0
         self._gate = Gate(site, routes, self._callers, pages, node_id, patience_s)
-        self._turns, self._newcomers = Turns(), Newcomers()
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._turns = RequestTurns()
+        self._newcomers: set[Connection] = set()
         self._bound: list[Path] = []
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._open: dict[int, web.Request] = {}
         self._cancelled: list[str] = []
-        self._stopping: asyncio.Event | None = None
 
     async def start(self) -> None:
         """Start listening.
@@ -151,45 +153,36 @@ class Server:
                 self._bound.append(unix.path)
             # Not `create_unix_server`: since Python 3.13, that server removes the socket's file
             # when it closes, even if systemd passed the socket and still holds it.
-            listener = await loop.create_server(
-                self._connection(limits), sock=listening, backlog=ACCEPTED_AT_ONCE
+            connection = self._new_connection(limits)
+            self._listeners.append(
+                await loop.create_server(connection, sock=listening, backlog=BACKLOG)
             )
-            self._listeners.append(with_a_queue(listener))
         if self._endpoint.host is not None:
             self._listeners.append(await self._listen_on_tcp(loop))
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
-        made: Callable[[], asyncio.BaseProtocol] = self._connection(self._tcp)
-        if end.tls is not None:
-            plain = self._connection(self._tcp)
-
-            def made() -> asyncio.BaseProtocol:
-                return TlsHandshake(
-                    plain(), self._tcp, self._context(), self._turns, self._handshakes
-                )
-
+        connection = self._new_connection(self._tcp, has_tls=self.has_tls)
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
-                listener = await loop.create_server(made, sock=passed, backlog=ACCEPTED_AT_ONCE)
-            else:
-                listener = await loop.create_server(
-                    made, end.host, end.port, backlog=ACCEPTED_AT_ONCE, reuse_address=True
-                )
+                return await loop.create_server(connection, sock=passed, backlog=BACKLOG)
+            return await loop.create_server(
+                connection, end.host, end.port, backlog=BACKLOG, reuse_address=True
+            )
         except OSError as error:
             raise StartRefused(
                 f"cannot listen on {end.host}:{end.port}: {error.strerror}"
             ) from None
-        return with_a_queue(listener)
 
-    def _connection(self, limits: Limits | None) -> Callable[[], Connection]:
+    def _new_connection(
+        self, limits: Limits | None, *, has_tls: bool = False
+    ) -> Callable[[], Connection]:
         """Return a factory of connections."""
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(
-            server, limits, self._turns, self._callers.payer, self._newcomers, _broken
-        )
+        tls = self._context if has_tls else None
+        return lambda: Connection(server, self._newcomers, limits, tls)
 
     @property
     def cancelled(self) -> list[str]:
@@ -220,20 +213,15 @@ class Server:
         for path in self._bound:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
         await self._stop_accepting()
-        await self._newcomers.heard(deadline.left_s(FIRST_REQUEST_S))
+        await _wait_until_empty(self._newcomers, deadline.left_s(FIRST_REQUEST_S))
         self._site.streams.end()
-        for handshake in self._handshakes:
-            handshake.cancel()
+        for silent in list(self._newcomers):
+            silent.close()
         patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
-        await self._until_answered(patience.left_s(SHUTDOWN_TIMEOUT_S))
+        await _wait_until_empty(self._open, patience.left_s(SHUTDOWN_TIMEOUT_S))
         self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
         if self._runner is not None:
             await self._runner.cleanup()
-
-    async def _until_answered(self, timeout_s: float) -> None:
-        if self._open:
-            self._stopping = asyncio.Event()
-            await is_set_within(self._stopping, timeout_s)
 
     async def _stop_accepting(self) -> None:
         """Stop accepting connections; serve those already accepted.
@@ -256,14 +244,12 @@ class Server:
     @web.middleware
     async def _answer(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Pass a request through the gate, and turn every error into a problem."""
-        connection = request.protocol
+        connection = connection_of(request)
+        connection.begin(request)
         self._open[id(request)] = request
         try:
-            if isinstance(connection, Connection):
-                if not connection.is_local:
-                    connection.belongs_to(self._callers.payer_of(request))
-                kind = Kind.PROBES if request.path in PROBE_PATHS else Kind.REQUESTS
-                await connection.began(request, kind)
+            if request.path not in PROBE_PATHS:
+                await self._turns.begin(request, self._callers.turns_of(request))
             response = await self._gate.answered(request, handler)
         except ConnectionError:
             raise  # the client disconnected; nobody reads the answer
@@ -271,15 +257,16 @@ class Server:
             response = refusal(request, error)
         finally:
             del self._open[id(request)]
-            if self._stopping is not None and not self._open:
-                self._stopping.set()
-            if isinstance(connection, Connection):
-                connection.ended()
+            end_turn(request)
+            connection.end()
         return response
 
 
-def _broken(why: str) -> web.Response:
-    return problem("BadRequest", f"malformed HTTP/1.1 request: {why}")
+async def _wait_until_empty(things: Sized, patience_s: float) -> None:
+    """Wait until a collection is empty, for a limited time."""
+    deadline = Deadline.after(patience_s)
+    while things and deadline.left_s():  # noqa: ASYNC110 - only a stop waits for them
+        await asyncio.sleep(POLL_S)
 
 
 async def _expected(request: web.Request) -> web.StreamResponse | None:

@@ -27,7 +27,7 @@ from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.bodies import Body, Command, Path, Variables, read_body
 from agentd.http.connections.client_warnings import warn_of_client
 from agentd.http.problems import problem_content
-from agentd.http.streaming.websocket import FairSocket, TooManyControlFrames, probe
+from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, probe
 from agentd.services.protocols import Session
 
 log = structlog.get_logger()
@@ -52,7 +52,7 @@ async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Run a client's command and copy its input and output."""
-    wire = FairSocket(request)
+    wire = LimitedSocket()
     if not wire.can_prepare(request).ok:
         raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
     await wire.prepare(request)
@@ -101,7 +101,9 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
 
 
-async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session: Session) -> None:
+async def _converse(
+    wire: LimitedSocket, frames: AsyncGenerator[WSMessage], session: Session
+) -> None:
     """Copy both directions until the command ends or the client disconnects."""
     given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
     feeding = asyncio.create_task(_feed(session, given))
@@ -119,11 +121,11 @@ async def _converse(wire: FairSocket, frames: AsyncGenerator[WSMessage], session
         await asyncio.gather(feeding, listening, telling, probing, return_exceptions=True)
 
 
-async def _tell(wire: FairSocket, session: Session) -> None:
+async def _tell(wire: LimitedSocket, session: Session) -> None:
     """Send the output of the command, then its exit code."""
     async with aclosing(session.output()) as output:
         async for stream, data in output:
-            await wire.send_fairly(bytes([stream]) + data)
+            await wire.send_bytes(bytes([stream]) + data)
     await wire.send_str(json.dumps({"exit_code": await session.ended()}))
 
 

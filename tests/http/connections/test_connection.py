@@ -1,72 +1,97 @@
-"""The connections that a stop waits for, and the deadline of a header."""
+"""The deadlines of a connection: a header that has begun, and a response that is not read."""
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
+import pytest
 from aiohttp import web
 
-from agentd.http.connections.admission import Newcomers
-from agentd.http.connections.connection import Connection
-from agentd.http.connections.turns import Kind, Turns
+from agentd.http.connections import connection as connections
+from agentd.http.connections.connection import Connection, connection_of
 
 
-async def test_stop_waits_a_limited_time_for_accepted_clients() -> None:
-    newcomers = Newcomers()
-    await newcomers.heard(60)
-    newcomers.add("asks")
-    newcomers.add("hangs up")
-    waiting = asyncio.create_task(newcomers.heard(60))
-    for connection in ("asks", "hangs up"):
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        newcomers.discard(connection)
-    async with asyncio.timeout(5):
-        await waiting
-    newcomers.add("says nothing")
-    async with asyncio.timeout(5):
-        await newcomers.heard(0.01)
+@asynccontextmanager
+async def connected(
+    handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+) -> AsyncIterator[tuple[Connection, asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server, and the client's side of it."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        connection_of(request).begin(request)
+        try:
+            return await handler(request)
+        finally:
+            connection_of(request).end()
+
+    server = web.Server(answer)
+    connection = Connection(server, set(), None)
+    here, there = socket.socketpair()
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, there)
+    reader, writer = await asyncio.open_connection(sock=here)
+    try:
+        async with asyncio.timeout(20):
+            yield connection, reader, writer
+    finally:
+        writer.close()
+        await server.shutdown()
 
 
 async def test_only_a_header_that_has_begun_has_a_deadline() -> None:
     """A connection that is idle after a request with a body stays open."""
 
     async def handler(request: web.BaseRequest) -> web.Response:
-        await connection.began(request, Kind.REQUESTS)
         if request.path == "/read":
             await request.read()
-        if request.path == "/late":
-            writer.write(head[:10])
-            while not connection._is_next_begun:
-                await asyncio.sleep(0)
-        connection.ended()
         return web.Response(text="done")
 
-    loop = asyncio.get_running_loop()
-    server = web.Server(handler)
-    connection = Connection(server, None, Turns(), lambda _: "a", Newcomers(), web.Response)
-    here, there = socket.socketpair()
-    await loop.connect_accepted_socket(lambda: connection, there)
-    reader, writer = await asyncio.open_connection(sock=here)
-    head = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
-    assert connection._deadline is not None
-    for path in (b"read", b"refused"):
-        for pieces in ([head + b"abcd"], [head + b"ab", b"cd"], [head, b"abcd"]):
-            for piece in pieces:
-                writer.write(piece.replace(b"%s", path))
-                for _ in range(3):  # turns in which the server reads it
-                    await asyncio.sleep(0)
-            async with asyncio.timeout(20):
+    async with connected(handler) as (connection, reader, writer):
+        head = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+        assert connection._header_timer is not None
+        for path in (b"read", b"refused"):
+            for pieces in ([head + b"abcd"], [head + b"ab", b"cd"], [head, b"abcd"]):
+                for piece in pieces:
+                    writer.write(piece.replace(b"%s", path))
+                    for _ in range(3):  # rounds in which the server reads it
+                        await asyncio.sleep(0)
                 assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
-            assert connection._deadline is None
-    writer.write(head.replace(b"%s", b"late") + b"abcd")
-    async with asyncio.timeout(20):
-        await reader.readuntil(b"done")
-    assert connection._deadline is not None
-    connection._deadline.cancel()
-    connection._deadline = None
-    writer.write(head[10:20])
-    async with asyncio.timeout(20):
-        while connection._deadline is None:
+                assert connection._header_timer is None
+        writer.write(head[:10])
+        while connection._header_timer is None:
             await asyncio.sleep(0)
-    writer.close()
-    await server.shutdown()
+
+
+@pytest.mark.parametrize("size", [100, 10_000_000])
+async def test_connection_closes_if_a_response_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.01)
+
+    async def handler(_: web.BaseRequest) -> web.Response:
+        return web.Response(body=bytes(size))
+
+    async with connected(handler) as (connection, reader, writer):
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        while not connection._transport.is_closing():
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+            await asyncio.sleep(0)
+        transport.resume_reading()
+        assert await reader.read(1)
+
+
+async def test_connection_stays_while_a_response_is_read_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.01)
+    size = 10_000_000
+
+    async def handler(_: web.BaseRequest) -> web.Response:
+        return web.Response(body=bytes(size))
+
+    async with connected(handler) as (_, reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        assert len(await reader.readexactly(size)) == size

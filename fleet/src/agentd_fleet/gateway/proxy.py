@@ -14,9 +14,8 @@ from agentd.client.paths import next_query
 from agentd.concurrency import to_the_end
 from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
-from agentd.http.connections.fair import turn_to_write
 from agentd.http.queries import body_of
-from agentd.http.streaming.websocket import FairSocket, TooManyControlFrames, probe
+from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, probe
 from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Nodes
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
@@ -52,7 +51,6 @@ async def pass_on(
         await response.prepare(request)
         try:
             async for chunk in given.content.iter_any():
-                await turn_to_write(request, len(chunk))
                 await response.write(chunk)
         except aiohttp.ClientError as error:
             raise ConnectionResetError(str(error)) from None  # the stream is cut here, too
@@ -70,7 +68,7 @@ async def pass_socket(
     Raises:
         NodeUnavailable: the node does not answer.
     """
-    near = FairSocket(request)
+    near = LimitedSocket()
     far = None
     if near.can_prepare(request).ok:
         far = await nodes.connected(node, caller_of(request), path)
@@ -103,7 +101,7 @@ async def pass_socket(
     return near
 
 
-async def _pass_to_node(near: FairSocket, far: aiohttp.ClientWebSocketResponse) -> None:
+async def _pass_to_node(near: LimitedSocket, far: aiohttp.ClientWebSocketResponse) -> None:
     async for frame in near.frames():
         if frame.type is aiohttp.WSMsgType.BINARY:
             await far.send_bytes(frame.data)
@@ -111,11 +109,11 @@ async def _pass_to_node(near: FairSocket, far: aiohttp.ClientWebSocketResponse) 
             await far.send_str(frame.data)
 
 
-async def _pass_to_caller(far: aiohttp.ClientWebSocketResponse, near: FairSocket) -> None:
+async def _pass_to_caller(far: aiohttp.ClientWebSocketResponse, near: LimitedSocket) -> None:
     async for frame in far:
-        if frame.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
-            await near.send_fairly(frame.data)
-            continue
-        await near.turn_to_write(0)
-        if frame.type is aiohttp.WSMsgType.PING:
+        if frame.type is aiohttp.WSMsgType.BINARY:
+            await near.send_bytes(frame.data)
+        elif frame.type is aiohttp.WSMsgType.TEXT:
+            await near.send_str(frame.data)
+        elif frame.type is aiohttp.WSMsgType.PING:
             await far.pong(frame.data)

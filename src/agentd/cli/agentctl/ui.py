@@ -34,8 +34,6 @@ _TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer", 
 """Request headers that are relayed to the daemon."""
 _OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
 """Headers of answers that concern the connection and are not relayed."""
-MOST_CONNECTIONS = 256
-"""Connections that the relay serves at a time; a browser opens six."""
 BODY_TIMEOUT_S = 30.0
 _FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 """Paths of the page's files, which need no token."""
@@ -67,7 +65,8 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     async with client:
         await client.whoami()
         relay = Relay(client)
-        runner = web.ServerRunner(_server_of(relay), shutdown_timeout=0.1)
+        server = web.Server(relay.answer, handler_cancellation=True)
+        runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await runner.setup()
         try:
             site = web.TCPSite(runner, "127.0.0.1", port)
@@ -89,37 +88,6 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
                 await done.wait()
         finally:
             await runner.cleanup()
-
-
-def _server_of(relay: Relay) -> web.Server:
-    """Return a server with the deadlines of the daemon's connections."""
-    from aiohttp import web
-
-    from agentd.http.connections.admission import Limits, Newcomers
-    from agentd.http.connections.connection import Connection
-    from agentd.http.connections.turns import Kind, Turns
-    from agentd.http.problems import problem
-
-    limits, turns, newcomers = Limits(MOST_CONNECTIONS, 0.5), Turns(), Newcomers()
-
-    class RelayServer(web.Server):
-        def __call__(self) -> Connection:
-            def broken(why: str) -> web.Response:
-                return problem("BadRequest", f"malformed HTTP/1.1 request: {why}")
-
-            return Connection(self, limits, turns, lambda _: relay, newcomers, broken)
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        if not isinstance(connection, Connection):
-            raise TypeError("a relay is for its own connections")
-        await connection.began(request, Kind.REQUESTS)
-        try:
-            return await relay.answer(request)
-        finally:
-            connection.ended()
-
-    return RelayServer(answer, handler_cancellation=True)
 
 
 @contextlib.contextmanager

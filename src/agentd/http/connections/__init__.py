@@ -1,1 +1,1 @@
-"""Connections: admission, deadlines, fair turns and WebSockets."""
+"""Connections: their limits and deadlines, and the turns of callers."""

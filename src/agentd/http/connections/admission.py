@@ -1,12 +1,10 @@
-"""Admission: limits on connections, and connections whose first request is still to come."""
+"""Limits on connections, and TCP keepalive."""
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
 
-from agentd.concurrency import is_set_within
 from agentd.http.connections.client_warnings import warn_of_client
 
 TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
@@ -32,30 +30,6 @@ class Limits:
     def release(self) -> None:
         """Uncount a connection."""
         self._open -= 1
-
-
-class Newcomers:
-    """Accepted connections whose first request has not arrived."""
-
-    def __init__(self) -> None:
-        self._waiting: set[object] = set()
-        self._are_gone = asyncio.Event()
-
-    def add(self, connection: object) -> None:
-        """Add an accepted connection."""
-        self._waiting.add(connection)
-
-    def discard(self, connection: object) -> None:
-        """Remove a connection that has sent a request or closed."""
-        self._waiting.discard(connection)
-        if not self._waiting:
-            self._are_gone.set()
-
-    async def heard(self, patience_s: float) -> None:
-        """Wait up to `patience_s` until every connection has sent a request or closed."""
-        if self._waiting:
-            self._are_gone.clear()
-            await is_set_within(self._are_gone, patience_s)
 
 
 def enable_keepalive(connection: socket.socket | None) -> None:

@@ -1,244 +1,178 @@
-"""One HTTP connection, with its deadlines and its place among the limits.
+"""The connection of a client, in front of aiohttp's handler of its requests.
 
-Malformed HTTP is answered with a problem and logged without a traceback, at a limited rate.
+It does what aiohttp's sites cannot: it counts against a limit, its TLS handshake included; it is
+closed if a header that has begun does not end in time, or if a response is not read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import select
+import math
 import ssl
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 from aiohttp import web
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
-from agentd.http.connections.admission import Limits, Newcomers, enable_keepalive
+from agentd.http.connections.admission import Limits, enable_keepalive
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.connections.fair import FairConnection
-from agentd.http.connections.turns import Kind, Turns
+from agentd.http.connections.handler import Handler
+from agentd.http.connections.unix_sockets import SocketPeer, peer_of
 
 HEADER_TIMEOUT_S = 10.0
-KEEP_ALIVE_S = 75.0
+"""Seconds for a TLS handshake, and for a header that has begun."""
 READ_TIMEOUT_S = 10.0
-LOOK_PAUSE_S = 0.5
-ACCEPT_ROUNDS = 3
-"""Rounds of the event loop after which an accepted socket is a connection."""
+"""Seconds in which a client reads a part of its response."""
+READ_BYTES = 4096
+"""Bytes read from a connection at once; the other connections are next."""
 
 
-class TlsHandshake(asyncio.Protocol):
-    """A TCP connection during its TLS handshake: counted, in turns, and with a deadline.
-
-    Clients that are not identified yet share the turns of one caller.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        limits: Limits,
-        tls: ssl.SSLContext,
-        turns: Turns,
-        tasks: set[Any],
-    ) -> None:
-        self._connection = connection
-        self._turns = turns
-        self._limits = limits
-        self._tls = tls
-        self._tasks = tasks
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a gate is for streams")
-        if not self._limits.admit():
-            transport.abort()
-            return
-        transport.pause_reading()  # data received before `start_tls` would be lost
-        task = asyncio.get_running_loop().create_task(self._handshake(transport))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._connection.comes()
-
-    async def _handshake(self, transport: asyncio.Transport) -> None:
-        loop = asyncio.get_running_loop()
-        await self._turns.wait(None, Kind.REQUESTS)
-        try:
-            secured = await loop.start_tls(
-                transport,
-                self._connection,
-                self._tls,
-                server_side=True,
-                ssl_handshake_timeout=HEADER_TIMEOUT_S,
-            )
-        except (OSError, ssl.SSLError) as error:
-            warn_of_client("tls.handshake_failed", reason=str(error)[:200])
-            transport.abort()
-            secured = None
-        if secured is None:
-            self._limits.release()
-            self._connection.stays_away()
-        else:
-            self._connection.take_over(secured)
-
-
-class Connection(FairConnection):
-    """A connection that is closed when a request header is late or a response is not read.
-
-    It counts against `limits` if given.
-    """
+class Connection(asyncio.BufferedProtocol):
+    """A connection; it is one of the `newcomers` until its first request."""
 
     def __init__(
         self,
         server: web.Server,
+        newcomers: set[Connection],
         limits: Limits | None,
-        turns: Turns,
-        payer: Callable[[asyncio.BaseTransport], Hashable],
-        newcomers: Newcomers,
-        broken: Callable[[str], web.Response],
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        super().__init__(server, turns, payer, keepalive_timeout=KEEP_ALIVE_S)
-        self._limits = limits
+        self.peer: SocketPeer | None = None
+        """The client, if the connection is one of a unix socket."""
+        self.may_pause = False
+        """Whether the client may stop reading for a while."""
+        self._handler = Handler(server, self)
         self._newcomers = newcomers
-        self._broken = broken
-        self._is_counted = False
-        self._in_request = False
-        self._is_next_begun = False
+        self._limits = limits
+        self._tls = tls
+        self._transport: asyncio.Transport
+        self._buffer = bytearray(READ_BYTES)
+        self._is_open = self._is_in_request = self._is_paused = False
         self._body: StreamReader = EMPTY_PAYLOAD
-        self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        self._looking: asyncio.TimerHandle | None = None
-        self._stream: asyncio.Task[object] | None = None
-        self._may_pause = False
-
-    def comes(self) -> None:
-        """Register the connection as accepted without a request."""
-        self._newcomers.add(self)
-
-    def stays_away(self) -> None:
-        """Unregister the connection after its first request or its end."""
-        self._newcomers.discard(self)
-
-    def take_over(self, transport: asyncio.BaseTransport) -> None:
-        """Take over a connection that is already counted."""
-        self._is_counted = True
-        self.connection_made(transport)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self._transport = cast("asyncio.Transport", transport)
+        if self._limits is not None and not self._limits.admit():
+            self.close()
+            return
+        self._is_open = True
+        self._newcomers.add(self)
+        self.peer = peer_of(transport)
         enable_keepalive(transport.get_extra_info("socket"))
-        if self._limits is not None and not self._is_counted:
-            self._is_counted = self._limits.admit()
-            if not self._is_counted:
-                self.force_close()
-                return
-        self.comes()
+        if self._tls is None:
+            self._serve()
+        else:
+            self._transport.pause_reading()  # data received before `start_tls` would be lost
+            self._handshake = asyncio.create_task(self._secure(self._tls()))
+
+    async def _secure(self, context: ssl.SSLContext) -> None:
+        plain = self._transport
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                plain, self, context, server_side=True, ssl_handshake_timeout=HEADER_TIMEOUT_S
+            )
+        except (OSError, ssl.SSLError) as error:
+            warn_of_client("tls.handshake_failed", reason=str(error)[:200])
+            secured = None
+        if secured is None or secured.is_closing():
+            plain.abort()
+            self._leave()
+        else:
+            self._transport = secured
+            self._serve()
+
+    def _serve(self) -> None:
         self._expect_header()
+        self._handler.connection_made(self._transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.stays_away()
-        if self._is_counted and self._limits is not None:
+        self._handler.connection_lost(exc)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Uncount the connection and stop its timers."""
+        if self._is_open and self._limits is not None:
             self._limits.release()
-            self._is_counted = False
-        for timer in (self._deadline, self._unread, self._looking):
-            if timer is not None:
-                timer.cancel()
-        if self._stream is not None:
-            self._stream.cancel()
-        super().connection_lost(exc)
+        self._is_open = False
+        self._newcomers.discard(self)
+        self._expect_no_header()
+        self._expect_no_reading()
 
-    def data_received(self, data: bytes) -> None:
-        is_of_body = not self._body.is_eof()
-        super().data_received(data)
-        is_of_header = data and not (is_of_body or self._messages)
-        if is_of_header and self._in_request:
-            self._is_next_begun = True
-        elif is_of_header and self._deadline is None:
+    def close(self) -> None:
+        """Close the connection without delay."""
+        self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        del sizehint
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._header_timer is None and not self._is_in_request and self._body.is_eof():
             self._expect_header()
+        self._handler.data_received(bytes(self._buffer[:nbytes]))
 
-    async def began(self, request: web.BaseRequest, kind: Kind) -> None:
-        """Begin a request whose header is complete, once the caller has a turn."""
-        self.stays_away()
-        self._in_request, self._is_next_begun, self._body = True, False, request.content
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        await self.turn_to_ask(kind)
+    def eof_received(self) -> None:
+        self._handler.eof_received()
 
-    def ended(self) -> None:
-        """Finish a request; the next one may take its time."""
-        self._in_request = False
-        self._stream, self._may_pause = None, False
-        if self.transport is not None and self.transport.get_write_buffer_size():
-            self._expect_reading()
-        if self._is_next_begun and self._deadline is None:
-            self._expect_header()
+    def begin(self, request: web.BaseRequest) -> None:
+        """Begin a request: its header is complete."""
+        self._newcomers.discard(self)
+        self._is_in_request, self._body = True, request.content
+        self._expect_no_header()
+        if not self._is_paused:
+            self._expect_no_reading()
 
-    def _expect_header(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(HEADER_TIMEOUT_S, self.force_close)
+    def end(self) -> None:
+        """End a request: its response will be written, and the next header may take its time."""
+        self._is_in_request = False
+        self._expect_reading()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
-        if not self._may_pause:
-            self._expect_reading()
+        self._is_paused = True
+        self._handler.pause_writing()
+        if not self.may_pause:
+            self._expect_reading(self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._is_paused = False
+        self._handler.resume_writing()
+        self._expect_no_reading()
+        if not self._is_in_request:
+            self._expect_reading()
 
-    def _expect_reading(self, before: int | None = None) -> None:
-        """Close the connection if the client reads nothing of a response for a while."""
-        transport = self.transport
-        if transport is None:
-            return
-        left = transport.get_write_buffer_size()
-        if before is not None and left >= before:
-            warn_of_client("connection.stalled", unread_bytes=left)
-            transport.abort()
-            return
-        loop = asyncio.get_running_loop()
-        self._unread = loop.call_later(READ_TIMEOUT_S, self._expect_reading, left)
+    def _expect_header(self) -> None:
+        self._header_timer = asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self.close)
 
-    def carries(self, stream: asyncio.Task[object], *, may_pause: bool = False) -> None:
-        """Cancel the streaming task as soon as the client hangs up.
+    def _expect_no_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-        With `may_pause` the client may stop reading for a while.
-        """
-        self._stream, self._may_pause = stream, may_pause
-        self._look()
+    def _expect_reading(self, unread: float = math.inf) -> None:
+        """Close the connection if `unread` bytes or more are unread after a while."""
+        self._expect_no_reading()
+        if self._is_open:
+            loop = asyncio.get_running_loop()
+            self._reading_timer = loop.call_later(READ_TIMEOUT_S, self._check_reading, unread)
 
-    def _look(self) -> None:
-        """Poll for a hangup, also while requests are queued and nothing is read."""
-        sock = self.transport.get_extra_info("socket") if self.transport is not None else None
-        if self._stream is None or sock is None:
-            return
-        poll = select.poll()
-        poll.register(sock.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        if poll.poll(0):
-            self._stream.cancel()
-            if self.transport is not None:
-                self.transport.abort()  # nobody reads the rest
-            return
-        self._looking = asyncio.get_running_loop().call_later(LOOK_PAUSE_S, self._look)
+    def _expect_no_reading(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer malformed HTTP with a problem."""
-        why = (message or str(exc) or "not HTTP").splitlines()
-        warn_of_client("request.rejected", status=status, reason=why[0][:200])
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun already")
-        response = self._broken(" ".join(part.strip() for part in why)[:500])
-        response.force_close()
-        return response
+    def _check_reading(self, before: float) -> None:
+        unread = self._transport.get_write_buffer_size()
+        if unread >= before:
+            warn_of_client("connection.stalled", unread_bytes=unread)
+            self.close()
+        elif unread:
+            self._expect_reading(unread)
 
-    def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Suppress the parent's log of disconnected clients; `handle_error` logs more."""
-        del args, kwargs
+
+def connection_of(request: web.BaseRequest) -> Connection:
+    """Return the connection of a request."""
+    if not isinstance(request.protocol, Handler):
+        raise TypeError("expected a request of a Connection")
+    return request.protocol.connection

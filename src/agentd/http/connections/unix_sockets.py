@@ -7,14 +7,37 @@ import grp
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from agentd.errors import StartRefused
 from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import kind_of
 
 SOCKET_MODE = 0o660
-BACKLOG = 1024
+_UCRED = struct.Struct("3i")
+"""struct ucred of unix(7): pid, uid, gid."""
+
+
+class SocketPeer(NamedTuple):
+    """The process at the other end of a unix socket, as it was when it connected."""
+
+    socket: str
+    """The path of the socket."""
+    pid: int
+    uid: int
+
+
+def peer_of(transport: asyncio.BaseTransport) -> SocketPeer | None:
+    """Return the client of a unix socket, None over TCP."""
+    path = transport.get_extra_info("sockname")
+    if not isinstance(path, str):
+        return None
+    connected = transport.get_extra_info("socket")
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(credentials)
+    return SocketPeer(path, pid, uid)
 
 
 def path_refusal(path: Path) -> str:
@@ -85,11 +108,3 @@ def _refuse_in_use(path: Path) -> None:
         except ConnectionRefusedError:
             return
     raise StartRefused(f"socket {path} is in use by another process")
-
-
-def with_a_queue(listener: asyncio.Server) -> asyncio.Server:
-    """Set the listen backlog, which asyncio couples to the number of accepts at once."""
-    for listening in listener.sockets:
-        with listening.dup() as same:
-            same.listen(BACKLOG)
-    return listener

@@ -8,6 +8,7 @@ or stops reading loses its stream and everything that was opened for it.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
@@ -18,18 +19,16 @@ from agentd.core.access import Caller
 from agentd.errors import AgentdError, TooManyStreams
 from agentd.events import Event, EventLog, TooSlow
 from agentd.http.callers import caller_of
-from agentd.http.connections.client_warnings import ClientWarnings
-from agentd.http.connections.connection import Connection
-from agentd.http.connections.fair import turn_to_write
+from agentd.http.connections.client_warnings import warn_of_client
+from agentd.http.connections.connection import connection_of
+from agentd.http.connections.request_turns import end_turn
 
 log = structlog.get_logger()
-warn_of_client = ClientWarnings()
 
 LOG_PATIENCE_S = 1.0
 """Seconds that a follower waits for the first bytes before the response begins."""
 KEEP_ALIVE_S = 15.0
-WRITE_PATIENCE_S = 10.0
-"""Seconds after which a client that does not read is dropped."""
+HANG_UP_POLL_S = 0.5
 MAX_AT_ONCE = 32
 """Events written at once to a client that lags behind."""
 MOST_STREAMS = 64
@@ -51,19 +50,21 @@ class Streams:
         Raises:
             TooManyStreams: the caller has reached the maximum.
         """
-        caller, task = caller_of(request), asyncio.current_task()
+        caller, task, transport = caller_of(request), asyncio.current_task(), request.transport
         mine = sum(1 for other in self._open.values() if other.name == caller.name)
         if mine >= MOST_STREAMS:
             raise TooManyStreams(f"{caller.name} has {mine} open streams, the maximum")
-        if task is not None:
-            self._open[task] = caller
-            if isinstance(request.protocol, Connection):
-                request.protocol.carries(task, may_pause=may_pause)
+        if task is None or transport is None:
+            raise ConnectionResetError("the client has hung up")
+        self._open[task] = caller
+        connection_of(request).may_pause = may_pause
+        end_turn(request)
+        watching = asyncio.create_task(_end_at_hang_up(transport, task))
         try:
             yield
         finally:
-            if task is not None:
-                del self._open[task]
+            watching.cancel()
+            del self._open[task]
 
     def cut(self, name: str) -> None:
         """End every stream of a caller, including those that it opened for others."""
@@ -75,6 +76,18 @@ class Streams:
         """End every stream, because the server stops."""
         for task in self._open:
             task.cancel()
+
+
+async def _end_at_hang_up(transport: asyncio.Transport, stream: asyncio.Task[object]) -> None:
+    """Cancel a stream when its client hangs up, also while nothing is read from the client."""
+    poll = select.poll()
+    poll.register(
+        transport.get_extra_info("socket"), select.POLLRDHUP | select.POLLHUP | select.POLLERR
+    )
+    while not (transport.is_closing() or poll.poll(0)):  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(HANG_UP_POLL_S)
+    transport.abort()
+    stream.cancel()
 
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
@@ -96,7 +109,7 @@ async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> we
     try:
         await response.prepare(request)
         while chunk := await reading:
-            await _write(request, response, chunk)
+            await response.write(chunk)
             reading = asyncio.ensure_future(anext(chunks, b""))
     except AgentdError as error:
         log.warning("logs.interrupted", path=request.path, reason=str(error))
@@ -125,35 +138,15 @@ async def stream_events(
     response = web.StreamResponse(headers=headers)
     with events.listener(last_id) as listener:
         await response.prepare(request)
-        await _write(request, response, b": agentd\n\n")
+        await response.write(b": agentd\n\n")
         try:
             async for event in listener.follow(KEEP_ALIVE_S):
                 if event is None:
-                    await _write(request, response, b": still here\n\n")
+                    await response.write(b": still here\n\n")
                 elif data := b"".join(map(encoded, (event, *listener.more(MAX_AT_ONCE)))):
-                    await _write(request, response, data)
+                    await response.write(data)
         except TooSlow as error:
-            _dropped(request, str(error))
+            warn_of_client("stream.dropped", path=request.path, reason=str(error))
+            raise ConnectionResetError(str(error)) from None  # too late for a problem response
     await response.write_eof()
     return response
-
-
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    """Write to a client in its caller's turn.
-
-    Raises:
-        ConnectionResetError: the client disconnected or does not read.
-    """
-    await turn_to_write(request, len(data))
-    try:
-        async with asyncio.timeout(WRITE_PATIENCE_S):
-            await response.write(data)
-    except TimeoutError:
-        _dropped(request, f"read nothing for {WRITE_PATIENCE_S:g} s")
-
-
-def _dropped(request: web.Request, why: str) -> None:
-    warn_of_client("stream.dropped", path=request.path, reason=why)
-    if request.transport is not None:
-        request.transport.abort()
-    raise ConnectionResetError(why)

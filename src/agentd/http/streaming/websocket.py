@@ -1,4 +1,4 @@
-"""WebSockets (RFC 6455) whose frames are served in turns.
+"""WebSockets (RFC 6455) with limits for frames.
 
 Pings, pongs, text frames and empty binary frames are control frames. A client that sends too many
 of them is disconnected with code 1008.
@@ -14,9 +14,6 @@ from contextlib import suppress
 import structlog
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
-from agentd.http.connections.fair import FairConnection
-from agentd.http.connections.turns import Kind
-
 log = structlog.get_logger()
 
 MAX_FRAME = 1 << 20
@@ -26,6 +23,8 @@ FAREWELL_S = 2.0
 MAX_CONTROL = 256
 """Maximum control frames in `CONTROL_WINDOW_S`."""
 CONTROL_WINDOW_S = 1.0
+FRAMES_AT_ONCE = 64
+"""Frames of a client that are served before others have their turn."""
 
 
 class TooManyControlFrames(Exception):
@@ -35,25 +34,25 @@ class TooManyControlFrames(Exception):
         super().__init__(f"more than {MAX_CONTROL} control frames in {CONTROL_WINDOW_S:g} s")
 
 
-class FairSocket(web.WebSocketResponse):
-    """A WebSocket whose frames take turns."""
+class LimitedSocket(web.WebSocketResponse):
+    """A WebSocket with limits for the size of frames and the number of control frames."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self) -> None:
         super().__init__(max_msg_size=MAX_FRAME, timeout=FAREWELL_S, compress=False, autoping=False)
-        if not isinstance(request.protocol, FairConnection):
-            raise TypeError("expected a request of a FairConnection")
-        self._connection = request.protocol
         self._window_ends = 0.0
         self._controls = 0
 
     async def frames(self) -> AsyncGenerator[WSMessage]:
-        """Yield text and binary frames in the caller's turns, and answer pings.
+        """Yield text and binary frames, and answer pings.
 
         Raises:
             TooManyControlFrames: the client sent too many; disconnect it.
         """
+        number = 0
         async for frame in self:
-            await self._connection.turn(Kind.FRAMES)
+            number += 1
+            if number % FRAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if frame.type is not WSMsgType.BINARY or not frame.data:
                 self._count_control()
             if frame.type is WSMsgType.PING:
@@ -61,24 +60,11 @@ class FairSocket(web.WebSocketResponse):
             elif frame.type in (WSMsgType.TEXT, WSMsgType.BINARY):
                 yield frame
 
-    async def send_fairly(self, data: bytes | str) -> None:
-        """Send a frame in the caller's turn."""
-        await self.turn_to_write(len(data))
-        if isinstance(data, str):
-            await self.send_str(data)
-        else:
-            await self.send_bytes(data)
-
-    async def turn_to_write(self, size: int) -> None:
-        """Wait until the caller's turn has room for bytes of a stream."""
-        await self._connection.turn_to_write(size)
-
     async def end(self, error: BaseException | None = None) -> None:
         """Close the WebSocket, with code 1008 after `TooManyControlFrames`."""
         code, message = WSCloseCode.OK, b""
         if isinstance(error, TooManyControlFrames):
             code, message = WSCloseCode.POLICY_VIOLATION, str(error).encode()
-        self._connection.reads_little()
         with suppress(ConnectionError):
             await self.close(code=code, message=message)
 

@@ -1,0 +1,64 @@
+"""Turns: at most `MAX_AT_ONCE` requests of one caller are read, decided or rendered at once.
+
+The next ones wait in order, and nothing is read from their connections meanwhile. A caller is a
+token, or a user on a unix socket, with all its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from weakref import WeakValueDictionary
+
+from aiohttp import web
+
+MAX_AT_ONCE = 16
+MAX_TURN_S = 1.0
+"""Seconds after which a request is assumed to wait for a runtime or a plugin."""
+_TURN = "agentd.turn"
+
+
+class RequestTurns:
+    """The turns of all callers."""
+
+    def __init__(self) -> None:
+        self._turns = WeakValueDictionary[Hashable, asyncio.Semaphore]()
+
+    async def begin(self, request: web.Request, caller: Hashable) -> None:
+        """Wait for a request's turn; `end_turn` ends it."""
+        turns = self._turns.setdefault(caller, asyncio.Semaphore(MAX_AT_ONCE))
+        with _reading_paused(request) if turns.locked() else nullcontext():
+            await turns.acquire()
+        request[_TURN] = turns
+        await asyncio.sleep(0)  # so that no more than this number are served in one go
+
+
+@contextmanager
+def _reading_paused(request: web.Request) -> Iterator[None]:
+    transport = request.transport
+    if transport is None or not transport.is_reading():
+        yield
+        return
+    transport.pause_reading()
+    try:
+        yield
+    finally:
+        transport.resume_reading()
+
+
+@contextmanager
+def turn_limited(request: web.Request) -> Iterator[None]:
+    """End the turn of a request that takes longer than `MAX_TURN_S`."""
+    timer = asyncio.get_running_loop().call_later(MAX_TURN_S, end_turn, request)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_turn(request: web.Request) -> None:
+    """End a request's turn: it is answered, or waits for a runtime, a plugin or a stream."""
+    turns = request.pop(_TURN, None)
+    if turns is not None:
+        turns.release()
