@@ -24,13 +24,8 @@ COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
 """The counting controllers of v1; the first one lists the members."""
 _NOWHERE = "/nonexistent"
 _NO_LIMIT = 1 << 60
-_PAGE, _MOST_BYTES = 4096, 1 << 20
-"""Bytes of the first read and of further reads; most files fit into the first."""
 _MOST_BELOW = 1000
 """Maximum groups below a kernel's that are read; beyond it the number of processes is unknown."""
-_NO_FOLDERS = 2
-_FULL = 2048
-"""Half a page: these files are returned by the page, so a shorter read is the last."""
 _NANO, _MICRO = 1e9, 1e6
 _counting: set[Path] = set()
 
@@ -223,10 +218,8 @@ def _processes(folder: str) -> int | None:
 
 
 def _groups_in(folder: str) -> list[str]:
-    """Return the groups in a group; a folder without any has two links, its own and its `.`."""
+    """Return the groups in a group."""
     try:
-        if os.stat(folder).st_nlink == _NO_FOLDERS:  # noqa: PTH116 - called for thousands
-            return []
         return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
@@ -251,18 +244,10 @@ def _namespace(pid: int | str) -> str | None:
 def _content(file: str) -> bytes | None:
     """Read a file of Linux; None if it is missing or unreadable."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        with open(file, "rb") as opened:  # noqa: PTH123 - called for thousands
+            return opened.read()
     except OSError:
         return None
-    try:
-        content = chunk = os.read(descriptor, _PAGE)
-        while len(chunk) >= _FULL:
-            content += (chunk := os.read(descriptor, _MOST_BYTES))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return content
 
 
 def _lines(file: str) -> list[str] | None:
