@@ -52,7 +52,7 @@ async def begun(turns: RequestTurns, asked: list[web.Request], caller: str) -> l
         found.append(request)
 
     tasks.extend(asyncio.create_task(begin(request)) for request in asked)
-    for _ in range(10):
+    for _ in range(4 * MAX_AT_ONCE):
         await asyncio.sleep(0)
     return found
 
@@ -70,6 +70,19 @@ async def test_requests_beyond_the_turns_of_a_caller_wait_in_order() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
     assert found == asked
+
+
+async def test_others_are_served_between_requests_of_a_caller() -> None:
+    turns, log = RequestTurns(), list[str]()
+
+    async def begin(caller: str, request: web.Request) -> None:
+        await turns.begin(request, caller)
+        log.append(caller)
+
+    async with asyncio.TaskGroup() as group:
+        for caller, request in zip("aaaaaaaab", requests(9), strict=True):
+            group.create_task(begin(caller, request))
+    assert log.index("b") <= 2
 
 
 async def test_callers_do_not_wait_for_each_other() -> None:

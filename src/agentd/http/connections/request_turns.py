@@ -19,19 +19,28 @@ MAX_TURN_S = 1.0
 _TURN = "agentd.turn"
 
 
+class _CallerTurns(asyncio.Semaphore):
+    """The turns of one caller, of which one begins at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_AT_ONCE)
+        self.beginning = asyncio.Lock()
+
+
 class RequestTurns:
     """The turns of all callers."""
 
     def __init__(self) -> None:
-        self._turns = WeakValueDictionary[Hashable, asyncio.Semaphore]()
+        self._callers = WeakValueDictionary[Hashable, _CallerTurns]()
 
     async def begin(self, request: web.Request, caller: Hashable) -> None:
         """Wait for a request's turn; `end_turn` ends it."""
-        turns = self._turns.setdefault(caller, asyncio.Semaphore(MAX_AT_ONCE))
+        turns = self._callers.setdefault(caller, _CallerTurns())
         with _reading_paused(request) if turns.locked() else nullcontext():
             await turns.acquire()
         request[_TURN] = turns
-        await asyncio.sleep(0)  # so that no more than this number are served in one go
+        async with turns.beginning:
+            await asyncio.sleep(0)  # others are served between two requests of a caller
 
 
 @contextmanager
