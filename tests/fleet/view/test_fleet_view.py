@@ -10,7 +10,6 @@ from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
 from agentd_fleet.placement.choice import Constraints, PlacementPolicy, asked, candidates
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
-from agentd_fleet.view.persistent import Layered
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
 QUANTA = (ONE, ONE // 100)
@@ -33,9 +32,8 @@ def fleet(*nodes: FleetNode) -> FleetView:
     """The view after these nodes were heard of, in this order, each teaching what is new."""
     view = FleetView()
     for number, found in enumerate(nodes, 1):
-        for learned in view.learned(found):
-            view = view.with_slot_type(learned, number)
-        view = view.with_node(found, number)
+        view = view.with_slot_types({**found.slot_types, **view.slot_types}, number)
+        view = view.changed([found], revision=number)
     return view
 
 
@@ -58,7 +56,7 @@ def test_slot_types_keep_their_first_definition(nodes) -> None:
     view = fleet(*nodes)
     assert view.slot_types == first
     for found in list(view.nodes.values()):
-        view = view.without_node(found.node_id, 99)
+        view = view.changed((), [found.node_id], 99)
     assert view.slot_types == first
     assert view.statistics() == dict.fromkeys(first, Use())
 
@@ -74,7 +72,7 @@ def test_view_is_independent_of_the_order_of_reports(nodes, rng) -> None:
         rng.shuffle(order)
         view = settled
         for found in order:
-            view = view.with_node(found, 1)
+            view = view.changed([found], revision=1)
         views.append(view)
     one, other = views
     assert one.statistics() == other.statistics()
@@ -125,25 +123,23 @@ def test_conflicting_node_is_excluded_for_one_slot() -> None:
         assert sorted(candidate.node_id for candidate in found) == expected
 
 
-def test_only_unoffered_slot_types_can_be_forgotten() -> None:
+def test_offered_slot_types_name_their_nodes() -> None:
     view = fleet(node("a", slot("tpu.chip")))
-    with pytest.raises(ValueError, match=r"offered by 1 nodes \(a\)"):
-        view.without_slot_type("tpu.chip", 2)
-    gone = view.without_node("a", 2)
+    assert view.offer_of("tpu.chip") == "tpu.chip is offered by 1 nodes (a)"
+    gone = view.changed((), ["a"], 2)
     assert "tpu.chip" in gone.slot_types
-    assert "tpu.chip" not in gone.without_slot_type("tpu.chip", 3).slot_types
+    assert gone.offer_of("tpu.chip") == ""
 
 
 def test_a_slot_of_a_node_of_a_newer_schema_is_not_forgotten() -> None:
     newer = node("b", status=NodeStatus.NEWER)
-    view = fleet(node("a", slot("tpu.chip")), newer).without_node("a", 2)
-    with pytest.raises(ValueError, match=r"1 nodes of a newer schema may offer tpu.chip \(b\)"):
-        view.without_slot_type("tpu.chip", 3)
+    view = fleet(node("a", slot("tpu.chip")), newer).changed((), ["a"], 2)
+    assert "1 nodes of a newer schema may offer tpu.chip (b)" in view.offer_of("tpu.chip")
 
 
 def test_a_request_keeps_the_view_that_it_began_with() -> None:
     before = fleet(node("a", slot("cuda.device"), cuda_device=2))
-    after = before.with_node(node("a", slot("cuda.device"), cuda_device=0), 9)
+    after = before.changed([node("a", slot("cuda.device"), cuda_device=0)], revision=9)
     request = ResourceSlots({"cuda.device": ONE})
     choose = (request, Constraints(), PlacementPolicy.RANDOM, random.Random(1))
     assert [c.node_id for c in candidates(before, *choose)] == ["a"]
@@ -163,7 +159,7 @@ REPORTS = st.builds(
         st.builds(
             Offer,
             *[
-                st.dictionaries(st.sampled_from(NAMES), st.integers(-3, 9)).map(ResourceSlots)
+                st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9)).map(ResourceSlots)
                 for _ in range(2)
             ],
         ),
@@ -175,8 +171,8 @@ CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("changed"), st.lists(REPORTS, max_size=3), st.sets(st.just("n1"))),
         st.tuples(st.just("debited"), st.sampled_from(AGENTS), st.integers(1, 4)),
-        st.tuples(st.just("with_slot_type"), st.sampled_from(NAMES), st.sampled_from(QUANTA)),
-        st.tuples(st.just("without_node"), st.sampled_from(["n2", "n3", "nowhere"]), st.none()),
+        st.tuples(st.just("slot_type"), st.sampled_from(NAMES), st.sampled_from(QUANTA)),
+        st.tuples(st.just("gone"), st.sampled_from(["n2", "n3", "nowhere"]), st.none()),
     ),
     max_size=12,
 )
@@ -188,38 +184,26 @@ def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView
             return view.changed(first, second, revision)
         case "debited":
             return view.debited("n0", first, ResourceSlots({NAMES[0]: second}))
-        case "with_slot_type":
-            return view.with_slot_type(slot(first, second), revision)
+        case "slot_type":
+            types = {first: slot(first, second), **view.slot_types}
+            return view.with_slot_types(types, revision)
         case _:
-            return view.without_node(first, revision)
+            return view.changed((), [first], revision)
 
 
-@pytest.mark.parametrize(("chunk", "few"), [(2, 0), (64, 0), (2, 4)])
 @given(st.lists(REPORTS, max_size=6), CHANGES)
-def test_updated_tables_equal_rebuilt_ones(chunk, few, at_first, changes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.view.persistent.CHUNK", chunk)
-        patch.setattr("agentd_fleet.view.persistent.MOST_ABOVE", chunk)
-        patch.setattr("agentd_fleet.view.fleet_view.FEW", few)
-        view = fleet(*at_first)
-        for number, (kind, first, second) in enumerate(changes, 10):
-            before = view, dict(view.nodes), told(view)
-            view = after(view, kind, first, second, number)
-            scratch = FleetView(view.revision, view.slot_types, dict(view.nodes))
-            assert told(view) == told(scratch)
-            assert (dict(before[0].nodes), told(before[0])) == before[1:]
+def test_updated_sums_and_conflicts_equal_rebuilt_ones(at_first, changes) -> None:
+    view = fleet(*at_first)
+    for number, (kind, first, second) in enumerate(changes, 10):
+        before = view, dict(view.nodes), derived(view)
+        view = after(view, kind, first, second, number)
+        assert derived(view) == derived(view.with_slot_types(view.slot_types, number))
+        assert (dict(before[0].nodes), derived(before[0])) == before[1:]
 
 
-def told(view: FleetView):
-    """All that follows from a view's nodes; rankings are in order, and found by position."""
-    for ranking in view.tables.rankings:
-        assert list(ranking) == sorted(ranking)
-        assert [ranking[position] for position in range(len(ranking))] == list(ranking)
-        for amount in range(11):
-            having = [place for place in ranking if place[0] >= amount]
-            assert list(ranking.upwards(ranking.first_with(amount))) == having
-    rankings = [list(ranking) for ranking in view.tables.rankings]
-    return view.statistics(), dict(view.conflicts), rankings, view.tables.columns
+def derived(view: FleetView):
+    """Return all that follows from a view's nodes."""
+    return view.statistics(), dict(view.conflicts)
 
 
 @given(st.lists(REPORTS, max_size=8), st.sampled_from(NAMES))
@@ -231,7 +215,7 @@ def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> Non
         if found.status is NodeStatus.LOST or not mine or not is_same(mine, view.slot_types[name]):
             continue
         for offer in found.offers.values():
-            expected += Use(max(0, offer.capacity[name]), max(0, offer.free[name]))
+            expected += Use(offer.capacity[name], offer.free[name])
     assert view.statistics().get(name, Use()) == expected
     assert view.statistics(list(view.nodes)).get(name, Use()) == expected
     agents = [view.statistics(agents=[agent]).get(name, Use()) for agent in AGENTS]
@@ -245,7 +229,7 @@ def test_debit_lasts_until_the_node_reports() -> None:
     assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE, ONE)
     assert given.revision == view.revision
     assert view.statistics()["cuda.device"].free == 2 * ONE
-    told_again = given.with_node(node("a", slot("cuda.device"), cuda_device=1), 9)
+    told_again = given.changed([node("a", slot("cuda.device"), cuda_device=1)], revision=9)
     assert told_again.statistics()["cuda.device"].free == ONE
     for unknown in (("a", "nobody"), ("nowhere", "main")):
         assert view.debited(*unknown, ResourceSlots({"cpu": ONE})) is view
@@ -260,22 +244,6 @@ def test_last_report_of_a_batch_counts() -> None:
         "c": 2,
     }
     assert (view.revision, view.statistics()["cpu"].free) == (7, 5 * ONE)
-
-
-@given(st.lists(st.tuples(st.dictionaries(st.text(max_size=1), st.integers()), st.sets(st.text()))))
-def test_a_layered_mapping_is_as_the_plain_one_and_never_changes(changes) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentd_fleet.view.persistent.MOST_ABOVE", 3)
-        plain: dict[str, int] = {}
-        layered = Layered(plain)
-        for come, gone in changes:
-            before, was = layered, list(layered.items())
-            plain = {key: value for key, value in (plain | come).items() if key not in gone}
-            layered = layered.changed(come, gone)
-            assert (list(layered.items()), len(layered)) == (list(plain.items()), len(plain))
-            assert all(key in layered for key in plain)
-            assert "nowhere" not in layered
-            assert list(before.items()) == was
 
 
 SHARES = slot("cuda.shares", ONE // 100)

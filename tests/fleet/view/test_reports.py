@@ -35,12 +35,9 @@ def read(report: bytes, free: bytes, view: FleetView | None = None, number: int 
     assert node.node_id == f"n{number}"
     assert len(node.remark) <= MAX_REASON
     msgspec.json.encode([node.remark, node.url, node.labels, list(node.offers)])
-    view = (view or FleetView()).with_node(node, 1)
+    view = (view or FleetView()).changed([node], revision=1)
     view.statistics()
-    for slot in view.learned(node):
-        view = view.with_slot_type(slot, 2)
-    assert view.tables
-    return view
+    return view.with_slot_types({**node.slot_types, **view.slot_types}, 2)
 
 
 @pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))

@@ -10,8 +10,14 @@ import structlog
 from aiohttp import web
 
 from agentd.core.access import Caller, Right, roles_with
-from agentd.errors import AgentdError, Forbidden, InvalidRequest, Problem, UnknownSlotType
-from agentd.errors import SlotTypeInUse as InUse
+from agentd.errors import (
+    AgentdError,
+    Forbidden,
+    InvalidRequest,
+    Problem,
+    SlotTypeInUse,
+    UnknownSlotType,
+)
 from agentd.events import EventLog
 from agentd.http.answers import answer
 from agentd.http.audit import Auditor
@@ -112,10 +118,8 @@ class Gateway(Site):
         name, view = request.match_info["slot"], self._state.view
         if name not in view.slot_types:
             raise UnknownSlotType(f"unknown slot {name}")
-        try:
-            view.without_slot_type(name, view.revision)
-        except ValueError as error:
-            raise InUse(str(error)) from None
+        if offer := view.offer_of(name):
+            raise SlotTypeInUse(offer)
         await self._store.unlearn(name)
         return web.Response(status=204)
 

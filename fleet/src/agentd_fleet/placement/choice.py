@@ -1,8 +1,7 @@
 """The choice of agents for a request, and the reasons against the others.
 
-1. The scarcest requested slot is the one that the fewest agents have enough of.
-2. Only those agents are considered: in random order, or from the least free amount upwards.
-3. The first few that also have the other slots, and that the constraints allow, are chosen.
+The agents of a few nodes, drawn by chance, are checked against a request. Only where none of them
+is suitable, all nodes are checked. An agent is suitable if there is no reason against it.
 
 Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
 must be free as well.
@@ -12,17 +11,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby, islice
-from operator import itemgetter
 from typing import NamedTuple
 
-from agentd.core.slots import ResourceSlots, SlotName, SlotReading, SlotType, read_slots
+from agentd.core.slots import ResourceSlots, SlotReading, read_slots
 from agentd.errors import UnsupportedResource
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
-from agentd_fleet.view.persistent import AGENT, AgentKey, Place, Ranking, Row, ranked
 
 
 class PlacementPolicy(StrEnum):
@@ -67,11 +63,8 @@ NEWER = "newer schema"
 HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
 """Classes of nodes whose agents may be unknown: each node counts once."""
 
-TIES = 32
-"""Agents with equal amounts of a slot that `pack` compares by their other amounts."""
-
-FEW_NODES = 128
-"""If a request names at most this many nodes, they are considered one by one."""
+SAMPLES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
+"""Nodes whose agents are compared, by policy."""
 
 
 def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
@@ -106,93 +99,61 @@ def candidates(
 ) -> list[Candidate]:
     """Return at most `most` suitable agents in the order in which to try them.
 
-    `random` chooses uniformly, which keeps gateways with slightly outdated views from crowding one
-    node. `pack` chooses those with the least left over, which leaves whole nodes free: of the
-    scarcest requested slot, then of all slots by name, then by ids. Of agents with equal amounts of
-    the scarcest slot, `TIES` are compared.
+    `random` keeps gateways with slightly outdated views from crowding one node. `pack` leaves whole
+    nodes free: it begins with the agent that has the least left over, of the scarcest requested
+    slot, then of the other requested ones by name.
     """
-    columns = view.tables.columns
-    if not all(name in columns for name in request):
-        return []
-    asks = [(columns[name], amount) for name, amount in request.items()] or [(AGENT, 1)]
-    column, amount = min(asks, key=lambda ask: _having(view.tables.rankings[ask[0]], ask[1]))
-    ranking = view.tables.rankings[column]
-    if constraints.nodes is not None and len(constraints.nodes) <= FEW_NODES:
-        ranking = ranked(view.rows(constraints.nodes), column)
-    first, rows = ranking.first_with(amount), view.tables.rows
-    is_allowed = _allowed(view, constraints)
-
-    def fits(key: AgentKey) -> bool:
-        row = rows[key]
-        return all(row[at] >= least for at, least in asks) and is_allowed(*key) and has_room(*key)
-
-    def has_room(node_id: str, agent_id: str) -> bool:
-        charged = view.charged(view.nodes[node_id], agent_id, request)
-        row = rows[node_id, agent_id]
-        return charged is request or all(row[columns[name]] >= n for name, n in charged.items())
-
+    nodes = _nodes(view, constraints)
+    sample = choice.sample(nodes, min(SAMPLES[policy], len(nodes)))
+    found = list(_suitable(view, request, constraints, sample))
+    if not found and len(sample) < len(nodes):
+        found = list(_suitable(view, request, constraints, nodes))
     if policy is PlacementPolicy.RANDOM:
-        found: Iterator[AgentKey] = filter(fits, (key for _, key in _drawn(ranking, first, choice)))
-    elif column == AGENT:
-        found = filter(fits, (key for _, key in ranking.upwards(first)))
+        choice.shuffle(found)
     else:
-        found = _packed(ranking.upwards(first), fits, rows)
-    return [Candidate(*key) for key in islice(found, most)]
+        found = _packed(view, request, found)
+    return found[:most]
+
+
+def _suitable(
+    view: FleetView, request: ResourceSlots, constraints: Constraints, nodes: Iterable[FleetNode]
+) -> Iterator[Candidate]:
+    for node in nodes:
+        if not _why_not(view, node, request):
+            for agent in _agents(node, constraints):
+                free = node.offers[agent].free
+                has_room = all(free[name] >= request[name] for name in request)
+                if has_room and not _why_not_of(view, node, agent, request, constraints.models):
+                    yield Candidate(node.node_id, agent)
 
 
 def _packed(
-    places: Iterator[Place], fits: Callable[[AgentKey], bool], rows: Mapping[AgentKey, Row]
-) -> Iterator[AgentKey]:
-    """Yield the suitable agents in the order of their places; equal ones by all free amounts."""
-    for _, equal in groupby(places, key=itemgetter(0)):
-        fitting = filter(fits, (key for _, key in equal))
-        yield from sorted(islice(fitting, TIES), key=lambda key: (rows[key], key))
-        yield from fitting
+    view: FleetView, request: ResourceSlots, found: Collection[Candidate]
+) -> list[Candidate]:
+    """Sort candidates by their free amounts, of the scarcest requested slot first.
 
-
-def _having(ranking: Ranking, amount: int) -> int:
-    return len(ranking) - ranking.first_with(amount)
-
-
-def _drawn(ranking: Ranking, first: int, choice: random.Random) -> Iterator[Place]:
-    """Yield the places from a position on in random order, each once.
-
-    It is a partial shuffle: a position taken from the middle is filled with the last place.
+    The scarcest slot has the smallest ratio of free to requested amounts over all candidates.
     """
-    moved: dict[int, int] = {}
-    for end in range(len(ranking) - 1, first - 1, -1):
-        position = choice.randint(first, end)
-        yield ranking[moved.get(position, position)]
-        moved[position] = moved.get(end, end)
-
-
-def _allowed(view: FleetView, wanted: Constraints) -> Callable[[str, str], bool]:
-    def is_allowed(node_id: str, agent_id: str) -> bool:
-        if wanted.nodes is not None and node_id not in wanted.nodes:
-            return False
-        if wanted.agents is not None and agent_id not in wanted.agents:
-            return False
-        node = view.nodes[node_id]
-        return node.has(wanted.labels) and _has_model(node, agent_id, wanted.models)
-
-    return is_allowed
+    free = {each: view.nodes[each.node_id].offers[each.agent_id].free for each in found}
+    times = {name: sum(slots[name] for slots in free.values()) / request[name] for name in request}
+    names = sorted(request, key=lambda name: (times[name], name))
+    return sorted(found, key=lambda each: ([free[each][name] for name in names], each))
 
 
 def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
     """Return why agents cannot serve a request, by class, the largest first."""
     counts: Counter[str] = Counter()
     named: defaultdict[str, set[str]] = defaultdict(set)
-    asks, conflicts = list(request.items()), view.conflicts
-    for node in _nodes(view, constraints):
+    for node in sorted(_nodes(view, constraints), key=lambda node: node.node_id):
         if (hidden := HIDDEN.get(node.status)) and not node.offers:
             counts[hidden] += 1
             if constraints.agents is None and len(named[hidden]) < MOST_NAMED:
                 named[hidden].add(node.node_id)
             continue
-        why_not = _why_not(node, asks, conflicts.get(node.node_id, frozenset()), view.slot_types)
+        why_not = _why_not(view, node, request)
         for agent in _agents(node, constraints):
-            charged = () if why_not else view.charged(node, agent, request).items()
-            if reason := why_not or _why_not_of(node, agent, charged, constraints.models):
+            reason = why_not or _why_not_of(view, node, agent, request, constraints.models)
+            if reason:
                 counts[reason] += 1
                 if len(nodes := named[reason]) < MOST_NAMED:
                     nodes.add(node.node_id)
@@ -203,7 +164,7 @@ def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> 
 
 def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
     chosen = view.nodes if constraints.nodes is None else constraints.nodes & view.nodes.keys()
-    nodes = [view.nodes[node_id] for node_id in sorted(chosen)]
+    nodes = [view.nodes[node_id] for node_id in chosen]
     if not constraints.labels:
         return nodes
     return [node for node in nodes if node.has(constraints.labels)]
@@ -215,38 +176,36 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
     return [agent for agent in node.offers if agent in constraints.agents]
 
 
-def _why_not(
-    node: FleetNode,
-    asks: Sequence[tuple[SlotName, int]],
-    strange: frozenset[SlotName],
-    known: Mapping[SlotName, SlotType],
-) -> str:
+def _why_not(view: FleetView, node: FleetNode, request: ResourceSlots) -> str:
     """Return why no agent of a node can serve a request, empty if one can."""
     if node.status is not NodeStatus.READY:
         return node.status.value
     if node.remark:
         return node.remark
-    for name, _ in asks:
+    strange = view.conflicts.get(node.node_id, ())
+    for name in request:
         if name in strange:
             return "conflicting"
-        if name not in node.slot_types or name not in known:
+        if name not in node.slot_types or name not in view.slot_types:
             return f"lack {name}"
     return ""
 
 
 def _why_not_of(
+    view: FleetView,
     node: FleetNode,
     agent: str,
-    asks: Iterable[tuple[SlotName, int]],
+    request: ResourceSlots,
     models: frozenset[str] | None,
 ) -> str:
     """Return why an agent cannot serve a request, the most permanent reason first."""
     offer = node.offers[agent]
     is_full = False
-    for name, amount in asks:
-        if offer.free[name] < amount:
+    charged = view.charged(node, agent, request)
+    for name in charged:
+        if offer.free[name] < charged[name]:
             is_full = True
-            if offer.capacity[name] < amount:
+            if offer.capacity[name] < charged[name]:
                 return f"too small for {name}"
     if not _has_model(node, agent, models):
         return f"no device of model {', '.join(sorted(models or ()))}"

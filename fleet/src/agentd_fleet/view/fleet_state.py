@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +19,8 @@ class FleetState:
     """Collects reports and folds them into one view after another; on one event loop."""
 
     def __init__(self) -> None:
-        self._view = FleetView(slot_types={slot.name: slot for slot in BUILT_IN})
+        self._slot_types = {slot.name: slot for slot in BUILT_IN}
+        self._view = FleetView(slot_types=self._slot_types)
         self._changed: dict[str, FleetNode] = {}
         self._gone: set[str] = set()
         self._told: dict[str, FleetNode] = {}
@@ -32,6 +32,8 @@ class FleetState:
     @property
     def view(self) -> FleetView:
         """The current view; a request takes it once and keeps it."""
+        if self._slot_types is not self._view.slot_types:
+            self._view = self._view.with_slot_types(self._slot_types, self._next())
         if self._changed or self._gone:
             self._view = self._view.changed(self._changed.values(), self._gone, self._next())
             self._changed, self._gone = {}, set()
@@ -66,21 +68,23 @@ class FleetState:
 
     def learned(self, node: FleetNode) -> list[SlotType]:
         """Return the slot types of a node that are new to the fleet."""
-        return self._view.learned(node)
+        return [slot for name, slot in node.slot_types.items() if name not in self._slot_types]
 
     def learn(self, slot: SlotType) -> None:
         """Add a slot type; the first definition of a name stays."""
-        self._view = self.view.with_slot_type(slot, self._next())
+        if slot.name not in self._slot_types:
+            self._slot_types = {**self._slot_types, slot.name: slot}
 
     def know(self, slots: Sequence[SlotType]) -> None:
         """Replace the slot types, except the built-in ones."""
         known = {slot.name: slot for slot in reversed((*BUILT_IN, *slots))}
-        self._view = self.view.with_slot_types(known, self._next())
+        if known != self._slot_types:
+            self._slot_types = known
 
     def unlearn(self, name: SlotName) -> None:
         """Forget a slot type that no node offers; an offered one stays."""
-        with contextlib.suppress(ValueError):
-            self._view = self.view.without_slot_type(name, self._next())
+        if not self.view.offer_of(name):
+            self._slot_types = {n: slot for n, slot in self._slot_types.items() if n != name}
 
     def debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> None:
         """Deduct a pending placement until the node reports it.
