@@ -34,8 +34,9 @@ from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.settings import FleetFile, FleetSettings
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
+from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.etcd_transport import EtcdCredentials
 from agentd_fleet.store.route import Store
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState

@@ -13,7 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
+from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_transport import EtcdCredentials
 from daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
 from fork_server import spawn

@@ -9,16 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentd_fleet.store.etcd_client import (
-    Change,
+from agentd_fleet.store.etcd_client import Change, Etcd
+from agentd_fleet.store.etcd_transport import (
     Compacted,
-    Etcd,
     EtcdCredentials,
     EtcdRefused,
     EtcdUnavailable,
     LeaseGone,
+    Stream,
 )
-from agentd_fleet.store.etcd_transport import Stream
 from end_to_end.fleet.etcd_server import EtcdServers, Proxy
 
 PASSWORD = "a b:ü"  # noqa: S105

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from agentd_fleet.placement.attempts import PlacementTimeouts
-from agentd_fleet.store.etcd_client import EtcdRefused, EtcdUnavailable
+from agentd_fleet.store.etcd_transport import EtcdRefused, EtcdUnavailable
 from agentd_fleet.store.route import read_route
 from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World

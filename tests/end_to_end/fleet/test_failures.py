@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, EtcdUnavailable
+from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 
 SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3

@@ -17,8 +17,9 @@ from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials
+from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.etcd_transport import EtcdCredentials
 from agentd_fleet.store.route import RouteUnreadable
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdUnavailable
+from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_store import EtcdStore
+from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdUnavailable
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import NodeReport, SlotTypeReport
 from end_to_end.fleet.etcd_server import EtcdServers

@@ -31,7 +31,8 @@ from agentd.service.boot_id import boot_id
 from agentd.service.exit_status import end_refused
 from agentd.service.sd_notify import Notifier
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
-from agentd_fleet.store.etcd_client import Etcd, EtcdCredentials, EtcdRefused, LeaseGone
+from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
 from agentd_fleet.store.keys import key_of, prefix_of
 from agentd_fleet.view.reports import (
     UNREADABLE,

@@ -14,25 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from agentd_fleet.store.etcd_transport import (
-    Compacted,
-    EtcdCredentials,
-    EtcdRefused,
-    EtcdTransport,
-    EtcdUnavailable,
-    LeaseGone,
-)
-
-__all__ = [
-    "Change",
-    "Compacted",
-    "Etcd",
-    "EtcdCredentials",
-    "EtcdRefused",
-    "EtcdUnavailable",
-    "KeyValue",
-    "LeaseGone",
-]
+from agentd_fleet.store.etcd_transport import Compacted, EtcdCredentials, EtcdTransport
 
 MOST_CREATED = 100
 """Maximum keys of one `create_all`; etcd's default is 128 operations in a transaction."""

@@ -26,7 +26,8 @@ from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.store.etcd_client import MOST_CREATED, Compacted, Etcd, EtcdRefused, KeyValue
+from agentd_fleet.store.etcd_client import MOST_CREATED, Etcd, KeyValue
+from agentd_fleet.store.etcd_transport import Compacted, EtcdRefused
 from agentd_fleet.store.keys import key_of, prefix_of
 from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
 from agentd_fleet.view.fleet_state import FleetState

@@ -73,10 +73,6 @@ class _TokenRefused(_NeverSent):
     """
 
 
-class _WatchDenied(EtcdRefused):
-    """A watch is not permitted; members before 3.4.20 say so of an expired token, too."""
-
-
 @dataclass(frozen=True)
 class EtcdCredentials:
     """Endpoints of etcd as `https://host:port`, and credentials; without a user no login."""
@@ -210,7 +206,7 @@ class EtcdTransport:
                 raise EtcdRefused(str(error)) from None
         token = self._token
         if token is not None:
-            with contextlib.suppress(_TokenRefused, _WatchDenied):
+            with contextlib.suppress(_TokenRefused):
                 return await attempt(endpoint, token)
         return await attempt(endpoint, await self._renewed(endpoint, token))
 
@@ -306,7 +302,7 @@ def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
         raise Compacted(f"{endpoint}: revisions before {message['compact_revision']} are compacted")
     why = message.get("cancel_reason", "the watch was cancelled")
     if "permission denied" in why:
-        raise _WatchDenied(f"{endpoint}: {why}")
+        raise EtcdRefused(f"{endpoint}: {why}")
     raise _failure(endpoint, HTTPStatus.SERVICE_UNAVAILABLE, why)
 
 
