@@ -7,8 +7,8 @@ import pytest
 
 from agentd.errors import RequestError
 from agentd.http.openapi import document
-from agentd.http.path_names import REST, require_names, schema_of
 from agentd.http.problems import STATUSES
+from agentd.http.route import REST, require_names, schema_of
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES
 

@@ -18,10 +18,9 @@ from agentd.core.access import Caller
 from agentd.errors import AgentdError, Unavailable
 from agentd.http.callers import NODE, Callers, note_caller
 from agentd.http.connections.request_turns import end_turn, turn_limited
-from agentd.http.path_names import require_names
 from agentd.http.problems import HTTP_CODES, MEMBERS, problem
 from agentd.http.queries import Query, body_of, note_query, read_query
-from agentd.http.route import OPEN_PATHS, Route
+from agentd.http.route import OPEN_PATHS, Route, require_names
 from agentd.http.site import Site
 from agentd.http.static import Pages, is_foreign
 

@@ -8,9 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from agentd import __version__
-from agentd.http.path_names import schema_of
 from agentd.http.queries import parameter_schemas
-from agentd.http.route import SWITCHED, Media, Route
+from agentd.http.route import SWITCHED, Media, Route, schema_of
 from agentd.views import (
     ProblemView,
 )

@@ -15,6 +15,7 @@ from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName
 from agentd.errors import InsufficientResource
+from agentd.http.metrics import counter, exposition, gauge
 from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
 from agentd.services.access import Access
@@ -29,9 +30,10 @@ from agentd.stderr import LOST
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DEVICE = ("device_name", "id")
+_KERNEL = ("kernel_id", "agent_id")
+_SIZES = ("capacity", "allocated", "free")
 _MEASURED = {
     "utilization_percent": "Utilization of a device in percent",
     "memory_used_bytes": "Used memory of a device",
@@ -42,18 +44,18 @@ _MEASURED = {
 
 
 _USED = {
-    "cpu_seconds": ("cpu_seconds", "Processor time used by a kernel", True),
-    "cpu_throttled_seconds": ("cpu_throttled_seconds", "Time spent throttled", True),
-    "memory_bytes": ("memory_bytes", "Memory charged to a kernel", False),
-    "memory_peak_bytes": ("memory_peak_bytes", "Peak memory charged to a kernel", False),
-    "memory_limit_bytes": ("memory_limit_bytes", "Memory limit of a kernel", False),
-    "io_read_bytes": ("io_read_bytes", "Bytes that a kernel read from disks", True),
-    "io_write_bytes": ("io_write_bytes", "Bytes that a kernel wrote to disks", True),
-    "processes": ("processes", "Processes of a kernel", False),
-    "network_rx_bytes": ("network_receive_bytes", "Bytes that a kernel received", True),
-    "network_tx_bytes": ("network_transmit_bytes", "Bytes that a kernel sent", True),
+    "cpu_seconds": (counter, "cpu_seconds", "Processor time used by a kernel"),
+    "cpu_throttled_seconds": (counter, "cpu_throttled_seconds", "Time spent throttled"),
+    "memory_bytes": (gauge, "memory_bytes", "Memory charged to a kernel"),
+    "memory_peak_bytes": (gauge, "memory_peak_bytes", "Peak memory charged to a kernel"),
+    "memory_limit_bytes": (gauge, "memory_limit_bytes", "Memory limit of a kernel"),
+    "io_read_bytes": (counter, "io_read_bytes", "Bytes that a kernel read from disks"),
+    "io_write_bytes": (counter, "io_write_bytes", "Bytes that a kernel wrote to disks"),
+    "processes": (gauge, "processes", "Processes of a kernel"),
+    "network_rx_bytes": (counter, "network_receive_bytes", "Bytes that a kernel received"),
+    "network_tx_bytes": (counter, "network_transmit_bytes", "Bytes that a kernel sent"),
 }
-"""By member of `Usage`: the metric, its help text, and whether it is a counter."""
+"""By member of `Usage`: the kind of metric, its name, and its help text."""
 
 
 class Metrics:
@@ -87,202 +89,153 @@ class Metrics:
 
     async def text(self, caller: Caller, warnings: int) -> bytes:
         """Return the metrics that a caller may see; `warnings` is the node's number of warnings."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
         uses = await self._statistics.of(kernels)
-        metrics = self
-
-        class Node:
-            def collect(self) -> Iterator[Metric]:
-                return metrics._collected(caller, warnings)
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Node())
-        return generate_latest(registry) + await asyncio.to_thread(_used, uses)
+        metrics = [*self._collected(caller, warnings)]
+        return await asyncio.to_thread(lambda: exposition([*metrics, *_usage(uses)]))
 
     def _collected(self, caller: Caller, warnings: int) -> Iterator[Metric]:
-        state, devices, plugins, access = self._state, self._devices, self._plugins, self._access
-        yield from _node(self._node_id, warnings, state, devices, plugins)
+        state, split, access = self._state, self._devices.split, self._access
         agents, seen = access.agents(caller), access.devices(caller)
+        info = {(self._node_id, __version__): 1}
+        yield gauge("agentd_info", "The node and its daemon", ("node", "version"), info)
+        text = "Generation of the inventory; rises with each change"
+        yield gauge("agentd_inventory_generation", text, (), {(): self._devices.generation})
+        yield gauge("agentd_warnings", "Number of warnings in GET /v1/node", (), {(): warnings})
+        text = "Lines of the log that could not be written"
+        yield counter("agentd_log_lines_lost", text, (), {(): LOST.total})
+        available = {(n,): s.state is RuntimeState.AVAILABLE for n, s in state.runtimes.items()}
+        yield gauge(
+            "agentd_runtime_available", "Whether a runtime answers", ("runtime",), available
+        )
+        yield from _plugins(self._plugins)
         yield from _kernels(access.kernels(caller))
         yield _creates(self._counts, agents)
         yield from _claims(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
-            yield from _refusals(self._counts, devices.inventory.slot_types)
-        yield from _slots(state, devices.split, agents)
-        yield from _limits(state, devices.split, agents)
-        yield from _devices(state, devices.split, plugins, seen, agents)
-        yield _unclaimed(self._unclaimed, seen)
+            yield from _refusals(self._counts, self._devices.inventory.slot_types)
+        yield from _slots(state, split, agents)
+        yield from _limits(state, split, agents)
+        yield from _devices(state, split, self._plugins, seen, agents)
+        ids = {device.device_id for device in seen}
+        unclaimed = {(*i,): len(pids) for i, pids in self._unclaimed.found.items() if i in ids}
+        text = "Processes that use a device which no kernel or claim holds"
+        yield gauge("agentd_unclaimed_processes", text, _DEVICE, unclaimed)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return GaugeMetricFamily(f"agentd_{name}", text, labels=labels)
-
-
-def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    from prometheus_client.core import CounterMetricFamily
-
-    return CounterMetricFamily(f"agentd_{name}", text, labels=labels)
-
-
-def _node(
-    node_id: str, warned: int, state: NodeState, devices: NodeDevices, plugins: Plugins
-) -> Iterator[Metric]:
-    info = _gauge("info", "The node and its daemon", "node", "version")
-    info.add_metric([node_id, __version__], 1)
-    yield info
-    generation = _gauge(
-        "inventory_generation", "Generation of the inventory; rises with each change"
-    )
-    generation.add_metric([], devices.generation)
-    yield generation
-    warnings = _gauge("warnings", "Number of warnings in GET /v1/node")
-    warnings.add_metric([], warned)
-    yield warnings
-    lost = _counter("log_lines_lost", "Lines of the log that could not be written")
-    lost.add_metric([], LOST.total)
-    yield lost
-    runtimes = _gauge("runtime_available", "Whether a runtime answers", "runtime")
-    for name, status in state.runtimes.items():
-        runtimes.add_metric([name], status.state is RuntimeState.AVAILABLE)
-    yield runtimes
-    ready = _gauge("plugin_ready", "Whether a plugin is ready", "plugin")
-    for plugin in plugins.statuses():
-        if plugin.state is not PluginState.ABSENT:
-            ready.add_metric([plugin.name], plugin.state is PluginState.READY)
-    yield ready
-    restarts = _counter("plugin_restarts", "Restarts of a plugin", "plugin")
-    listed = _gauge("plugin_last_list_seconds", "Since a plugin last listed its devices", "plugin")
-    for name, vitals in plugins.vitals().items():
-        restarts.add_metric([name], vitals.restarts)
-        if vitals.listed_s is not None:
-            listed.add_metric([name], vitals.listed_s)
-    yield from (restarts, listed)
+def _plugins(plugins: Plugins) -> Iterator[Metric]:
+    vitals, label = plugins.vitals(), ("plugin",)
+    ready = {
+        (plugin.name,): plugin.state is PluginState.READY
+        for plugin in plugins.statuses()
+        if plugin.state is not PluginState.ABSENT
+    }
+    restarts = {(name,): status.restarts for name, status in vitals.items()}
+    listed = {(n,): status.listed_s for n, status in vitals.items() if status.listed_s is not None}
+    yield gauge("agentd_plugin_ready", "Whether a plugin is ready", label, ready)
+    yield counter("agentd_plugin_restarts", "Restarts of a plugin", label, restarts)
+    text = "Since a plugin last listed its devices"
+    yield gauge("agentd_plugin_last_list_seconds", text, label, listed)
 
 
-def _kernels(shown: Iterable[Kernel]) -> Iterator[GaugeMetricFamily]:
-    kernels = _gauge("kernels", "Kernels by agent and state", "agent", "state")
-    counts = Counter((kernel.agent_id, kernel.state) for kernel in shown)
-    for (agent, kernel_state), count in sorted(counts.items()):
-        kernels.add_metric([agent, kernel_state.value], count)
-    yield kernels
+def _kernels(kernels: Iterable[Kernel]) -> Iterator[Metric]:
+    counts = Counter((kernel.agent_id, kernel.state.value) for kernel in kernels)
+    samples = dict(sorted(counts.items()))
+    yield gauge("agentd_kernels", "Kernels by agent and state", ("agent", "state"), samples)
 
 
-def _used(uses: Sequence[KernelUse]) -> bytes:
-    """Return the series of kernels, formatted here: the library takes 100 ms for a thousand.
-
-    Format: https://prometheus.io/docs/instrumenting/exposition_formats/
-    """
-    owners = [
-        (use, f'kernel_id="{_escaped(use.kernel_id)}",agent_id="{_escaped(use.agent_id)}"')
-        for use in uses
-    ]
-    lines: list[str] = []
-    for member, (name, text, is_counter) in _USED.items():
-        metric = f"agentd_kernel_{name}{'_total' if is_counter else ''}"
-        lines += _head(metric, text, is_counter=is_counter)
-        for use, labels in owners:
-            if (value := getattr(use.usage, member)) is not None:
-                lines.append(f"{metric}{{{labels}}} {value}")
-    shares = _head("agentd_kernel_device_share", "Share of a device held by a kernel")
-    memory = _head("agentd_kernel_device_memory_bytes", "Device memory used by a kernel")
-    for use, labels in owners:
+def _usage(uses: Sequence[KernelUse]) -> Iterator[Metric]:
+    for member, (kind, name, text) in _USED.items():
+        values = {(use.kernel_id, use.agent_id): getattr(use.usage, member) for use in uses}
+        known = {labels: value for labels, value in values.items() if value is not None}
+        yield kind(f"agentd_kernel_{name}", text, _KERNEL, known)
+    shares, memory = {}, {}
+    for use in uses:
         for device in use.devices:
-            where = f'device_name="{_escaped(device.device_name)}",id="{_escaped(device.id)}"'
-            shares.append(f"agentd_kernel_device_share{{{labels},{where}}} {device.share:f}")
-            if (used := device.used_by_kernel_bytes) is not None:
-                memory.append(f"agentd_kernel_device_memory_bytes{{{labels},{where}}} {used}")
-    return "".join(f"{line}\n" for line in (*lines, *shares, *memory)).encode()
-
-
-def _head(metric: str, text: str, *, is_counter: bool = False) -> list[str]:
-    kind = "counter" if is_counter else "gauge"
-    return [f"# HELP {metric} {text}", f"# TYPE {metric} {kind}"]
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            labels = (use.kernel_id, use.agent_id, device.device_name, device.id)
+            shares[labels] = float(device.share)
+            if device.used_by_kernel_bytes is not None:
+                memory[labels] = device.used_by_kernel_bytes
+    labels_of_both = (*_KERNEL, *_DEVICE)
+    text = "Share of a device held by a kernel"
+    yield gauge("agentd_kernel_device_share", text, labels_of_both, shares)
+    text = "Device memory used by a kernel"
+    yield gauge("agentd_kernel_device_memory_bytes", text, labels_of_both, memory)
 
 
 def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
-    creates = _counter("creates", "Creates by agent and result", "agent", "result")
-    for agent in agents:
-        for result in (CREATED, REFUSED, FAILED):
-            creates.add_metric([agent, result], counts.creates.get((agent, result), 0))
-    return creates
+    results = {
+        (agent, result): counts.creates.get((agent, result), 0)
+        for agent in agents
+        for result in (CREATED, REFUSED, FAILED)
+    }
+    return counter("agentd_creates", "Creates by agent and result", ("agent", "result"), results)
 
 
 def _claims(
     claims: Iterable[Claim], counts: ClaimCounts, agents: Collection[str]
 ) -> Iterator[Metric]:
-    held = _gauge("claims", "Claims by agent and kind of holder", "agent", "holder")
     kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimOwner)}
     found = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
-    results = _counter("claims", "Claim requests by agent and result", "agent", "result")
-    for agent in agents:
-        for kind in kinds.values():
-            held.add_metric([agent, kind], found[agent, kind])
-        for result in (CREATED, REFUSED, FAILED):
-            results.add_metric([agent, result], counts.results.get((agent, result), 0))
-    ends = _counter("claim_ends", "Claims that ended, by reason", "reason")
-    for reason in EndReason:
-        ends.add_metric([reason.value], sum(counts.ends.get((a, reason), 0) for a in agents))
-    yield from (held, results, ends)
-
-
-def _unclaimed(unclaimed: UnclaimedProcesses, seen: Iterable[Device]) -> Metric:
-    text = "Processes that use a device which no kernel or claim holds"
-    processes = _gauge("unclaimed_processes", text, "device_name", "id")
-    ids = {device.device_id for device in seen}
-    for device_id, pids in unclaimed.found.items():
-        if device_id in ids:
-            processes.add_metric([*device_id], len(pids))
-    return processes
+    held = {(agent, kind): found[agent, kind] for agent in agents for kind in kinds.values()}
+    text = "Claims by agent and kind of holder"
+    yield gauge("agentd_claims", text, ("agent", "holder"), held)
+    results = {
+        (agent, result): counts.results.get((agent, result), 0)
+        for agent in agents
+        for result in (CREATED, REFUSED, FAILED)
+    }
+    text = "Claim requests by agent and result"
+    yield counter("agentd_claims", text, ("agent", "result"), results)
+    ends = {
+        (reason.value,): sum(counts.ends.get((agent, reason), 0) for agent in agents)
+        for reason in EndReason
+    }
+    yield counter("agentd_claim_ends", "Claims that ended, by reason", ("reason",), ends)
 
 
 def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
-    refusals = _counter("refusals", "Refused creates by error code and slot", "code", "slot")
     of_slots = InsufficientResource.code
-    known = [(code, "") for code in CREATE_CODES - {of_slots}] + [
-        (of_slots, slot) for slot in slots
-    ]
-    for reason, count in sorted({**dict.fromkeys(known, 0), **counts.refusals}.items()):
-        refusals.add_metric(reason, count)
-    yield refusals
+    known = [(code, "") for code in CREATE_CODES - {of_slots}]
+    known += [(of_slots, slot) for slot in slots]
+    refusals = dict(sorted({**dict.fromkeys(known, 0), **counts.refusals}.items()))
+    text = "Refused creates by error code and slot"
+    yield counter("agentd_refusals", text, ("code", "slot"), refusals)
     text = "Duration of creates: own until the runtime call, whole until the kernel ran"
-    took = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
+    durations = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
     for share, histogram in (("own", counts.own), ("whole", counts.whole)):
-        took.add_metric([share], list(histogram.cumulated()), histogram.sum_s)
-    yield took
+        durations.add_metric([share], list(histogram.cumulated()), histogram.sum_s)
+    yield durations
 
 
-def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
-    ledger = state.ledger
-    uses = {agent: rendering.agent_view(agent, split, ledger)["slots"] for agent in agents}
-    for member in ("capacity", "allocated", "free"):
-        gauge = _gauge(f"slot_{member}", f"{member.title()} of an agent's slot", "agent", "slot")
-        for agent, slots in uses.items():
-            for slot, use in slots.items():
-                gauge.add_metric([agent, slot], float(use[member]))
-        yield gauge
+def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
+    uses = {agent: rendering.agent_view(agent, split, state.ledger)["slots"] for agent in agents}
+    for member in _SIZES:
+        samples = {
+            (agent, slot): float(use[member])  # type: ignore[literal-required]
+            for agent, slots in uses.items()
+            for slot, use in slots.items()
+        }
+        text = f"{member.title()} of an agent's slot"
+        yield gauge(f"agentd_slot_{member}", text, ("agent", "slot"), samples)
 
 
-def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[GaugeMetricFamily]:
+def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
     labels = ("agent", "device_name")
-    limits = _gauge("agent_limit", "Limit of an agent", *labels)
-    held = _gauge("agent_limit_held", "Amount held under the limit", *labels)
-    guaranteed = _gauge("agent_limit_guaranteed", "Whether the limit is guaranteed", *labels)
-    for agent in agents:
-        for name, limit in rendering.limit_views(agent, split, state.ledger).items():
-            limits.add_metric([agent, name], float(limit["limit"]))
-            held.add_metric([agent, name], float(limit["held"]))
-            guaranteed.add_metric([agent, name], limit["guaranteed"])
-    yield from (limits, held, guaranteed)
+    limits = {
+        (agent, name): limit
+        for agent in agents
+        for name, limit in rendering.limit_views(agent, split, state.ledger).items()
+    }
+    amounts = {key: float(limit["limit"]) for key, limit in limits.items()}
+    held = {key: float(limit["held"]) for key, limit in limits.items()}
+    guaranteed = {key: limit["guaranteed"] for key, limit in limits.items()}
+    yield gauge("agentd_agent_limit", "Limit of an agent", labels, amounts)
+    yield gauge("agentd_agent_limit_held", "Amount held under the limit", labels, held)
+    text = "Whether the limit is guaranteed"
+    yield gauge("agentd_agent_limit_guaranteed", text, labels, guaranteed)
 
 
 def _devices(
@@ -291,34 +244,39 @@ def _devices(
     plugins: Plugins,
     seen: Iterable[Device],
     agents: Collection[str],
-) -> Iterator[GaugeMetricFamily]:
-    ledger, labels = state.ledger, ("device_name", "id", "slot")
-    states = _gauge("device_state", "1 for the state of the device", "device_name", "id", "state")
-    accelerators = [d for d in seen if d.device_id.name not in (CPU, MEM)]
-    known = {name for device in accelerators for name in (device.stable_id, device.parent)}
-    sizes = {
-        member: _gauge(f"device_{member}", f"{member.title()} of a device", *labels)
-        for member in ("capacity", "allocated", "free")
+) -> Iterator[Metric]:
+    accelerators = [device for device in seen if device.device_id.name not in (CPU, MEM)]
+    views = {
+        device.device_id: rendering.device_view(device, split, state.ledger)
+        for device in accelerators
     }
-    owners = _gauge(
-        "device_agent", "1 for each agent whose partition has the device", *labels[:2], "agent"
-    )
-    for device in accelerators:
-        view = rendering.device_view(device, split, ledger)
-        states.add_metric([*device.device_id, view["state"]], 1)
-        for slot, use in view["slots"].items():
-            for member, gauge in sizes.items():
-                amount = float(use[member])  # type: ignore[literal-required]
-                gauge.add_metric([*device.device_id, slot], amount)
-        for agent in view["agents"]:
-            if agent in agents:
-                owners.add_metric([*device.device_id, agent], 1)
-    yield from (states, *sizes.values(), owners)
+    states = {(*device_id, view["state"]): 1 for device_id, view in views.items()}
+    yield gauge("agentd_device_state", "1 for the state of the device", (*_DEVICE, "state"), states)
+    for member in _SIZES:
+        sizes = {
+            (*device_id, slot): float(use[member])  # type: ignore[literal-required]
+            for device_id, view in views.items()
+            for slot, use in view["slots"].items()
+        }
+        text = f"{member.title()} of a device"
+        yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "slot"), sizes)
+    owners = {
+        (*device_id, agent): 1
+        for device_id, view in views.items()
+        for agent in view["agents"]
+        if agent in agents
+    }
+    text = "1 for each agent whose partition has the device"
+    yield gauge("agentd_device_agent", text, (*_DEVICE, "agent"), owners)
+    known = {name for device in accelerators for name in (device.stable_id, device.parent)}
     ids = {device.stable_id: device.device_id.id for device in accelerators}
-    measured = [(name, item) for name, items in plugins.measurements().items() for item in items]
+    measured = {
+        (name, ids.get(item.stable_id, ""), item.stable_id): item
+        for name, items in plugins.measurements().items()
+        for item in items
+        if item.stable_id in known
+    }
     for member, text in _MEASURED.items():
-        gauge = _gauge(f"device_{member}", text, "device_name", "id", "stable_id")
-        for name, item in measured:
-            if item.stable_id in known and (value := getattr(item, member)) is not None:
-                gauge.add_metric([name, ids.get(item.stable_id, ""), item.stable_id], value)
-        yield gauge
+        values = {labels: getattr(item, member) for labels, item in measured.items()}
+        samples = {labels: value for labels, value in values.items() if value is not None}
+        yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "stable_id"), samples)

@@ -12,9 +12,10 @@ from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
+from agentd.http.metrics import CONTENT_TYPE
 from agentd.http.queries import query_of
 from agentd.rpc import rendering
-from agentd.rpc.metrics import CONTENT_TYPE, Metrics
+from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access

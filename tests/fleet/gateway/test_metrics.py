@@ -4,8 +4,9 @@ import pytest
 
 from agentd.core.access import Caller, Role
 from agentd.errors import KernelConflict
+from agentd.http.metrics import exposition
 from agentd.http.problems import CREATE_CODES
-from agentd_fleet.gateway.metrics import GatewayCounts, exposition
+from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.view.fleet_view import FleetView
 
 ADMIN = Caller("root", Role.ADMIN)
@@ -13,7 +14,7 @@ TEAM = Caller("team", Role.AGENT, frozenset({"agent-1"}))
 
 
 def creates(counts: GatewayCounts, caller: Caller) -> dict[str, float]:
-    text = exposition(FleetView(), caller, counts, is_live=True).decode()
+    text = exposition(fleet_metrics(FleetView(), caller, counts, is_live=True)).decode()
     prefix = 'agentd_fleet_creates_total{result="'
     rows = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
     return {name: float(value) for name, value in (row.split('"} ') for row in rows)}
@@ -36,7 +37,7 @@ def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> N
 
 @pytest.mark.parametrize("caller", [ADMIN, TEAM], ids=lambda caller: caller.role.value)
 def test_every_caller_gets_the_series_of_the_whole_fleet(caller: Caller) -> None:
-    text = exposition(FleetView(), caller, GatewayCounts(), is_live=False).decode()
+    text = exposition(fleet_metrics(FleetView(), caller, GatewayCounts(), is_live=False)).decode()
     assert "agentd_fleet_view_live 0.0" in text
     for state in ("ready", "daemon-down", "lost", "conflicting"):
         assert f'agentd_fleet_nodes{{state="{state}"}} 0.0' in text

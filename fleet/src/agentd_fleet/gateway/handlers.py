@@ -23,13 +23,14 @@ from agentd.http.answers import answer
 from agentd.http.audit import Auditor
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_kernel
+from agentd.http.metrics import CONTENT_TYPE, exposition
 from agentd.http.queries import body_of, prefers_async, query_of
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import Lists
-from agentd_fleet.gateway.metrics import CONTENT_TYPE, GatewayCounts, exposition
+from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.gateway.proxy import pass_on, pass_socket
 from agentd_fleet.gateway.queries import StatsQuery
 from agentd_fleet.nodes.calls import NodeAnswer, Nodes
@@ -240,8 +241,9 @@ class Gateway(Site):
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the fleet in the Prometheus exposition format."""
         caller, view = caller_of(request), self._state.view
-        text = exposition(view, caller, self._counts, is_live=not self._store.why_not_live())
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+        is_live = not self._store.why_not_live()
+        metrics = fleet_metrics(view, caller, self._counts, is_live=is_live)
+        return web.Response(body=exposition(metrics), headers={"Content-Type": CONTENT_TYPE})
 
     def _answer(self, content: object, revision: int) -> web.Response:
         headers = {REVISION: str(revision)}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from agentd.core.access import Caller
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import AgentdError
+from agentd.http.metrics import counter, gauge
 from agentd.http.problems import CREATE_CODES
 from agentd.stderr import LOST
 from agentd_fleet.view.fleet_view import FleetView
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+    from prometheus_client import Metric
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PLACED = "placed"
 
 
@@ -38,53 +38,24 @@ class GatewayCounts:
         self.creates[PLACED] += 1
 
 
-def exposition(view: FleetView, caller: Caller, counts: GatewayCounts, *, is_live: bool) -> bytes:
-    """Return the fleet's metrics; amounts are in bytes and wholes, of the caller's agents only."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    class Fleet:
-        def collect(self) -> Iterator[Metric]:
-            yield from _fleet(view, counts, is_live=is_live)
-            yield from _slots(view, caller)
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Fleet())
-    return generate_latest(registry)
-
-
-def _fleet(view: FleetView, counts: GatewayCounts, *, is_live: bool) -> Iterator[Metric]:
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-    )
-
-    live = GaugeMetricFamily("agentd_fleet_view_live", "Whether the view of nodes is current")
-    live.add_metric([], is_live)
-    nodes = GaugeMetricFamily("agentd_fleet_nodes", "Nodes by state", labels=["state"])
-    states = Counter(view.state_of(node_id) for node_id in view.nodes)
-    for state in ("ready", "daemon-down", "lost", "conflicting", "newer-schema"):
-        nodes.add_metric([state], states[state])
-    creates = CounterMetricFamily(
-        "agentd_fleet_creates", "Creates through this gateway by result", labels=["result"]
-    )
-    for result, count in counts.creates.items():
-        creates.add_metric([result], count)
-    lost = CounterMetricFamily(
-        "agentd_fleet_log_lines_lost", "Lines of the gateway's log that could not be written"
-    )
-    lost.add_metric([], LOST.total)
-    yield from (live, nodes, creates, lost)
-
-
-def _slots(view: FleetView, caller: Caller) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily
-
+def fleet_metrics(
+    view: FleetView, caller: Caller, counts: GatewayCounts, *, is_live: bool
+) -> Iterator[Metric]:
+    """Yield the fleet's metrics; amounts are in bytes and wholes, of the caller's agents only."""
+    text = "Whether the view of nodes is current"
+    yield gauge("agentd_fleet_view_live", text, (), {(): is_live})
+    found = Counter(view.state_of(node_id) for node_id in view.nodes)
+    states = ("ready", "daemon-down", "lost", "conflicting", "newer-schema")
+    nodes = {(state,): found[state] for state in states}
+    yield gauge("agentd_fleet_nodes", "Nodes by state", ("state",), nodes)
+    creates = {(result,): count for result, count in counts.creates.items()}
+    text = "Creates through this gateway by result"
+    yield counter("agentd_fleet_creates", text, ("result",), creates)
+    text = "Lines of the gateway's log that could not be written"
+    yield counter("agentd_fleet_log_lines_lost", text, (), {(): LOST.total})
     uses = view.statistics(agents=caller.agents)
-    for what in ("capacity", "allocated", "free"):
-        family = GaugeMetricFamily(
-            f"agentd_fleet_slot_{what}", f"Slots over the fleet: {what}", labels=["slot"]
-        )
-        for name, use in uses.items():
-            unit = 1 if view.slot_types[name].kind is SlotKind.BYTES else ONE
-            family.add_metric([name], getattr(use, what) / unit)
-        yield family
+    units = {name: 1 if view.slot_types[name].kind is SlotKind.BYTES else ONE for name in uses}
+    for member in ("capacity", "allocated", "free"):
+        amounts = {(name,): getattr(use, member) / units[name] for name, use in uses.items()}
+        text = f"Slots over the fleet: {member}"
+        yield gauge(f"agentd_fleet_slot_{member}", text, ("slot",), amounts)
