@@ -7,13 +7,11 @@ kernel, `journalctl -u agentd -p warning` those for the operator.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import structlog
@@ -53,7 +51,7 @@ def configure(level: str = "info") -> None:
         plain = structlog.dev.plain_traceback
         renderers = [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
-        last = structlog.processors.JSONRenderer(serializer=_json)
+        last = structlog.processors.JSONRenderer()
         renderers = [stamp, structlog.processors.format_exc_info, last]
     sink = _Sink(renderers, write)
     structlog.configure(
@@ -92,15 +90,6 @@ def _report(lines: int, reason: str) -> None:
 
 def _print(text: str) -> None:
     sys.stderr.write(f"{text}\n")
-
-
-def _json(event: structlog.typing.EventDict, default: Callable[[object], object]) -> str:
-    return _encoder(default).encode(event)
-
-
-@cache
-def _encoder(default: Callable[[object], object]) -> json.JSONEncoder:
-    return json.JSONEncoder(default=default)
 
 
 def _drop_below_level(
