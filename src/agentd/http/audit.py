@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from collections.abc import Callable
+from typing import Self
 
 import structlog
 from aiohttp import web
@@ -14,27 +15,20 @@ from agentd.http.callers import caller_of, claim_of, kernel_of
 log = structlog.get_logger()
 
 
-class RefusalLog(Protocol):
-    """A log of refused calls."""
-
-    def note(self, call: Audit, error: AgentdError) -> None:
-        """Record the error that answered a call."""
-
-
 class Auditor:
     """One audited call, used as a context manager around it."""
 
     def __init__(
         self,
         events: EventLog,
-        refusals: RefusalLog | None,
+        on_error: Callable[[Audit, AgentdError], None] | None,
         request: web.Request,
         action: str,
         agent_id: str,
     ) -> None:
-        """Prepare the entry; an error is also recorded in `refusals`."""
+        """Prepare the entry; `on_error` is called with the error that answers the call."""
         self._events = events
-        self._refusals = refusals
+        self._on_error = on_error
         self._request = request
         self._action = action
         self._agent_id = agent_id
@@ -63,8 +57,8 @@ class Auditor:
             claim_id,
         )
         is_its_own = caller.sees(self._agent_id)
-        if self._refusals is not None and is_its_own and isinstance(error, AgentdError):
-            self._refusals.note(audit, error)
+        if self._on_error is not None and is_its_own and isinstance(error, AgentdError):
+            self._on_error(audit, error)
         log.info(
             "rpc.call",
             caller=audit.caller,

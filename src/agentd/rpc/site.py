@@ -67,8 +67,8 @@ class NodeSite(Site):
         is_create = (
             action in ("create_kernel", "create_claim") and agent in self._devices.split.partitions
         )
-        refusals = self._refusals if is_create else None
-        return Auditor(self._events, refusals, request, action, agent)
+        on_error = self._refusals.note if is_create else None
+        return Auditor(self._events, on_error, request, action, agent)
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Answer the readiness probe: ready after the start, including adoption."""
