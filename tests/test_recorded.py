@@ -28,6 +28,7 @@ GONE: Mapping[str, frozenset[str]] = {
     "log_events": frozenset({"peers.publish_failed"}),
     "options": frozenset(
         {
+            "agentctl fleet logs kernel",  # now several: `kernels`
             "agentctl run --async",
             "agentd config migrate",
             "agentd config migrate --force",
@@ -49,6 +50,14 @@ NEW: Mapping[str, frozenset[str]] = {
             "runtime.leftover_unreadable",
             "store.recovered",
             "store.write_failed",
+        }
+    ),
+    "options": frozenset(
+        {
+            "agentctl fleet logs --since",
+            "agentctl fleet logs --stream",
+            "agentctl fleet logs --timestamps/-t",
+            "agentctl fleet logs kernels",
         }
     ),
 }

@@ -228,7 +228,7 @@ def effects_of(words: Sequence[str]) -> Effects:
         (os, "execvpe", recorder.function("execvpe")),
         (os, "execv", recorder.join),
         (time, "sleep", recorder.function("sleep")),
-        (time, "strftime", lambda _: "12:00:00"),
+        (time, "strftime", lambda *_: "12:00:00"),
         (signal, "signal", recorder.function("signal")),
         (secrets, "token_urlsafe", lambda _: "token"),
         (log, "configure", recorder.function("log.configure")),

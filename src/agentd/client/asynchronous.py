@@ -131,8 +131,11 @@ class AsyncClient(StreamCalls):
         call: Call[KernelView] = Call("POST", at("kernels", kernel_id, "stop"), body)
         return await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
-    async def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
-        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout))
+    async def delete_kernel(
+        self, kernel_id: str, timeout: float | None = None, node: str | None = None
+    ) -> None:
+        """Stop and delete a kernel; `node` is for a gateway, if the fleet did not place it."""
+        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout, node=node))
         await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     async def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:

@@ -127,8 +127,11 @@ class Client(BlockingTransport):
         call: Call[KernelView] = Call("POST", at("kernels", kernel_id, "stop"), body)
         return self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
-    def delete_kernel(self, kernel_id: str, timeout: float | None = None) -> None:
-        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout))
+    def delete_kernel(
+        self, kernel_id: str, timeout: float | None = None, node: str | None = None
+    ) -> None:
+        """Stop and delete a kernel; `node` is for a gateway, if the fleet did not place it."""
+        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout, node=node))
         self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
 
     def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:

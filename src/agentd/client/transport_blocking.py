@@ -129,10 +129,14 @@ class BlockingTransport:
         since: str | float | None = None,
         timestamps: bool = False,
         stream: str | None = None,
+        node: str | None = None,
     ) -> Iterator[bytes]:
-        """Yield a kernel's output as it arrives; with `follow` until the kernel ends."""
+        """Yield a kernel's output as it arrives; with `follow` until the kernel ends.
+
+        At a gateway `node` names the kernel's node, if the fleet did not place it.
+        """
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        path = at("kernels", kernel_id, "logs", **query, stream=stream)
+        path = at("kernels", kernel_id, "logs", **query, stream=stream, node=node)
         call: Call[bytes] = Call("GET", path, is_repeatable=False)
         response = self.open(call, CREATE_TIMEOUT_S if follow else None)
         try:

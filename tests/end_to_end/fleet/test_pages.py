@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.client import Client, fleet_calls
+from agentd.client import Client
 from agentd.client.paths import next_query
 from agentd.http.queries import MAX_PAGE
 from daemon import AGENTS, BASE, Daemon
@@ -49,7 +49,7 @@ async def test_each_client_of_a_gateway_reads_all_pages(fleet) -> None:
     page = await gateway.call("GET", "/v1/kernels")
     assert len(page.json) == MAX_PAGE
     client = Client(gateway.socket)
-    rows = await asyncio.to_thread(client.carry_out, fleet_calls.kernels())
+    rows = await asyncio.to_thread(client.kernels)
     assert [row["kernel_id"] for row in rows] == KERNELS
     words = ["agentctl", "--fleet", f"unix:{gateway.socket}", "ls", "-q"]
     done = await asyncio.to_thread(run, *words)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import uuid
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from agentd.cli.agentctl.create import (
     with_progress,
 )
 from agentd.cli.agentctl.exec import run_inside
+from agentd.cli.agentctl.follow import logs, rm
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
@@ -27,14 +29,14 @@ from agentd.cli.agentctl.options import (
     kernel_row,
     pairs,
     quiet_option,
-    remove_each,
 )
 from agentd.cli.agentctl.stats import print_usage, watch, watching
 from agentd.cli.agentctl.ui import ui
 from agentd.cli.output import output_option, print_answer, printed, say
-from agentd.client import Client, fleet_calls
+from agentd.client import Client
 from agentd.client.calls import Call
-from agentd.client.defaults import CHUNK, CREATE_TIMEOUT_S
+from agentd.client.defaults import CREATE_TIMEOUT_S
+from agentd.client.paths import at
 from agentd.errors import AgentdError
 from agentd.views import KernelUseView
 
@@ -42,7 +44,6 @@ GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
 _NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
 _UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
-node_option = click.option("--node", help="Node of a kernel that the fleet did not place.")
 
 
 class FleetGroup(click.Group):
@@ -72,10 +73,16 @@ def nodes(context: click.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    rows = context.obj.carry_out(fleet_calls.nodes())
     print_answer(
-        rows, _NODE_COLUMNS, _node_row, wide=["url", "generation", "conflicting", "seen_at"]
+        _nodes(context.obj),
+        _NODE_COLUMNS,
+        _node_row,
+        wide=["url", "generation", "conflicting", "seen_at"],
     )
+
+
+def _nodes(client: Client) -> list[dict[str, Any]]:
+    return client.carry_out(Call("GET", at("nodes")))
 
 
 def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -124,7 +131,7 @@ def forget_node(client: Client, node: str, yes: bool) -> None:
     """
     if not yes:
         click.confirm(f"Forget {node} and the routes to its kernels?", abort=True, err=True)
-    client.carry_out(fleet_calls.forget_node(node))
+    client.carry_out(Call("DELETE", at("nodes", node)))
 
 
 @fleet_group.group(invoke_without_command=True)
@@ -139,7 +146,7 @@ def slots(context: click.Context) -> None:
     def row(slot: Mapping[str, Any]) -> dict[str, Any]:
         return {key: amount(slot["name"], value) for key, value in slot.items()}
 
-    sums = context.obj.carry_out(fleet_calls.stats())["slots"]
+    sums = context.obj.carry_out(Call("GET", at("stats")))["slots"]
     rows = [{**slot, **sums.get(slot["name"], {})} for slot in context.obj.slot_types()]
     print_answer(rows, ["name", "kind", "quantum", "capacity", "allocated", "free"], row)
 
@@ -149,7 +156,7 @@ def slots(context: click.Context) -> None:
 @click.pass_obj
 def forget_slot(client: Client, name: str) -> None:
     """Forget a slot that no node offers."""
-    client.carry_out(fleet_calls.forget_slot_type(name))
+    client.carry_out(Call("DELETE", at("slot-types", name)))
 
 
 @fleet_group.command()
@@ -158,7 +165,7 @@ def forget_slot(client: Client, name: str) -> None:
 @click.pass_obj
 def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of all nodes."""
-    rows = _listed(client, fleet_calls.devices(tuple(node)))
+    rows = _listed(client, Call("GET", at("devices", node=node)))
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
     print_answer(rows, columns, device_row)
 
@@ -192,10 +199,13 @@ def create(client: Client, /, **options: Any) -> None:
         "policy": options["policy"],
     }
     body = kernel_body(options) | {"placement": {k: v for k, v in wanted.items() if v}}
-    is_dry = options["dry_run"]
+    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
+    is_dry, headers = options["dry_run"], {"Prefer": "respond-async"}
 
     def placed(body: Mapping[str, Any]) -> dict[str, Any]:
-        call = fleet_calls.create_kernel(body, wait=not options["is_async"], dry_run=is_dry)
+        call: Call[dict[str, Any]] = Call(
+            "POST", at("kernels", dry_run=is_dry), body, headers if options["is_async"] else {}
+        )
         return client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
 
     is_waiting = not (is_dry or options["is_async"])
@@ -227,42 +237,12 @@ def ls(
     label: Sequence[str],
 ) -> None:
     """List the kernels of all nodes."""
-    call = fleet_calls.kernels(tuple(node), state=tuple(state), label=tuple(label))
-    print_answer(_listed(client, call), _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
+    path = at("kernels", node=node, state=state, label=label)
+    rows = _listed(client, Call("GET", path, is_paged=True))
+    print_answer(rows, _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
 
 
 fleet_group.add_command(alias_of(ls, "ps"))
-
-
-@fleet_group.command()
-@click.argument("kernel")
-@node_option
-@click.option("--follow", "-f", is_flag=True, help="Follow until the kernel ends.")
-@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines.")
-@click.pass_obj
-def logs(client: Client, kernel: str, node: str | None, follow: bool, tail: int | None) -> None:
-    """Print the output of a kernel."""
-    call = fleet_calls.logs(kernel, node, follow=follow, tail=tail)
-    response = client.open(call, CREATE_TIMEOUT_S if follow else None)
-    while chunk := response.read1(CHUNK):
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
-
-
-@fleet_group.command()
-@click.argument("kernels", nargs=-1, required=True)
-@node_option
-@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@output_option
-@click.pass_obj
-def rm(client: Client, kernels: Sequence[str], node: str | None, timeout: float | None) -> None:
-    """Stop and remove kernels."""
-
-    def remove(kernel: str) -> None:
-        call = fleet_calls.delete_kernel(kernel, node, timeout)
-        client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
-
-    remove_each(kernels, remove)
 
 
 @fleet_group.command()
@@ -294,10 +274,9 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
 def _uses_of_all(client: Client) -> list[KernelUseView]:
     """Return the usage of the kernels of every ready node, as NODE/KERNEL."""
-    nodes = client.carry_out(fleet_calls.nodes())
     return [
         {**use, "kernel_id": f"{node['id']}/{use['kernel_id']}"}
-        for node in nodes
+        for node in _nodes(client)
         if node["state"] == "ready"
         for use in _uses(client, node["id"])
     ]
@@ -306,15 +285,18 @@ def _uses_of_all(client: Client) -> list[KernelUseView]:
 def _uses(client: Client, node: str) -> list[KernelUseView]:
     """Return the usage of a node's kernels; nothing if the node does not answer."""
     with contextlib.suppress(AgentdError):
-        return client.carry_out(fleet_calls.uses(node))
+        return client.carry_out(Call("GET", at("nodes", node, "stats")))
     return []
 
 
-inside = [
-    *run_inside.params,
-    click.Option(["--node"], help="Node of a kernel that the fleet did not place."),
-]
-fleet_group.add_command(
-    click.Command("exec", params=inside, callback=run_inside.callback, help=run_inside.help)
-)
+def _with_node(command: click.Command) -> click.Command:
+    """Return a command for one kernel with an option for the kernel's node."""
+    node = click.Option(["--node"], help="Node of a kernel that the fleet did not place.")
+    copied = copy(command)
+    copied.params = [*command.params, node]
+    return copied
+
+
+for of_kernel in (run_inside, logs, rm):
+    fleet_group.add_command(_with_node(of_kernel))
 fleet_group.add_command(ui)

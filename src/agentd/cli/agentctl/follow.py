@@ -1,4 +1,4 @@
-"""The commands `agentctl logs` and `agentctl wait`: kernels observed until they end."""
+"""The commands `agentctl logs`, `wait`, `stop` and `rm`: kernels until their end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.options import for_each
-from agentd.cli.output import CommandError, say
+from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
+from agentd.cli.output import CommandError, output_option, print_answer, say
 from agentd.client import Client
 from agentd.core.printable import printable
 from agentd.errors import AgentdError, UnknownKernel
 from agentd.service.exit_status import ExitStatus
+from agentd.views import KernelView
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -214,3 +215,29 @@ def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
     if state in ENDED and wanted not in ("removed", "ended", state):
         raise CommandError(f"{kernel} is {state}, and will not be {wanted} any more")
     return state, wanted == state or (wanted == "ended" and state in ENDED)
+
+
+@click.command()
+@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@output_option
+@click.pass_obj
+def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
+    """Stop kernels; they stay listed."""
+    ended: list[KernelView] = []
+    failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
+    if ended:
+        print_answer(ended if len(kernels) > 1 else ended[0], KERNEL_COLUMNS, kernel_row)
+    sys.exit(failed)
+
+
+@click.command()
+@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
+@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
+@output_option
+@click.pass_obj
+def rm(
+    client: Client, kernels: Sequence[str], timeout: float | None, node: str | None = None
+) -> None:
+    """Stop and remove kernels."""
+    remove_each(kernels, lambda kernel: client.delete_kernel(kernel, timeout, node))

@@ -21,7 +21,7 @@ from agentd.cli.agentctl.create import create, explain
 from agentd.cli.agentctl.doctor import check_row, print_checks, print_named, runtimes_row
 from agentd.cli.agentctl.exec import run_inside
 from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
-from agentd.cli.agentctl.follow import logs, wait
+from agentd.cli.agentctl.follow import logs, rm, stop, wait
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
@@ -35,7 +35,6 @@ from agentd.cli.agentctl.options import (
     kernel_row,
     pairs,
     quiet_option,
-    remove_each,
     socket_of,
     suggesting_agents,
     suggestion,
@@ -242,16 +241,6 @@ def slots(client: Client) -> None:
     print_answer(client.slot_types(), columns)
 
 
-agentctl.add_command(fleet_group)
-agentctl.add_command(create)
-agentctl.add_command(explain)
-agentctl.add_command(run)
-agentctl.add_command(claim)
-agentctl.add_command(claims)
-agentctl.add_command(renew)
-agentctl.add_command(release)
-
-
 @agentctl.command()
 @click.option("--agent", help="Only kernels of this agent.", shell_complete=completion.agents)
 @click.option("--state", multiple=True, help="Only kernels in this state; may be repeated.")
@@ -278,9 +267,6 @@ def ls(
     print_answer(rows, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
 
 
-agentctl.add_command(alias_of(ls, "ps"))
-
-
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @output_option
@@ -304,14 +290,6 @@ def inspect(client: Client, kernels: Sequence[str]) -> None:
     sys.exit(failed)
 
 
-agentctl.add_command(logs)
-agentctl.add_command(wait)
-agentctl.add_command(run_inside)
-agentctl.add_command(stats)
-agentctl.add_command(ui)
-agentctl.add_command(top)
-
-
 @agentctl.command()
 @output_option
 @click.pass_obj
@@ -331,30 +309,6 @@ def events(client: Client) -> None:
             say(event_subject(event.data))
         else:
             say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
-
-
-@agentctl.command()
-@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@output_option
-@click.pass_obj
-def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
-    """Stop kernels; they stay listed."""
-    ended: list[KernelView] = []
-    failed = for_each(kernels, lambda kernel: ended.append(client.stop_kernel(kernel, timeout)))
-    if ended:
-        print_answer(ended if len(kernels) > 1 else ended[0], KERNEL_COLUMNS, kernel_row)
-    sys.exit(failed)
-
-
-@agentctl.command()
-@click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@output_option
-@click.pass_obj
-def rm(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
-    """Stop and remove kernels."""
-    remove_each(kernels, lambda kernel: client.delete_kernel(kernel, timeout))
 
 
 @agentctl.command()
@@ -443,7 +397,11 @@ def whoami(client: Client) -> None:
     print_answer(client.whoami(), ["name", "role", "agents", "uid"])
 
 
-agentctl.add_command(token)
+for command in (
+    *(fleet_group, create, explain, run, run_inside, logs, wait, stop, rm, alias_of(ls, "ps")),
+    *(claim, claims, renew, release, stats, top, token, ui),
+):
+    agentctl.add_command(command)
 
 
 def _print_device(device: Mapping[str, Any]) -> None:
