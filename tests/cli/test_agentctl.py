@@ -104,56 +104,43 @@ async def test_stats_measures_the_processor_time_of_live_kernels(up: Daemon) -> 
 
 
 class Terminal:
-    """A command with a terminal as standard error, and as standard output unless piped."""
+    """A command on a terminal."""
 
-    def __init__(self, up: Daemon, *words: str, is_piped: bool = False, **environ: str) -> None:
+    def __init__(self, up: Daemon, *words: str, **environ: str) -> None:
         self._ours, theirs = pty.openpty()
         env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock"), "TERM": "xterm"}
         env |= {"COLUMNS": "80", "LINES": "24", **environ}
-        stdout = subprocess.PIPE if is_piped else theirs
         self.process = subprocess.Popen(
-            [BIN / "agentctl", *words], stdout=stdout, stderr=theirs, env=env
+            [BIN / "agentctl", *words], stdout=theirs, stderr=theirs, env=env
         )
         os.close(theirs)
 
-    def shown(self, until: bytes = b"") -> bytes:
-        """Return what the terminal shows, up to a text or to its end."""
+    def shown(self) -> bytes:
+        """Return all that the terminal shows."""
         text = b""
         with contextlib.suppress(OSError):  # EIO is the end of a terminal
-            while not until or until not in text:
+            while True:
                 text += os.read(self._ours, 65536)
         return text
 
-    def output(self) -> bytes:
-        """Wait for the end of the command; return its standard output."""
-        output, _ = self.process.communicate(timeout=30)
+    def end(self) -> None:
+        """Wait for the end of the command."""
+        self.process.wait(timeout=30)
         os.close(self._ours)
-        return output or b""
 
 
 async def test_colours_are_for_terminals_without_no_color(up: Daemon) -> None:
     await up.running(kernel_id="k1", slots={"cpu": 0})
     coloured = Terminal(up, "ls", NO_COLOR="")
     assert b"\x1b[32mrunning\x1b[0m" in await asyncio.to_thread(coloured.shown)
-    coloured.output()
+    coloured.end()
     for environ in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         plain = Terminal(up, "ls", **environ)
         text = await asyncio.to_thread(plain.shown)
-        plain.output()
+        plain.end()
         assert b"running" in text
         assert b"\x1b" not in text
     assert "\x1b" not in ctl(up, "ls", FORCE_COLOR="1").stdout
-
-
-async def test_wait_shows_progress_on_a_terminal_alone(up: Daemon) -> None:
-    await up.running(kernel_id="k1", slots={"cpu": 0})
-    waiting = Terminal(up, "wait", "k1", is_piped=True)
-    text = b"waiting for ended: k1 (running)"
-    assert text in await asyncio.to_thread(waiting.shown, text)
-    await up.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
-    await asyncio.to_thread(waiting.shown)
-    assert await asyncio.to_thread(waiting.output) == b"k1\n"
-    assert ctl(up, "wait", "k1").stderr == ""
 
 
 async def test_waiting_ends_as_it_says(up: Daemon) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 
@@ -15,13 +16,9 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
 from agentd.cli.output import CommandError, output_option, print_answer, say
 from agentd.client import Client
-from agentd.core.printable import printable
 from agentd.errors import AgentdError, UnknownKernel
 from agentd.service.exit_status import ExitStatus
 from agentd.views import KernelView
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 _POLL_S = 0.2
 _Lines: TypeAlias = "queue.SimpleQueue[bytes | AgentdError | None]"
@@ -128,79 +125,29 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     agentctl wait train-1
     agentctl wait --for running --timeout 60 train-1 train-2
     """
-    end = None if timeout is None else time.monotonic() + timeout
-    states, failed = dict.fromkeys(kernels, ""), False
-    with StatusLine() as progress:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    waiting, failed = dict.fromkeys(kernels), False
 
-        def look(kernel: str) -> None:
-            try:
-                states[kernel], has_reached = _reached(client, kernel, wanted)
-            except BaseException:
-                progress.clear()
-                raise
-            if has_reached:
-                del states[kernel]
-                progress.clear()
-                say(kernel)
+    def check(kernel: str) -> None:
+        if _has_reached(client, kernel, wanted):
+            del waiting[kernel]
+            say(kernel)
 
-        while states:
-            for kernel in tuple(states):
-                if for_each([kernel], look):
-                    del states[kernel]
-                    failed = True
-            if states and end is not None and time.monotonic() > end:
-                progress.clear()
-                say(f"agentctl: not {wanted}: {', '.join(states)}", err=True)
-                sys.exit(ExitStatus.TIMED_OUT)
-            if states:
-                rows = ", ".join(f"{kernel} ({state})" for kernel, state in states.items())
-                progress.show(f"waiting for {wanted}: {rows}")
-                time.sleep(_POLL_S)
+    while waiting:
+        for kernel in tuple(waiting):
+            if for_each([kernel], check):
+                del waiting[kernel]
+                failed = True
+        if waiting and time.monotonic() > end:
+            say(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
+            sys.exit(ExitStatus.TIMED_OUT)
+        if waiting:
+            time.sleep(_POLL_S)
     sys.exit(failed)
 
 
-class StatusLine:
-    """One line on standard error that is replaced; none where that is not a terminal."""
-
-    def __init__(self) -> None:
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            from rich.live import Live
-
-            from agentd.cli.tables import console
-
-            self._live = Live(
-                console=console(is_error=True),
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def show(self, text: str) -> None:
-        """Show a text in place of the last one."""
-        if self._live is not None:
-            from rich.text import Text
-
-            self._live.start()
-            self._live.update(
-                Text(printable(text), no_wrap=True, overflow="ellipsis"), refresh=True
-            )
-
-    def clear(self) -> None:
-        """Remove the line, so that something else can be printed."""
-        if self._live is not None:
-            self._live.stop()
-
-
-def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
-    """Return the state of a kernel, and whether it is the wanted one.
+def _has_reached(client: Client, kernel: str, wanted: str) -> bool:
+    """Return whether a kernel has the wanted state.
 
     Raises:
         AgentdError: the kernel is unknown or the daemon is unreachable.
@@ -210,11 +157,11 @@ def _reached(client: Client, kernel: str, wanted: str) -> tuple[str, bool]:
         state = client.kernel(kernel)["state"]
     except UnknownKernel:
         if wanted == "removed":
-            return "removed", True
+            return True
         raise
     if state in ENDED and wanted not in ("removed", "ended", state):
         raise CommandError(f"{kernel} is {state}, and will not be {wanted} any more")
-    return state, wanted == state or (wanted == "ended" and state in ENDED)
+    return wanted == state or (wanted == "ended" and state in ENDED)
 
 
 @click.command()
