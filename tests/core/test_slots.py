@@ -22,7 +22,6 @@ from agentd.core.slots import (
     parse_amount,
     parse_base_units,
     parse_quantity,
-    parse_slots,
     read_slots,
 )
 from agentd.errors import (
@@ -167,7 +166,7 @@ def test_amounts_round_trip_unchanged() -> None:
 
 
 def test_unknown_slots_are_refused_only_when_not_zero() -> None:
-    assert parse_slots({"tpu.chip": "0", "x": 0.0, "cpu": 1}, TYPES) == {"cpu": ONE}
+    assert ResourceSlots.parse({"tpu.chip": "0", "x": 0.0, "cpu": 1}, TYPES) == {"cpu": ONE}
     with pytest.raises(UnsupportedResource) as caught:
         read_slots(
             {"tpu.chip": 1, "npu": "4g", "cpu": 1}, TYPES, failed={"tpu": "no driver", "x": "y"}
@@ -242,7 +241,7 @@ def test_refusals_of_slots_come_in_order(raw, error) -> None:
     ],
 )
 def test_every_spelling_of_zero_is_zero(zero) -> None:
-    assert parse_slots({"cpu": zero, "mem": zero, "npu": zero}, TYPES) == {}
+    assert ResourceSlots.parse({"cpu": zero, "mem": zero, "npu": zero}, TYPES) == {}
 
 
 def test_every_wrong_amount_is_listed_with_its_place() -> None:
@@ -256,9 +255,9 @@ def test_every_wrong_amount_is_listed_with_its_place() -> None:
 
 
 def test_slots_of_one_exclusive_group_refuse_each_other() -> None:
-    assert parse_slots({"cuda.device": 1, "cuda.shares": 0}, TYPES)
+    assert ResourceSlots.parse({"cuda.device": 1, "cuda.shares": 0}, TYPES)
     with pytest.raises(InvalidSlotCombination, match=r"cuda\.device and cuda\.shares"):
-        parse_slots({"cuda.device": 1, "cuda.shares": "0.5"}, TYPES)
+        ResourceSlots.parse({"cuda.device": 1, "cuda.shares": "0.5"}, TYPES)
 
 
 def test_the_reference_tells_the_truth() -> None:

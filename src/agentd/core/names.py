@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import TypeGuard, TypeVar
 
 _H = TypeVar("_H", bound=Hashable)
@@ -22,12 +21,7 @@ _SHOWN = 80
 
 def is_name(text: object) -> TypeGuard[str]:
     """Return whether this is a name."""
-    return isinstance(text, str) and _is_name(text)
-
-
-@lru_cache
-def _is_name(text: str) -> bool:
-    return _NAME.fullmatch(text) is not None
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
 def checked(text: str) -> str:

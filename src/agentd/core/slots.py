@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
-from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeAlias
 
@@ -157,10 +156,6 @@ class Quantity:
     text: str = field(compare=False)
     """The original text, for messages."""
 
-    def in_units_of(self, kind: SlotKind) -> int | Fraction:
-        """Return the amount in base units of `kind`, possibly a fraction."""
-        return self.value if kind is SlotKind.BYTES else self.value * ONE
-
     def canonical(self) -> str:
         """Return one canonical spelling for equal quantities."""
         return str(self.value)
@@ -181,7 +176,14 @@ def parse_quantity(raw: object) -> Quantity:
         return raw
     if isinstance(raw, AmountError):
         raise AmountError(*raw.args)
-    return _quantity_of(_text_of(raw))
+    text = _text_of(raw)
+    if _PLAIN.fullmatch(text):
+        return Quantity(_number(text), is_size=False, text=text)
+    if match := _SIZE.fullmatch(text):
+        suffix = (match[2] or "").lower()
+        power = "kmgtpe".index(suffix) + 1 if suffix else 0
+        return Quantity(_number(match[1]) * 1024**power, is_size=True, text=text)
+    raise AmountError(_why_no_quantity(text))
 
 
 def read_quantity(raw: object) -> Quantity | AmountError:
@@ -192,19 +194,8 @@ def read_quantity(raw: object) -> Quantity | AmountError:
         return error
 
 
-@lru_cache
-def _quantity_of(text: str) -> Quantity:
-    """Parse a text of at most `MAX_TEXT` characters, cached: requests repeat a few amounts."""
-    if text.isdecimal() and text.isascii():
-        return Quantity(int(text), is_size=False, text=text)
-    if match := _PLAIN.fullmatch(text):
-        return Quantity(Fraction(text), is_size=False, text=text)
-    if match := _SIZE.fullmatch(text):
-        suffix = (match[2] or "").lower()
-        power = "kmgtpe".index(suffix) + 1 if suffix else 0
-        number = int(match[1]) if match[1].isdecimal() else Fraction(match[1])
-        return Quantity(number * 1024**power, is_size=True, text=text)
-    raise AmountError(_why_no_quantity(text))
+def _number(text: str) -> int | Fraction:
+    return int(text) if text.isdecimal() else Fraction(text)
 
 
 def _text_of(raw: object) -> str:
@@ -274,7 +265,7 @@ def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
         raise AmountError(
             f"{quantity.text!r} is a size, expected a plain decimal for a counted slot"
         )
-    exact = quantity.in_units_of(kind)
+    exact = quantity.value if kind is SlotKind.BYTES else quantity.value * ONE
     if exact > MAX_AMOUNT:
         raise AmountError(f"exceeds the maximum of {format_amount(MAX_AMOUNT, kind)}")
     if exact.denominator != 1:
@@ -345,7 +336,7 @@ class ResourceSlots(Mapping[SlotName, int]):
             UnsupportedResource: slots are not in `types` and not zero.
             InvalidSlotCombination: two slots exclude each other.
         """
-        return parse_slots(raw, types)
+        return read_slots(raw, types).accepted()
 
     def to_wire(self, types: Mapping[SlotName, SlotType]) -> dict[str, str]:
         """Return plain decimals by slot; a slot that is not in `types` is a KeyError."""
@@ -426,16 +417,6 @@ class SlotReading(NamedTuple):
             first = min(self.late)
             raise PluginUnavailable(f"plugin {first} is pending: {self.late[first]}")
         return self.slots
-
-
-def parse_slots(raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-    """Parse a request's slots where no plugin is pending.
-
-    Raises:
-        UnsupportedResource, InvalidSlotAmount, InvalidSlotCombination: see `read_slots` and
-            `SlotReading.accepted`.
-    """
-    return read_slots(raw, types).accepted()
 
 
 def read_slots(

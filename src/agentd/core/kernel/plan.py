@@ -7,7 +7,6 @@ is overridden, because the plan's environment is explicit.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from hashlib import sha256
 
 import msgspec
@@ -97,7 +96,6 @@ class KernelPlan(msgspec.Struct, frozen=True):
     fence: Fence = msgspec.field(default_factory=Fence)
 
 
-@lru_cache
 def name_prefix(node_id: str) -> str:
     """Return the prefix of the names of a node's kernels.
 
