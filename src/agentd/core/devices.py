@@ -216,32 +216,18 @@ class Inventory:
             found |= dict.fromkeys(device.former, device)
         return {**found, **self.by_stable_id}
 
-    def parts_of(self, stable_id: str) -> Sequence[Device]:
-        """Return the parts of a physical device."""
-        return self._parts.get(stable_id, ())
+    @cached_property
+    def parts(self) -> Mapping[str, list[Device]]:
+        """The parts of each physical device that is listed in parts, by its stable id."""
+        return _grouped((device.parent, device) for device in self.devices if device.parent)
 
     @cached_property
-    def _parts(self) -> Mapping[str, list[Device]]:
-        parts: dict[str, list[Device]] = {}
-        for device in self.devices:
-            if device.parent:
-                parts.setdefault(device.parent, []).append(device)
-        return parts
+    def by_slot(self) -> Mapping[SlotName, list[Device]]:
+        return _grouped((slot, device) for device in self.devices for slot in device.slot_names)
 
     @cached_property
-    def by_slot(self) -> Mapping[SlotName, tuple[Device, ...]]:
-        slots: dict[SlotName, list[Device]] = {}
-        for device in self.devices:
-            for slot in device.slot_names:
-                slots.setdefault(slot, []).append(device)
-        return {slot: tuple(devices) for slot, devices in slots.items()}
-
-    @cached_property
-    def by_name(self) -> Mapping[str, tuple[Device, ...]]:
-        names: dict[str, list[Device]] = {}
-        for device in self.devices:
-            names.setdefault(device.device_id.name, []).append(device)
-        return {name: tuple(devices) for name, devices in names.items()}
+    def by_name(self) -> Mapping[str, list[Device]]:
+        return by_name(self.devices)
 
     def quantum(self, slot: SlotName) -> int:
         """Return the quantum of a slot; 1 if only a missing device offers it."""
@@ -295,15 +281,9 @@ class Inventory:
             for d in there
         ]
         warnings += _other_secondaries(devices, now)
-        fresh = [device for device in kept if device.device_id.name == name]
-        if not fresh:
-            return self._with(devices), warnings
-        taken = {device.device_id for device in there}
-        for device in fresh:
-            device_id = _free_id(device.device_id, taken)
-            taken.add(device_id)
-            devices.append(replace(device, device_id=device_id))
-        return Inventory.of(self.slot_types.values(), with_shared_health(devices)), warnings
+        fresh = (device for device in kept if device.device_id.name == name)
+        devices += _with_free_ids(fresh, {device.device_id for device in there})
+        return self._with(devices), warnings
 
     def _unknown_slots(self, device: Device) -> str:
         """Return the slots of a listed device that no slot type describes."""
@@ -325,9 +305,7 @@ class Inventory:
     def with_withheld(self, reason: str) -> Inventory:
         """Return the inventory with its real accelerators withheld; an empty reason ends that."""
         return self._with(
-            replace(device, withheld=reason)
-            if device.is_real_accelerator and device.withheld != reason
-            else device
+            replace(device, withheld=reason) if device.is_real_accelerator else device
             for device in self.devices
         )
 
@@ -336,11 +314,12 @@ class Inventory:
     ) -> Inventory:
         """Return the inventory in which exactly these devices wait for an engine, or are busy."""
         return self._with(
-            replace(device, awaited=wanted[0], busy=wanted[1])
-            if (device.awaited, device.busy) != wanted
-            else device
+            replace(
+                device,
+                awaited=awaited.get(device.device_id, ""),
+                busy=busy.get(device.device_id, ""),
+            )
             for device in self.devices
-            for wanted in [(awaited.get(device.device_id, ""), busy.get(device.device_id, ""))]
         )
 
     def with_health_unknown(self, name: str, reason: str) -> Inventory:
@@ -358,13 +337,26 @@ class Inventory:
         )
 
     def _with(self, devices: Iterable[Device]) -> Inventory:
-        changed = tuple(with_shared_health([*devices]))
-        return self if changed == self.devices else Inventory(self.slot_types, changed)
+        """Return the inventory with these devices; the same one if nothing changed."""
+        changed = Inventory.of(self.slot_types.values(), with_shared_health([*devices]))
+        return self if changed.devices == self.devices else changed
 
     def without(self, device_id: DeviceId) -> Inventory:
         """Return an inventory without `device_id`."""
         kept = (d for d in self.devices if d.device_id != device_id)
         return Inventory.of(self.slot_types.values(), kept)
+
+
+def by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    """Return devices by device name."""
+    return _grouped((device.device_id.name, device) for device in devices)
+
+
+def _grouped(pairs: Iterable[tuple[str, Device]]) -> dict[str, list[Device]]:
+    groups: dict[str, list[Device]] = {}
+    for key, device in pairs:
+        groups.setdefault(key, []).append(device)
+    return groups
 
 
 def warnings_by_name(
@@ -379,10 +371,7 @@ def warnings_by_name(
     several.
     """
     one, several = endings
-    names: dict[str, list[Device]] = {}
-    for device in devices:
-        names.setdefault(device.device_id.name, []).append(device)
-    for name, found in names.items():
+    for name, found in by_name(devices).items():
         first, *others = dict.fromkeys(map(reason_of, found))
         reason = f"{first}, and {len(others)} other reasons" if others else first
         ids = [device.device_id.id for device in found]
@@ -537,11 +526,7 @@ def with_remembered(
             continue
         taken.add(before.device_id)
         result.append(replace(device, device_id=before.device_id, drained=before.drained))
-    for device in fresh:
-        device_id = _free_id(device.device_id, taken)
-        taken.add(device_id)
-        result.append(replace(device, device_id=device_id))
-    return result
+    return result + _with_free_ids(fresh, taken)
 
 
 def _missing(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
@@ -583,6 +568,16 @@ def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
         ):
             return now
     return None
+
+
+def _with_free_ids(fresh: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
+    """Return new devices under ids that nobody else has."""
+    found = []
+    for device in fresh:
+        device_id = _free_id(device.device_id, taken)
+        taken.add(device_id)
+        found.append(replace(device, device_id=device_id))
+    return found
 
 
 def _free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:

@@ -114,4 +114,4 @@ def _is_whole(group: Sequence[DeviceCandidate], inventory: Inventory) -> bool:
     parent, slot = group[0].device.parent, group[0].device.slot
     if parent is None:
         return True
-    return len(group) == sum(part.slot == slot for part in inventory.parts_of(parent))
+    return len(group) == sum(part.slot == slot for part in inventory.parts[parent])

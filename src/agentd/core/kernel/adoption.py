@@ -296,7 +296,7 @@ def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tup
             device = _gone(share, inventory)
             missing[stable_id] = device
         placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
-        placed += (_whole(part) for part in inventory.parts_of(stable_id))
+        placed += (_whole(part) for part in inventory.parts.get(stable_id, ()))
     for device in missing.values():
         inventory = inventory.with_device(device)
     held = _one_for_each_device(placed, inventory, _sum)

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import msgspec
 
-from agentd.core.devices import Device, DeviceId
+from agentd.core.devices import Device, DeviceId, by_name
 from agentd.core.partition.rules import (
     AgentRule,
     Count,
@@ -43,10 +43,7 @@ class AssignableDevices:
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
-        names: dict[str, list[Device]] = {}
-        for device in self.devices:
-            names.setdefault(device.device_id.name, []).append(device)
-        return names
+        return by_name(self.devices)
 
 
 class Assignment(msgspec.Struct, frozen=True):
