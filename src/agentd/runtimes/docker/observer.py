@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedStat
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.states import LIVE, Kernel, KernelRef
 from agentd.core.names import shortened
-from agentd.host.cgroups.usage import COUNTED_V1, MOUNT, UNIFIED, CgroupCounters, counters_of, is_v2
+from agentd.host.cgroups.usage import CgroupCounters, counters_of
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError
@@ -36,12 +36,8 @@ log = structlog.get_logger()
 INSPECTS_AT_ONCE = 16
 ASK_TIMEOUT_S = 5.0
 """Seconds that an engine may take to describe one container, or itself."""
-ACCOUNT_TIMEOUT_S = 2.0
-"""Seconds that the usage of all kernels may wait for the engine's answers about some."""
 LIST_TIMEOUT_S = 20.0
 """Seconds that a list, or the removal of an interrupted create, may take."""
-_PLACES = ("docker/{}", "system.slice/docker-{}.scope")
-"""Paths of cgroups by the engine's driver, cgroupfs or systemd (dockerd(8), `--cgroup-parent`)."""
 
 
 class ContainerObserver:
@@ -53,8 +49,9 @@ class ContainerObserver:
         self._engine = engine
         self._node_id = node_id
         self._last_seen = last_seen or LastSeen()
-        self._accounts: dict[str, CgroupCounters] = {}
-        self._asked_for: set[str] = set()
+        self._pids: dict[str, int] = {}
+        """The first process of each running container, by id."""
+        self._counters: dict[str, CgroupCounters] = {}
         self._elsewhere: dict[str, str] = {}
         self._ignored: frozenset[str] = frozenset()
 
@@ -130,6 +127,8 @@ class ContainerObserver:
         """Remember the container of a kernel whose name is not its own."""
         if event.name != kernel_name(self._node_id, event.kernel_id):
             self._elsewhere[event.kernel_id] = event.container
+        if event.action == DESTROY:
+            self._pids.pop(event.container, None)
         if event.action == DESTROY and self._elsewhere.get(event.kernel_id) == event.container:
             del self._elsewhere[event.kernel_id]
 
@@ -159,37 +158,22 @@ class ContainerObserver:
         path = f"/containers/{container}/json"
         return inspected(await self._engine.call("GET", path, timeout_s=ASK_TIMEOUT_S))
 
-    async def accounts(self, kernels: Sequence[Kernel]) -> Mapping[str, CgroupCounters]:
-        """Return the cgroup counters of running containers; each is searched once.
-
-        The engine is only called for containers outside of the usual cgroups. Late answers are
-        skipped.
-        """
+    def counters(self, kernels: Sequence[Kernel]) -> Mapping[str, CgroupCounters]:
+        """Return the cgroup counters of running containers, found by their first processes."""
         handles = {k.kernel_id: k.handle for k in kernels if k.handle and k.state in LIVE}
-        living = set(handles.values())
-        kept = {handle: found for handle, found in self._accounts.items() if handle in living}
-        kept |= await asyncio.to_thread(_looked_for, sorted(living - kept.keys()))
-        elsewhere = sorted(living - kept.keys() - self._asked_for)[:INSPECTS_AT_ONCE]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ACCOUNT_TIMEOUT_S):
-                found = await asyncio.gather(*map(self._placed, elsewhere), return_exceptions=True)
-                places = zip(elsewhere, found, strict=True)
-                kept |= {h: item for h, item in places if isinstance(item, CgroupCounters)}
-        self._asked_for = (self._asked_for | {*elsewhere}) & living
-        self._accounts = kept
-        return {k: kept[handle] for k, handle in handles.items() if handle in kept}
-
-    async def _placed(self, container: str) -> CgroupCounters | None:
-        """Return a container's cgroup counters from its process, None if unknown."""
-        shown = await self._found(container)
-        pid = shown["State"].get("Pid", 0) if shown is not None else 0
-        found = counters_of(pid, container) if pid else CgroupCounters()
-        return replace(found, has_network=True) if found.folders else None
+        by_handle = {h: known for h, known in self._counters.items() if h in handles.values()}
+        for handle in handles.values():
+            pid = self._pids.get(handle)
+            if handle not in by_handle and pid and (found := counters_of(pid, handle)).folders:
+                by_handle[handle] = replace(found, has_network=True)
+        self._counters = by_handle
+        return {k: by_handle[handle] for k, handle in handles.items() if handle in by_handle}
 
     def observed(self, shown: Mapping[str, Any]) -> ObservedKernel:
         """Return the kernel of a container, with the reason if the engine ended it."""
         found = observed_kernel(shown)
         if found.is_alive:
+            self._pids[found.handle] = shown["State"].get("Pid", 0)
             return found
         ending = self._last_seen.explain(found.ending)
         return found if ending is found.ending else msgspec.structs.replace(found, ending=ending)
@@ -209,16 +193,3 @@ def _ignored(shown: Mapping[str, Any]) -> str:
         f"container {shown['Id'][:12]} is ignored and holds nothing: its label {KERNEL_LABEL}"
         f" is {kernel_id}, expected a kernel id"
     )
-
-
-def _looked_for(containers: Sequence[str]) -> dict[str, CgroupCounters]:
-    """Return the cgroup counters of containers in the usual cgroups."""
-    found: dict[str, CgroupCounters] = {}
-    hierarchies = [UNIFIED] if is_v2() else [c for c in COUNTED_V1 if (MOUNT / c).exists()]
-    for container in containers:
-        for place in _PLACES:
-            folders = {name: MOUNT / name / place.format(container) for name in hierarchies}
-            if all(folder.exists() for folder in folders.values()):
-                paths = {name: str(folder) for name, folder in folders.items()}
-                found[container] = CgroupCounters(paths, has_network=True)
-    return found

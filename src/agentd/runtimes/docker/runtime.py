@@ -344,9 +344,7 @@ class DockerRuntime:
             return await start_exec(self._engine, self._socket, self._node_id, container, spec)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
-        with proving():
-            accounts = await self._observer.accounts(kernels)
-        return await asyncio.to_thread(counted, accounts)
+        return await asyncio.to_thread(lambda: counted(self._observer.counters(kernels)))
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         return printed(self._engine, self._container(ref), query)
