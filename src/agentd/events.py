@@ -89,10 +89,6 @@ class Listener:
         self._is_closed = True
         self._woken.set()
 
-    def more(self, most: int) -> list[Event]:
-        """Return further events that are already queued."""
-        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-
     async def follow(self, pause_s: float) -> AsyncIterator[Event | None]:
         """Yield events until the log is closed, and None in every pause.
 

@@ -10,20 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from agentd.core.kernel.states import KERNEL_ID
 from agentd.core.labels import MAX_LABELS_BYTES, size_of
 from agentd.core.names import did_you_mean
-from agentd.core.slots import (
-    WrittenFloat,
-)
+from agentd.core.slots import WrittenFloat
 from agentd.errors import PRIVATE_MEMBERS, InvalidRequest, Problem
 
 MAX_ITEMS = 256
@@ -145,16 +137,6 @@ def _executable(words: list[str]) -> list[str]:
 
 
 Command = Annotated[Words, AfterValidator(_executable)]
-
-
-def no_members() -> Any:
-    """Return the default of an object; a literal would be copied for each body."""
-    return Field(default_factory=dict, json_schema_extra={"default": {}})
-
-
-def no_items() -> Any:
-    """Return the default of a list; see `no_members`."""
-    return Field(default_factory=list, json_schema_extra={"default": []})
 
 
 class Body(BaseModel):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+import msgspec
 from aiohttp import web
 
 from agentd.events import Event, EventLog
 from agentd.http.answers import answer
 from agentd.http.callers import caller_of
-from agentd.http.streaming.server_sent_events import EncodedEvents, encode_event
 from agentd.http.streaming.streams import Streams, stream_events
 from agentd.rpc import rendering
 from agentd.rpc.visibility import Visibility
@@ -26,7 +24,6 @@ class EventHandlers:
         self._refusals = refusals
         self._visibility = visibility
         self._streams = streams
-        self._encoded = EncodedEvents()
 
     async def list_refusals(self, request: web.Request) -> web.Response:
         """List the creates refused in the last hour with their reasons, oldest first."""
@@ -40,11 +37,11 @@ class EventHandlers:
 
         def encode(event: Event) -> bytes:
             seen = self._visibility.event(event, caller)
-            return encode_event(self._events.id_of(event), *seen) if seen else b""
-
-        def encoded(event: Event) -> bytes:
-            key = event.number, event.kind  # a reset has the number of the event before it
-            return self._encoded.of(key, caller.agents, partial(encode, event))
+            if seen is None:
+                return b""
+            kind, content = seen
+            head = f"id: {self._events.id_of(event)}\nevent: {kind}\ndata: "
+            return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
         with self._streams.opened(request):
-            return await stream_events(request, self._events, encoded)
+            return await stream_events(request, self._events, encode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from agentd.core.access import require_id
@@ -18,7 +19,7 @@ from agentd.http.site import Site
 from agentd.http.streaming.streams import stream_log
 from agentd.rpc import rendering
 from agentd.rpc.exec import run_over
-from agentd.rpc.pages import Encodings, answer_page
+from agentd.rpc.pages import answer_page
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.rpc.usage import usage_view
@@ -51,7 +52,6 @@ class KernelHandlers:
         self._service = service
         self._execs = execs
         self._statistics = statistics
-        self._encodings = Encodings()
 
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
@@ -91,11 +91,10 @@ class KernelHandlers:
             kernels = [kernel for kernel in kernels if kernel.claim_id == query.claim]
         if agent is not None and not kernels:
             self._devices.partition(agent)
-        self._encodings.keep_only(self._state.kernels)
         return answer_page(
             request,
             kernels,
-            lambda kernel: self._encodings.of(kernel, self._devices.inventory),
+            lambda kernel: msgspec.json.encode(self._shown(kernel)),
             lambda kernel: not query.state or kernel.state in query.state,
         )
 

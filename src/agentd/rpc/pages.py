@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from agentd.core.claim.claim import Claim
-from agentd.core.devices import Inventory
 from agentd.core.kernel.states import KERNEL_ID, Kernel
 from agentd.errors import InvalidRequest, Problem
 from agentd.http.queries import MAX_PAGE_BYTES, query_of
 from agentd.rpc.queries import PageQuery
-from agentd.rpc.rendering import kernel_view
 
 _CURSOR = re.compile(rf"([0-9]{{1,18}})~({KERNEL_ID})")
 _Position: TypeAlias = tuple[int, str]
@@ -74,24 +71,3 @@ def _read(after: str, ordered: Sequence[Kernel | Claim]) -> _Position:
             return position
     why = f"invalid position {after!r}: expected a listed id, or `after` of the header Link"
     raise InvalidRequest([Problem("after", why)])
-
-
-class Encodings:
-    """A cache of kernels as JSON; most do not change between two lists."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Kernel, Inventory, bytes]] = {}
-
-    def of(self, kernel: Kernel, inventory: Inventory) -> bytes:
-        """Return a kernel as JSON."""
-        known = self._kept.get(kernel.kernel_id)
-        if known is not None and known[0] is kernel and known[1] is inventory:
-            return known[2]
-        encoded = msgspec.json.encode(kernel_view(kernel, inventory))
-        self._kept[kernel.kernel_id] = (kernel, inventory, encoded)
-        return encoded
-
-    def keep_only(self, kernels: Collection[str]) -> None:
-        """Drop every cached kernel that is not in `kernels`."""
-        for gone in self._kept.keys() - set(kernels):
-            del self._kept[gone]

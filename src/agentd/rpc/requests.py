@@ -56,8 +56,6 @@ from agentd.http.bodies import (
     Path,
     Text,
     Variables,
-    no_items,
-    no_members,
 )
 
 MAX_LIMIT = 2**63 - 1
@@ -144,15 +142,15 @@ class CreateKernelRequest(Body):
 
     kernel_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
     image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
-    command: Command = no_items()
-    env: Variables = no_members()
-    slots: Amounts = no_members()
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
+    command: Command = Field([])
+    env: Variables = Field({})
+    slots: Amounts = Field({})
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = Field({})
     claim: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
     keep_claim: bool = False
-    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = no_items()
-    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = no_items()
-    labels: Labels = no_members()
+    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = Field([])
+    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = Field([])
+    labels: Labels = Field({})
     working_dir: Path | None = None
     user: Name | None = None
     pull_policy: Literal["missing", "always", "never"] = "missing"
@@ -164,10 +162,10 @@ class CreateKernelRequest(Body):
         | None
     ) = None
     network: Name | None = None
-    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = no_items()
+    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = Field([])
     shm_size: Size | None = None
     pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = no_members()
+    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = Field({})
 
     @field_validator("ulimits")
     @classmethod
@@ -278,11 +276,11 @@ class CreateClaimRequest(Body):
     is_required: ClassVar[bool] = True
 
     claim_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
-    slots: Amounts = no_members()
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = no_members()
+    slots: Amounts = Field({})
+    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = Field({})
     holder: HolderRequest
     owner_uid: Annotated[int, Field(ge=0, le=2**32 - 2)] | None = None
-    labels: Labels = no_members()
+    labels: Labels = Field({})
     edits: Literal["process", "container"] = "process"
     observed: bool = False
 

@@ -20,7 +20,7 @@ _TURN = "agentd.turn"
 
 
 class _CallerTurns(asyncio.Semaphore):
-    """The turns of one caller, of which one begins at a time."""
+    """The turns of one caller; one begins at a time."""
 
     def __init__(self) -> None:
         super().__init__(MAX_AT_ONCE)

@@ -29,8 +29,6 @@ LOG_PATIENCE_S = 1.0
 """Seconds that a follower waits for the first bytes before the response begins."""
 KEEP_ALIVE_S = 15.0
 HANG_UP_POLL_S = 0.5
-MAX_AT_ONCE = 32
-"""Events written at once to a client that lags behind."""
 MOST_STREAMS = 64
 """Maximum open streams of one caller."""
 
@@ -127,11 +125,11 @@ async def _given_up(reading: asyncio.Future[bytes]) -> None:
 
 
 async def stream_events(
-    request: web.Request, events: EventLog, encoded: Callable[[Event], bytes]
+    request: web.Request, events: EventLog, encode: Callable[[Event], bytes]
 ) -> web.StreamResponse:
     """Stream events until the client hangs up, falls behind, or the daemon stops.
 
-    `encoded` returns the bytes of an event, empty if the client must not see it.
+    `encode` returns the bytes of an event, empty if the client must not see it.
     """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -143,7 +141,7 @@ async def stream_events(
             async for event in listener.follow(KEEP_ALIVE_S):
                 if event is None:
                     await response.write(b": still here\n\n")
-                elif data := b"".join(map(encoded, (event, *listener.more(MAX_AT_ONCE)))):
+                elif data := encode(event):
                     await response.write(data)
         except TooSlow as error:
             warn_of_client("stream.dropped", path=request.path, reason=str(error))
