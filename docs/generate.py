@@ -121,7 +121,10 @@ def states_page() -> str:
         f"- Starting: {starting}.",
         "- Before `creating` there is no observation: no runtime was asked yet.",
         f"- Live: {live}.",
-        "- The observation `unreadable` is a live kernel whose record cannot be read.",
+        "- The observation `unreadable` is a live kernel whose record cannot be read. It can be stopped",
+        "  and deleted.",
+        "- The observation `absent` is a kernel that its runtime does not have any more. A kernel that",
+        "  had ended is `lost` then, too; its exit code stays.",
     ]
     return "\n".join(lines) + "\n"
 
