@@ -84,8 +84,6 @@ def simulated(nodes: int, types: int) -> dict[str, Any]:
         "view_mib": round(resident_mib() - at_first, 1),
     }
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)  # as a gateway has it
     later = [(choice.choice(names), free_report(types, choice)) for _ in range(ROUNDS)]
 
     def update(number: int) -> None:

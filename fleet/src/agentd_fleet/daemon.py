@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import ssl
 from collections.abc import Callable
@@ -46,8 +45,6 @@ log = structlog.get_logger()
 FIRST_VIEW_S, LOOK_S = 5.0, 0.05
 AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
 """Seconds of a stop reserved for the steps after the server and the placements."""
-COLLECT = 100_000, 50, 100
-"""Thresholds of garbage collection; views come and go without cycles."""
 
 
 def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
@@ -167,8 +164,6 @@ class GatewayDaemon:
         background.run("sweep", sweep.run())
         background.run("reload", self._reloading(server))
         await self._until_seen(store)
-        gc.freeze()  # keep full collections from visiting every node
-        gc.set_threshold(*COLLECT)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
         self._notifier.ready(f"fleet {settings.fleet.name}")
         await self._notifier.keep_alive_until(self._shutdown.asked)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import time
@@ -61,8 +60,6 @@ FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 STATUS_PAUSE_S = 1.0
-COLLECT = 20_000, 20, 50
-"""Thresholds of garbage collection; most objects of a create need none."""
 
 
 class Daemon:
@@ -185,8 +182,6 @@ class Daemon:
 
     def _open(self, node: _Node) -> None:
         """Open the site and report readiness."""
-        gc.freeze()  # existing objects stay: exclude them from full collections
-        gc.set_threshold(*COLLECT)
         node.site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = node.status()

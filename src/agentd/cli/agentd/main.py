@@ -82,7 +82,6 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
     stderr.guard()
-    sys.modules.setdefault("rich", None)  # type: ignore[arg-type] # see docs/adr/0019
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
     try:
