@@ -1,8 +1,10 @@
 """The stop of a server: accepted clients are answered, others keep waiting."""
 
 import asyncio
+import os
 import socket
 from collections import Counter
+from collections.abc import Hashable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
 from agentd.http import server as servers
 from agentd.http.audit import Auditor
-from agentd.http.connections.request_turns import MAX_AT_ONCE
+from agentd.http.callers import Token
+from agentd.http.connections.request_turns import MAX_AT_ONCE, RequestTurns
 from agentd.http.connections.unix_sockets import unix_socket
 from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
@@ -162,6 +165,39 @@ async def test_probes_do_not_wait_for_turns_of_their_caller(tmp_path: Path) -> N
             server._site.goes_on.set()
             for reader in (*readers, waits):
                 assert (await reader.readuntil(b"word")).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_connections_with_one_token_share_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners: list[Hashable] = []
+
+    async def begin(_: RequestTurns, request: web.Request, caller: Hashable) -> None:
+        del request
+        owners.append(caller)
+
+    monkeypatch.setattr(RequestTurns, "begin", begin)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        unix = UnixSocket(tmp_path / "socket", None, Caller("operator", Role.ADMIN))
+        tokens = tuple(Token(name, Caller(name, Role.ADMIN)) for name in ("one", "two"))
+        passed = {f"127.0.0.1:{port}": listening}
+        server = words_at(Endpoint((unix,), "127.0.0.1", port, tokens, passed=passed))
+        await server.start()
+        for token in ("one", "one", "two", "none"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"Authorization: Bearer {token}\r\nConnection: close\r\n"
+            writer.write(f"GET /v1/word HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+            await reader.read()
+            writer.close()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+        writer.write(b"GET /v1/word HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.read()
+        writer.close()
+        await server.stop(Deadline.after(10))
+    assert owners == [("one", ""), ("one", ""), ("two", ""), None, (str(unix.path), os.geteuid())]
 
 
 def _queued(listening: socket.socket) -> int:
