@@ -162,7 +162,7 @@ class Server:
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
-        connection = self._new_connection(self._tcp, has_tls=self.has_tls)
+        connection = self._new_connection(self._tcp, lambda: self._tls)
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 return await loop.create_server(connection, sock=passed, backlog=BACKLOG)
@@ -175,13 +175,12 @@ class Server:
             ) from None
 
     def _new_connection(
-        self, limits: Limits | None, *, has_tls: bool = False
+        self, limits: Limits | None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
     ) -> Callable[[], Connection]:
         """Return a factory of connections."""
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        tls = self._context if has_tls else None
         return lambda: Connection(server, self._newcomers, limits, tls)
 
     @property
@@ -193,11 +192,6 @@ class Server:
     def has_tls(self) -> bool:
         """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            raise RuntimeError("this server does not speak TLS")
-        return self._tls
 
     def renew_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""

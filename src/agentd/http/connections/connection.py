@@ -36,7 +36,7 @@ class Connection(asyncio.BufferedProtocol):
         server: web.Server,
         newcomers: set[Connection],
         limits: Limits | None,
-        tls: Callable[[], ssl.SSLContext] | None = None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         self.peer: SocketPeer | None = None
         """The client, if the connection is one of a unix socket."""
@@ -62,11 +62,11 @@ class Connection(asyncio.BufferedProtocol):
         self._newcomers.add(self)
         self.peer = peer_of(transport)
         enable_keepalive(transport.get_extra_info("socket"))
-        if self._tls is None:
+        if (context := self._tls()) is None:
             self._serve()
         else:
             self._transport.pause_reading()  # data received before `start_tls` would be lost
-            self._handshake = asyncio.create_task(self._secure(self._tls()))
+            self._handshake = asyncio.create_task(self._secure(context))
 
     async def _secure(self, context: ssl.SSLContext) -> None:
         plain = self._transport
