@@ -39,7 +39,7 @@ DEFAULT_AGENT = "main"
 _SCALE = Decimal("0.000001")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Partition:
     """The devices one agent may use, and how much of the memory; compared by identity.
 
@@ -52,10 +52,11 @@ class Partition:
     memory_bytes: int
     is_exclusive: bool = False
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    members: frozenset[DeviceId] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "members", frozenset(self.devices))
+    @cached_property
+    def members(self) -> frozenset[DeviceId]:
+        """The devices, for look-ups."""
+        return frozenset(self.devices)
 
     def limit(self, device: Device) -> int:
         """Return the most that this agent may hold of `device`, in base units."""
@@ -235,7 +236,7 @@ def split(
     Raises:
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = []
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
     left = max(0, memory.capacity - rules.reserved_mem)
@@ -257,7 +258,7 @@ def split(
         assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
     elif rules.mode is AllocationMode.AUTO_SPLIT:
         assignment = _deal(pool, rules, dealings)
-        warnings = (*_dealing_warnings(pool, rules, dealings),)
+        warnings += _dealing_warnings(pool, rules, dealings)
     else:
         assignment, wrong = assign_manually(pool, rules)
         problems += wrong
@@ -266,9 +267,11 @@ def split(
     problems += [*wrong, *_unknown_limits(rules, pool)]
     if problems:
         raise ConfigRefused(problems)
-    divided = _split(inventory, rules, reserved, pool, assignment)
-    divided = replace(divided, warnings=(*divided.warnings, *warnings))
-    return _limited(divided, limits, available) if rules.mode is AllocationMode.SHARED else divided
+    if rules.mode is AllocationMode.SHARED:
+        warnings += remarks(limits, available)
+    else:
+        limits = {}
+    return _split(inventory, rules, reserved, pool, assignment, limits, warnings)
 
 
 def _limitable(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
@@ -289,19 +292,6 @@ def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Prob
                 have = ", ".join(sorted(known))
                 where = f"agents.{index}.resource.limits.{printable_line(name)}"
                 yield Problem(where, f"unknown device name {name!r}; available: {have}")
-
-
-def _limited(
-    divided: Split, limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
-) -> Split:
-    return replace(
-        divided,
-        partitions={
-            agent: replace(part, limits=limits.get(agent, {}))
-            for agent, part in divided.partitions.items()
-        },
-        warnings=(*divided.warnings, *remarks(limits, available)),
-    )
 
 
 def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
@@ -361,6 +351,8 @@ def _split(
     reserved: list[DeviceId],
     pool: AssignableDevices,
     assignment: Assignment,
+    limits: Mapping[str, Mapping[str, Limit]],
+    warnings: Iterable[str],
 ) -> Split:
     dealt = {device_id for devices in assignment.devices.values() for device_id in devices}
     unassigned = {
@@ -379,6 +371,7 @@ def _split(
                 (*devices, MEMORY),
                 assignment.memory[agent],
                 is_exclusive=rules.mode is not AllocationMode.SHARED,
+                limits=limits.get(agent, {}),
             )
             for agent, devices in assignment.devices.items()
         },
@@ -393,6 +386,7 @@ def _split(
             *_ignored_rules(rules),
             *_idle_agents(assignment),
             *(() if shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
+            *warnings,
         ),
     )
 
