@@ -157,13 +157,13 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         """The largest amount of the slot that goes with one base unit of its primary slot."""
         return per_primary(self.slot, self.inventory.by_slot.get(self.slot, ()), self.inventory)
 
-    @property
+    @cached_property
     def is_over_limit(self) -> bool:
         """Whether the request is refused for the agent's limit."""
         left = self.ledger.within_limit(self.partition, self.name)
         return left is not None and self.earlier + max(self.counts, self.least_counts) > left
 
-    @property
+    @cached_property
     def limit_line(self) -> str:
         """The agent's limit and the amount that it holds, as a line of text."""
         agent, limit = self.partition.agent_id, self.partition.limits[self.name]

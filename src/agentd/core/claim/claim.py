@@ -171,26 +171,21 @@ def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation
 
     Each slot has its own rest. A device that is held whole of an unreadable record stays.
     """
-    taken = list(taken)
-    if not taken:
-        return allocation
-    others = united(taken)
-    of_device = {(share.stable_id, share.slot): share for share in others.shares}
-    rests = (
-        _rest(share, of_device.get((share.stable_id, share.slot))) for share in allocation.shares
-    )
+    rests = {(share.stable_id, share.slot): share for share in allocation.shares}
+    for share in (share for other in taken for share in other.shares):
+        key = share.stable_id, share.slot
+        if key in rests and share.slot != UNREADABLE_SLOT:
+            rests[key] = _rest(rests[key], share)
     return Allocation(
         tuple(
             rest
-            for rest in rests
+            for rest in rests.values()
             if rest.slot == UNREADABLE_SLOT or any(each.amount for each in rest.amounts)
         )
     )
 
 
-def _rest(share: Share, taken: Share | None) -> Share:
-    if taken is None or share.slot == UNREADABLE_SLOT:
-        return share
+def _rest(share: Share, taken: Share) -> Share:
     amount = max(0, share.amount - taken.amount)
     counts = max(0, share.counts - taken.counts)
     return share._replace(

@@ -13,10 +13,10 @@ from agentd.core.allocation.ledger import Allocation
 from agentd.core.claim.claim import Claim, ClaimOwner, EditsFor, NameHolder
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.record import (
-    MALFORMED,
     MissingRecordError,
-    NewerRecordError,
     RecordError,
+    malformed_as_record_error,
+    parse_members,
     parse_time,
     read_allocation,
     written_allocation,
@@ -78,13 +78,8 @@ def decode(claim_id: str, text: str) -> Claim:
     """
     if not text:
         raise MissingRecordError("it is missing, empty or unreadable")
-    try:
-        raw = json.loads(text)
-        schema = raw["schema"]
-        if not isinstance(schema, int) or isinstance(schema, bool):
-            raise RecordError("it has no schema number")
-        if schema > SCHEMA:
-            raise NewerRecordError(f"its schema {schema} is newer than {SCHEMA}")
+    with malformed_as_record_error():
+        raw = parse_members(text, SCHEMA)
         found = msgspec.convert(raw, _Recorded)
         if found.claim_id != claim_id or not is_name(found.agent_id):
             raise RecordError("it is the record of another claim")
@@ -104,12 +99,6 @@ def decode(claim_id: str, text: str) -> Claim:
             owner_uid=found.owner_uid,
             is_observed=found.observed,
         )
-    except RecordError:
-        raise
-    except KeyError as error:
-        raise RecordError(f"it has no {error.args[0]}") from None
-    except (*MALFORMED, msgspec.MsgspecError) as error:
-        raise RecordError(str(error) or type(error).__name__) from None
 
 
 def unreadable(claim_id: str, why: str, held: Allocation, now: float) -> Claim:

@@ -15,10 +15,11 @@ A reader accepts its own schema and older ones and ignores members that it does 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+import msgspec
 
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share, SlotAmount
 from agentd.core.allocation.ports import Port
@@ -35,9 +36,6 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, Ov
 """The errors of reading JSON of any shape into values of ours."""
 LAST_SECOND = 253_402_300_799
 """The end of the year 9999, the last that can be shown."""
-
-
-_WRITER = json.JSONEncoder(separators=(",", ":"))
 
 
 class RecordError(ValueError):
@@ -65,7 +63,7 @@ class Record(NamedTuple):
 
 def encode(kernel: Kernel, node_id: str) -> str:
     """Return a kernel's record as one line of JSON; what changes while it runs is left out."""
-    return _WRITER.encode(
+    return json.dumps(
         {
             "schema": SCHEMA,
             "node_id": node_id,
@@ -77,16 +75,17 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "slots": dict(kernel.slots),
             "allocation": written_allocation(kernel.allocation),
             "not_enforced": list(kernel.not_enforced),
-            "ports": [asdict(port) for port in kernel.ports],
+            "ports": msgspec.to_builtins(list(kernel.ports)),
             "created_by": kernel.created_by,
             "image": kernel.image,
             "command": list(kernel.command),
             "env_names": list(kernel.env_names),
-            "mounts": [_encode_mount(mount) for mount in kernel.mounts],
+            "mounts": msgspec.to_builtins(list(kernel.mounts)),
             "labels": dict(kernel.labels),
             **({"claim_id": kernel.claim_id} if kernel.claim_id is not None else {}),
             **({"keep_claim": True} if kernel.keeps_claim else {}),
-        }
+        },
+        separators=(",", ":"),
     )
 
 
@@ -102,10 +101,6 @@ def read_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
         RecordError: a share is malformed, or a slot of a device is there twice.
     """
     return _allocation(_decode_share(item) for item in raw)
-
-
-def _encode_mount(mount: Mount) -> dict[str, object]:
-    return {"source": mount.source, "target": mount.target, "read_only": mount.read_only}
 
 
 def _decode_mount(raw: Mapping[str, object]) -> Mount:
@@ -135,12 +130,8 @@ def decode(text: str) -> Record:
     """
     if not text:
         raise MissingRecordError("it is missing")
-    try:
-        raw = json.loads(text)
-        if not isinstance(raw, dict) or not isinstance(raw.get("schema"), int):
-            raise RecordError("it has no schema number")
-        if raw["schema"] > SCHEMA:
-            raise NewerRecordError(f"its schema {raw['schema']} is newer than {SCHEMA}")
+    with malformed_as_record_error():
+        raw = parse_members(text, SCHEMA)
         kernel = Kernel(
             kernel_id=_name(raw["kernel_id"]),
             agent_id="" if raw["agent_id"] == "" else _name(raw["agent_id"]),
@@ -162,12 +153,36 @@ def decode(text: str) -> Record:
             keeps_claim=raw.get("keep_claim") is True,
         )
         return Record(_name(raw["node_id"]), kernel)
+
+
+@contextmanager
+def malformed_as_record_error() -> Iterator[None]:
+    """Raise `RecordError` for JSON that lacks a member or has one of another shape."""
+    try:
+        yield
     except RecordError:
         raise
     except KeyError as error:
         raise RecordError(f"it has no {error.args[0]}") from None
     except MALFORMED as error:
         raise RecordError(str(error) or type(error).__name__) from None
+
+
+def parse_members(text: str, known_schema: int) -> dict[str, Any]:
+    """Return the members of a record.
+
+    Raises:
+        NewerRecordError: its schema is newer than the known one.
+        RecordError: it has no schema number.
+        ValueError: it is not JSON.
+    """
+    raw: dict[str, Any] = json.loads(text)
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise RecordError("it has no schema number")
+    if schema > known_schema:
+        raise NewerRecordError(f"its schema {schema} is newer than {known_schema}")
+    return raw
 
 
 def required_record(text: str | None) -> str:
@@ -191,13 +206,9 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
         ForeignRecordError: it is one.
         RecordError: that cannot be read.
     """
-    try:
+    with malformed_as_record_error():
         raw = json.loads(text)
         node, kernel = raw["node_id"], raw["kernel_id"]
-    except KeyError as error:
-        raise RecordError(f"it has no {error.args[0]}") from None
-    except MALFORMED as error:
-        raise RecordError(str(error) or type(error).__name__) from None
     if (node, kernel) != (node_id, kernel_id):
         node, kernel = (name if is_name(name) else shortened(name) for name in (node, kernel))
         raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
