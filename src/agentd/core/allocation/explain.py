@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -75,8 +75,13 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def quanta(self) -> int:
-        """The same, in quanta."""
+        """The amount that is asked for, in quanta."""
         return self.amount // self.slot_type.quantum
+
+    @cached_property
+    def by_slot(self) -> Mapping[SlotName, Question]:
+        """The same about each named slot."""
+        return {slot: self.of(slot) for slot in self.asked}
 
     @cached_property
     def candidates(self) -> Mapping[DeviceId, DeviceCandidate]:
@@ -113,9 +118,8 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     def is_too_unequal(self) -> bool:
         """Whether equal parts are asked for, and no number of devices could ever hold them."""
         if self.are_several:
-            found = [self.of(slot) for slot in self.asked]
-            potentials = {each.slot: each.potentials for each in found}
-            return not fewest_together(potentials, {each.slot: each.quanta for each in found})
+            potentials = {slot: each.potentials for slot, each in self.by_slot.items()}
+            return not fewest_together(potentials, _quanta(self.by_slot))
         if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
             return False
         return not fewest(sorted(self.potentials.values()), self.quanta)
@@ -123,7 +127,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def parts(self) -> int:
         """On how many devices several named slots are given in equal parts; 0 if on none."""
-        return _fewest([self.of(slot) for slot in self.asked])
+        return _fewest(self.by_slot)
 
     @property
     def total(self) -> int:
@@ -135,7 +139,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         """Why the request can never be granted, beyond its amounts; None if it can."""
         limit = self.partition.limits.get(self.name)
         is_over = limit is not None and self.earlier + self.least_counts > limit.amount
-        if is_over or any(each.amount > each.total for each in map(self.of, self.asked)):
+        if is_over or any(each.amount > each.total for each in self.by_slot.values()):
             return ""
         return "the devices are too unequal for equal parts" if self.is_too_unequal else None
 
@@ -148,8 +152,8 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     def least_counts(self) -> int:
         """The least that the request can count towards the agent's limit."""
         return max(
-            -(-amount // ratio) if (ratio := self.of(slot).per_primary) else 0
-            for slot, amount in self.asked.items()
+            -(-each.amount // ratio) if (ratio := each.per_primary) else 0
+            for each in self.by_slot.values()
         )
 
     @property
@@ -220,25 +224,27 @@ def _short_slot(question: Question) -> SlotName:
     """Return the slot that is to blame: the deciding one, or the first other that is short."""
     if not question.are_several:
         return question.deciding
-    found = [question.of(slot) for slot in question.asked]
-    for number, each in enumerate(found, 1):
-        count = question.parts or _fewest(found[:number])
-        if not count or len(_fitting(found[:number], count)) < count:
-            return each.slot
+    considered: dict[SlotName, Question] = {}
+    for slot, each in question.by_slot.items():
+        considered[slot] = each
+        count = question.parts or _fewest(considered)
+        candidates = {name: one.candidates.values() for name, one in considered.items()}
+        if not count or len(devices_with_room(candidates, _quanta(considered), count)) < count:
+            return slot
     return question.deciding
 
 
-def _fewest(found: Sequence[Question]) -> int:
+def _fewest(by_slot: Mapping[SlotName, Question]) -> int:
     """Return on how many devices these slots fit in equal parts, if all were empty."""
     capacities = {
-        each.slot: {c.device_id: c.capacity for c in each.candidates.values()} for each in found
+        slot: {device_id: c.capacity for device_id, c in each.candidates.items()}
+        for slot, each in by_slot.items()
     }
-    return fewest_together(capacities, {each.slot: each.quanta for each in found})
+    return fewest_together(capacities, _quanta(by_slot))
 
 
-def _fitting(found: Sequence[Question], count: int) -> set[DeviceId]:
-    by_slot = {each.slot: each.candidates.values() for each in found}
-    return devices_with_room(by_slot, {each.slot: each.quanta for each in found}, count)
+def _quanta(by_slot: Mapping[SlotName, Question]) -> dict[SlotName, int]:
+    return {slot: each.quanta for slot, each in by_slot.items()}
 
 
 def explain(question: Question) -> list[dict[str, object]]:
