@@ -152,7 +152,7 @@ def test_a_record_has_one_entry_for_each_device_and_slot() -> None:
     assert statement(BOTH) == (
         "cuda/cuda0/cuda.shares=0.1@GPU-cuda-0 cuda/cuda0/cuda.mem=64424509440B@GPU-cuda-0"
     )
-    for read in (decode(text).kernel.allocation, parse_statement(statement(BOTH))):
+    for read in (decode(text).allocation, parse_statement(statement(BOTH))):
         assert located(read, inventory_of(gpu(0)))[0] == BOTH
         assert statement(read) == statement(BOTH)
 

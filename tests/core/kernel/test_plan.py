@@ -28,7 +28,7 @@ def kernel(*shares: Share) -> Kernel:
 
 
 def not_enforced(plan: KernelPlan) -> tuple[str, ...]:
-    return decode(plan.record).kernel.not_enforced
+    return decode(plan.record).not_enforced
 
 
 def core(name: str) -> Share:

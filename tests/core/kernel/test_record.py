@@ -2,12 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.kernel.record import Record, RecordError, decode, parse_statement, statement
+from agentd.core.kernel.record import RecordError, decode, parse_statement, statement
+from agentd.core.kernel.states import Kernel
 from core.kernels import HELD, KERNEL, encoded
 
 
 def test_records_and_statements_come_back_as_they_were() -> None:
-    assert decode(encoded()) == Record("n", KERNEL)
+    assert decode(encoded()) == KERNEL
     assert parse_statement(statement(HELD)) == HELD
     assert statement(HELD) == ("cuda/cuda0/cuda.device=1@GPU-cuda-0 mem/root/mem=4096B@mem-root")
 
@@ -25,7 +26,7 @@ def test_reader_refuses_any_malformed_text(text) -> None:
 def test_a_damaged_record_is_refused_or_read_as_some_record(position, byte) -> None:
     damaged = encoded()[:position] + chr(byte) + encoded()[position + 1 :]
     try:
-        assert isinstance(decode(damaged), Record)
+        assert isinstance(decode(damaged), Kernel)
     except RecordError as error:
         assert str(error)
 
@@ -35,7 +36,7 @@ def test_a_newer_schema_is_refused_and_unknown_members_are_not() -> None:
     with pytest.raises(RecordError, match="newer"):
         decode(text.replace('"schema":1', '"schema":2'))
     more = text.replace('"schema":1', '"schema":1,"extra":{"a":[1]}')
-    assert decode(more) == Record("n", KERNEL)
+    assert decode(more) == KERNEL
 
 
 @pytest.mark.parametrize("time", ["1e300", "NaN", "Infinity", "-1", '"x"', "null"])

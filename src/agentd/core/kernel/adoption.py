@@ -217,7 +217,7 @@ def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
 def _recorded(item: ObservedKernel) -> Kernel:
     if not item.record and item.record_problem:
         raise RecordError(item.record_problem)
-    kernel = decode(item.record).kernel
+    kernel = decode(item.record)
     if kernel.kernel_id != item.kernel_id:
         raise RecordError(f"it is the record of kernel {kernel.kernel_id}")
     return kernel
@@ -264,7 +264,7 @@ def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now:
     One whose record cannot be read holds everything back that there is.
     """
     try:
-        record = decode(text)
+        recorded = decode(text)
     except RecordError as error:
         kernel = Kernel(
             kernel_id=kernel_id,
@@ -277,8 +277,8 @@ def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now:
             reason="its record cannot be read" + (f": {error}" if text else ""),
         )
         return Adoption(kernel)
-    allocation, missing = located(record.kernel.allocation, inventory)
-    return Adoption(replace(record.kernel, kernel_id=kernel_id, allocation=allocation), missing)
+    allocation, missing = located(recorded.allocation, inventory)
+    return Adoption(replace(recorded, kernel_id=kernel_id, allocation=allocation), missing)
 
 
 def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tuple[Device, ...]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -52,13 +52,6 @@ class ForeignRecordError(RecordError):
 
 class NewerRecordError(RecordError):
     """A record of a schema that only a newer agentd knows."""
-
-
-class Record(NamedTuple):
-    """A kernel as its runtime was asked for it (`creating`, without a handle), and its node."""
-
-    node_id: str
-    kernel: Kernel
 
 
 def encode(kernel: Kernel, node_id: str) -> str:
@@ -121,8 +114,8 @@ def _encode_share(share: Share) -> list[dict[str, str]]:
     ]
 
 
-def decode(text: str) -> Record:
-    """Read a record.
+def decode(text: str) -> Kernel:
+    """Read a record: the kernel as its runtime was asked for it, `creating` and without a handle.
 
     Raises:
         RecordError: it is empty, not JSON, of a newer schema, lacks a member, has one of another
@@ -132,7 +125,8 @@ def decode(text: str) -> Record:
         raise MissingRecordError("it is missing")
     with malformed_as_record_error():
         raw = parse_members(text, SCHEMA)
-        kernel = Kernel(
+        _name(raw["node_id"])
+        return Kernel(
             kernel_id=_name(raw["kernel_id"]),
             agent_id="" if raw["agent_id"] == "" else _name(raw["agent_id"]),
             state=KernelState.CREATING,
@@ -152,7 +146,6 @@ def decode(text: str) -> Record:
             claim_id=None if raw.get("claim_id") is None else _name(raw["claim_id"]),
             keeps_claim=raw.get("keep_claim") is True,
         )
-        return Record(_name(raw["node_id"]), kernel)
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class UnitObserver:
     def _agent_of(self, record: str) -> str | None:
         """Return the agent of a record, None if it is unreadable."""
         with suppress(RecordError):
-            return decode(record).kernel.agent_id
+            return decode(record).agent_id
         return None
 
     def _own_record(self, bundle: UnitBundle) -> OwnRecord:

@@ -54,7 +54,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     names = set()
     for saved in records:
         with suppress(RecordError):
-            names.add(decode(saved.text).kernel.runtime)
+            names.add(decode(saved.text).runtime)
     return names
 
 
