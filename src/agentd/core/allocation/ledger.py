@@ -107,8 +107,6 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     """
     if share.slot != device.slot:
         return share._replace(limit_excess=0)
-    if not (share.secondary or device.secondary):
-        return share
     recorded = {each.slot: each.amount for each in share.amounts}
     unknown = [each for each in share.secondary if each.slot not in device.slot_names]
     if unknown and not recorded.keys() >= set(device.slot_names):
@@ -127,11 +125,7 @@ def charged(share: Share, device: Device, inventory: Inventory) -> Share:
     offered = device.slot_names
     if device.slot in inventory.slot_types:
         offered = tuple(slot for slot in offered if slot in inventory.slot_types)
-    if (
-        not share.secondary
-        or share.slot_names == offered
-        or not _is_held_by(offered, share.slot_names)
-    ):
+    if not _is_held_by(offered, share.slot_names):
         return share
     return share._replace(secondary=tuple(e for e in share.secondary if e.slot in offered))
 
