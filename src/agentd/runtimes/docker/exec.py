@@ -30,6 +30,7 @@ from agentd.runtimes.docker.engine_errors import (
     presentable,
 )
 from agentd.runtimes.docker.error_translation import translating
+from agentd.runtimes.docker.streams import frames
 from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 
 _FAILURES = (EngineError, EngineUnreachable, EngineAnswerLost)
@@ -110,20 +111,12 @@ class DockerExec:
         return RuntimeFailure(f"the Docker Engine: {why}")
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
-        while True:
-            if self._spec.tty:
-                if not (chunk := await self._reader.read(CHUNK)):
-                    return
+        if self._spec.tty:
+            while chunk := await self._reader.read(CHUNK):
                 yield STDOUT, chunk
-                continue
-            try:
-                header = await self._reader.readexactly(8)
-            except asyncio.IncompleteReadError:
-                return
-            left = int.from_bytes(header[4:], "big")
-            while left and (chunk := await self._reader.read(min(left, CHUNK))):
-                left -= len(chunk)
-                yield (STDERR if header[0] == STDERR else STDOUT), chunk
+            return
+        async for stream, chunk in frames(self._reader):
+            yield (STDERR if stream == STDERR else STDOUT), chunk
 
     async def write(self, data: bytes) -> None:
         if self._writer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
-_LONGEST_LINE = 8 << 20
+_LONGEST_LINE, _CHUNK = 8 << 20, 64 << 10
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
 _ACTIONS = {
@@ -131,21 +131,23 @@ async def printed(engine: EngineClient, container: str, query: LogQuery) -> Asyn
     }
     with translating():
         async with engine.stream("GET", f"/containers/{container}/logs", params) as stream:
-            async for chunk in _payloads(stream):
+            async for _, chunk in frames(stream):
                 yield chunk
 
 
-async def _payloads(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the payloads of log frames, whose header has 8 bytes (stream, 0, 0, 0, length)."""
+async def frames(
+    stream: aiohttp.StreamReader | asyncio.StreamReader,
+) -> AsyncGenerator[tuple[int, bytes]]:
+    """Yield the output in frames, each with its stream.
+
+    A frame begins with the number of the stream, three zeros and the length in four bytes.
+    """
     while True:
         try:
             header = await stream.readexactly(8)
-            left = int.from_bytes(header[4:], "big")
-            while left:
-                chunk = await stream.read(min(left, 64 * 1024))
-                if not chunk:
-                    return
-                left -= len(chunk)
-                yield chunk
         except asyncio.IncompleteReadError:
             return
+        remaining = int.from_bytes(header[4:], "big")
+        while remaining and (chunk := await stream.read(min(remaining, _CHUNK))):
+            remaining -= len(chunk)
+            yield header[0], chunk
