@@ -130,7 +130,7 @@ def members_of_node(content: dict[str, Any]) -> set[str]:
     files = {
         path: json.loads(text) if path.endswith(".json") and text.strip(" \0") else ""
         for path, text in content["files"].items()
-        if Path(path).stem != "c-cgroup" and path != "docker/absences.json"
+        if Path(path).stem != "c-cgroup" and not path.startswith("docker/")
     }
     labels = {
         name: {key: _json(value) for key, value in container["labels"].items()}
