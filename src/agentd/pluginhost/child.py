@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,7 +51,7 @@ from agentd.pluginhost.protocol import (
 _PR_SET_PDEATHSIG = 1
 _EVENT_WAIT_S = 60.0
 _LEAST_PAUSE_S = 0.1
-_MORE_LIKELY_TO_BE_KILLED = b"500"
+_MORE_LIKELY_TO_BE_KILLED = "500"
 
 
 class NoPluginError(TypeError):
@@ -110,7 +111,6 @@ class PluginServer:
         return Facts(
             loaded.api_version,
             bool(loaded.needs_table),
-            _overrides(loaded, "wait_for_change"),
             _overrides(loaded, "measure"),
             _overrides(loaded, "kernel_event"),
             sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
@@ -214,8 +214,8 @@ def _die_with_the_daemon(parent: int) -> None:
 
 def _be_killed_before_the_daemon() -> None:
     """Raise the OOM score, so that a leaking plugin is killed before the daemon."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:  # noqa: PTH123
-        file.write(_MORE_LIKELY_TO_BE_KILLED)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_MORE_LIKELY_TO_BE_KILLED)
 
 
 def main() -> None:

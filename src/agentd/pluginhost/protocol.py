@@ -77,7 +77,6 @@ class Facts(msgspec.Struct, frozen=True):
 
     api_version: object
     needs_table: bool
-    has_events: bool
     has_measurements: bool
     hears_kernels: bool
     imports_of_agentd: Sequence[str] = ()

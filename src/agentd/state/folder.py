@@ -410,7 +410,7 @@ def _was_lost(path: Path, booted_at: float) -> bool:
 def _fill(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
     """Write a new private file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "wb") as file:
+    with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         if is_lasting:
             file.flush()

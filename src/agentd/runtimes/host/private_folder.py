@@ -174,7 +174,7 @@ def _opening(path: Path) -> Iterator[None]:
 def names_in(folder: Path) -> set[str]:
     """Return the names in a folder, none if it does not exist."""
     try:
-        return set(os.listdir(folder))  # noqa: PTH208 - only names are needed
+        return {path.name for path in folder.iterdir()}
     except FileNotFoundError:
         return set()
 
