@@ -6,6 +6,7 @@ from importlib_metadata import EntryPoint
 from agentd.config.plugins import PluginTable
 from agentd.errors import PluginUnavailable
 from agentd.pluginhost.entry_points import EntryPoints, installed
+from agentd.pluginhost.process import PluginProcess
 from agentd.services.protocols import PluginState
 from pluginhost.rig import PROCESS, Hosts, given, opened, point, scripted, states, until
 
@@ -30,9 +31,18 @@ async def test_entry_point_serves_several_tables(
     assert [listing.name for listing in made.listings()] == ["cuda", "good"]
 
 
-async def test_plugin_without_its_needed_table_is_blocked(host) -> None:
+async def test_plugin_that_needs_a_table_is_started_for_it_alone(host, monkeypatch) -> None:
+    started: list[str] = []
+    start = PluginProcess.start
+
+    async def counted(name: str, *arguments: object) -> PluginProcess:
+        started.append(name)
+        return await start(name, *arguments)
+
+    monkeypatch.setattr(PluginProcess, "start", counted)
     made = host([PluginTable(name="x", plugin="table_only")], table_only="NeedsTable")
     assert await opened(made) == {"x": (PluginState.READY, "")}
+    assert started == ["x"]
     without = next(s for s in made.statuses(everything=True) if s.name == "table_only")
     assert (without.state, without.reason[:22]) == (PluginState.BLOCKED, "needs a table of its o")
 

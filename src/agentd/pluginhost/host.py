@@ -73,6 +73,7 @@ class PluginHost:
         self._instances: dict[str, PluginInstance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
+        with_table: dict[str, PluginInstance] = {}
         for wanted, state, reason in _wanted(tables, set(allow), set(block), self._points):
             instance = PluginInstance(
                 wanted,
@@ -80,7 +81,10 @@ class PluginHost:
                 pace or PluginTimeouts(),
                 self._note,
                 dealing_rules,
+                with_table.get(wanted.plugin),
             )
+            if wanted.has_table:
+                with_table.setdefault(wanted.plugin, instance)
             if state is not PluginState.PENDING:
                 instance.settle(state, reason)
             self._instances[wanted.name] = instance

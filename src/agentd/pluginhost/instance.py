@@ -116,8 +116,11 @@ class PluginInstance:
         pace: PluginTimeouts,
         changed: Callable[[str], None],
         dealing_rules: DealingRules | None = None,
+        with_table: PluginInstance | None = None,
     ) -> None:
+        """Create an instance; `with_table` is one of the same plugin that has a table."""
         self.wanted = wanted
+        self._with_table = with_table
         self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
         self.reason = ""
@@ -128,6 +131,8 @@ class PluginInstance:
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
         self.settled = asyncio.Event()
+        self._loaded = asyncio.Event()
+        """Set once the plugin has been imported, or an attempt has ended without that."""
         self.validation = asyncio.Event()
         """Set once `validate` has answered, or an attempt has ended without that."""
         self._is_validated = False
@@ -172,6 +177,7 @@ class PluginInstance:
         self.state, self.reason = state, " ".join(reason.split())
         self.settled_tries = self.tries
         self.settled.set()
+        self._loaded.set()
         self.validation.set()
 
     async def run(self) -> None:
@@ -206,6 +212,11 @@ class PluginInstance:
             self._tell_changed(self.wanted.name)
             await self._backoff.wait()
 
+    async def loaded_facts(self) -> Facts | None:
+        """Wait for the import of the plugin; return what it says of itself, None if it failed."""
+        await self._loaded.wait()
+        return self._facts
+
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
         before = self.tries
@@ -217,6 +228,11 @@ class PluginInstance:
                     await self.settled.wait()
 
     async def _bring_up(self) -> None:
+        if self._with_table is not None and self._facts is None:
+            self._facts = await self._with_table.loaded_facts()
+            if self.is_silent:
+                self._settle_without_table()
+                return
         self._left_behind = [process for process in self._left_behind if process.is_alive]
         if len(self._left_behind) >= MAX_LEFT_BEHIND:
             pids = ", ".join(str(process.pid) for process in self._left_behind)
@@ -228,12 +244,11 @@ class PluginInstance:
         self._step = "import"
         try:
             self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
+            self._loaded.set()
             check_version(self._facts.api_version)
             await reach("plugin.after_load")
             if self.is_silent:
-                example = f'[plugins.cuda] plugin = "{wanted.plugin}"'
-                why = f"needs a table of its own, such as {example}"
-                self.settle(PluginState.BLOCKED, why)
+                self._settle_without_table()
                 await self.close()
                 return
             self._step = "settings"
@@ -265,6 +280,10 @@ class PluginInstance:
         self._ready_since = time.monotonic()
         self.settle(PluginState.READY, "")
         self._tell_changed(wanted.name)
+
+    def _settle_without_table(self) -> None:
+        example = f'[plugins.cuda] plugin = "{self.wanted.plugin}"'
+        self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
 
     def _refuse_settings(self, problems: list[Problem]) -> None:
         """Keep the problems of the table for the operator.
