@@ -10,16 +10,16 @@ output.log     the output; older parts are output.log.1, output.log.2, …
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
-from agentd.core.kernel.record import MALFORMED, parse_time, required_record
+from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, required_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
 from agentd.runtimes.host.private_folder import PrivateFolder, names_in
@@ -31,16 +31,30 @@ LOCK, RECORD, IDENTITY, EXIT, LOG = (
 F_OFD_GETLK = 36
 """fcntl(2), Linux: tests whether a lock is available without taking it."""
 _FLOCK = "hhqqi4x"
+Pid = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+Timestamp = Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
 
 
 class ShimIdentity(msgspec.Struct, frozen=True):
-    """The shim's record of the kernel's command, of itself, and of the boot."""
+    """The content of identity.json: the kernel's command, the shim, and the boot."""
 
-    leader: Proc
-    shim: Proc
+    pid: Pid
+    start_time: int
     boot_id: str
+    shim_pid: Pid
+    shim_start_time: int
     has_cgroup: bool
-    started_at: float
+    started_at: Timestamp
+
+    @property
+    def leader(self) -> Proc:
+        """The process of the command."""
+        return Proc(self.pid, self.start_time)
+
+    @property
+    def shim(self) -> Proc:
+        """The process of the shim."""
+        return Proc(self.shim_pid, self.shim_start_time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +121,14 @@ class Bundle(PrivateFolder):
 
     def identity(self) -> ShimIdentity | None:
         """Return the identity of the kernel, None if it is missing or unreadable."""
-        try:
-            raw = json.loads(self.read(IDENTITY) or "")
-            return ShimIdentity(
-                Proc(_pid(raw["pid"]), int(raw["start_time"])),
-                Proc(_pid(raw["shim_pid"]), int(raw["shim_start_time"])),
-                str(raw["boot_id"]),
-                bool(raw["has_cgroup"]),
-                parse_time(raw["started_at"]),
-            )
-        except MALFORMED:
-            return None
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.read(IDENTITY) or "", type=ShimIdentity)
+        return None
 
     def ending(self) -> Ending | None:
         """Return how the kernel ended, None if that is missing or unreadable."""
-        try:
-            raw = json.loads(self.read(EXIT) or "")
-            finished_at = parse_time(raw["finished_at"])
-            reason = str(raw.get("reason", ""))
-            return Ending(int(raw["exit_code"]), bool(raw["oom_killed"]), finished_at, reason)
-        except MALFORMED:
-            return None
-
-
-def _pid(raw: object) -> int:
-    if not isinstance(raw, int) or not 0 < raw < 2**31:
-        raise ValueError(f"invalid process id {raw!r}")
-    return raw
+        with suppress(msgspec.DecodeError, RecordError):
+            ending = msgspec.json.decode(self.read(EXIT) or "", type=Ending)
+            parse_time(ending.finished_at)
+            return ending
+        return None

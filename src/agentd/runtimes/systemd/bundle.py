@@ -13,17 +13,17 @@ usage.json      the usage at the end according to the manager, if the kernel end
 
 from __future__ import annotations
 
-import json
 import signal
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
-from msgspec.structs import asdict, fields, replace
+from msgspec.structs import asdict, replace
 
-from agentd.core.kernel.record import MALFORMED, parse_time, required_record
+from agentd.core.kernel.record import LAST_SECOND, MALFORMED, parse_time, required_record
 from agentd.core.kernel.states import Ending
 from agentd.core.kernel.usage import UNKNOWN, Usage
 from agentd.host.cgroups.usage import counted_in
@@ -79,7 +79,7 @@ class UnitIdentity(msgspec.Struct, frozen=True):
 
     invocation_id: str
     boot_id: str
-    started_at: float
+    started_at: Annotated[float, msgspec.Meta(ge=0, le=LAST_SECOND)]
     pid: int = 0
 
 
@@ -136,26 +136,13 @@ class UnitBundle(PrivateFolder):
 
     def identify(self, identity: UnitIdentity) -> None:
         """Save which run of the unit is the kernel's."""
-        content = {
-            "invocation_id": identity.invocation_id,
-            "boot_id": identity.boot_id,
-            "started_at": identity.started_at,
-            "pid": identity.pid,
-        }
-        self.replace(IDENTITY, json.dumps(content))
+        self.replace(IDENTITY, msgspec.json.encode(identity).decode())
 
     def identity(self) -> UnitIdentity | None:
         """Return the run that is the kernel's, None if it is missing or unreadable."""
-        try:
-            raw = json.loads(self.read(IDENTITY) or "")
-            return UnitIdentity(
-                str(raw["invocation_id"]),
-                str(raw["boot_id"]),
-                parse_time(raw["started_at"]),
-                int(raw.get("pid", 0)),
-            )
-        except MALFORMED:
-            return None
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.read(IDENTITY) or "", type=UnitIdentity)
+        return None
 
     def save_group(self, group: Path) -> None:
         """Save the id of the kernel's cgroup, unless it is saved.
@@ -185,7 +172,7 @@ class UnitBundle(PrivateFolder):
         """Save the usage at the end, unless it is saved."""
         if self.read(USAGE) is None:
             with suppress(OSError):
-                self.replace(USAGE, json.dumps(asdict(usage)))
+                self.replace(USAGE, msgspec.json.encode(usage).decode())
 
     def has_usage(self) -> bool:
         """Return whether the usage is saved."""
@@ -193,13 +180,12 @@ class UnitBundle(PrivateFolder):
 
     def usage(self) -> Usage:
         """Return the usage at the end, as far as it is known."""
-        try:
-            raw = json.loads(self.read(USAGE) or "")
-            told = Usage(**{field.name: raw[field.name] for field in fields(Usage)})
-        except MALFORMED:
-            told = UNKNOWN
-        own = asdict(counted_in(self.read(COUNTED) or ""))
-        return replace(told, **{name: figure for name, figure in own.items() if figure is not None})
+        reported = UNKNOWN
+        with suppress(msgspec.DecodeError):
+            reported = msgspec.json.decode(self.read(USAGE) or "", type=Usage)
+        counted = asdict(counted_in(self.read(COUNTED) or ""))
+        known = {name: figure for name, figure in counted.items() if figure is not None}
+        return replace(reported, **known)
 
 
 def quoted(value: str) -> str:
