@@ -84,7 +84,6 @@ class NodeState:
         self._kernels: dict[str, Kernel] = {}
         self._drops = 0
         self._ledger = Ledger()
-        self._label_bytes: Counter[str] = Counter()
         self._claims: dict[str, Claim] = {}
         self._users: dict[str, dict[str, Kernel]] = {}
         self._closed: set[str] = set()
@@ -143,7 +142,6 @@ class NodeState:
         self._kernels[kernel_id] = kernel
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, kernel if kernel.holds else None, holding)
-        self._count_labels(before, kernel)
         self._publish(before, kernel, holding)
 
     def drop(self, kernel_id: str) -> None:
@@ -155,7 +153,6 @@ class NodeState:
         self._drops += 1
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, None, holding)
-        self._count_labels(before, None)
         self._publish(before, None, holding)
 
     def _charge(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
@@ -185,19 +182,22 @@ class NodeState:
         left = remaining(claim.allocation, (kernel.allocation for kernel in users))
         return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, left)
 
-    def _count_labels(self, before: Kernel | Claim | None, now: Kernel | Claim | None) -> None:
-        """Keep the bytes of the labels of each agent; those of ended kernels do not count."""
-        for owner, sign in ((before, -1), (now, 1)):
-            if owner is not None and (isinstance(owner, Claim) or owner.holds):
-                self._label_bytes[owner.agent_id] += sign * size_of(owner.labels)
-
     def label_excess(self, spec: KernelSpec | ClaimSpec) -> LabelExcess | None:
-        """Return how the labels of a request exceed a sum of the node, None if they fit."""
+        """Return how the labels of a request exceed a sum of the node, None if they fit.
+
+        Those of ended kernels do not count.
+        """
+        if not spec.labels:
+            return None
+        used: Counter[str] = Counter()
+        owners: list[Kernel | Claim] = [kernel for kernel in self if kernel.holds]
+        for owner in [*owners, *self._claims.values()]:
+            used[owner.agent_id] += size_of(owner.labels)
         return excess_of(
             spec.labels,
             spec.agent_id,
-            agent_bytes=self._label_bytes[spec.agent_id],
-            node_bytes=self._label_bytes.total(),
+            agent_bytes=used[spec.agent_id],
+            node_bytes=used.total(),
         )
 
     @property
@@ -224,14 +224,12 @@ class NodeState:
         self._claims[claim.claim_id] = claim
         if before is None or before.allocation is not claim.allocation:
             self._ledger = self._with_claim(self._ledger, claim)
-        self._count_labels(before, claim)
 
     def drop_claim(self, claim_id: str) -> None:
         """Forget a claim; its devices are free. Dropping twice changes nothing."""
-        before = self._claims.pop(claim_id, None)
+        self._claims.pop(claim_id, None)
         self._closed.discard(claim_id)
         self._ledger = self._ledger.without(ClaimHolder(claim_id))
-        self._count_labels(before, None)
 
     @property
     def closed_claims(self) -> frozenset[str]:
