@@ -199,6 +199,34 @@ def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
         bundle.remove()
 
 
+async def test_usage_is_that_of_the_cgroup_or_of_the_end(tmp_path: Path, monkeypatch) -> None:
+    class OneUnit(Manager):
+        asked = 0
+
+        async def properties(self, name: str, *_: object, **__: object) -> dict[str, Any]:
+            assert name == unit_name("n", "lives")
+            self.asked += 1
+            return {"ControlGroup": "/agentd.slice/lives"}
+
+    group = tmp_path / "agentd.slice" / "lives"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("4096\n")
+    monkeypatch.setattr("agentd.runtimes.systemd.observer.MOUNT", tmp_path)
+    manager = OneUnit(is_user=False)
+    observer = UnitObserver(tmp_path / "units", "n", "boot", manager)
+    observer.bundle("ended").make("{}", {})
+    observer.bundle("ended").used(Usage(cpu_seconds=2.5))
+    kernels = [
+        Kernel("lives", "a", KernelState.RUNNING, "hash", 1.0, "systemd"),
+        Kernel("ended", "a", KernelState.TERMINATED, "hash", 1.0, "systemd"),
+    ]
+    for _ in range(2):
+        found = await observer.usages(kernels)
+        assert found["lives"].usage.memory_bytes == 4096
+        assert found["ended"].usage == Usage(cpu_seconds=2.5)
+    assert manager.asked == 1
+
+
 def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="loader"):  # `cd` says that there is no such folder
         run_drop_in(tmp_path, "running", SERVICE_RESULT="success")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from agentd.core.kernel.record import (
     require_owner,
     required_record,
 )
-from agentd.core.kernel.states import ENDED, Ending, Kernel
+from agentd.core.kernel.states import ENDED, Ending, Kernel, KernelRef
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeUnavailable
@@ -70,7 +70,7 @@ class UnitObserver:
         self._boot_id = boot_id
         self._manager = manager
         self._is_user = manager.is_user
-        self._groups: dict[str, str] = {}
+        self._groups: dict[KernelRef, str] = {}
         self._asked: set[str] = set()
 
     async def listing(self) -> Listing:
@@ -146,41 +146,30 @@ class UnitObserver:
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
         """Return the usage of kernels; of ended ones, the usage at their end."""
         with looking():
-            ended = [k.kernel_id for k in kernels if k.state in ENDED]
-            for kernel_id in [k for k in ended if not self.bundle(k).has_usage()]:
-                if kernel_id not in self._asked:  # the manager may still know an unobserved end
+            ended = {k.kernel_id for k in kernels if k.state in ENDED}
+            for kernel_id in ended - self._asked:  # the manager may still know an unobserved end
+                if not self.bundle(kernel_id).has_usage():
                     await self.find(kernel_id)
-            self._asked = set(ended)
-            found, elsewhere = await asyncio.to_thread(self._counted, kernels)
-            self._groups = {k.kernel_id: await self._group(k.kernel_id) for k in elsewhere}
-            groups = {
-                k: CgroupCounters({UNIFIED: f"{MOUNT}/{g}"}) for k, g in self._groups.items() if g
-            }
-            return found | await asyncio.to_thread(counted, groups)
+            self._asked = ended
+            alive = [k.ref for k in kernels if k.kernel_id not in ended]
+            self._groups = {ref: await self._group(ref) for ref in alive}
+            return await asyncio.to_thread(self._read_usages, ended)
 
-    def _counted(self, kernels: Sequence[Kernel]) -> tuple[dict[str, UsageReading], list[Kernel]]:
-        """Return the usage that is known without a query, and the kernels without one."""
-        found: dict[str, UsageReading] = {}
-        accounts: dict[str, CgroupCounters] = {}
-        elsewhere = []
-        for kernel in kernels:
-            if kernel.state in ENDED:
-                found[kernel.kernel_id] = UsageReading(self.bundle(kernel.kernel_id).usage())
-                continue
-            unit = unit_name(self._node_id, kernel.kernel_id)
-            folder = MOUNT / "agentd.slice" / slice_name(kernel.agent_id) / unit
-            if self._is_user or not folder.exists():
-                elsewhere.append(kernel)
-            else:
-                accounts[kernel.kernel_id] = CgroupCounters({UNIFIED: str(folder)})
-        return found | counted(accounts), elsewhere
+    def _read_usages(self, ended: Iterable[str]) -> dict[str, UsageReading]:
+        counters = {
+            ref.kernel_id: CgroupCounters({UNIFIED: f"{MOUNT}/{group}"})
+            for ref, group in self._groups.items()
+            if group
+        }
+        usages = {kernel_id: UsageReading(self.bundle(kernel_id).usage()) for kernel_id in ended}
+        return usages | counted(counters)
 
-    async def _group(self, kernel_id: str) -> str:
+    async def _group(self, ref: KernelRef) -> str:
         """Return the path of a kernel's cgroup from the manager, cached."""
-        if known := self._groups.get(kernel_id):
+        if known := self._groups.get(ref):
             return known
         with suppress(RuntimeUnavailable):
-            unit = unit_name(self._node_id, kernel_id)
+            unit = unit_name(self._node_id, ref.kernel_id)
             seen = await self._manager.properties(unit, ("ControlGroup",))
             return str(seen["ControlGroup"]).lstrip("/") if seen else ""
         return ""
