@@ -11,9 +11,14 @@ import signal
 import termios
 from typing import Any
 
-from agentd.runtimes.process.shim import execute
+from agentd.runtimes.process.shim import (
+    PR_SET_NO_NEW_PRIVS,
+    execute,
+    reset_signals,
+    start_time,
+)
 
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
 NAMESPACES = {
     "mnt": 0x00020000,
     "cgroup": 0x02000000,
@@ -201,17 +206,6 @@ def go_to(wanted: str | None, folder: str) -> None:
         os.chdir("/")
 
 
-def reset_signals() -> None:
-    """Reset every signal to its default action."""
-    signal.set_wakeup_fd(-1)
-    for number in range(1, signal.NSIG):
-        try:
-            signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):
-            pass
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
 def other_namespaces(target: int) -> int:
     """Return the namespaces of a process that differ from ours, as flags of setns(2)."""
     wanted = 0
@@ -250,8 +244,3 @@ def stat_of(pid: int) -> list[str]:
     """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
     with open(f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
-
-
-def start_time(pid: int) -> int:
-    """Return the start time of a process, in clock ticks since boot."""
-    return int(stat_of(pid)[19])

@@ -241,13 +241,7 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failu
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         step = "working_dir"
         os.chdir(order["working_dir"])
-        signal.set_wakeup_fd(-1)
-        for number in range(1, signal.NSIG):
-            try:
-                signal.signal(number, signal.SIG_DFL)
-            except (OSError, ValueError):
-                pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        reset_signals()
         step = "command"
         execute(order["command"], order["env"])
     except Exception as error:
@@ -255,6 +249,17 @@ def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failu
         os.write(failure, json.dumps({"step": step, "errno": number, "why": str(error)}).encode())
     finally:
         os._exit(127)
+
+
+def reset_signals() -> None:
+    """Reset every signal to its default action."""
+    signal.set_wakeup_fd(-1)
+    for number in range(1, signal.NSIG):
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):
+            pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def execute(command: list[str], env: dict[str, str]) -> None:
