@@ -115,7 +115,6 @@ class Term:
 
 
 _armed: dict[str, list[Term]] = {}
-_handed_on: dict[str, str] = {}
 _parent = os.getppid()
 
 
@@ -128,8 +127,6 @@ def arm(text: str) -> None:
     armed = parsed(text)
     _armed.clear()
     _armed.update(armed)
-    _handed_on.clear()
-    _handed_on.update({VARIABLE: text} if armed else {})
 
 
 def parsed(text: str) -> dict[str, list[Term]]:
@@ -155,7 +152,8 @@ def armed() -> list[str]:
 
 def inherited() -> dict[str, str]:
     """Return the environment that passes the points on to a program of agentd."""
-    return dict(_handed_on)
+    text = os.environ.get(VARIABLE)
+    return {VARIABLE: text} if text else {}
 
 
 def _term(text: str) -> Term:
