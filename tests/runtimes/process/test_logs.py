@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,8 +84,7 @@ async def test_a_follower_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
             path.write_bytes(b"%d" % number)
         return True
 
-    with ThreadPoolExecutor(1) as pool:
-        content = [c async for c in read_log(path, None, goes_on, pool)]
+    content = [c async for c in read_log(path, None, goes_on)]
     assert b"".join(content)[:10] == b"first1223" + b"3"
 
 
@@ -99,8 +97,7 @@ async def test_follow_misses_nothing_if_kernel_ends_meanwhile(tmp_path: Path) ->
             file.write(b"last")
         return False
 
-    with ThreadPoolExecutor(1) as pool:
-        content = [chunk async for chunk in read_log(path, None, ends, pool)]
+    content = [chunk async for chunk in read_log(path, None, ends)]
     assert b"".join(content) == b"first last"
 
 

@@ -1,20 +1,19 @@
 """Logs of process kernels: files of bounded size, followed while the kernel runs.
 
-Files are found in the bundle as it was opened. Threads read them in bounded pieces and never wait
-for a kernel. The files are agentd's own: a kernel writes into a pipe of its shim.
+Files are found in the bundle as it was opened. They are read in bounded pieces, beside the event
+loop. The files are agentd's own: a kernel writes into a pipe of its shim.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from agentd.concurrency import to_the_end
 from agentd.errors import Problem
 from agentd.runtimes.process.bundle import Bundle
 from agentd.services.protocols import LogQuery, LogStream
@@ -26,14 +25,13 @@ TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
 
 
-@dataclass(slots=True)
 class LogReader:
-    """A reader of one log's files, from the oldest to the newest; blocking and serialized."""
+    """A reader of one log's files, from the oldest to the newest; blocking."""
 
-    path: Path
-    _folder: int = field(default=-1, init=False)
-    _file: BinaryIO | None = field(default=None, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = -1
+        self._file: BinaryIO | None = None
 
     def open(self, tail: int | None) -> int:
         """Open the oldest file, or seek to `tail` lines before the end.
@@ -41,32 +39,24 @@ class LogReader:
         Returns:
             The number of bytes from there to the current end.
         """
-        with self._lock:
-            try:
-                self._folder = Bundle(self.path.parent).open_folder()
-            except FileNotFoundError:
-                return 0
-            self.path = Path(f"/proc/self/fd/{self._folder}") / self.path.name
-            files = self._files()
-            if tail is not None:
-                return self._seek_tail(files, tail)
-            if files:
-                self._file = _opened(files[0])
-            return sum(_size(path) for path in files)
+        try:
+            self._folder = Bundle(self._path.parent).open_folder()
+        except FileNotFoundError:
+            return 0
+        self._path = Path(f"/proc/self/fd/{self._folder}") / self._path.name
+        files = self._files()
+        if tail is not None:
+            return self._seek_tail(files, tail)
+        if files:
+            self._file = _opened(files[0])
+        return sum(_size(path) for path in files)
 
     def _files(self) -> list[Path]:
-        """Return the existing files, oldest first."""
-        stem = f"{self.path.name}."
-        numbers = sorted(
-            (
-                int(path.name.removeprefix(stem))
-                for path in self.path.parent.glob(f"{stem}*")
-                if path.name.removeprefix(stem).isdecimal()
-            ),
-            reverse=True,
-        )
-        older = [self.path.with_name(f"{stem}{number}") for number in numbers]
-        return [*older, *([self.path] if self.path.exists() else [])]
+        """Return the existing files, oldest first: the highest number, at last the one without."""
+        name = re.compile(rf"{re.escape(self._path.name)}(?:\.(\d+))?")
+        paths = self._path.parent.iterdir()
+        numbered = [(int(m[1] or 0), p) for p in paths if (m := name.fullmatch(p.name))]
+        return [path for _, path in sorted(numbered, reverse=True)]
 
     def _seek_tail(self, files: Sequence[Path], lines: int) -> int:
         left, there = TAIL_BYTES, 0
@@ -85,12 +75,8 @@ class LogReader:
 
     def read(self) -> bytes:
         """Return the next piece, empty if there is nothing new."""
-        with self._lock:
-            return self._read()
-
-    def _read(self) -> bytes:
         if self._file is None and self._folder >= 0:
-            self._file = _opened(self.path)
+            self._file = _opened(self._path)
         while self._file is not None:
             if chunk := self._file.read(_CHUNK):
                 return chunk
@@ -127,12 +113,11 @@ class LogReader:
                 self._file.seek(0)
 
     def close(self) -> None:
-        """Close the file after a read in progress."""
-        with self._lock:
-            self._replace(None)
-            if self._folder >= 0:
-                os.close(self._folder)
-                self._folder = -1
+        """Close the file and its folder."""
+        self._replace(None)
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
     def _replace(self, file: BinaryIO | None) -> None:
         if self._file is not None:
@@ -178,18 +163,18 @@ def _seek_lines(
 
 
 async def read_log(
-    path: Path, tail: int | None, is_running: Callable[[], bool], pool: Executor
+    path: Path, tail: int | None, is_running: Callable[[], bool]
 ) -> AsyncGenerator[bytes]:
     """Yield a log's bytes, and new output while the kernel runs.
 
     A log that is not followed ends where it ended when it was opened.
     """
-    loop, reader = asyncio.get_running_loop(), LogReader(path)
+    reader = LogReader(path)
     try:
-        follows = goes_on = await loop.run_in_executor(pool, is_running)
-        left = await loop.run_in_executor(pool, reader.open, tail)  # all of it if nothing runs
+        follows = goes_on = await asyncio.to_thread(is_running)
+        left = await to_the_end(asyncio.to_thread(reader.open, tail))  # all of it if nothing runs
         while True:
-            while chunk := await loop.run_in_executor(pool, reader.read):
+            while chunk := await to_the_end(asyncio.to_thread(reader.read)):
                 yield chunk if follows else chunk[:left]
                 left -= len(chunk)
                 if left <= 0 and not follows:
@@ -197,9 +182,9 @@ async def read_log(
             if not goes_on:
                 return
             await asyncio.sleep(PAUSE_S)
-            goes_on = await loop.run_in_executor(pool, is_running)
+            goes_on = await asyncio.to_thread(is_running)
     finally:
-        pool.submit(reader.close)
+        reader.close()
 
 
 def unkept(query: LogQuery) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,6 @@ from agentd.services.protocols import CreateProgress, LogQuery, Session, Support
 
 log = structlog.get_logger()
 
-LOG_THREADS = 4
 REMOVE_TRIES = 10
 WATCH_PAUSE_S = 1.0
 
@@ -88,7 +86,6 @@ class ProcessRuntime:
         self._lookups = Lookups()
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
-        self._log_pool = ThreadPoolExecutor(LOG_THREADS, "logs")
 
     def renew(self, rules: ProcessRules) -> None:
         """Replace the rules; existing kernels keep theirs."""
@@ -98,7 +95,6 @@ class ProcessRuntime:
         for task in self._watches.values():
             task.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
-        self._log_pool.shutdown(wait=False, cancel_futures=True)
         if self._manager is not None:
             await self._manager.close()
 
@@ -280,7 +276,7 @@ class ProcessRuntime:
             return query.follow and self._bundles.proof(ref.kernel_id).lives
 
         path = self._bundles.bundle(ref.kernel_id).path / LOG
-        chunks = read_log(path, query.tail, is_running, self._log_pool)
+        chunks = read_log(path, query.tail, is_running)
         try:
             with looking():
                 async for chunk in chunks:
