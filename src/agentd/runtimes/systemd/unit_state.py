@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ SEEN = (
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
     "MainPID", "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
 )  # fmt: skip
-_EVENTS_BYTES = 4096
 UNSET = 2**64 - 1
 """systemd's value for an unknown number."""
 LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
@@ -48,11 +46,7 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
 def _events(cgroup: str) -> bytes:
     """Return a cgroup's `cgroup.events` (cgroups(7)), empty if it does not exist."""
     try:
-        descriptor = os.open(f"{cgroup}/cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(descriptor, _EVENTS_BYTES)
-        finally:
-            os.close(descriptor)
+        return Path(cgroup, "cgroup.events").read_bytes()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENODEV):  # the cgroup vanished meanwhile
             return b""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 from agentd.core.claim.claim import EndReason
 from agentd.errors import RequestError
@@ -16,18 +15,10 @@ class ClaimCounts:
     """Counts since the daemon started."""
 
     def __init__(self) -> None:
-        self._results: Counter[tuple[str, str]] = Counter()
-        self._ends: Counter[tuple[str, EndReason]] = Counter()
-
-    @property
-    def results(self) -> Mapping[tuple[str, str], int]:
+        self.results: Counter[tuple[str, str]] = Counter()
         """Requests by agent and result."""
-        return MappingProxyType(self._results)
-
-    @property
-    def ends(self) -> Mapping[tuple[str, EndReason], int]:
+        self.ends: Counter[tuple[str, EndReason]] = Counter()
         """Ended claims by agent and reason."""
-        return MappingProxyType(self._ends)
 
     @contextmanager
     def counted(self, agent_id: str) -> Iterator[None]:
@@ -36,10 +27,10 @@ class ClaimCounts:
             yield
         except BaseException as error:
             result = REFUSED if isinstance(error, RequestError) else FAILED
-            self._results[agent_id, result] += 1
+            self.results[agent_id, result] += 1
             raise
-        self._results[agent_id, CREATED] += 1
+        self.results[agent_id, CREATED] += 1
 
     def ended(self, agent_id: str, reason: EndReason) -> None:
         """Count the end of a claim."""
-        self._ends[agent_id, reason] += 1
+        self.ends[agent_id, reason] += 1

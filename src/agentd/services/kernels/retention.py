@@ -28,7 +28,6 @@ class Retention:
         self._most = most
         self._sizes: dict[str, int] = {}
         """The bytes of each ended kernel's record, in the order in which they ended."""
-        self._bytes = 0
         self._are_too_many = asyncio.Event()
         self._are_too_many.set()
         for kernel in state:
@@ -36,16 +35,11 @@ class Retention:
         state.listen(self._changed)
 
     def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
-        kernel = now or before
-        if kernel is None:
-            return
-        size = len(encode(now, "")) if now is not None and now.state in ENDED else 0
-        self._bytes += size - self._sizes.get(kernel.kernel_id, 0)
-        if size:
-            self._sizes[kernel.kernel_id] = size
-            if len(self._sizes) > self._most or self._bytes > MAX_ENDED_BYTES:
+        if now is not None and now.state in ENDED:
+            self._sizes[now.kernel_id] = len(encode(now, ""))
+            if len(self._sizes) > self._most or sum(self._sizes.values()) > MAX_ENDED_BYTES:
                 self._are_too_many.set()
-        else:
+        elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
 
     async def run(self) -> None:
@@ -66,7 +60,7 @@ class Retention:
         ended = [k for k in self._state if k.state in ENDED]
         ended.sort(key=lambda kernel: kernel.ending.finished_at or kernel.created_at)
         latest = next(reversed(self._sizes), None)
-        count, size = len(ended), self._bytes
+        count, size = len(ended), sum(self._sizes.values())
         for kernel in ended:
             is_too_large = size > MAX_ENDED_BYTES and kernel.kernel_id != latest
             if count <= self._most and not is_too_large:
