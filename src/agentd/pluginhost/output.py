@@ -15,7 +15,7 @@ _MAX_LINE = 2000
 _CHUNK = 64 * 1024
 _MAX_LINES, _WINDOW_S = 50, 10.0
 """Lines of one plugin that are logged in a window of time; further ones are counted."""
-_FLOOD_PAUSE_S = 0.01
+_FLOOD_PAUSE_S = 0.002
 """Pause between two reads of a plugin that prints too much."""
 _LAST_OUTPUT_S = 0.2
 """Time to read what an ended process printed last."""
