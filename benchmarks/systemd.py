@@ -16,12 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.runtime import SystemdRuntime
-from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.service.boot_id import boot_id
 
 ALIKE = ("Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",
@@ -46,7 +47,9 @@ def plainly(name: str) -> float:
 
 async def measured(rounds: int, kernels: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        runtime = SystemdRuntime(Path(folder), "bench", boot_id(), SystemdRules())
+        runtime = SystemdRuntime(
+            Path(folder), "bench", boot_id(), SystemdSettings(), UserAccounts()
+        )
         await runtime.create(plan("warm"), lambda *_: None)
         pairs = []
         for number in range(rounds):

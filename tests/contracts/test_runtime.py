@@ -3,14 +3,16 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from agentd.config.runtimes import DockerSettings, ProcessSettings, SystemdSettings
 from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits
@@ -28,12 +30,10 @@ from agentd.host.cgroups.usage import groups_of
 from agentd.host.probe import probe
 from agentd.host.systemd.availability import has_manager
 from agentd.host.systemd.dbus import Manager
-from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import ProcessRules, find_account
 from agentd.runtimes.systemd.runtime import SystemdRuntime
-from agentd.runtimes.systemd.unit import SystemdRules
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery, Runtime, Undone
 from daemon import UNITS
@@ -63,12 +63,22 @@ def plan(*command: str, kernel_id: str = "k1", node: str = NODE, **spec: Any) ->
 
 
 def process_runtime(
-    folder: Path, node: str = NODE, boot: str | None = None, **rules: Any
+    folder: Path,
+    node: str = NODE,
+    boot: str | None = None,
+    own: Mapping[str, UserAccount] = MappingProxyType({}),
+    **settings: Any,
 ) -> ProcessRuntime:
     default = find_account("nobody", "user") if os.geteuid() == 0 else None
-    made = ProcessRules(default, rules.pop("accounts", {}), **rules)
+    read = ProcessSettings.model_validate(settings, by_name=True)
+    accounts = UserAccounts(default, own, is_user=os.geteuid() != 0)
     manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
-    return ProcessRuntime(folder, node, boot or boot_id(), made, find_cgroups(), manager)
+    return ProcessRuntime(folder, node, boot or boot_id(), read, accounts, find_cgroups(), manager)
+
+
+def docker_settings(socket: Path) -> DockerSettings:
+    given = {"socket": socket, "network": "none", "stop_timeout": 5}
+    return DockerSettings.model_validate(given, by_name=True)
 
 
 @dataclass
@@ -109,8 +119,7 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
     for node in (NODE, OTHER):
         if request.param in ENGINES:
             engine = request.getfixturevalue(ENGINES[request.param])
-            rules = DockerRules("none", stop_timeout_s=5)
-            runtimes.append(DockerRuntime(engine.socket, node, rules))
+            runtimes.append(DockerRuntime(node, docker_settings(engine.socket)))
         elif request.param == "process":
             kernels = folder / "kernels"
             kernels.mkdir(exist_ok=True)
@@ -118,8 +127,8 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
         elif request.param == "systemd":
             units = folder / "units"
             units.mkdir(exist_ok=True)
-            rules = SystemdRules(is_user=os.geteuid() != 0)
-            runtimes.append(SystemdRuntime(units, node, boot_id(), rules))
+            accounts = UserAccounts(is_user=os.geteuid() != 0)
+            runtimes.append(SystemdRuntime(units, node, boot_id(), SystemdSettings(), accounts))
         else:
             runtimes.append(FakeRuntime())
     yield Rig(*runtimes)

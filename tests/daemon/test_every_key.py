@@ -184,3 +184,9 @@ async def test_reload_applies_or_names_every_key(tmp_path: Path) -> None:
     assert applied <= values.keys()
     assert set(await reload.once()) == values.keys() - applied - {"rpc.listen"}
     assert server.given == ["admin", "t", "certificate"]
+    settings = load(file, {}).settings
+    for name in names:
+        wanted = values_of(getattr(settings.runtime, name), f"runtime.{name}.")
+        given = values_of(runtimes[name].given, f"runtime.{name}.")
+        for key in APPLIED[name]:
+            assert given[key] == wanted[key], key

@@ -13,7 +13,6 @@ import pytest
 from agentd.concurrency import asking
 from agentd.config.loading import load
 from agentd.daemon import reload as module
-from agentd.daemon import runtime_factory
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
 from agentd.http.credentials import Weaknesses
@@ -183,11 +182,7 @@ async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
     from agentd.runtimes.docker.runtime import DockerRuntime
 
     node = Node(tmp_path)
-    docker = DockerRuntime(
-        Path("/none"),
-        "n",
-        runtime_factory.docker_rules(module.load(node.file, {}).settings),
-    )
+    docker = DockerRuntime("n", module.load(node.file, {}).settings.runtime.docker)
     node.reload._runtimes = {"docker": docker}
     node.write(
         rest='[runtime.docker]\nsocket = "/another"\npids-limit = 7\nstop-timeout = 3\n'
@@ -197,7 +192,7 @@ async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
         ["runtime.docker.socket", "runtime.docker.publish-address"],
         [],
     )
-    assert (docker._rules.pids_limit, docker._images._registry_auth) == (7, Path("/auth"))
+    assert (docker._settings.pids_limit, docker._images._registry_auth) == (7, Path("/auth"))
 
 
 async def test_weak_credentials_are_warned_of(

@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
@@ -28,16 +26,11 @@ from agentd.host.systemd.availability import (
     why_no_systemd,
 )
 from agentd.http.credentials import weaknesses
+from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import run_folder
-from agentd.tomlfile.section import Section
-
-if TYPE_CHECKING:
-    from agentd.runtimes.docker.container_config import DockerRules
-    from agentd.runtimes.process.spawn import ProcessRules, UserAccount
-    from agentd.runtimes.systemd.unit import SystemdRules
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
@@ -52,33 +45,33 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         from agentd.runtimes.docker.last_seen import LastSeen
         from agentd.runtimes.docker.runtime import DockerRuntime
 
-        docker = settings.runtime.docker
         last_seen = LastSeen(bundles[name] / "last_seen.json", boot_id())
-        return DockerRuntime(docker.socket, node_id, docker_rules(settings), last_seen)
+        return DockerRuntime(node_id, settings.runtime.docker, last_seen)
+    folder, accounts = bundles[name], user_accounts(settings, name)
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
-        return SystemdRuntime(bundles[name], node_id, boot_id(), systemd_rules(settings))
+        return SystemdRuntime(folder, node_id, boot_id(), settings.runtime.systemd, accounts)
     from agentd.host.systemd.dbus import Manager
     from agentd.runtimes.process.runtime import ProcessRuntime
 
-    rules = process_rules(settings)
     # Units of a user's manager end at logout, unless the user lingers.
     stays = os.geteuid() == 0 or lingers(os.geteuid())
     manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
-    return ProcessRuntime(bundles[name], node_id, boot_id(), rules, find_cgroups(), manager)
+    process = settings.runtime.process
+    return ProcessRuntime(folder, node_id, boot_id(), process, accounts, find_cgroups(), manager)
 
 
-def renewal(runtime: Runtime, settings: Settings) -> Callable[[], object]:
+def renewal(runtime: Any, settings: Settings) -> Callable[[], object]:
     """Return a function that applies settings to a runtime; an engine's socket stays.
 
     Raises:
         ConfigRefused: the settings do not fit this host.
     """
-    rules = {"docker": docker_rules, "systemd": systemd_rules, "process": process_rules}
-    if (rules_of := rules.get(runtime.name)) is None:
-        return lambda: None
-    return partial(runtime.renew, rules_of(settings))
+    section = getattr(settings.runtime, runtime.name)
+    if runtime.name == "docker":
+        return partial(runtime.renew, section)
+    return partial(runtime.renew, section, user_accounts(settings, runtime.name))
 
 
 def refuse_unfit(settings: Settings) -> None:
@@ -87,100 +80,49 @@ def refuse_unfit(settings: Settings) -> None:
     Raises:
         ConfigRefused: the settings do not fit this host.
     """
-    match settings.node.runtime:
-        case "process":
-            process_rules(settings)
-        case "systemd":
-            problems = [Problem("node.runtime", why) for why in why_no_systemd()]
-            try:
-                systemd_rules(settings)
-            except ConfigRefused as error:
-                problems += error.problems
-            if problems:
-                raise ConfigRefused(problems)
-
-
-def docker_rules(settings: Settings) -> DockerRules:
-    """Return the rules of containers."""
-    from agentd.runtimes.docker.container_config import DockerRules
-
-    return DockerRules(**_same(DockerRules, settings.runtime.docker))
-
-
-def _same(rules: type[msgspec.Struct], table: Section) -> dict[str, Any]:
-    """Return the settings for the fields of rules; settings have no unit suffix `_s`."""
-    keys = {name: name.removesuffix("_s") for name in rules.__struct_fields__}
-    return {name: getattr(table, key) for name, key in keys.items() if hasattr(table, key)}
-
-
-def process_rules(settings: Settings) -> ProcessRules:
-    """Return the rules of process kernels, with resolved users.
-
-    Raises:
-        ConfigRefused: a user does not exist, or agentd may not run processes as another user.
-    """
-    from agentd.runtimes.process.spawn import ProcessRules
-
-    process = settings.runtime.process
-    default, accounts = _accounts(settings, process.user, "runtime.process.user")
-    return ProcessRules(default, accounts, **_same(ProcessRules, process))
-
-
-def systemd_rules(settings: Settings) -> SystemdRules:
-    """Return the rules of units, with resolved users.
-
-    Raises:
-        ConfigRefused: a user does not exist, or agentd may not run units as another user.
-    """
-    from agentd.runtimes.systemd.unit import SystemdRules
-
-    systemd, is_root = settings.runtime.systemd, os.geteuid() == 0
-    default, accounts = _accounts(settings, systemd.user, "runtime.systemd.user")
-    if systemd.user is not None and not is_root:
-        raise ConfigRefused([Problem("runtime.systemd.user", _NOT_ROOT)])
-    given = _same(SystemdRules, systemd) | {
-        "is_user": not is_root,
-        "user": default.name if default else None,
-        "users": {agent: account.name for agent, account in accounts.items()},
-    }
-    return SystemdRules(**given)
+    name = settings.node.runtime
+    if name == "docker":
+        return  # a container's users are its image's
+    reasons = why_no_systemd() if name == "systemd" else []
+    problems = [Problem("node.runtime", why) for why in reasons]
+    try:
+        user_accounts(settings, name)
+    except ConfigRefused as error:
+        problems += error.problems
+    if problems:
+        raise ConfigRefused(problems)
 
 
 _NOT_ROOT = "agentd is not root and runs kernels as its own user"
 
 
-def _account(user: str, where: str, problems: list[Problem]) -> UserAccount | None:
-    """Return the account of a user; add a problem if it does not exist."""
-    from agentd.runtimes.process.spawn import find_account
-
-    try:
-        return find_account(user, where)
-    except InvalidRequest as error:
-        problems += error.problems
-        return None
-
-
-def _accounts(
-    settings: Settings, user: str | None, where: str
-) -> tuple[UserAccount | None, dict[str, UserAccount]]:
-    """Return the default account, and those of agents that have their own.
+def user_accounts(settings: Settings, runtime: str) -> UserAccounts:
+    """Return the user accounts of a runtime's kernels on this host.
 
     Raises:
         ConfigRefused: a user does not exist, or agentd may not run anything as another user.
     """
     is_root = os.geteuid() == 0
+    user: str | None = getattr(settings.runtime, runtime).user
+    if runtime == "process" and not is_root:
+        user = None  # its default is for root
+    named = [(f"runtime.{runtime}.user", "", user)]
+    named += [(f"agents.{n}.user", agent.id, agent.user) for n, agent in enumerate(settings.agents)]
+    found: dict[str, UserAccount] = {}
     problems: list[Problem] = []
-    accounts: dict[str, UserAccount] = {}
-    default = _account(user, where, problems) if user is not None and is_root else None
-    for index, agent in enumerate(settings.agents):
-        where = f"agents.{index}.user"
-        if agent.user is not None and not is_root:
+    for where, agent_id, name in named:
+        if name is None:
+            continue
+        if not is_root:
             problems.append(Problem(where, _NOT_ROOT))
-        elif agent.user is not None and (found := _account(agent.user, where, problems)):
-            accounts[agent.id] = found
+            continue
+        try:
+            found[agent_id] = find_account(name, where)
+        except InvalidRequest as error:
+            problems += error.problems
     if problems:
         raise ConfigRefused(problems)
-    return default, accounts
+    return UserAccounts(found.pop("", None), found, is_user=not is_root)
 
 
 def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:

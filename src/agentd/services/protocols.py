@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -191,10 +191,6 @@ class Runtime(Protocol):
     minimum_memory_bytes: int
 
     async def close(self) -> None: ...
-
-    def renew(self, rules: Any) -> None:
-        """Replace the settings for kernels created from now on."""
-        ...
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         """Return the problems of a request on this runtime, before anything is decided.

@@ -2,17 +2,18 @@
 
 import pytest
 
+from agentd.config.runtimes import DockerSettings
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.options import ContainerOptions, Tmpfs, Ulimit, over_ceiling
 from agentd.core.kernel.states import KernelSpec
-from agentd.runtimes.docker.container_config import DockerRules
+from agentd.runtimes.docker.container_config import request_problems
 
-RULES = DockerRules("none", ulimits={"rtprio": 0, "nofile": 1024, "memlock": -1})
+SETTINGS = DockerSettings(network="none", ulimits={"rtprio": 0, "nofile": 1024, "memlock": -1})
 
 
 def problems(**changes) -> dict[str, str]:
     spec = KernelSpec("k", "a", ("true",), "h", image="i", **changes)
-    return {problem.where: problem.why for problem in RULES.problems(spec)}
+    return {problem.where: problem.why for problem in request_problems(spec, SETTINGS)}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def problems(**changes) -> dict[str, str]:
 def test_a_limit_over_the_operator_s_is_refused(name: str, limit: Ulimit, why: str) -> None:
     expected = {f"ulimits.{name}": why} if why else {}
     assert problems(container=ContainerOptions(ulimits={name: limit})) == expected
-    assert dict(over_ceiling({name: limit}, RULES.ulimits)) == ({name: why} if why else {})
+    assert dict(over_ceiling({name: limit}, SETTINGS.ulimits)) == ({name: why} if why else {})
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,13 @@ import pytest
 
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import OutcomeUnknown, RuntimeUnavailable
-from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.engine import container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
 from agentd.runtimes.docker.observer import ContainerObserver
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.docker.streams import _event
-from contracts.test_runtime import plan
+from contracts.test_runtime import docker_settings, plan
 
 HASH = "0123456789abcdef" * 4
 NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.upper(), f"{HASH}\n",
@@ -92,7 +91,7 @@ async def test_a_malformed_inspection_is_a_lost_answer() -> None:
 async def test_a_create_answered_without_an_id_has_an_unknown_outcome(
     folder, monkeypatch, raw: Any
 ) -> None:
-    runtime = DockerRuntime(folder / "none.sock", "n", DockerRules("none"))
+    runtime = DockerRuntime("n", docker_settings(folder / "none.sock"))
     engine = Lying(info={}, containers={"Id": raw})
     monkeypatch.setattr(runtime, "_engine", engine)
     with pytest.raises(OutcomeUnknown, match="invalid container id"):

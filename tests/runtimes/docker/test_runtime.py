@@ -9,10 +9,9 @@ from msgspec.structs import replace
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
-from agentd.runtimes.docker.container_config import DockerRules
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
-from contracts.test_runtime import NODE, plan
+from contracts.test_runtime import NODE, docker_settings, plan
 from engine import IMAGE, Engine
 
 pytestmark = pytest.mark.docker
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture
 async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
-    made = DockerRuntime(engine.socket, NODE, DockerRules("none", stop_timeout_s=5))
+    made = DockerRuntime(NODE, docker_settings(engine.socket))
     yield made
     await made.close()
     engine.clean()
@@ -57,7 +56,7 @@ async def test_a_create_without_an_answer_leaves_the_outcome_unknown(
 
 
 async def test_an_engine_that_was_never_reached_was_asked_nothing(folder) -> None:
-    runtime = DockerRuntime(folder / "none.sock", NODE, DockerRules("none", stop_timeout_s=5))
+    runtime = DockerRuntime(NODE, docker_settings(folder / "none.sock"))
     with pytest.raises(RuntimeUnavailable) as caught:
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     assert not isinstance(caught.value, OutcomeUnknown)

@@ -10,7 +10,6 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from agentd.core.kernel.observation import Leftover, ObservedState
@@ -19,8 +18,8 @@ from agentd.core.kernel.record import parse_statement
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.processes import all_processes, read_stat
+from agentd.runtimes.host.user_accounts import UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import find_account
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, SHARES, plan, process_runtime
@@ -81,7 +80,7 @@ async def test_kernel_that_ignores_term_is_killed(runtime) -> None:
 
 async def test_stop_without_timeout_uses_the_configured_one(folder) -> None:
     (folder / "kernels").mkdir()
-    runtime = process_runtime(folder / "kernels", stop_timeout_s=0)
+    runtime = process_runtime(folder / "kernels", stop_timeout=0)
     await create(runtime, "sh", "-c", "trap '' TERM; sleep 1000; sleep 1000")
     await runtime.stop(K1, None)
     assert (await found(runtime)).ending.exit_code == 137
@@ -211,7 +210,9 @@ async def test_processes_are_limited(runtime) -> None:
 
 def without_cgroups(folder: Path) -> ProcessRuntime:
     made = process_runtime(folder / "kernels")
-    return ProcessRuntime(folder / "kernels", NODE, boot_id(), made._rules, None)
+    return ProcessRuntime(
+        folder / "kernels", NODE, boot_id(), made._settings, made._user_accounts, None
+    )
 
 
 def limits(**options):
@@ -304,7 +305,7 @@ def content_of(file: Path) -> bytes:
 async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
     (folder / "kernels").mkdir()
     daemon = find_account("daemon", "agents.0.user")
-    runtime = process_runtime(folder / "kernels", accounts={"agent-1": daemon})
+    runtime = process_runtime(folder / "kernels", own={"agent-1": daemon})
     support = await runtime.support(plan("sleep").spec)
     assert "separation" not in support.not_enforced
     await create(runtime, "sleep", "1000")
@@ -323,7 +324,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", fails)
-    runtime.renew(msgspec.structs.replace(runtime._rules, default=None))
+    runtime.renew(runtime._settings, UserAccounts())
     assert await runtime.problems(plan("true").spec) == []
     me = str(os.geteuid())
     assert await runtime.problems(plan("true", user=me).spec) == []

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.observation import ObservedState
@@ -24,6 +25,7 @@ from agentd.errors import RuntimeFailure
 from agentd.host.systemd.availability import version_of, why_no_systemd
 from agentd.host.systemd.dbus import Manager
 from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
+from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
 from agentd.runtimes.systemd.bundle import (
     DROP_IN,
     End,
@@ -36,7 +38,6 @@ from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
-    SystemdRules,
     kernel_of,
     mask,
     properties,
@@ -59,8 +60,12 @@ def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> Ker
 OWN = plan("true").record
 
 
-def told(made: KernelPlan, **rules: Any) -> dict[str, Any]:
-    found = properties(made, "/state/units/k1", SystemdRules(**rules), [0])
+NO_ACCOUNTS = UserAccounts()
+
+
+def told(made: KernelPlan, accounts: UserAccounts = NO_ACCOUNTS, **settings: Any) -> dict[str, Any]:
+    read = SystemdSettings.model_validate(settings, by_name=True)
+    found = properties(made, "/state/units/k1", read, accounts, [0])
     return {name: value for name, _, value in found}
 
 
@@ -340,18 +345,19 @@ def test_the_properties_close_what_a_kernel_was_not_given() -> None:
     assert found["ExecStart"] == [["sh", ["sh", "-c", "echo $$HOME"], False]]
     assert not [name for name in found if name.endswith("Ex")], "lost in a daemon-reload"
     assert "SECRET" not in str(found)
-    assert told(made, user="kernels")["User"] == "kernels"
-    assert "DynamicUser" not in told(made, user="kernels")
-    assert told(made, stop_timeout_s=2.5)["TimeoutStopUSec"] == 2_500_000
-    assert told(made, stop_timeout_s=0)["TimeoutStopUSec"] == 1, "0 would be no limit at all"
+    named = told(made, UserAccounts(UserAccount("kernels", 1000, 1000, ())))
+    assert named["User"] == "kernels"
+    assert "DynamicUser" not in named
+    assert told(made, stop_timeout=2.5)["TimeoutStopUSec"] == 2_500_000
+    assert told(made, stop_timeout=0)["TimeoutStopUSec"] == 1, "0 would be no limit at all"
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
-    found = told(plan("true"), is_user=True)
+    found = told(plan("true"), UserAccounts(is_user=True))
     assert not found.keys() & {"DynamicUser", "DevicePolicy", "LogNamespace", "AllowedMemoryNodes"}
     moved = ContainerEdits(mounts=(Mount("/a", "/b"),))
     with pytest.raises(RuntimeFailure):
-        told(plan("true", edits=moved), is_user=True)
+        told(plan("true", edits=moved), UserAccounts(is_user=True))
     with pytest.raises(RuntimeFailure):
         told(plan("true", edits=ContainerEdits(cdi=("x",))))
 
@@ -367,10 +373,11 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
 )  # fmt: skip
 def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
     given_ = {"command": ("true",), **spec}
-    problems = list(request_problems(KernelSpec("k", "a", spec_hash="h", **given_), SystemdRules()))
+    refused = KernelSpec("k", "a", spec_hash="h", **given_)
+    problems = list(request_problems(refused, SystemdSettings(), None))
     assert [problem.where for problem in problems] == [where]
     fine = KernelSpec("k", "a", ("/bin/sh",), "h", env={"A_1": "x\ty\nz"})
-    assert not list(request_problems(fine, SystemdRules()))
+    assert not list(request_problems(fine, SystemdSettings(), None))
 
 
 def test_words_are_left_alone() -> None:

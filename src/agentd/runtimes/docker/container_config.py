@@ -7,12 +7,10 @@ merged in `core.kernel.plan`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
+from agentd.config.runtimes import DockerSettings
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.options import TOO_LONG, is_too_long, over_ceiling
@@ -43,49 +41,35 @@ UNPUBLISHED = ("none", "host")
 """Networks on which the engine publishes no ports."""
 
 
-class DockerRules(msgspec.Struct, frozen=True):
-    """The operator's settings for containers; see `[runtime.docker]`."""
+def network_of(spec: KernelSpec, settings: DockerSettings) -> str:
+    """Return the network of a container."""
+    return spec.container.network or settings.network
 
-    network: str
-    allowed_networks: tuple[str, ...] = ()
-    allowed_mounts: tuple[Path, ...] = ()
-    capabilities: tuple[str, ...] = ()
-    pids_limit: int = 4096
-    log_max_size: int = 20 * 2**20
-    log_max_files: int = 5
-    registry_auth: Path | None = None
-    stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = {}
 
-    def network_of(self, spec: KernelSpec) -> str:
-        return spec.container.network or self.network
-
-    def problems(self, spec: KernelSpec) -> Iterator[Problem]:
-        """Yield the problems of a request under these rules, or on any engine."""
-        if not spec.image:
-            yield Problem("image", "is missing; the docker runtime requires an image")
-        networks = (self.network, *self.allowed_networks)
-        if self.network_of(spec) not in networks:
-            why = (
-                f"invalid network {spec.container.network!r}: expected one of {', '.join(networks)}"
-            )
-            yield Problem("network", why)
-        if (spec.container.pids_limit or 0) > self.pids_limit:
-            why = f"{spec.container.pids_limit} exceeds the limit of {self.pids_limit}"
-            yield Problem("pids_limit", why)
-        for name, why in over_ceiling(spec.container.ulimits, self.ulimits):
-            yield Problem(f"ulimits.{name}", why)
-        yield from _problems_of_targets(spec)
-        if is_too_long(spec.working_dir or ""):
-            yield Problem("working_dir", TOO_LONG)
-        if spec.user and not _has_ids(spec.user):
-            yield Problem(
-                "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
-            )
-        targets = [mount.target for mount in spec.mounts]
-        targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
-        for target in sorted({target for target in targets if targets.count(target) > 1}):
-            yield Problem("mounts", f"duplicate target {target}")
+def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Problem]:
+    """Yield the problems of a request under these settings, or on any engine."""
+    if not spec.image:
+        yield Problem("image", "is missing; the docker runtime requires an image")
+    networks = (settings.network, *settings.allowed_networks)
+    if network_of(spec, settings) not in networks:
+        why = f"invalid network {spec.container.network!r}: expected one of {', '.join(networks)}"
+        yield Problem("network", why)
+    if (spec.container.pids_limit or 0) > settings.pids_limit:
+        why = f"{spec.container.pids_limit} exceeds the limit of {settings.pids_limit}"
+        yield Problem("pids_limit", why)
+    for name, why in over_ceiling(spec.container.ulimits, settings.ulimits):
+        yield Problem(f"ulimits.{name}", why)
+    yield from _problems_of_targets(spec)
+    if is_too_long(spec.working_dir or ""):
+        yield Problem("working_dir", TOO_LONG)
+    if spec.user and not _has_ids(spec.user):
+        yield Problem(
+            "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
+        )
+    targets = [mount.target for mount in spec.mounts]
+    targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
+    for target in sorted({target for target in targets if targets.count(target) > 1}):
+        yield Problem("mounts", f"duplicate target {target}")
 
 
 def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
@@ -109,7 +93,7 @@ def _has_ids(user: str) -> bool:
 
 
 def container_config(
-    plan: KernelPlan, rules: DockerRules, sources: Sequence[MountSource], engine: EngineFacts
+    plan: KernelPlan, settings: DockerSettings, sources: Sequence[MountSource], engine: EngineFacts
 ) -> dict[str, Any]:
     """Return the body of the engine's create call; `sources` belong to the spec's mounts."""
     spec = plan.spec
@@ -127,23 +111,23 @@ def container_config(
         },
         "ExposedPorts": {_port(port): {} for port in plan.ports},
         "HostConfig": {
-            **_limits(plan, rules),
+            **_limits(plan, settings),
             **_devices(plan),
-            "NetworkMode": rules.network_of(spec),
+            "NetworkMode": network_of(spec, settings),
             "IpcMode": "private",
             "CgroupnsMode": "private",
             "Mounts": _mounts(plan, sources, engine),
             "PortBindings": _bindings(plan.ports),
             "CapDrop": ["ALL"],
-            "CapAdd": list(rules.capabilities),
+            "CapAdd": list(settings.capabilities),
             "SecurityOpt": ["no-new-privileges"],
             "RestartPolicy": {"Name": "no"},
             "LogConfig": {
                 "Type": LOG_DRIVER,
                 "Config": {
-                    "max-size": str(rules.log_max_size),
-                    "max-file": str(rules.log_max_files),
-                    "compress": str(rules.log_max_files > 1).lower(),
+                    "max-size": str(settings.log_max_size),
+                    "max-file": str(settings.log_max_files),
+                    "compress": str(settings.log_max_files > 1).lower(),
                 },
             },
         },
@@ -157,13 +141,13 @@ def container_config(
     return config
 
 
-def _limits(plan: KernelPlan, rules: DockerRules) -> dict[str, Any]:
+def _limits(plan: KernelPlan, settings: DockerSettings) -> dict[str, Any]:
     options = plan.spec.container
     limits: dict[str, Any] = {
         "CpusetCpus": ",".join(plan.cpus),
         "Memory": plan.memory_bytes,
         "MemorySwap": plan.memory_bytes,
-        "PidsLimit": options.pids_limit or rules.pids_limit,
+        "PidsLimit": options.pids_limit or settings.pids_limit,
         "Ulimits": [
             {"Name": name, "Soft": limit.soft, "Hard": limit.hard}
             for name, limit in options.ulimits.items()

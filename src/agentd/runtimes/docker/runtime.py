@@ -13,10 +13,10 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agentd.concurrency import to_the_end
+from agentd.config.runtimes import DockerSettings
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.options import TOO_LONG, PullPolicy, is_too_long
@@ -34,7 +34,12 @@ from agentd.errors import (
 from agentd.failpoints import reach
 from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
-from agentd.runtimes.docker.container_config import UNPUBLISHED, DockerRules, container_config
+from agentd.runtimes.docker.container_config import (
+    UNPUBLISHED,
+    container_config,
+    network_of,
+    request_problems,
+)
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient, container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
 from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
@@ -69,7 +74,7 @@ class _Attempt:
     Its container `may_exist` from the first request until the engine refuses or removes it.
     """
 
-    def __init__(self, plan: KernelPlan, engine: EngineFacts, rules: DockerRules) -> None:
+    def __init__(self, plan: KernelPlan, engine: EngineFacts, settings: DockerSettings) -> None:
         self.plan = plan
         self.platform = plan.spec.container.platform or engine.platform
         self.sources: list[MountSource] = []
@@ -77,12 +82,12 @@ class _Attempt:
         self.may_exist = False
         self.container = ""
         self._engine = engine
-        self._rules = rules
+        self._settings = settings
 
     def take(self, sources: list[MountSource]) -> None:
         """Build the engine's request from freshly resolved mounts."""
         self.sources = sources
-        self.config = container_config(self.plan, self._rules, self.sources, self._engine)
+        self.config = container_config(self.plan, self._settings, self.sources, self._engine)
 
 
 _SOURCES = "a mount's source"
@@ -97,13 +102,13 @@ class DockerRuntime:
     minimum_memory_bytes = MINIMUM_BYTES
 
     def __init__(
-        self, socket: Path, node_id: str, rules: DockerRules, last_seen: LastSeen | None = None
+        self, node_id: str, settings: DockerSettings, last_seen: LastSeen | None = None
     ) -> None:
         self._node_id = node_id
-        self._rules = rules
-        self._socket = socket
-        self._engine = EngineClient(socket)
-        self._images = Images(self._engine, rules.registry_auth)
+        self._settings = settings
+        self._socket = settings.socket
+        self._engine = EngineClient(settings.socket)
+        self._images = Images(self._engine, settings.registry_auth)
         self._facts: EngineFacts | None = None
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
@@ -112,10 +117,10 @@ class DockerRuntime:
         self._last_seen = last_seen or LastSeen()
         self._observer = ContainerObserver(self._engine, node_id, self._last_seen)
 
-    def renew(self, rules: DockerRules) -> None:
-        """Replace the rules; existing kernels keep theirs."""
-        self._rules = rules
-        self._images.renew(rules.registry_auth)
+    def renew(self, settings: DockerSettings) -> None:
+        """Replace the settings, except the engine's socket; existing kernels keep theirs."""
+        self._settings = settings
+        self._images.renew(settings.registry_auth)
 
     async def close(self) -> None:
         self._last_seen.save()
@@ -124,7 +129,7 @@ class DockerRuntime:
     async def support(self, spec: KernelSpec) -> Support:
         facts = await self._known_facts()
         missing = facts.not_enforced
-        publishes = self._rules.network_of(spec) not in UNPUBLISHED
+        publishes = network_of(spec, self._settings) not in UNPUBLISHED
         if spec.ports and not publishes:
             missing |= {"ports"}
         return Support(facts.features, missing)
@@ -140,7 +145,7 @@ class DockerRuntime:
         return self._facts
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        problems = list(self._rules.problems(spec))
+        problems = list(request_problems(spec, self._settings))
         try:
             await self._sources(spec)
         except InvalidRequest as error:
@@ -156,7 +161,7 @@ class DockerRuntime:
         """
         if not spec.mounts:
             return []
-        allowed = self._rules.allowed_mounts
+        allowed = self._settings.allowed_mounts
         return await self._lookups.look(_SOURCES, lambda: resolved(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
@@ -166,7 +171,7 @@ class DockerRuntime:
         facts = await self._known_facts()
         facts.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
-        attempt = _Attempt(plan, facts, self._rules)
+        attempt = _Attempt(plan, facts, self._settings)
         self._creating.add(plan.name)
         try:
             await self._create(attempt, progress)
@@ -276,7 +281,7 @@ class DockerRuntime:
         return ref.handle or kernel_name(self._node_id, ref.kernel_id)
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
-        grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
+        grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
         with translating(), absent_is_fine():
             timeout_s = CALL_TIMEOUT_S + grace_s

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from agentd.config.runtimes import ProcessSettings
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
@@ -40,11 +41,11 @@ from agentd.plugin_api import Features
 from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import Unreadable, looking
 from agentd.runtimes.host.request_limits import uncontained_problems
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import read_log, unkept
 from agentd.runtimes.process.spawn import (
-    ProcessRules,
     failure,
     group_ids,
     order_of,
@@ -71,7 +72,8 @@ class ProcessRuntime:
         folder: Path,
         node_id: str,
         boot_id: str,
-        rules: ProcessRules,
+        settings: ProcessSettings,
+        accounts: UserAccounts,
         cgroups: Cgroups | None,
         manager: Manager | None = None,
     ) -> None:
@@ -80,16 +82,18 @@ class ProcessRuntime:
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
         self._boot_id = boot_id
-        self._rules = rules
+        self._settings = settings
+        self._user_accounts = accounts
         self._accounts: dict[str, CgroupCounters] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lookups = Lookups()
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
-    def renew(self, rules: ProcessRules) -> None:
-        """Replace the rules; existing kernels keep theirs."""
-        self._rules = rules
+    def renew(self, settings: ProcessSettings, accounts: UserAccounts) -> None:
+        """Replace the settings; existing kernels keep theirs."""
+        self._settings = settings
+        self._user_accounts = accounts
 
     async def close(self) -> None:
         for task in self._watches.values():
@@ -99,11 +103,11 @@ class ProcessRuntime:
             await self._manager.close()
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        rules, account = self._rules, self._rules.account_of(spec.agent_id)
-        user = account.name if account else ""
-        if spec.user is not None and account is None:
+        settings, user = self._settings, self._user_accounts.name_of_agent(spec.agent_id) or ""
+        if spec.user is not None and not user:
             user = await self._lookups.look("the user database", own_name)
-        return list(uncontained_problems(spec, "process", user, rules.pids_limit, rules.ulimits))
+        ceilings = settings.pids_limit, settings.ulimits
+        return list(uncontained_problems(spec, "process", user, *ceilings))
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
@@ -111,7 +115,7 @@ class ProcessRuntime:
             "image": spec.image is not None,
             "mem": MEMORY not in controllers,
             "pids_limit": PIDS not in controllers,
-            "separation": not self._rules.has_own(spec.agent_id),
+            "separation": not self._user_accounts.has_own(spec.agent_id),
             STATEMENT: self._cgroups is None or not self._cgroups.keeps_attributes,
         }
         return Support(
@@ -143,7 +147,10 @@ class ProcessRuntime:
             cgroup = self._made_cgroup(plan)
             await reach("create.after_group")
             groups = await self._group_ids(plan)
-            order = order_of(plan, bundle.path, self._boot_id, self._rules, cgroup, groups)
+            account = self._user_accounts.of_agent(plan.spec.agent_id)
+            order = order_of(
+                plan, bundle.path, self._boot_id, self._settings, account, cgroup, groups
+            )
             spawning = asyncio.create_task(self._spawned(plan, order, lock))
             try:
                 answer = await asyncio.shield(spawning)
@@ -164,7 +171,7 @@ class ProcessRuntime:
         Raises:
             RuntimeUnavailable: the lookup does not finish in time.
         """
-        if not plan.edits.groups or self._rules.account_of(plan.spec.agent_id) is None:
+        if not plan.edits.groups or self._user_accounts.of_agent(plan.spec.agent_id) is None:
             return ()
         names = plan.edits.groups
         return await self._lookups.look("the group database", partial(group_ids, names))
@@ -195,7 +202,7 @@ class ProcessRuntime:
         if self._cgroups is None:
             return None
         cgroup = self._cgroups.group(plan.name)
-        pids = plan.spec.container.pids_limit or self._rules.pids_limit
+        pids = plan.spec.container.pids_limit or self._settings.pids_limit
         attributes = {AGENT: plan.spec.agent_id, DEVICES: plan.statement}
         self._cgroups.create(cgroup, {MEMORY: plan.memory_bytes, PIDS: pids}, attributes)
         return cgroup
@@ -205,7 +212,7 @@ class ProcessRuntime:
             proof = self._bundles.proof(ref.kernel_id)
             if not proof.lives:
                 return
-            grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
+            grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
             if grace_s > 0:
                 proof.terminate()
                 await reach("stop.after_term")

@@ -15,11 +15,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
-from agentd.concurrency import asking
+from agentd.config.runtimes import ProcessSettings
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import (
     AgentdError,
@@ -33,6 +31,7 @@ from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.systemd.dbus import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.execve_errors import refusal_of
+from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
@@ -41,57 +40,6 @@ STOP_MORE_S = 5.0
 """Seconds beyond the kernel's stop timeout before systemd kills its shim."""
 SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
-
-
-class UserAccount(NamedTuple):
-    """The user account of a kernel."""
-
-    name: str
-    uid: int
-    gid: int
-    groups: tuple[int, ...]
-
-
-class ProcessRules(msgspec.Struct, frozen=True):
-    """The operator's settings for process kernels; see `[runtime.process]`.
-
-    `accounts` holds agents with their own account; `default` applies to all others. It is None if
-    agentd is not root: kernels run as the daemon's user.
-    """
-
-    default: UserAccount | None
-    accounts: Mapping[str, UserAccount]
-    log_max_size: int = 20 * 2**20
-    log_max_files: int = 5
-    pids_limit: int = 4096
-    stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = {}
-
-    def account_of(self, agent_id: str) -> UserAccount | None:
-        """Return the user account of an agent's kernels."""
-        return self.accounts.get(agent_id, self.default)
-
-    def has_own(self, agent_id: str) -> bool:
-        """Return whether no other agent's kernels run as this agent's user."""
-        mine = self.accounts.get(agent_id)
-        others = [account.uid for agent, account in self.accounts.items() if agent != agent_id]
-        others += [self.default.uid] if self.default else []
-        return mine is not None and mine.uid not in others
-
-
-def find_account(user: str, where: str) -> UserAccount:
-    """Return a user account of the host.
-
-    Raises:
-        InvalidRequest: the account does not exist.
-    """
-    with asking(f"user {user!r} of {where}"):
-        try:
-            entry = pwd.getpwnam(user)
-        except KeyError:
-            raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-    return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
 
 
 def own_name() -> str:
@@ -121,7 +69,8 @@ def order_of(
     plan: KernelPlan,
     folder: Path,
     boot_id: str,
-    rules: ProcessRules,
+    settings: ProcessSettings,
+    account: UserAccount | None,
     cgroup: Cgroup | None,
     groups: Sequence[int],
 ) -> dict[str, Any]:
@@ -131,7 +80,6 @@ def order_of(
     """
     spec = plan.spec
     limits = spec.container.ulimits.items()
-    account = rules.account_of(spec.agent_id)
     return {
         "folder": str(folder),
         "boot_id": boot_id,
@@ -146,9 +94,9 @@ def order_of(
         "oom_file": str(cgroup.oom_file) if cgroup else "",
         "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits},
         "log_name": LOG,
-        "log_max_size": rules.log_max_size,
-        "log_max_files": rules.log_max_files,
-        "stop_timeout": rules.stop_timeout_s,
+        "log_max_size": settings.log_max_size,
+        "log_max_files": settings.log_max_files,
+        "stop_timeout": settings.stop_timeout,
     }
 
 

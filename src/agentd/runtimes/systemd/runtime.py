@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.config.runtimes import SystemdSettings
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, kernel_name
@@ -38,12 +39,12 @@ from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import JournalSource, read_lines
 from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of
 from agentd.runtimes.systemd.slices import Ends, Slices
 from agentd.runtimes.systemd.unit import (
-    SystemdRules,
     kernel_of,
     properties,
     request_problems,
@@ -69,30 +70,40 @@ class SystemdRuntime:
     name = RUNTIME
     minimum_memory_bytes = 1 << 20
 
-    def __init__(self, folder: Path, node_id: str, boot_id: str, rules: SystemdRules) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        node_id: str,
+        boot_id: str,
+        settings: SystemdSettings,
+        accounts: UserAccounts,
+    ) -> None:
         self._folder = folder
         self._node_id = node_id
-        self._rules = rules
-        self._manager = Manager(is_user=rules.is_user)
+        self._settings = settings
+        self._accounts = accounts
+        self._manager = Manager(is_user=accounts.is_user)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
         self._ends = Ends(self._manager, node_id, folder)
 
-    def renew(self, rules: SystemdRules) -> None:
-        """Replace the rules; existing kernels keep theirs."""
-        self._rules = rules
+    def renew(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
+        """Replace the settings; existing kernels keep theirs."""
+        self._settings = settings
+        self._accounts = accounts
 
     async def close(self) -> None:
         await self._manager.close()
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        return list(request_problems(spec, self._rules))
+        user = self._accounts.name_of_agent(spec.agent_id)
+        return list(request_problems(spec, self._settings, user))
 
     async def support(self, spec: KernelSpec) -> Support:
-        is_user = self._rules.is_user
+        is_user = self._accounts.is_user
         missing = {
             "image": spec.image is not None,
-            "separation": is_user or self._rules.user_of(spec.agent_id) is not None,
+            "separation": is_user or self._accounts.of_agent(spec.agent_id) is not None,
             "cpu": is_user,
             "devices": is_user,
             "logs": is_user,
@@ -106,7 +117,7 @@ class SystemdRuntime:
         kernel_id = plan.spec.kernel_id
         bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
         nodes = numa_nodes_of(plan.cpus)
-        wanted = properties(plan, str(bundle.path), self._rules, nodes)
+        wanted = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
         if bundle.is_taken():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
@@ -115,7 +126,7 @@ class SystemdRuntime:
                 bundle.make(plan.record, environment(plan))
             await reach("create.after_record")
             await self._ends.prepare()
-            if not self._rules.is_user:
+            if not self._accounts.is_user:
                 await self._slices.fence(plan)
             await reach("create.after_group")
             result = await self._manager.start(unit, wanted)
@@ -166,7 +177,7 @@ class SystemdRuntime:
         unit = unit_name(self._node_id, ref.kernel_id)
         if not await self._lives(unit):
             return
-        grace_s = self._rules.stop_timeout_s if timeout_s is None else timeout_s
+        grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         if grace_s > 0:
             await self._manager.kill(unit, signal.SIGTERM)
             await reach("stop.after_term")
@@ -261,7 +272,7 @@ class SystemdRuntime:
         if found is None or not found.handle:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
-        agent_id = None if self._rules.is_user else agent_of(found.record) or found.agent_id
+        agent_id = None if self._accounts.is_user else agent_of(found.record) or found.agent_id
         source = JournalSource(unit, found.handle, agent_id)
         lines = read_lines(source, query, lambda: self._until_ended(unit))
         try:

@@ -7,10 +7,9 @@ systemd.kill(5), with their types in org.freedesktop.systemd1(5).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
-
+from agentd.config.runtimes import SystemdSettings
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
 from agentd.core.kernel.states import KernelSpec
@@ -19,6 +18,7 @@ from agentd.errors import Problem, RuntimeFailure
 from agentd.host.systemd.dbus import Property
 from agentd.runtimes.host.environment import own_variables
 from agentd.runtimes.host.request_limits import uncontained_problems
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import RESERVED
 
 INFINITY = 2**64 - 1
@@ -27,25 +27,6 @@ _RECURSIVE = 16384
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _PLAIN = re.compile(r"[A-Za-z0-9:_.]")
-
-
-class SystemdRules(msgspec.Struct, frozen=True):
-    """The operator's settings for units; see `[runtime.systemd]`.
-
-    `users` holds agents with their own user, `user` applies to all others; None: each kernel has a
-    user of its own. `is_user` selects the manager of agentd's own user.
-    """
-
-    is_user: bool = False
-    user: str | None = None
-    users: Mapping[str, str] = {}
-    pids_limit: int = 4096
-    stop_timeout_s: float = 10.0
-    ulimits: Mapping[str, int] = {}
-
-    def user_of(self, agent_id: str) -> str | None:
-        """Return the user of an agent's kernels; None: each has its own."""
-        return self.users.get(agent_id, self.user)
 
 
 def unit_name(node_id: str, kernel_id: str) -> str:
@@ -79,10 +60,12 @@ def mask(numbers: Iterable[int]) -> bytes:
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
-def request_problems(spec: KernelSpec, rules: SystemdRules) -> Iterator[Problem]:
+def request_problems(
+    spec: KernelSpec, settings: SystemdSettings, user: str | None
+) -> Iterator[Problem]:
     """Yield the problems of a request that a unit cannot fulfil."""
-    user = rules.user_of(spec.agent_id)
-    yield from uncontained_problems(spec, "systemd", user, rules.pids_limit, rules.ulimits)
+    ceilings = settings.pids_limit, settings.ulimits
+    yield from uncontained_problems(spec, "systemd", user, *ceilings)
     yield from _command_problems(spec.command)
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -105,7 +88,11 @@ def _command_problems(command: Sequence[str]) -> Iterator[Problem]:
 
 
 def properties(
-    plan: KernelPlan, folder: str, rules: SystemdRules, memory_nodes: Sequence[int]
+    plan: KernelPlan,
+    folder: str,
+    settings: SystemdSettings,
+    accounts: UserAccounts,
+    memory_nodes: Sequence[int],
 ) -> list[Property]:
     """Return the properties of a kernel's unit; `folder` is its bundle.
 
@@ -116,13 +103,14 @@ def properties(
     return [
         ("Description", "s", f"kernel {spec.kernel_id} of {spec.agent_id} (agentd)"),
         ("Slice", "s", slice_name(spec.agent_id)),
-        *_lifecycle(plan, folder, rules),
-        *_limits(plan, rules, memory_nodes),
-        *_sandbox(plan, rules),
+        *_lifecycle(plan, folder, settings),
+        *([] if accounts.is_user else [("LogNamespace", "s", namespace_name(spec.agent_id))]),
+        *_limits(plan, settings, memory_nodes, is_user=accounts.is_user),
+        *_sandbox(plan, accounts),
     ]
 
 
-def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[Property]:
+def _lifecycle(plan: KernelPlan, folder: str, settings: SystemdSettings) -> Iterator[Property]:
     spec = plan.spec
     yield "Type", "s", "exec"
     yield "ExitType", "s", "cgroup"
@@ -131,14 +119,12 @@ def _lifecycle(plan: KernelPlan, folder: str, rules: SystemdRules) -> Iterator[P
     yield "ExecStart", "a(sasb)", [[spec.command[0], unexpanded(spec.command), False]]
     yield "KillMode", "s", "control-group"
     # When systemd reads the unit again, 0 would mean no limit at all (systemd.service(5)).
-    yield "TimeoutStopUSec", "t", max(1, round(rules.stop_timeout_s * 1_000_000))
+    yield "TimeoutStopUSec", "t", max(1, round(settings.stop_timeout * 1_000_000))
     yield "EnvironmentFiles", "a(sb)", [[f"{folder}/environment", False]]
     yield "WorkingDirectory", "s", spec.working_dir or "/"
     yield "SyslogIdentifier", "s", spec.kernel_id
     yield "SyslogLevelPrefix", "b", False
     yield "LogRateLimitIntervalUSec", "t", 0
-    if not rules.is_user:
-        yield "LogNamespace", "s", namespace_name(spec.agent_id)
     own = own_variables(plan)
     yield "LogExtraFields", "aay", [f"{name}={value}".encode() for name, value in own.items()]
 
@@ -153,13 +139,17 @@ def unexpanded(words: Iterable[str]) -> list[str]:
 
 
 def _limits(
-    plan: KernelPlan, rules: SystemdRules, memory_nodes: Sequence[int]
+    plan: KernelPlan,
+    settings: SystemdSettings,
+    memory_nodes: Sequence[int],
+    *,
+    is_user: bool,
 ) -> Iterator[Property]:
     options = plan.spec.container
     cores = mask(map(int, plan.cpus))
     if cores:
-        yield ("CPUAffinity" if rules.is_user else "AllowedCPUs"), "ay", cores
-    if len(memory_nodes) == 1 and not rules.is_user:
+        yield ("CPUAffinity" if is_user else "AllowedCPUs"), "ay", cores
+    if len(memory_nodes) == 1 and not is_user:
         yield "AllowedMemoryNodes", "ay", mask(memory_nodes)
     if plan.memory_bytes:
         yield "MemoryMax", "t", plan.memory_bytes
@@ -167,7 +157,7 @@ def _limits(
     yield "OOMPolicy", "s", "kill"
     for counted in ("CPUAccounting", "IOAccounting", "MemoryAccounting", "TasksAccounting"):
         yield counted, "b", True
-    yield "TasksMax", "t", options.pids_limit or rules.pids_limit
+    yield "TasksMax", "t", options.pids_limit or settings.pids_limit
     for name, limit in options.ulimits.items():
         yield f"Limit{name.upper()}", "t", _limit(limit.hard)
         yield f"Limit{name.upper()}Soft", "t", _limit(limit.soft)
@@ -177,13 +167,13 @@ def _limit(value: int) -> int:
     return INFINITY if value < 0 else value
 
 
-def _sandbox(plan: KernelPlan, rules: SystemdRules) -> Iterator[Property]:
+def _sandbox(plan: KernelPlan, accounts: UserAccounts) -> Iterator[Property]:
     edits = plan.edits
-    refuse_what_no_unit_has(edits, is_user=rules.is_user)
+    refuse_what_no_unit_has(edits, is_user=accounts.is_user)
     yield "NoNewPrivileges", "b", True
-    if rules.is_user:
+    if accounts.is_user:
         return
-    user = rules.user_of(plan.spec.agent_id)
+    user = accounts.name_of_agent(plan.spec.agent_id)
     if user is None:
         yield "DynamicUser", "b", True
     else:

@@ -1,0 +1,64 @@
+"""User accounts of kernels that run on the host, without a container."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from agentd.concurrency import asking
+from agentd.errors import InvalidRequest, Problem
+
+
+class UserAccount(NamedTuple):
+    """A user account of the host."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+
+
+class UserAccounts(NamedTuple):
+    """The user accounts of a runtime's kernels, which the host adds to its settings.
+
+    `own` holds agents with their own account; `default` applies to all others. Without an account,
+    kernels run as the daemon's user; in units of root, each has a user of its own. With `is_user`,
+    agentd is not root and there are no accounts.
+    """
+
+    default: UserAccount | None = None
+    own: Mapping[str, UserAccount] = {}
+    is_user: bool = False
+
+    def of_agent(self, agent_id: str) -> UserAccount | None:
+        """Return the user account of an agent's kernels."""
+        return self.own.get(agent_id, self.default)
+
+    def name_of_agent(self, agent_id: str) -> str | None:
+        """Return the name of the user account of an agent's kernels."""
+        account = self.of_agent(agent_id)
+        return account.name if account is not None else None
+
+    def has_own(self, agent_id: str) -> bool:
+        """Return whether no other agent's kernels run as this agent's user."""
+        mine = self.own.get(agent_id)
+        others = [account.uid for agent, account in self.own.items() if agent != agent_id]
+        others += [self.default.uid] if self.default else []
+        return mine is not None and mine.uid not in others
+
+
+def find_account(user: str, where: str) -> UserAccount:
+    """Return a user account of the host.
+
+    Raises:
+        InvalidRequest: the account does not exist.
+    """
+    with asking(f"user {user!r} of {where}"):
+        try:
+            entry = pwd.getpwnam(user)
+        except KeyError:
+            raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
+        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
