@@ -1,7 +1,9 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from agentd.config.default_file import default_text
 from agentd.config.document import with_setting, without_token, write_file
@@ -24,10 +26,32 @@ def refusal(text: str) -> list[str]:
     return caught.value.lines()
 
 
-def test_the_commented_default_file_is_the_code_s_defaults() -> None:
-    text = (ROOT / "configs" / "agent.toml").read_text()
-    assert text == default_text()
-    assert read(text) == Settings()
+def test_default_file_has_every_key_with_its_meaning() -> None:
+    shown: dict[str, str] = {}
+    table = ""
+    for line in default_text().splitlines():
+        if heading := re.match(r"\[([a-z.]+)\]", line):
+            table = heading[1]
+        elif table and (found := re.fullmatch(r"(?:# )?([a-z-]+) = .*?  # (.*)", line)):
+            shown.setdefault(f"{table}.{found[1]}", found[2])
+    assert read(default_text()) == Settings()
+    assert described(Settings) == {key: shown.get(key) for key in described(Settings)}
+
+
+def described(model: type[BaseModel], path: str = "") -> dict[str, str | None]:
+    """Return the description of each key that is not a list of tables."""
+    found: dict[str, str | None] = {}
+    for name, field in model.model_fields.items():
+        key = f"{path}{field.alias or name}"
+        if isinstance(field.default, BaseModel):
+            found |= described(type(field.default), f"{key}.")
+        elif field.description:
+            found[key] = field.description
+    return found
+
+
+def test_default_file_names_the_proposed_runtime() -> None:
+    assert read(default_text("systemd")).node.runtime == "systemd"
 
 
 def test_the_file_of_the_design_is_read() -> None:

@@ -308,7 +308,7 @@ def init(file: str | None, force: bool) -> None:
     from agentd.host.systemd.availability import why_no_systemd
 
     proposes = not DockerSettings().socket.exists() and not why_no_systemd()
-    text = f"#:schema {PACKAGED}\n{default_text('systemd' if proposes else None)}"
+    text = f"#:schema {PACKAGED}\n{default_text('systemd' if proposes else 'docker')}"
     if file is None:
         say(text, nl=False)
         return
