@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import structlog
 from importlib_metadata import EntryPoint
 
+from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits, merged
 from agentd.core.slots import CPU, MEM, format_amount
@@ -39,25 +39,12 @@ RETRY_WAIT_S = 10.0
 """Seconds that an operator's retry waits for the outcome; the attempt itself continues."""
 
 
-class Table(Protocol):
-    """One plugin's table in the configuration."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def plugin(self) -> str: ...
-    @property
-    def required(self) -> bool: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-
 class PluginHost:
     """All plugin instances of this daemon."""
 
     def __init__(
         self,
-        tables: Sequence[Table],
+        tables: Sequence[PluginTable],
         allow: Sequence[str] = (),
         block: Sequence[str] = (),
         *,
@@ -253,7 +240,7 @@ class PluginHost:
 
 
 def _wanted(
-    tables: Sequence[Table], allow: set[str], block: set[str], points: EntryPoints
+    tables: Sequence[PluginTable], allow: set[str], block: set[str], points: EntryPoints
 ) -> Iterable[tuple[Wanted, PluginState, str]]:
     """Yield the plugins to run, and the blocked ones with the reason."""
     for table in tables:
