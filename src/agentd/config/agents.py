@@ -91,12 +91,17 @@ def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> di
     return rules
 
 
+def _slot_named(name: str, raw: object) -> str | None:
+    """Return the slot that a key names (`"cuda.shares"`, or a table without quotes), if any."""
+    if "." in name:
+        return name
+    return f"{name}.{next(iter(raw), '')}" if isinstance(raw, Mapping) else None
+
+
 def _limit_rule(name: str, raw: object) -> LimitRule:
-    if "." in name or isinstance(raw, Mapping):
-        device = device_name_of(name)
-        slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
+    if slot := _slot_named(name, raw):
         why = "limits are set by device name, for all of its slots"
-        raise ValueError(f"{slot} is a slot; {why}: write {device} = 0.5")
+        raise ValueError(f"{slot} is a slot; {why}: write {device_name_of(name)} = 0.5")
     return parse_limit_rule(raw)
 
 
@@ -110,10 +115,9 @@ def _device_rule(name: str, raw: object) -> DeviceRule:
 
 def _devices_line(name: str, raw: object) -> str | None:
     """Explain a slot name in place of a device name, None if `name` is not a slot name."""
-    device = device_name_of(name)
-    if "." not in name and not isinstance(raw, Mapping):
+    slot, device = _slot_named(name, raw), device_name_of(name)
+    if slot is None:
         return None
-    slot = name if "." in name else f"{name}.{next(iter(raw), '')}"  # type: ignore[call-overload]
     return (
         f"{slot} is a slot, not a device name; agents are assigned whole devices:"
         f' write {device} = ["{device}0"] under devices,'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -86,6 +86,17 @@ def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
         pace=pace_of(settings),
         dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
     )
+
+
+@contextlib.asynccontextmanager
+async def opened_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[PluginHost]:
+    """Open the configured plugins for a command, and close them afterwards."""
+    plugins = plugin_host(settings, store)
+    try:
+        await plugins.open(settings.plugins.open_timeout)
+        yield plugins
+    finally:
+        await plugins.close()
 
 
 async def discover(

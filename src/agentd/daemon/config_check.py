@@ -63,12 +63,10 @@ async def check(path: Path | None) -> Checked:
         problems.found.append(Problem(failpoints.VARIABLE, str(error)))
     if problems.found:
         raise ConfigRefused(problems.found, source_of(path))
-    store = ReadOnlyState(loaded.settings.node.state_dir.absolute())
-    plugins = assembly.plugin_host(loaded.settings, store)
-    try:
-        return await _checked(loaded.settings, store, plugins, loaded.source)
-    finally:
-        await plugins.close()
+    settings = loaded.settings
+    store = ReadOnlyState(settings.node.state_dir.absolute())
+    async with assembly.opened_plugins(settings, store) as plugins:
+        return await _checked(settings, store, plugins, loaded.source)
 
 
 async def _checked(
@@ -81,7 +79,6 @@ async def _checked(
         found.extend((status, problem) for problem in problems)
 
     add(ExitStatus.FAILED, _problems("node.state-dir", store.refusal()))
-    await plugins.open(settings.plugins.open_timeout)
     patience_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
     unvalidated = await plugins.unvalidated(patience_s)
     refused = Problems()

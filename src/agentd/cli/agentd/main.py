@@ -165,16 +165,14 @@ def _split(config_file: str | None) -> Any:
     async def divided() -> Any:
         settings, problems = loaded.settings, Problems()
         memory = ReadOnlyState(settings.node.state_dir)
-        host = assembly.plugin_host(settings, memory)
-        try:
-            await host.open(settings.plugins.open_timeout)
-            devices = await assembly.discover(settings, probe(), host, memory, EventLog(), problems)
+        async with assembly.opened_plugins(settings, memory) as plugins:
+            devices = await assembly.discover(
+                settings, probe(), plugins, memory, EventLog(), problems
+            )
             problems.refuse()
-            assembly.refuse_failed_required(host)
+            assembly.refuse_failed_required(plugins)
             warnings = assembly.withhold_if_served(settings, devices)
             return devices.split, warnings
-        finally:
-            await host.close()
 
     return _run(divided(), loaded.source)
 
@@ -219,11 +217,8 @@ def plugins(config_file: str | None) -> None:
 
     async def look() -> list[dict[str, Any]]:
         memory = ReadOnlyState(loaded.settings.node.state_dir)
-        host = assembly.plugin_host(loaded.settings, memory)
-        await host.open(loaded.settings.plugins.open_timeout)
-        rows = [asdict(status) for status in host.statuses(everything=True)]
-        await host.close()
-        return rows
+        async with assembly.opened_plugins(loaded.settings, memory) as plugins:
+            return [asdict(status) for status in plugins.statuses(everything=True)]
 
     rows = _run(look(), loaded.source)
     print_answer(rows, ["name", "plugin", "state", "slots", "reason"])
