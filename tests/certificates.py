@@ -1,7 +1,12 @@
 """Self-signed certificates for tests."""
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from needs import require
 
@@ -15,4 +20,16 @@ def certificate(folder: Path, *options: str) -> tuple[Path, Path]:
     command += ["-out", str(cert), "-keyout", str(key), *options]
     subprocess.run(command, check=True, capture_output=True)
     key.chmod(0o600)
+    return cert, key
+
+
+def certificate_that_ends(folder: Path, days: float) -> tuple[Path, Path]:
+    """Return the files of a certificate that ends in some days, or has ended, and its key."""
+    cert, key = certificate(folder)
+    secret = load_pem_private_key(key.read_bytes(), None)
+    name, now = x509.Name([]), datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, secret.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=90))
+    builder = builder.not_valid_after(now + timedelta(days=days))
+    cert.write_bytes(builder.sign(secret, hashes.SHA256()).public_bytes(Encoding.PEM))
     return cert, key

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fork_server
-from certificates import certificate
+from certificates import certificate, certificate_that_ends
 from daemon import AGENTS, Daemon, gpus
 
 PLUGIN = """
@@ -156,6 +156,20 @@ def test_check_config_refuses_an_address_of_another_host(config: Config) -> None
     )
     (line,) = config.refusals()
     assert line == "rpc.listen: 192.0.2.7:6123: Cannot assign requested address"
+
+
+def test_check_config_refuses_an_expired_certificate(config: Config) -> None:
+    cert, key = certificate_that_ends(config.folder, -1)
+    token = config.folder / "token"
+    token.write_text("a-token-that-is-long-enough")
+    token.chmod(0o600)
+    config.write(
+        rpc=config.values["rpc"] + f'listen = "127.0.0.1:6123"\ntoken-file = "{token}"\n'
+        f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
+    )
+    status, text = config.run("check-config")
+    assert status == 78
+    assert text.count(f"rpc.tls-cert: {cert} expired at ") == text.count("expired") == 1
 
 
 def test_check_config_reads_failpoints(config: Config) -> None:

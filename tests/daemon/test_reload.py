@@ -15,7 +15,7 @@ from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
-from agentd.http.credentials import Weaknesses
+from agentd.service.weaknesses import Weaknesses
 from certificates import certificate
 
 WORD = "0123456789abcdef"
@@ -199,10 +199,10 @@ async def test_weak_credentials_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     day_s = 24 * 3600.0
-    now = [time.time() + 3 * day_s]
-    monkeypatch.setattr("agentd.http.credentials.time", SimpleNamespace(time=lambda: now[0]))
+    now = [time.time() + 21 * day_s]
+    monkeypatch.setattr("agentd.service.weaknesses.time", SimpleNamespace(time=lambda: now[0]))
     node = Node(tmp_path, has_tls=True)
-    cert, key = certificate(tmp_path, "-days", "2")
+    cert, key = certificate(tmp_path, "-days", "20")
     key.chmod(0o644)
     node.token.write_text("x")
     node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
@@ -213,11 +213,14 @@ async def test_weak_credentials_are_warned_of(
     assert expired.startswith(f"{cert} expired at ")
     key.chmod(0o600)
     node.token.write_text(WORD)
-    now[0] -= 2 * day_s
+    now[0] -= 18 * day_s
     assert await node.reloaded() == ([], [])
     assert node.known.warnings() == []
-    now[0] += 2 * day_s
+    now[0] += 4 * day_s
+    (warning,) = node.known.warnings()
+    assert warning.startswith(f"{cert} expires at ")
+    now[0] += 14 * day_s
     assert node.known.warnings() == [expired]
-    now[0] -= 6 * day_s
+    now[0] -= 24 * day_s
     await node.reloaded()
     assert node.known.warnings()[0].startswith(f"{cert} is not valid before ")

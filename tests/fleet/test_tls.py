@@ -3,12 +3,17 @@
 import ssl
 from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
+from agentd.http.credentials import pair_weaknesses
+from agentd.service.weaknesses import Weakness, Weaknesses
 from agentd_fleet import daemon
+from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.join import publisher
 from agentd_fleet.settings import load
-from certificates import certificate
+from certificates import certificate, certificate_that_ends
 
 
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
@@ -57,3 +62,33 @@ def test_fleet_trusts_private_ca_without_key_usage(
     handshake(folders[2], trusting(ca))
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(folders[2], trusting(other))
+
+
+@pytest.mark.parametrize(("section", "prefix"), [("fleet", ""), ("gateway", "tls-")])
+def test_check_config_reports_the_end_of_a_certificate(
+    tmp_path: Path, section: str, prefix: str
+) -> None:
+    cert, key = certificate_that_ends(tmp_path, 13)
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[{section}]\n{prefix}cert = "{cert}"\n{prefix}key = "{key}"\n')
+
+    def checked() -> tuple[int, str]:
+        done = CliRunner().invoke(agentd_fleet, ["check-config", "--config", str(file)])
+        return done.exit_code, done.output
+
+    status, output = checked()
+    assert (status, f"warning: {cert} expires at " in output) == (0, True)
+    certificate_that_ends(tmp_path, -1)
+    status, output = checked()
+    assert (status, f"{section}.{prefix}cert: {cert} expired at " in output) == (78, True)
+    certificate_that_ends(tmp_path, 15)
+    assert checked() == (0, "configuration OK\n")
+
+
+@pytest.mark.parametrize("days", [13, 15])
+async def test_publisher_warns_of_the_end_of_its_certificate(tmp_path: Path, days: int) -> None:
+    cert, key = certificate_that_ends(tmp_path, days)
+    found = msgspec.json.encode(pair_weaknesses(cert, key))
+    weaknesses = Weaknesses()
+    weaknesses.replace(msgspec.json.decode(found, type=tuple[Weakness, ...]))
+    assert len(weaknesses.warnings()) == (days < 14)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from functools import partial
 
 import click
@@ -65,6 +66,7 @@ def join(config_file: str | None) -> None:
     stderr.guard()
     import msgspec
 
+    from agentd.http.credentials import pair_weaknesses
     from agentd_fleet.daemon import etcd_access
     from agentd_fleet.join.publisher import JoinOptions
     from agentd_fleet.settings import load
@@ -90,6 +92,7 @@ def join(config_file: str | None) -> None:
         labels=dict(mine.labels),
         lease_s=mine.lease,
         state_dir=str(mine.state_dir),
+        weaknesses=tuple(pair_weaknesses(fleet.cert, fleet.key)),
     )
     handed = os.memfd_create("join", 0)
     os.write(handed, msgspec.json.encode(options))
@@ -103,13 +106,15 @@ def join(config_file: str | None) -> None:
 @config_option
 def check_config(config_file: str | None) -> None:
     """Check the configuration without running."""
-    from agentd_fleet.daemon import etcd_access, rpc_settings
+    from agentd_fleet.daemon import refuse_unusable, weak_credentials
     from agentd_fleet.settings import load
 
     try:
         settings = load(config_file)
-        rpc_settings(settings)
-        etcd_access(settings.fleet)
+        refuse_unusable(settings)
     except AgentdError as error:
         _refused(error)
+    for weakness in weak_credentials(settings):
+        if weakness.holds_at(time.time()):
+            click.echo(f"agentd-fleet: warning: {weakness.text}", err=True)
     click.echo("configuration OK")

@@ -17,13 +17,22 @@ from agentd.client.tls import client_tls
 from agentd.concurrency import is_set_within
 from agentd.errors import ConfigRefused, DaemonFailed, Problem
 from agentd.http.certificates import load_chain, read_named
-from agentd.http.credentials import endpoint, guarded_secret_in, tokens
+from agentd.http.credentials import (
+    certificate_of,
+    endpoint,
+    expiry_problems,
+    guarded_secret_in,
+    pair_weaknesses,
+    tokens,
+    weaknesses,
+)
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
 from agentd.service.background import Background
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
+from agentd.service.weaknesses import Weakness, Weaknesses
 from agentd.tomlfile.parsing import problem_of
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
@@ -101,6 +110,27 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
         ) from None
 
 
+def weak_credentials(settings: FleetFile) -> list[Weakness]:
+    """Return the weaknesses of the gateway's credentials."""
+    fleet = settings.fleet
+    return [*weaknesses(rpc_settings(settings)), *pair_weaknesses(fleet.cert, fleet.key)]
+
+
+def refuse_unusable(settings: FleetFile) -> None:
+    """Check the files of the settings, for a gateway and for a publisher.
+
+    Raises:
+        ConfigRefused: a file is unusable, or a certificate has expired.
+    """
+    fleet, gateway = settings.fleet, settings.gateway
+    certificate_of(rpc_settings(settings))
+    etcd_access(fleet)
+    expired = expiry_problems("fleet.cert", fleet.cert, fleet.key)
+    expired += expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
+    if expired:
+        raise ConfigRefused(expired)
+
+
 class GatewayDaemon:
     """Runs one gateway; `reread` reads the settings again."""
 
@@ -115,6 +145,7 @@ class GatewayDaemon:
         self._pace = pace or PlacementTimeouts()
         self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._notifier = Notifier()
+        self._weaknesses = Weaknesses()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -163,6 +194,8 @@ class GatewayDaemon:
         sweep = Sweep(store, state, nodes, placer, self._pace)
         background.run("sweep", sweep.run())
         background.run("reload", self._reloading(server))
+        self._weaknesses.replace(weak_credentials(settings))
+        background.run("credentials", self._weaknesses.log_daily())
         await self._until_seen(store)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
         self._notifier.ready(f"fleet {settings.fleet.name}")
@@ -203,8 +236,11 @@ class GatewayDaemon:
             await self._reload.wait()
             self._reload.clear()
             try:
-                found = await asyncio.to_thread(lambda: tokens(rpc_settings(self._reread())))
+                settings = await asyncio.to_thread(self._reread)
+                found = await asyncio.to_thread(tokens, rpc_settings(settings))
+                weak = await asyncio.to_thread(weak_credentials, settings)
                 server.renew_tokens(found)
+                self._weaknesses.replace(weak)
             except ConfigRefused as error:
                 log.warning("gateway.reload_refused", reasons=error.lines())
             except Exception as error:  # noqa: BLE001 - an error here must not end all reloads

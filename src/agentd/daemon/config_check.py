@@ -23,11 +23,12 @@ from agentd.errors import ConfigRefused, Problem
 from agentd.events import EventLog
 from agentd.host.probe import probe
 from agentd.http.connections.unix_sockets import group_refusal, path_refusal
-from agentd.http.credentials import Weaknesses, endpoint, weaknesses
+from agentd.http.credentials import endpoint, expiry_problems, weaknesses
 from agentd.http.server import address_refusal
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.service.exit_status import ExitStatus
+from agentd.service.weaknesses import Weaknesses
 from agentd.state.folder import ReadOnlyState
 
 CALL_MARGIN_S = 5.0
@@ -48,8 +49,8 @@ class Checked(NamedTuple):
 async def check(path: Path | None) -> Checked:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    It also reports two kinds of problems that no start refuses: entry points that are not
-    installed, and tables that their plugins did not validate.
+    It also reports three kinds of problems that no start refuses: entry points that are not
+    installed, tables that their plugins did not validate, and an expired certificate.
 
     Raises:
         ConfigRefused: the file or the environment is unusable; lists every problem of them.
@@ -94,9 +95,13 @@ async def _checked(
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
     add(ExitStatus.CONFIG, plugins.missing_entry_points())
     add(ExitStatus.FAILED, unvalidated)
-    weak = Weaknesses()
-    weak.replace(weaknesses(settings.rpc))
-    warnings = (*devices.warnings, *shared, *weak.warnings()) if not refused.found else ()
+    rpc = settings.rpc
+    expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
+    add(ExitStatus.CONFIG, expired)
+    known = Weaknesses()
+    known.replace(weaknesses(rpc))
+    weak = set(known.warnings()) - {problem.why for problem in expired}
+    warnings = (*devices.warnings, *shared, *sorted(weak)) if not refused.found else ()
     status = found[0][0] if found else ExitStatus.DONE
     return Checked(tuple(dict.fromkeys(p for _, p in found)), warnings, source, status)
 

@@ -36,7 +36,7 @@ from agentd.errors import ConfigRefused, DaemonFailed, NotReady
 from agentd.events import EventLog
 from agentd.failpoints import reach
 from agentd.host.probe import probe
-from agentd.http.credentials import Weaknesses, endpoint, weaknesses
+from agentd.http.credentials import endpoint, weaknesses
 from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
@@ -46,6 +46,7 @@ from agentd.service.background import Background
 from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
+from agentd.service.weaknesses import Weaknesses
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention

@@ -20,8 +20,9 @@ from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.http.credentials import Weaknesses, certificate_of, tokens, weaknesses
+from agentd.http.credentials import certificate_of, tokens, weaknesses
 from agentd.http.server import Server
+from agentd.service.weaknesses import Weaknesses
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()

@@ -131,7 +131,7 @@ def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     now = time.time()
-    found = [weak.text for weak in weaknesses(settings.rpc) if weak.since <= now]
+    found = [weak.text for weak in weaknesses(settings.rpc) if weak.holds_at(now)]
     found += host_warnings(engine, loaded)
     if "systemd" in runtimes and is_booted():
         from agentd.runtimes.systemd.slices import journal_warnings

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from agentd.service.weaknesses import Weakness
 from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regular
 
-_FIRST = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_UTC_TIME, _VERSION = 0x17, 0xA0
-_LONG, _CENTURY = 0x80, 50
-"""DER: the flag of a long length; UTCTime: the first two-digit year of the 20th century."""
+EXPIRY_WARNING_S = 14 * 24 * 3600.0
+"""Seconds before the end of a certificate from which on it is a warning."""
 
 
 class Validity(NamedTuple):
@@ -84,36 +82,34 @@ def _in_memory(content: bytes) -> Iterator[str]:
 
 
 def validity_of(pem: bytes) -> Validity | None:
-    """Return the validity of a chain's first certificate (RFC 5280, 4.1), None if unreadable."""
-    found = _FIRST.search(pem)
-    if found is None:
-        return None
+    """Return the validity of a chain's first certificate, None if it cannot be parsed."""
+    from cryptography import x509
+
     try:
-        der = ssl.PEM_cert_to_DER_cert(found[0].decode("ascii"))
-        at = _content_at(der, _content_at(der, 0))  # Certificate, TBSCertificate
-        skipped = 4 if der[at] == _VERSION else 3  # version, serial number, signature, issuer
-        for _ in range(skipped):
-            at = _end_at(der, at)
-        first = _content_at(der, at)
-        return Validity(_time(der, first), _time(der, _end_at(der, first)))
-    except (ValueError, IndexError):
+        certificate = x509.load_pem_x509_certificate(pem)
+    except ValueError:
         return None
+    return Validity(
+        certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
+    )
 
 
-def _content_at(der: bytes, at: int) -> int:
-    """Return the offset of a DER value's content."""
-    size = der[at + 1]
-    return at + 2 + (size - _LONG if size > _LONG else 0)
+def validity_weaknesses(cert: Path, validity: Validity) -> list[Weakness]:
+    """Return the warnings about a certificate before, near the end of and after its validity."""
+    begins, ends = map(_date, validity)
+    return [
+        Weakness(f"{cert} is not valid before {begins}", until=validity.not_before),
+        Weakness(
+            f"{cert} expires at {ends}", validity.not_after - EXPIRY_WARNING_S, validity.not_after
+        ),
+        Weakness(expired_text(cert, validity), validity.not_after),
+    ]
 
 
-def _end_at(der: bytes, at: int) -> int:
-    """Return the offset after a DER value."""
-    size, content = der[at + 1], _content_at(der, at)
-    return content + (int.from_bytes(der[at + 2 : content], "big") if size > _LONG else size)
+def expired_text(cert: Path, validity: Validity) -> str:
+    """Return the problem of an expired certificate."""
+    return f"{cert} expired at {_date(validity.not_after)}"
 
 
-def _time(der: bytes, at: int) -> float:
-    text = der[_content_at(der, at) : _end_at(der, at)].decode("ascii")
-    if der[at] == _UTC_TIME:
-        text = ("19" if int(text[:2]) >= _CENTURY else "20") + text
-    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -6,23 +6,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
-
-import structlog
 
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.callers import Token
-from agentd.http.certificates import Certificate, read_certificate
+from agentd.http.certificates import (
+    Certificate,
+    expired_text,
+    read_certificate,
+    validity_weaknesses,
+)
 from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
+from agentd.service.weaknesses import Weakness
 from agentd.tomlfile.regular_files import RegularFile, read_regular
-
-log = structlog.get_logger()
 
 SECRET_MODE = 0o640
 MAX_TOKEN = 4096
@@ -78,31 +77,6 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(found)
 
 
-class Weakness(NamedTuple):
-    """A warning about a token or the certificate, valid from `since` (epoch seconds)."""
-
-    text: str
-    since: float = 0.0
-
-
-class Weaknesses:
-    """The warnings about the credentials in use."""
-
-    def __init__(self) -> None:
-        self._found: tuple[Weakness, ...] = ()
-
-    def replace(self, found: Sequence[Weakness]) -> None:
-        """Replace the warnings after the credentials changed."""
-        self._found = tuple(found)
-        for text in self.warnings():
-            log.warning("credential.weak", reason=text)
-
-    def warnings(self) -> list[str]:
-        """Return the warnings that hold now."""
-        now = time.time()
-        return [weakness.text for weakness in self._found if weakness.since <= now]
-
-
 def weaknesses(rpc: RpcSettings) -> list[Weakness]:
     """Return the weaknesses of the tokens and the certificate; unreadable files are skipped."""
     files = [token.file for token in rpc.tokens]
@@ -115,25 +89,32 @@ def weaknesses(rpc: RpcSettings) -> list[Weakness]:
             if (size := len(_secret(read))) < GOOD_TOKEN:
                 why = f"holds a token of {size} characters, expected {GOOD_TOKEN} or more"
                 found.append(Weakness(f"{file} {why}; agentctl token create writes one"))
-    if rpc.tls_cert is not None and rpc.tls_key is not None:
-        with suppress(ValueError):
-            certificate = read_certificate(rpc.tls_cert, rpc.tls_key)
-            found += _certificate_weaknesses(rpc.tls_cert, rpc.tls_key, certificate)
+    return [*found, *pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+
+
+def pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:
+    """Return the weaknesses of a certificate and its key; unusable files are skipped."""
+    if cert is None or key is None:
+        return []
+    try:
+        certificate = read_certificate(cert, key)
+    except ValueError:
+        return []
+    found = [Weakness(f"{key} {why}")] if (why := _exposed(certificate.key_mode)) else []
+    if certificate.validity is not None:
+        found += validity_weaknesses(cert, certificate.validity)
     return found
 
 
-def _certificate_weaknesses(cert: Path, key: Path, read: Certificate) -> Iterator[Weakness]:
-    if why := _exposed(read.key_mode):
-        yield Weakness(f"{key} {why}")
-    if read.validity is not None:
-        begins, ends = map(_date, read.validity)
-        yield Weakness(f"{cert} expired at {ends}", read.validity.not_after)
-        if read.validity.not_before > time.time():
-            yield Weakness(f"{cert} is not valid before {begins}")
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+def expiry_problems(where: str, cert: Path | None, key: Path | None) -> list[Problem]:
+    """Return the problem of a certificate that has expired; unusable files are skipped."""
+    if cert is None or key is None:
+        return []
+    with suppress(ValueError):
+        validity = read_certificate(cert, key).validity
+        if validity is not None and validity.not_after <= time.time():
+            return [Problem(where, expired_text(cert, validity))]
+    return []
 
 
 def guarded_secret_in(path: Path) -> str:

@@ -30,6 +30,7 @@ from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
 from agentd.service.exit_status import end_refused
 from agentd.service.sd_notify import Notifier
+from agentd.service.weaknesses import Weakness, Weaknesses
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
 from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
@@ -64,6 +65,7 @@ class JoinOptions(msgspec.Struct, frozen=True):
     labels: dict[str, str]
     lease_s: int
     state_dir: str
+    weaknesses: tuple[Weakness, ...] = ()
 
 
 class Taken(AgentdError):
@@ -274,6 +276,9 @@ async def publish(options: JoinOptions) -> None:
                 stop.set()
 
             background = Background(fail)
+            weaknesses = Weaknesses()
+            weaknesses.replace(options.weaknesses)
+            background.run("credentials", weaknesses.log_daily())
             background.run("publisher", publisher.run())
             background.run("reader", NodeReader(options.socket, client, publisher.told).run())
             await stop.wait()
