@@ -64,10 +64,7 @@ class Lists:
         """Return the devices of nodes."""
         caller, missing = caller_of(request), list[str]()
         named = query_of(request, NodesQuery).node
-        nodes = self._nodes(caller, named)
-        shown: list[dict[str, Any]] = []
-        async for _, found in self._kernels.lists(caller, nodes, "/v1/devices", missing):
-            shown += found
+        shown = await self._kernels.devices(caller, self._nodes(caller, named), missing)
         told = self._told(caller, missing, (), named)
         return answer(shown, headers=_missing(told))
 

@@ -45,7 +45,6 @@ class NodeReader:
         self._told = told
         self._last: NodeReading | None = None
         self._logged = ""
-        self._types: tuple[int, object] | None = None
 
     async def run(self) -> None:
         """Follow until cancelled; the client must be open."""
@@ -53,7 +52,6 @@ class NodeReader:
         pause_s, most_s = BACKOFF_S
         while True:
             read_at, reason = math.inf, ""
-            self._types = None
             try:
                 await self._identify()
                 async with self._client.listening() as events:
@@ -94,14 +92,10 @@ class NodeReader:
         client = self._client
         async with asyncio.timeout(PROBE_PATIENCE_S):
             node, agents = await client.node(), await client.agents()
-            generation = node_in(node).generation
-            if self._types is None or self._types[0] != generation:
-                self._types = generation, await client.slot_types()
-            devices = await client.devices()
-            if node_in(await client.node()).generation != generation:
-                self._types = None
+            slot_types, devices = await client.slot_types(), await client.devices()
+            if node_in(await client.node()).generation != node_in(node).generation:
                 raise TimeoutError("the node changed during the reading")
-        self._last = reading_of(node, self._types[1], agents, devices)
+        self._last = reading_of(node, slot_types, agents, devices)
         await self._told(self._last)
 
     async def _follow(self, events: AsyncIterator[NodeEvent]) -> None:

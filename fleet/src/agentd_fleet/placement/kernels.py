@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, urlencode
@@ -157,22 +157,24 @@ class FleetKernels:
         except TimeoutError:
             raise NodeAnswerLost(f"node {node.node_id} does not answer") from None
 
-    async def lists(
-        self, caller: Caller, nodes: Sequence[FleetNode], path: str, missing: list[str]
-    ) -> AsyncIterator[tuple[FleetNode, list[dict[str, Any]]]]:
-        """Yield the lists of nodes in order; nodes without an answer are added to `missing`."""
+    async def devices(
+        self, caller: Caller, nodes: Sequence[FleetNode], missing: list[str]
+    ) -> list[dict[str, Any]]:
+        """Return the devices of nodes in order; nodes without an answer are added to `missing`."""
         turn = asyncio.Semaphore(AT_ONCE)
 
-        async def asked(node: FleetNode) -> NodeList | None:
+        async def devices_of(node: FleetNode) -> NodeList | None:
             async with turn:
-                return await self._list(caller, node, path)
+                return await self._list(caller, node, "/v1/devices")
 
-        answers = await asyncio.gather(*map(asked, nodes))
-        for node, found in zip(nodes, answers, strict=True):
-            if found is None:
+        rows: list[dict[str, Any]] = []
+        lists = await asyncio.gather(*map(devices_of, nodes))
+        for node, page in zip(nodes, lists, strict=True):
+            if page is None:
                 missing.append(node.node_id)
             else:
-                yield node, found.rows
+                rows += page.rows
+        return rows
 
     async def list_of(
         self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
