@@ -9,30 +9,37 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
 from agentd.client.calls import Call
 from agentd.client.paths import at
-from agentd.errors import AgentdError, NodeUnavailable, Unavailable
+from agentd.errors import AgentdError, NodeUnavailable
 from agentd_fleet.nodes.calls import GATEWAY, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
-from agentd_fleet.placement.kernels import LIST
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, RouteProgress, Store
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.reports import UNREADABLE
 
 log = structlog.get_logger()
 
-REST, MOST_REST_S = 20.0, 30.0
-"""The pause after a sweep in multiples of its work, and its maximum in seconds."""
 PATIENCE_S = 5.0
 AT_ONCE = 8
 """Nodes that are called concurrently."""
 COMING = ("preparing", "pulling", "creating")
 """States of kernels that may still fail."""
 _Key = tuple[str, int]
+
+
+class _Row(msgspec.Struct, frozen=True):
+    kernel_id: str
+    state: str
+
+
+ROWS = msgspec.json.Decoder(list[_Row])
 
 
 class Sweep:
@@ -59,14 +66,11 @@ class Sweep:
     async def run(self) -> None:
         """Sweep until cancelled."""
         while True:
-            began = time.thread_time()
             try:
                 await self.once()
             except AgentdError as error:
                 log.info("sweep.postponed", reason=str(error))
-            worked_s = time.thread_time() - began
-            pause_s = max(self._pace.sweep_s, min(MOST_REST_S, REST * worked_s))
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await asyncio.sleep(self._pace.sweep_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     async def once(self) -> None:
         """Check every route once, and list the nodes that routes lead to."""
@@ -120,13 +124,17 @@ class Sweep:
                 return
             for kept in grown:
                 await self._settle(kept, states)
-        except (Unavailable, NodeUnavailable) as error:
+        except AgentdError as error:
             log.info("sweep.postponed", node_id=node_id, reason=str(error))
-        except Exception as error:  # noqa: BLE001 - a node may answer anything
+        except UNREADABLE as error:
             log.warning("route.resolve_failed", node_id=node_id, reason=repr(error))
 
     async def _states(self, node: FleetNode) -> Mapping[str, str] | None:
-        """Return the states of a node's kernels, None if it does not answer."""
+        """Return the states of a node's kernels, None if it does not answer.
+
+        Raises:
+            UNREADABLE: the answer is malformed.
+        """
         if not node.is_asked:
             return None
         states: dict[str, str] = {}
@@ -139,8 +147,8 @@ class Sweep:
                     )
                     if answer.is_error:
                         return None
-                    for row in LIST.decode(answer.body):
-                        states[row["kernel_id"]] = row["state"]
+                    for row in ROWS.decode(answer.body):
+                        states[row.kernel_id] = row.state
                     page = page.next_page(answer.headers.get("Link"))
         except (NodeUnavailable, TimeoutError):
             return None
