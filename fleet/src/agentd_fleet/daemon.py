@@ -243,9 +243,6 @@ class GatewayDaemon:
                 self._weaknesses.replace(weak)
             except ConfigRefused as error:
                 log.warning("gateway.reload_refused", reasons=error.lines())
-            except Exception as error:  # noqa: BLE001 - an error here must not end all reloads
-                reasons = [f"{type(error).__name__}: {error}"]
-                log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 

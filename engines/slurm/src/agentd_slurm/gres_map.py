@@ -16,7 +16,6 @@ from typing import Any
 
 DEFAULT_MAP = "/etc/agentd/slurm-gres.json"
 MAP_VARIABLE = "AGENTD_SLURM_MAP"
-MOST_BYTES = 1 << 20
 _NO_TYPE = re.compile(r"[^A-Za-z0-9_.-]")
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -107,13 +106,10 @@ def read_map(path: Path) -> GresMap:
         UnusableMap: it cannot be read or is malformed.
     """
     try:
-        with path.open("rb") as file:
-            raw = file.read(MOST_BYTES + 1)
+        raw = path.read_bytes()
     except OSError as error:
         why = f"{error.strerror}; create it with: agentctl slurm gres --json"
         raise UnusableMap(f"{path}: {why}") from None
-    if len(raw) > MOST_BYTES:
-        raise UnusableMap(f"{path}: exceeds the limit of {MOST_BYTES} bytes")
     try:
         return parse_map(raw.decode())
     except (UnusableMap, UnicodeDecodeError) as error:
