@@ -106,7 +106,7 @@ async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) 
     await etcd.put("nodez", b"not below it")
     before = await etcd.revision()
     pages = []
-    async for page in etcd.pages("nodes/", page=10):
+    async for page, _ in etcd.pages("nodes/", page=10):
         pages.append(page)
         await etcd.put("nodes/24", b"after")
         await etcd.put(f"nodes/new-{len(pages)}", b"after")
@@ -117,7 +117,7 @@ async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) 
     assert {item.value for item in items} == {b"before"}
     now, revision = await etcd.range("nodes/", page=7)
     assert (len(now), revision) == (26, await etcd.revision())
-    assert [page async for page in etcd.pages("nodes/", page=100, at=before)] == [items]
+    assert [page async for page in etcd.pages("nodes/", page=100, at=before)] == [(items, before)]
     assert await etcd.range("none/") == ([], revision)
 
 
@@ -159,7 +159,7 @@ async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
     await in_mortal.put("nodes/a", b"2")
     pages = in_mortal.pages("nodes/", page=1)
     await in_mortal.put("nodes/b", b"3")
-    assert len(await anext(pages)) == 1
+    assert len((await anext(pages))[0]) == 1
     last = await in_mortal.put("nodes/c", b"4")
     await mortal.compact(last)
     with pytest.raises(Compacted, match=f"revisions before {last}"):

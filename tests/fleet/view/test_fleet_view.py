@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
-from agentd_fleet.placement.choice import Constraints, PlacementPolicy, asked, candidates
+from agentd_fleet.placement.choice import Constraints, PlacementPolicy, candidates, read
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
@@ -105,9 +105,9 @@ def test_missing_slot_of_a_node_is_zero() -> None:
 def test_unknown_fleet_slot_is_refused_with_known_ones() -> None:
     view = fleet(node("a", slot("cuda.device")))
     with pytest.raises(UnsupportedResource) as refused:
-        asked(view, {"tpu.chip": 1, "cuda.device": 1})
+        read(view, {"tpu.chip": 1, "cuda.device": 1})
     assert (refused.value.slots, "cuda.device" in refused.value.known) == (["tpu.chip"], True)
-    assert asked(view, {"tpu.chip": 0, "cuda.device": 1})["cuda.device"] == ONE
+    assert read(view, {"tpu.chip": 0, "cuda.device": 1}).accepted()["cuda.device"] == ONE
 
 
 def test_conflicting_node_is_excluded_for_one_slot() -> None:

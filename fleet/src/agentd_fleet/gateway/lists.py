@@ -120,14 +120,18 @@ class Lists:
         labels = dict(query.labels)
         sums = view.statistics(named, agents=agents, labels=labels)
         nodes = {
-            node_id: views.uses_view(view, part)
+            node_id: views.uses_view(view.slot_types, part)
             for node_id in named or view.nodes
             if node_id in view.nodes
             and view.nodes[node_id].has(labels)
             and (agents is None or not agents.isdisjoint(view.nodes[node_id].offers))
             and (part := view.statistics([node_id], agents=agents)) is not None
         }
-        return {"revision": view.revision, "slots": views.uses_view(view, sums), "nodes": nodes}
+        return {
+            "revision": view.revision,
+            "slots": views.uses_view(view.slot_types, sums),
+            "nodes": nodes,
+        }
 
 
 class KernelPage:

@@ -84,7 +84,7 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
     """Return a node as a caller sees it, with the caller's agents."""
     strange = view.conflicts.get(node.node_id, frozenset())
     shown = {
-        agent: _uses(
+        agent: uses_view(
             node.slot_types,
             {n: Use(offer.capacity[n], offer.free[n], offer.allocated[n]) for n in node.slot_types},
         )
@@ -105,14 +105,10 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
     }
 
 
-def uses_view(view: FleetView, uses: Mapping[SlotName, Use]) -> dict[str, SlotUseView]:
-    """Return sums of the fleet's slots."""
-    return _uses(view.slot_types, uses)
-
-
-def _uses(
+def uses_view(
     types: Mapping[SlotName, SlotType], uses: Mapping[SlotName, Use]
 ) -> dict[str, SlotUseView]:
+    """Return the usage of slots."""
     shown: dict[str, SlotUseView] = {}
     for name, use in uses.items():
         kind = types[name].kind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -129,24 +129,13 @@ class Nodes:
             NeverAsked: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        if node.remark:
-            raise NeverAsked(f"node {node.node_id}: {node.remark}")
-        session, address = self._session(node.url)
-        token = {} if node.url.startswith(UNIX) else self._headers
-        sent = {**(headers or {}), **token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
-        kept: dict[str, Any] = {"data": body} if body is not None else {}
-        try:
+        session, url, identity = self._target(node, caller, path)
+        sent = {**(headers or {}), **identity}
+        content: dict[str, Any] = {"data": body} if body is not None else {}
+        with _translated_errors(node):
             response = await session.request(
-                method,
-                URL(f"{address}{path}", encoded=True),
-                headers=sent,
-                allow_redirects=False,
-                **kept,
+                method, url, headers=sent, allow_redirects=False, **content
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
-            raise NeverAsked(_text(node, error)) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise NodeAnswerLost(_text(node, error)) from None
         async with response:
             if (why := REFUSED.get(response.status)) is not None:
                 raise NeverAsked(f"node {node.node_id} {why}")
@@ -163,23 +152,31 @@ class Nodes:
             NeverAsked: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
+        session, url, identity = self._target(node, caller, path)
+        try:
+            with _translated_errors(node):
+                async with asyncio.timeout(PATIENCE_S):
+                    return await session.ws_connect(
+                        url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
+                    )
+        except aiohttp.WSServerHandshakeError:
+            return None
+
+    def _target(
+        self, node: FleetNode, caller: Caller, path: str
+    ) -> tuple[aiohttp.ClientSession, URL, dict[str, str]]:
+        """Return the session, the URL and the headers of a call.
+
+        Raises:
+            NeverAsked: the node must not be called.
+        """
         if node.remark:
             raise NeverAsked(f"node {node.node_id}: {node.remark}")
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
-        sent = {**token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
-        url = URL(f"{address}{path}", encoded=True)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await session.ws_connect(
-                    url, headers=sent, max_msg_size=MAX_FRAME, autoping=False
-                )
-        except aiohttp.WSServerHandshakeError:
-            return None
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
-            raise NeverAsked(_text(node, error)) from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NodeAnswerLost(_text(node, error)) from None
+        identity = {**token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
+        with _translated_errors(node):
+            return session, URL(f"{address}{path}", encoded=True), identity
 
     def _session(self, url: str) -> tuple[aiohttp.ClientSession, str]:
         path = url.removeprefix(UNIX) if url.startswith(UNIX) else ""
@@ -234,6 +231,19 @@ def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     enable_keepalive(made)
     return made
+
+
+@contextmanager
+def _translated_errors(node: FleetNode) -> Iterator[None]:
+    """Raise errors of a connection as `NeverAsked` or `NodeAnswerLost`."""
+    try:
+        yield
+    except aiohttp.WSServerHandshakeError:
+        raise
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
+        raise NeverAsked(_text(node, error)) from None
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise NodeAnswerLost(_text(node, error)) from None
 
 
 async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:

@@ -67,16 +67,6 @@ SAMPLES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
 """Nodes whose agents are compared, by policy."""
 
 
-def asked(view: FleetView, raw: Mapping[str, object]) -> ResourceSlots:
-    """Return a request's amounts in the fleet's slots.
-
-    Raises:
-        UnsupportedResource: it has non-zero amounts of slots that no node ever had.
-        InvalidSlotAmount, InvalidSlotCombination: see `SlotReading.accepted`.
-    """
-    return read(view, raw).accepted()
-
-
 def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
     """Parse a request's amounts in the fleet's slots.
 

@@ -25,7 +25,7 @@ from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
 from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer, Nodes
 from agentd_fleet.placement.attempts import Asker, Overtaken, PlacementTimeouts, now, path_of
-from agentd_fleet.placement.choice import Candidate, PlacementPolicy, asked, candidates
+from agentd_fleet.placement.choice import Candidate, PlacementPolicy, candidates, read
 from agentd_fleet.placement.refusals import refusal
 from agentd_fleet.placement.requests import PlacementRequest
 from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
@@ -130,7 +130,7 @@ class Placer:
         """
         if why := self._store.why_not_live():
             raise StoreAway(f"cannot place kernels without a current view of the fleet: {why}")
-        return asked(view, order.slots)
+        return read(view, order.slots).accepted()
 
     def _choices(
         self, order: PlacementRequest, view: FleetView, request: ResourceSlots

@@ -77,26 +77,19 @@ class Etcd:
         """
         found: list[KeyValue] = []
         at = 0
-        async for items, revision in self._pages(prefix, page, at):
+        async for items, revision in self.pages(prefix, page=page):
             found += items
             at = revision
         return found, at
 
     async def pages(
         self, prefix: str, *, page: int = 1000, at: int = 0
-    ) -> AsyncGenerator[list[KeyValue], None]:
+    ) -> AsyncGenerator[tuple[list[KeyValue], int], None]:
         """Yield the result of `range` page by page; `at` is the revision to read, 0 for now.
 
         Raises:
             Compacted: the store has dropped that revision meanwhile.
         """
-        async for items, _ in self._pages(prefix, page, at):
-            if items:
-                yield items
-
-    async def _pages(
-        self, prefix: str, page: int, at: int
-    ) -> AsyncGenerator[tuple[list[KeyValue], int], None]:
         span = _span(prefix)
         more = True
         while more:

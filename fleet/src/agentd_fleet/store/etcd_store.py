@@ -95,7 +95,7 @@ class EtcdStore:
 
     async def routes(self) -> AsyncIterator[list[Kept]]:
         try:
-            async for page in self._etcd.pages(f"{self._prefix}routes/"):
+            async for page, _ in self._etcd.pages(f"{self._prefix}routes/"):
                 yield [kept for found in page if (kept := self._read(found)) is not None]
         except Compacted as error:
             raise StoreAway(f"the routes changed too much during the reading: {error}") from None
