@@ -13,7 +13,6 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.cli.output import (
     FORMATS,
     CommandError,
-    data_format,
     encoded,
     output_format,
     output_option,
@@ -64,28 +63,6 @@ def test_answer_has_the_format_asked_for(words: list[str], expected: list[str]) 
 def test_table_shows_further_columns_when_wide() -> None:
     assert lines_of()[0].split() == ["NAME", "STATE"]
     assert lines_of("-o", "wide")[0].split() == ["NAME", "STATE", "SIZE"]
-
-
-@pytest.mark.parametrize(
-    ("line", "form"),
-    [
-        ("ls", None),
-        ("ls -o wide", None),
-        ("ls -o name", None),
-        ("ls -o json", "json"),
-        ("ls -ojson", "json"),
-        ("ls --output json", "json"),
-        ("ls --output=json", "json"),
-        ("ls --json", "json"),
-        ("ls -o yaml", "yaml"),
-        ("ls -oyaml", "yaml"),
-        ("ls --output=yaml -q", "yaml"),
-        ("ls -o", None),
-        ("ls json", None),
-    ],
-)
-def test_data_format_is_read_from_a_command_line(line: str, form: str | None) -> None:
-    assert data_format(line.split()) == form
 
 
 @given(JSON)

@@ -7,7 +7,6 @@ YAML escape them.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +20,6 @@ _FORMAT = "agentd.output"
 FORMATS = ("json", "yaml", "wide", "name")
 DATA = ("json", "yaml")
 """Formats that print a whole answer, and errors too."""
-_WORD = re.compile(rf"(?:-o|--output=)({'|'.join(DATA)})")
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -39,6 +37,7 @@ class CommandError(click.ClickException):
         self._remedies = tuple(remedies)
         context = click.get_current_context(silent=True)
         self._program = (context and context.find_root().info_name) or "agentctl"
+        self._form: str | None = context.meta.get(_FORMAT) if context else None
 
     def show(self, file: Any = None) -> None:
         del file
@@ -88,18 +87,6 @@ def is_data() -> bool:
 def is_table() -> bool:
     """Return whether the running command prints for people."""
     return output_format() in (None, "wide")
-
-
-def data_format(words: Sequence[str]) -> str | None:
-    """Return the data format that a command line asks for, read before its options are parsed."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word == "--json":
-            return "json"
-        if word in ("-o", "--output") and following in DATA:
-            return following
-        if match := _WORD.fullmatch(word):
-            return match[1]
-    return None
 
 
 def encoded(content: Any, form: str | None, *, indent: int | None = 1) -> str:

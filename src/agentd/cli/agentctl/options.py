@@ -15,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from agentd.cli.output import (
+    DATA,
     CommandError,
     choose_format,
-    data_format,
     encoded,
     is_data,
     printed,
@@ -69,9 +69,8 @@ class RpcProblem(CommandError):
         return cls(content, [*remedies, *_remedies(error)])
 
     def show(self, file: Any = None) -> None:
-        words = [*itertools.takewhile(lambda word: word != "--", sys.argv)]
-        if form := data_format(words):
-            click.echo(encoded(self.content, form, indent=None), err=True)
+        if self._form in DATA:
+            click.echo(encoded(self.content, self._form, indent=None), err=True)
         else:
             super().show(file)
 
