@@ -149,7 +149,7 @@ def shown_whole(member: str, value: object) -> str:
 
 
 def amount(slot: str, text: object) -> str:
-    """Return an amount of a slot, bytes in the largest unit that keeps them whole.
+    """Return an amount of a slot, bytes in the largest unit that keeps them short and whole.
 
     Slots of bytes are `mem`, and those of plugins that are named so after the dot.
     """
@@ -158,13 +158,7 @@ def amount(slot: str, text: object) -> str:
     size, unit = int(str(text)), 0
     while size and size % 1024 == 0 and unit < len(_UNITS) - 1:
         size, unit = size // 1024, unit + 1
-    if size < 10_000:
-        return f"{size}{_UNITS[unit]}"
-    scaled = float(size) * 1024**unit
-    unit = 0
-    while scaled >= 1024:
-        scaled, unit = scaled / 1024, unit + 1
-    return f"{scaled:.1f}{_UNITS[unit]}"
+    return f"{size}{_UNITS[unit]}" if size < 10_000 else str(byte_size(int(str(text))))
 
 
 def held_amounts(slot: str, holder: Mapping[str, Any]) -> str:

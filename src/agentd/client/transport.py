@@ -44,6 +44,7 @@ class Transport:
         self._tls = client_tls() if tls is None and is_encrypted else tls
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
+        self._base = (url or "http://agentd").rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
@@ -111,12 +112,11 @@ class Transport:
             AgentdError: the answer is an error, or missing.
             RuntimeError: the client is not open.
         """
-        if self._session is None:
-            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        session = self._opened_session
         try:
-            response = await self._session.request(
+            response = await session.request(
                 call.method,
-                f"{(self._url or 'http://agentd').rstrip('/')}{call.path}",
+                self._base + call.path,
                 json=call.body,
                 headers=call.headers,
                 allow_redirects=False,
@@ -155,14 +155,12 @@ class Transport:
         Raises:
             Unreachable: there is no answer.
         """
-        if self._session is None:
-            raise RuntimeError("use it as `async with AsyncClient() as client`")
-        url = URL((self._url or "http://agentd").rstrip("/") + path, encoded=True)
+        session = self._opened_session
         forever = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         try:
-            async with self._session.request(
+            async with session.request(
                 method,
-                url,
+                URL(self._base + path, encoded=True),
                 data=body,
                 headers=headers,
                 ssl=self._tls or True,
@@ -180,15 +178,16 @@ class Transport:
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
         """
-        if self._session is None:
-            raise RuntimeError("use it as `async with AsyncClient() as client`")
-        url = f"{(self._url or 'http://agentd').rstrip('/')}{call.path}"
+        session = self._opened_session
         end = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             try:
                 async with asyncio.timeout_at(end):
-                    return await self._session.ws_connect(
-                        url, ssl=self._tls or True, max_msg_size=0, autoping=False
+                    return await session.ws_connect(
+                        self._base + call.path,
+                        ssl=self._tls or True,
+                        max_msg_size=0,
+                        autoping=False,
                     )
             except aiohttp.WSServerHandshakeError as refused:
                 try:
@@ -215,6 +214,12 @@ class Transport:
         """
         async with asyncio.timeout(self._timeout_s), await self._opened(call):
             raise Unreachable(f"{self._where}: the server does not support WebSockets")
+
+    @property
+    def _opened_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use it as `async with AsyncClient() as client`")
+        return self._session
 
     @property
     def _where(self) -> str:

@@ -22,7 +22,6 @@ from agentd.rpc.exec import run_over
 from agentd.rpc.pages import answer_page
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
-from agentd.rpc.usage import usage_view
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.exec import Execs
@@ -124,13 +123,13 @@ class KernelHandlers:
     async def list_stats(self, request: web.Request) -> web.Response:
         """Show the usage of every kernel."""
         kernels = self._access.kernels(caller_of(request))
-        return answer([usage_view(use) for use in await self._statistics.of(kernels)])
+        return answer([rendering.usage_view(use) for use in await self._statistics.of(kernels)])
 
     async def get_stats(self, request: web.Request) -> web.Response:
         """Show the usage of one kernel."""
         kernel = self._state.get(request.match_info["kernel"])
         (use,) = await self._statistics.of([kernel])
-        return answer(usage_view(use))
+        return answer(rendering.usage_view(use))
 
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command in a kernel, over a WebSocket."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 from msgspec.structs import asdict
@@ -33,6 +33,7 @@ from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
 from agentd.services.state import NodeState, RuntimeStatus
+from agentd.services.statistics import KernelUse
 from agentd.views import (
     AgentView,
     CheckView,
@@ -42,6 +43,7 @@ from agentd.views import (
     EditsView,
     EngineView,
     HolderView,
+    KernelUseView,
     KernelView,
     LimitView,
     NodeView,
@@ -122,6 +124,14 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
         "expires_at": wire_time(status.expires_at),
         "created_by": claim.created_by,
     }
+
+
+def usage_view(use: KernelUse) -> KernelUseView:
+    """Return the usage of a kernel."""
+    ids = {"kernel_id": use.kernel_id, "agent_id": use.agent_id, "state": use.state.value}
+    devices = [{**asdict(device), "share": format(device.share, "f")} for device in use.devices]
+    view = {**ids, "at": wire_time(use.at), **asdict(use.usage), "devices": devices}
+    return cast("KernelUseView", view)
 
 
 def engine_view(status: EngineStatus) -> EngineView:

@@ -44,7 +44,8 @@ class NodeSite(Site):
         self._opened.set()
 
     async def until_open(self, patience_s: float) -> None:
-        await until_set(self._opened, patience_s)
+        if not await is_set_within(self._opened, patience_s):
+            raise NotReady("the daemon has not finished starting")
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
         """Refuse a caller that cannot see the target or lacks the right; see `Access.require`."""
@@ -74,13 +75,3 @@ class NodeSite(Site):
         """Answer the readiness probe: ready after the start, including adoption."""
         await self.until_open(0)
         return answer({"status": "ok"})
-
-
-async def until_set(opened: asyncio.Event, patience_s: float) -> None:
-    """Wait until the start, including adoption, is complete.
-
-    Raises:
-        NotReady: it is not complete within `patience_s`.
-    """
-    if not await is_set_within(opened, patience_s):
-        raise NotReady("the daemon has not finished starting")

@@ -139,13 +139,16 @@ def create(client: Client, /, agent: str, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def explaining_refusal() -> Iterator[None]:
-    """Print the reason for each device before a refusal for want of devices is raised."""
+def explaining_refusal(*, is_answer: bool = False) -> Iterator[None]:
+    """Print the reason for each device before a refusal for want of devices is raised.
+
+    It goes to standard error, unless it is the answer that was asked for.
+    """
     try:
         yield
     except InsufficientResource as error:
         if is_table() and error.explain:
-            print_decision({"explain": {error.slot: error.explain}}, is_refused=True)
+            print_decision({"explain": {error.slot: error.explain}}, is_refused=not is_answer)
         raise
 
 
@@ -208,13 +211,8 @@ def explain(
     """
     choice = {"slots": pairs(slot), "devices": listed(device)}
     body = choice | {"command": ["any"], "image": "any"}
-    try:
-        with suggesting_agents(client, agent):
-            content = client.explain(agent, body)
-    except InsufficientResource as error:
-        if is_table():
-            print_decision({"explain": {error.slot: error.explain}})
-        raise
+    with explaining_refusal(is_answer=True), suggesting_agents(client, agent):
+        content = client.explain(agent, body)
     if not printed(content, given_devices(content)):
         print_decision(content)
 
