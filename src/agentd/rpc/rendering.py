@@ -299,12 +299,13 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     if device.withheld or device.awaited:
         return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
-        shares = {holder: ledger.holders(device.device_id)[holder] for holder in holders}
+        shares = ledger.holders(device.device_id)
         held = [
-            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(share)}"
-            for holder, share in shares.items()
+            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(shares[holder])}"
+            for holder in holders
         ]
-        return "held", f"{', '.join(held)}; unavailable until {_ends(list(holders))}"
+        end = "it ends" if len(held) == 1 else "they end"
+        return "held", f"{', '.join(held)}; unavailable until {end}"
     if excess := ledger.excess(device):
         kinds = {offer.slot: offer.kind for offer in device.slots}
         over = [
@@ -322,18 +323,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
 def _named(holder: Holder, *, is_seen: bool) -> str:
     if is_seen:
         return holder_text(holder)
-    return f"{_kind(holder)} {OTHER}"
-
-
-def _kind(holder: Holder) -> str:
-    return "claim" if isinstance(holder, ClaimHolder) else "kernel"
-
-
-def _ends(holders: Sequence[Holder]) -> str:
-    kinds = set(map(_kind, holders))
-    if len(kinds) > 1:
-        return "they end"
-    return f"the {kinds.pop()} ends" if len(holders) == 1 else f"the {kinds.pop()}s end"
+    return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
 
 
 def _what(share: Share) -> str:
