@@ -145,6 +145,7 @@ async def stream_events(
                     await response.write(data)
         except TooSlow as error:
             warn_of_client("stream.dropped", path=request.path, reason=str(error))
-            raise ConnectionResetError(str(error)) from None  # too late for a problem response
+            connection_of(request).close()  # too late for a problem response
+            raise ConnectionResetError(str(error)) from None
     await response.write_eof()
     return response

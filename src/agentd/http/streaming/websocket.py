@@ -11,10 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-import structlog
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
-
-log = structlog.get_logger()
 
 MAX_FRAME = 1 << 20
 """Maximum bytes of a frame."""
