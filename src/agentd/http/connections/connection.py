@@ -24,7 +24,7 @@ HEADER_TIMEOUT_S = 10.0
 """Seconds for a TLS handshake, and for a header that has begun."""
 READ_TIMEOUT_S = 10.0
 """Seconds in which a client reads a part of its response."""
-READ_BYTES = 4096
+READ_BYTES = 2048
 """Bytes read from a connection at once; the other connections are next."""
 
 
