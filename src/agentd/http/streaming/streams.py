@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 
 import structlog
 from aiohttp import web
@@ -90,38 +90,26 @@ async def _end_at_hang_up(transport: asyncio.Transport, stream: asyncio.Task[obj
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
     """Stream the bytes of a log."""
-    async with aclosing(chunks):
-        return await _stream_log(request, chunks)
-
-
-async def _stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
     reading = asyncio.ensure_future(anext(chunks, b""))
     try:
         await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
         if reading.done():
             reading.result()  # a runtime that does not answer is still a problem response here
-    except BaseException:
-        await _given_up(reading)
-        raise
-    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-    try:
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await response.prepare(request)
-        while chunk := await reading:
-            await response.write(chunk)
-            reading = asyncio.ensure_future(anext(chunks, b""))
-    except AgentdError as error:
-        log.warning("logs.interrupted", path=request.path, reason=str(error))
-        raise ConnectionResetError from error  # the stream is cut; too late for a problem response
+        try:
+            while chunk := await reading:
+                await response.write(chunk)
+                reading = asyncio.ensure_future(anext(chunks, b""))
+        except AgentdError as error:
+            log.warning("logs.interrupted", path=request.path, reason=str(error))
+            raise ConnectionResetError from error  # too late for a problem response
+        await response.write_eof()
+        return response
     finally:
-        await _given_up(reading)
-    await response.write_eof()
-    return response
-
-
-async def _given_up(reading: asyncio.Future[bytes]) -> None:
-    """Cancel a read and wait until its resources are released."""
-    reading.cancel()
-    await asyncio.wait([reading])
+        reading.cancel()
+        await asyncio.wait([reading])
+        await chunks.aclose()
 
 
 async def stream_events(
