@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from aiohttp import web
@@ -26,6 +28,8 @@ READ_TIMEOUT_S = 10.0
 """Seconds in which a client reads a part of its response."""
 READ_BYTES = 2048
 """Bytes read from a connection at once; the other connections are next."""
+UNREAD_BYTES = 1 << 18
+"""Bytes from the client that are discarded at the end."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -89,6 +93,8 @@ class Connection(asyncio.BufferedProtocol):
         self._handler.connection_made(self._transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        with suppress(OSError):  # Linux would reset the connection, and the last response with it
+            os.read(self._transport.get_extra_info("socket").fileno(), UNREAD_BYTES)
         self._handler.connection_lost(exc)
         self._leave()
 
