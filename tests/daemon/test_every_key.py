@@ -13,7 +13,7 @@ from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.daemon.reload import APPLIED, Reload, values_of
-from agentd.http.credentials import Weaknesses
+from agentd.service.weaknesses import Weaknesses
 from certificates import certificate
 
 DOCKER = {
