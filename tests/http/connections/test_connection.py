@@ -2,14 +2,18 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from agentd.http.connections import connection as connections
+from agentd.http.connections.admission import Limits
 from agentd.http.connections.connection import Connection, connection_of
+from certificates import certificate
 
 
 @asynccontextmanager
@@ -95,3 +99,42 @@ async def test_connection_stays_while_a_response_is_read_slowly(
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         assert len(await reader.readexactly(size)) == size
+
+
+async def test_bodies_over_tls_arrive_whole(tmp_path: Path) -> None:
+    """TLS records of every size, several of which are read at once."""
+    cert, key = certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    bodies: list[bytes] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        connection_of(request).begin(request)
+        bodies.append(await request.read())
+        connection_of(request).end()
+        return web.Response()
+
+    server, limits, loop = web.Server(answer), Limits(1, 1), asyncio.get_running_loop()
+    connection = Connection(server, set(), limits, lambda: context)
+    here, there = socket.socketpair()
+    await loop.connect_accepted_socket(lambda: connection, there)
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection(sock=here, ssl=trusting, server_hostname="x")
+    sent = [bytes([65 + size % 26]) * size for size in (5, 700, 2047, 2048, 5000, 20_000)]
+    async with asyncio.timeout(20):
+        for size in (1, 10, 1000, 3000):
+            for body in sent:
+                writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body))
+                writer.write(b"\r\n")
+                for at in range(0, len(body), size):
+                    writer.write(body[at : at + size])
+            while len(bodies) < len(sent):
+                await asyncio.sleep(0)
+            assert bodies == sent
+            bodies.clear()
+        assert not limits.admit()
+        writer.close()
+        while server.connections:
+            await asyncio.sleep(0)
+    assert limits.admit(), "a connection that has ended is still counted"

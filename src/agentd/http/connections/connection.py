@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,7 +52,8 @@ class Connection(asyncio.BufferedProtocol):
         self._limits = limits
         self._tls = tls
         self._transport: asyncio.Transport
-        self._buffer = bytearray(READ_BYTES)
+        self._socket: socket.socket
+        self._buffer = memoryview(bytearray(READ_BYTES))  # a slice is filled in place over TLS
         self._is_open = self._is_in_request = self._is_paused = False
         self._body: StreamReader = EMPTY_PAYLOAD
         self._header_timer: asyncio.TimerHandle | None = None
@@ -59,13 +61,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._socket = transport.get_extra_info("socket")  # over TLS unknown at the end
         if self._limits is not None and not self._limits.admit():
             self.close()
             return
         self._is_open = True
         self._newcomers.add(self)
         self.peer = peer_of(transport)
-        enable_keepalive(transport.get_extra_info("socket"))
+        enable_keepalive(self._socket)
         if (context := self._tls()) is None:
             self._serve()
         else:
@@ -94,7 +97,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         with suppress(OSError):  # Linux would reset the connection, and the last response with it
-            os.read(self._transport.get_extra_info("socket").fileno(), UNREAD_BYTES)
+            os.read(self._socket.fileno(), UNREAD_BYTES)
         self._handler.connection_lost(exc)
         self._leave()
 
@@ -111,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         """Close the connection without delay."""
         self._transport.abort()
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
         return self._buffer
 
