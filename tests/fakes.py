@@ -19,16 +19,15 @@ from agentd.plugin_api import Features, Measurement
 from agentd.services.protocols import (
     CreateProgress,
     LogQuery,
-    Phase,
     PluginListing,
     PluginState,
     PluginStatus,
     PluginVitals,
-    SavedRecord,
     Session,
     Support,
     Undone,
 )
+from agentd.state.schemas import Phase, SavedRecord
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
 

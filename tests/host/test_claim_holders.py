@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentd.core.claim.claim import CgroupHolder, ProcessHolder
-from agentd.host.claim_holders import HostHolders
+from agentd.host.claim_holders import HostHolders, NoSuchHolder
 from agentd.host.processes import read_stat
-from agentd.services.claims.protocols import NoSuchHolder
 
 OWN = os.getpid()
 

@@ -9,8 +9,8 @@ import pytest
 from agentd import failpoints
 from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
-from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.folder import ReadOnlyState, StateFolder
+from agentd.state.schemas import Phase, SavedRecord
 from core.machines import gpus
 
 

@@ -50,7 +50,7 @@ from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, remember
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Clock, Runtime, SavedRecord, StateStore
+from agentd.services.protocols import Clock, Runtime
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
@@ -58,6 +58,7 @@ from agentd.services.statistics import Statistics
 from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import HostLock, run_folder
+from agentd.state.schemas import SavedRecord
 
 log = structlog.get_logger()
 
@@ -67,7 +68,7 @@ def pace_of(settings: Settings) -> PluginTimeouts:
     return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
 
 
-def plugin_host(settings: Settings, store: StateStore) -> PluginHost:
+def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
     """Return the configured plugins, not started.
 
     In auto-split they may deal their devices, unless the store has a dealing already. They find

@@ -50,9 +50,10 @@ from agentd.service.weaknesses import Weaknesses
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
-from agentd.services.protocols import Clock, Runtime, SavedRecord
+from agentd.services.protocols import Clock, Runtime
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
+from agentd.state.schemas import SavedRecord
 from agentd.stderr import LOST
 
 log = structlog.get_logger()

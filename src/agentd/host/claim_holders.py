@@ -20,10 +20,13 @@ from typing import NamedTuple
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.host.processes import NOT_THERE, opened, read_stat, read_uids
 from agentd.procfs import read_lines
-from agentd.services.claims.protocols import NoSuchHolder
 
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
 _CHANGED = select.EPOLLPRI | select.EPOLLET
+
+
+class NoSuchHolder(Exception):
+    """A process or cgroup that is not there, or not the caller's to name."""
 
 
 class HostHolders:
@@ -35,6 +38,13 @@ class HostHolders:
     def process(
         self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
     ) -> ProcessHolder:
+        """Return a process that a caller names; `caller_uid` None may name any.
+
+        Without a start time it is the caller itself, or a child of it.
+
+        Raises:
+            NoSuchHolder: there is none, or it is not the caller's to name.
+        """
         none = NoSuchHolder(f"no process {pid} of yours")
         if not (self._is_in_namespace(caller_pid) and self._is_in_namespace(pid)):
             raise none
@@ -61,6 +71,13 @@ class HostHolders:
     def cgroup(
         self, path: str, kernel_pids: Collection[int], containers: Collection[str]
     ) -> CgroupHolder:
+        """Return a cgroup of version 2 that has processes, by its path in agentd's namespace.
+
+        `kernel_pids` are first processes of kernels, `containers` ids of their containers.
+
+        Raises:
+            NoSuchHolder: there is none, it has no process, or it holds agentd or a kernel.
+        """
         root = self._root()
         if root is None:
             raise NoSuchHolder("this host has no cgroups of version 2")
@@ -97,12 +114,22 @@ class HostHolders:
         return None
 
     def lives(self, holder: ClaimOwner) -> bool:
+        """Return whether a process or cgroup has not ended; others have no end.
+
+        Raises:
+            OSError: it cannot be observed now.
+        """
         with ExitStack() as stack:
             return not isinstance(holder, (ProcessHolder, CgroupHolder)) or (
                 (source := self._open(holder, stack)) is not None and not source.has_ended()
             )
 
     def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
+        """Call `ended` once when a process or cgroup has ended, at once if it has; return a stop.
+
+        Raises:
+            OSError: it cannot be observed now.
+        """
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             source = self._open(holder, stack)

@@ -23,14 +23,15 @@ from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.validation import InvalidAnswer
-from agentd.services.protocols import PluginListing, StateStore
+from agentd.services.protocols import PluginListing
+from agentd.state.folder import StateFolder
 
 
 class DealingRules(NamedTuple):
     """The agents that plugins deal to, and the store with earlier dealings."""
 
     agents: tuple[str, ...]
-    store: StateStore
+    store: StateFolder
 
     def known(self, listing: PluginListing) -> list[Device]:
         """Return listed and missing devices with their ids, in natural order."""

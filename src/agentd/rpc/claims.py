@@ -18,6 +18,7 @@ from agentd.core.claim.claim import (
 )
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, InvalidRequest, Problem
+from agentd.host.claim_holders import HostHolders, NoSuchHolder
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of, note_claim, peer_of
@@ -32,7 +33,6 @@ from agentd.rpc.requests import (
     RenewRequest,
 )
 from agentd.services.claims.lifecycle import ClaimService
-from agentd.services.claims.protocols import Holders, NoSuchHolder
 from agentd.services.devices import NodeDevices
 from agentd.views import ClaimView
 
@@ -47,7 +47,7 @@ class ClaimHandlers:
         self,
         devices: NodeDevices,
         service: ClaimService,
-        holders: Holders,
+        holders: HostHolders,
         kernels: Callable[[], Collection[Kernel]],
     ) -> None:
         self._devices = devices

@@ -35,7 +35,8 @@ from agentd.errors import (
 )
 from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
-from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus, StateStore
+from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus
+from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -46,7 +47,7 @@ class NodeDevices:
     def __init__(
         self,
         plugins: Plugins,
-        store: StateStore,
+        store: StateFolder,
         rules: SplitRules,
         host_types: Sequence[SlotType],
         host_devices: Sequence[Device],

@@ -15,7 +15,7 @@ from agentd.core.devices import DeviceId, Inventory
 from agentd.core.slots import CPU, MEM
 from agentd.errors import UnknownEngine
 from agentd.services.devices import NodeDevices
-from agentd.services.protocols import StateStore
+from agentd.state.folder import StateFolder
 
 EngineDevices: TypeAlias = Literal["all"] | Mapping[str, Sequence[str]]
 """All accelerators, or ids, stable ids or aliases by device name."""
@@ -35,7 +35,7 @@ class Engines:
     def __init__(
         self,
         devices: NodeDevices,
-        store: StateStore,
+        store: StateFolder,
         boot_id: str,
         wanted: Mapping[str, EngineDevices],
     ) -> None:

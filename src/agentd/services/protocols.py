@@ -1,4 +1,4 @@
-"""The Protocols that the services require of plugins, runtimes, store and clock."""
+"""The Protocols that the services require of plugins and runtimes, and the clocks."""
 
 from __future__ import annotations
 
@@ -294,111 +294,6 @@ class Runtime(Protocol):
         Raises:
             InvalidRequest: this runtime does not keep the requested part.
         """
-        ...
-
-
-class Phase(StrEnum):
-    """The phase of a kernel in its record."""
-
-    INTENT = "intent"
-    HELD = "held"
-    ENDED = "ended"
-
-
-class SavedRecord(NamedTuple):
-    """A kernel's record in the state folder; `text` as on the kernel, empty if unreadable."""
-
-    kernel_id: str
-    phase: Phase
-    text: str
-
-
-class StateStore(Protocol):
-    """State that survives restarts, besides the state of the runtimes."""
-
-    def load_devices(self) -> Sequence[Device]:
-        """Return the devices of the last inventory, including drains."""
-        ...
-
-    def load_dealings(self) -> Mapping[str, Dealing]:
-        """Return how plugins dealt their devices, by device name."""
-        ...
-
-    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
-        """Save an inventory and its dealings.
-
-        Raises:
-            StateUnavailable: the previous ones are still saved.
-        """
-        ...
-
-    def load_ready_engines(self) -> Mapping[str, str]:
-        """Return the boot in which each engine was last ready."""
-        ...
-
-    def save_ready_engines(self, ready: Mapping[str, str]) -> None:
-        """Save these in place of the previous ones.
-
-        Raises:
-            StateUnavailable: the previous ones are still saved.
-        """
-        ...
-
-    def save_runtimes(self, names: Sequence[str]) -> None:
-        """Save which runtimes may have kernels of this node."""
-        ...
-
-    def load_records(self) -> Sequence[SavedRecord]:
-        """Return the record of every kernel that was not removed."""
-        ...
-
-    def save_intent(self, kernel_id: str, text: str) -> None:
-        """Save a create before the runtime is called.
-
-        Raises:
-            StateUnavailable: the record cannot be saved.
-        """
-        ...
-
-    def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
-        """Save the phase of a kernel; `text` is called only if there is no record yet.
-
-        If that fails, `retry` tries again.
-        """
-        ...
-
-    def save_record(self, kernel_id: str, text: str) -> None:
-        """Replace the record of a kernel; if that fails, `retry` tries again."""
-        ...
-
-    def drop_record(self, kernel_id: str) -> None:
-        """Remove the record of a kernel; if that fails, `retry` tries again."""
-        ...
-
-    def load_claims(self) -> Mapping[str, str]:
-        """Return the record of each claim by its id; empty text where it cannot be read."""
-        ...
-
-    def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
-        """Put a record in its place; a lasting one survives a loss of power.
-
-        Raises:
-            StateUnavailable: the record there before is still there.
-        """
-        ...
-
-    def drop_claim(self, claim_id: str) -> None:
-        """Remove a record; one that is not there is removed.
-
-        Raises:
-            StateUnavailable: it is still there.
-        """
-        ...
-
-    def retry(self) -> None: ...
-
-    def warnings(self) -> Sequence[str]:
-        """Return warnings about the state folder."""
         ...
 
 

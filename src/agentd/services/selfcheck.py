@@ -28,10 +28,11 @@ from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
-from agentd.services.claims.protocols import Holders
+from agentd.host.claim_holders import HostHolders
 from agentd.services.devices import NodeDevices
-from agentd.services.protocols import Runtime, StateStore
+from agentd.services.protocols import Runtime
 from agentd.services.state import NodeState
+from agentd.state.folder import StateFolder
 
 SECOND_LOOK_S = 0.5
 
@@ -52,8 +53,8 @@ class SelfCheck:
         state: NodeState,
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
-        store: StateStore,
-        holders: Holders,
+        store: StateFolder,
+        holders: HostHolders,
     ) -> None:
         self._state = state
         self._devices = devices

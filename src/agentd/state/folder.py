@@ -39,9 +39,16 @@ from agentd.core.names import checked, is_name
 from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
-from agentd.services.protocols import Phase, SavedRecord
 from agentd.state.locks import UNWRITABLE, Locks
-from agentd.state.schemas import SCHEMA, UNREADABLE, SavedDevices, SavedEngines, SavedNode
+from agentd.state.schemas import (
+    SCHEMA,
+    UNREADABLE,
+    Phase,
+    SavedDevices,
+    SavedEngines,
+    SavedNode,
+    SavedRecord,
+)
 from agentd.tomlfile.folders import refusal
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
@@ -160,10 +167,12 @@ class StateFolder:
         return self._load("node.json", SavedNode)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
+        """Save which runtimes may have kernels of this node."""
         with suppress(StateUnavailable):  # no create succeeds either, so the file stays true
             self._save_lasting("node", SavedNode(self._node_id, list(names)))
 
     def load_devices(self) -> Sequence[Device]:
+        """Return the devices of the last inventory, including drains."""
         saved = self._load("devices.json", SavedDevices)
         devices = saved.devices if saved else ()
         return [
@@ -179,20 +188,33 @@ class StateFolder:
         ]
 
     def load_dealings(self) -> Mapping[str, Dealing]:
+        """Return how plugins dealt their devices, by device name."""
         saved = self._load("devices.json", SavedDevices)
         return saved.dealings if saved else {}
 
     def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+        """Save an inventory and its dealings.
+
+        Raises:
+            StateUnavailable: the previous ones are still saved.
+        """
         self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
 
     def load_ready_engines(self) -> Mapping[str, str]:
+        """Return the boot in which each engine was last ready."""
         saved = self._load("engines.json", SavedEngines)
         return saved.ready if saved else {}
 
     def save_ready_engines(self, ready: Mapping[str, str]) -> None:
+        """Save these in place of the previous ones.
+
+        Raises:
+            StateUnavailable: the previous ones are still saved.
+        """
         self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
+        """Return the record of every kernel that was not removed."""
         with _reading():
             saved = self._saved()
         return [SavedRecord(i, phase, _text(path)) for i, (phase, path) in saved.items()]
@@ -208,6 +230,11 @@ class StateFolder:
         return found
 
     def save_intent(self, kernel_id: str, text: str) -> None:
+        """Save a create before the runtime is called.
+
+        Raises:
+            StateUnavailable: the record cannot be saved.
+        """
         if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
@@ -216,6 +243,10 @@ class StateFolder:
         self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
+        """Save the phase of a kernel; `text` is called only if there is no record yet.
+
+        If that fails, `retry` tries again.
+        """
         before = self._phases.get(kernel_id)
         if before is phase:
             return
@@ -236,14 +267,17 @@ class StateFolder:
             self._write(path, text().encode(), "record")
 
     def save_record(self, kernel_id: str, text: str) -> None:
+        """Replace the record of a kernel; if that fails, `retry` tries again."""
         path = self._path(kernel_id, self._phases[kernel_id])
         self._try(kernel_id, lambda: self._write(path, text.encode(), "record"))
 
     def drop_record(self, kernel_id: str) -> None:
+        """Remove the record of a kernel; if that fails, `retry` tries again."""
         if (phase := self._phases.pop(kernel_id, None)) is not None:
             self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
 
     def load_claims(self) -> dict[str, str]:
+        """Return the record of each claim by its id; empty text where it cannot be read."""
         with _reading():
             found = self._saved_claims()
         return {claim_id: _text(path) for claim_id, path in found.items() if is_name(claim_id)}
@@ -256,6 +290,11 @@ class StateFolder:
         return {}
 
     def save_claim(self, claim_id: str, text: str, *, is_lasting: bool) -> None:
+        """Put a record in its place; a lasting one survives a loss of power.
+
+        Raises:
+            StateUnavailable: the record there before is still there.
+        """
         path = self._claim_path(claim_id)
         try:
             mode = _LASTING if is_lasting else _UNTIL_REBOOT
@@ -267,6 +306,11 @@ class StateFolder:
             raise
 
     def drop_claim(self, claim_id: str) -> None:
+        """Remove a record; one that is not there is removed.
+
+        Raises:
+            StateUnavailable: it is still there.
+        """
         path = self._claim_path(claim_id)
         try:
             hit("claim.before_drop")

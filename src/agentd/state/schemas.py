@@ -8,6 +8,8 @@ damaged value gets past this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,3 +43,19 @@ class SavedEngines(msgspec.Struct):
 
     ready: dict[str, str]
     schema: int = SCHEMA
+
+
+class Phase(StrEnum):
+    """The phase of a kernel in its record."""
+
+    INTENT = "intent"
+    HELD = "held"
+    ENDED = "ended"
+
+
+class SavedRecord(NamedTuple):
+    """A kernel's record in the state folder; `text` as on the kernel, empty if unreadable."""
+
+    kernel_id: str
+    phase: Phase
+    text: str

@@ -25,7 +25,8 @@ from agentd.errors import (
     UnsupportedResource,
 )
 from agentd.services.kernels.creates import GRACE_S
-from agentd.services.protocols import Phase, Undone
+from agentd.services.protocols import Undone
+from agentd.state.schemas import Phase
 from services.node import Rig, running, settled
 
 

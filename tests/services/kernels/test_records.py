@@ -11,8 +11,8 @@ from agentd.errors import (
     UnknownRuntime,
 )
 from agentd.services.kernels.records import recorded_runtimes
-from agentd.services.protocols import Phase, SavedRecord
 from agentd.services.state import RuntimeState
+from agentd.state.schemas import Phase, SavedRecord
 from services.node import Rig
 
 

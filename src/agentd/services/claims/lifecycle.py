@@ -39,13 +39,14 @@ from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
 from agentd.events import EventKind, EventLog
 from agentd.failpoints import reach
+from agentd.host.claim_holders import HostHolders
 from agentd.plugin_api import Features
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.protocols import Holders
 from agentd.services.devices import NodeDevices
 from agentd.services.planner import Planner
-from agentd.services.protocols import Clock, Plugins, StateStore
+from agentd.services.protocols import Clock, Plugins
 from agentd.services.state import NodeState
+from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -69,8 +70,8 @@ class ClaimService:
         devices: NodeDevices,
         planner: Planner,
         plugins: Plugins,
-        store: StateStore,
-        holders: Holders,
+        store: StateFolder,
+        holders: HostHolders,
         clock: Clock,
         uptime: Callable[[], float],
         node_id: str,

@@ -26,8 +26,9 @@ from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import Creates, is_unresolved
 from agentd.services.planner import Asked, Decision, Planner
-from agentd.services.protocols import Clock, CreateProgress, LogQuery, Runtime, StateStore
+from agentd.services.protocols import Clock, CreateProgress, LogQuery, Runtime
 from agentd.services.state import NodeState
+from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -49,7 +50,7 @@ class KernelService:
         planner: Planner,
         runtimes: Mapping[str, Runtime],
         default: str,
-        store: StateStore,
+        store: StateFolder,
         clock: Clock,
     ) -> None:
         self._state = state

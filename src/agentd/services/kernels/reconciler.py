@@ -26,8 +26,9 @@ from agentd.services.claims.records import located_claim
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_found
-from agentd.services.protocols import Clock, Plugins, Runtime, StateStore
+from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import NodeState, RuntimeState
+from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -47,7 +48,7 @@ class Reconciler:
         devices: NodeDevices,
         runtimes: Mapping[str, Runtime],
         default: str,
-        store: StateStore,
+        store: StateFolder,
         clock: Clock,
     ) -> None:
         self._state = state

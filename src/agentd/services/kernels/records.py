@@ -15,8 +15,10 @@ from agentd.core.kernel.record import RecordError, decode, encode
 from agentd.core.kernel.states import LIVE, Kernel, KernelState, Observed
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
-from agentd.services.protocols import Clock, Phase, SavedRecord, StateStore
+from agentd.services.protocols import Clock
 from agentd.services.state import NodeState
+from agentd.state.folder import StateFolder
+from agentd.state.schemas import Phase, SavedRecord
 
 
 def recall(
@@ -58,7 +60,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     return names
 
 
-def remember(state: NodeState, store: StateStore, node_id: str) -> None:
+def remember(state: NodeState, store: StateFolder, node_id: str) -> None:
     """Save every change of a kernel to the state folder from now on."""
 
     def changed(before: Kernel | None, now: Kernel | None) -> None:
