@@ -25,13 +25,13 @@ from agentd.core.invariants import (
     RecordedClaim,
     RecordedKernel,
     Violation,
-    changes,
     violations,
 )
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from daemon import AGENTS, Answer, Daemon, gpus
 from fork_server import PLUGIN
+from survival import changes
 
 SEED = int(os.environ["AGENTD_SEED"])
 """The seed of tests that choose at random; the run prints it."""

@@ -6,10 +6,10 @@ from agentd.core.invariants import (
     Present,
     RecordedClaim,
     RecordedKernel,
-    changes,
     violations,
 )
 from agentd.core.kernel.states import KernelState
+from survival import changes
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(

@@ -7,12 +7,12 @@ Amounts are compared by device and slot.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
+from agentd.core.kernel.states import ENDED, LIVE, KernelState
 
 Holdings = Mapping[str, Mapping[str, int]]
 """Shares by device and slot (`name/id/slot`) and kernel, in base units.
@@ -37,9 +37,6 @@ RULES = {
     "stray": "a removed kernel leaves no container, process, folder, port, cgroup or intent",
 }
 """The promise of each rule."""
-
-SURVIVAL = "survival"
-"""A kernel that was alive before a crash is alive after it, unchanged, with the same shares."""
 
 
 class RecordedKernel(msgspec.Struct, frozen=True):
@@ -219,22 +216,3 @@ def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
         if accounted.state in LIVE and not (present and present.is_alive):
             why = f"kernel {kernel_id} is recorded as {accounted.state} but is not alive"
             yield Violation("ghost", why)
-
-
-def changes(
-    before: NodeSnapshot, after: NodeSnapshot, touched: Collection[str] = ()
-) -> list[Violation]:
-    """Return the kernels that changed or vanished between two snapshots, except touched ones."""
-    found = []
-    for kernel_id, lived in before.present.items():
-        if kernel_id in touched or not lived.is_alive:
-            continue
-        now, accounted = after.present.get(kernel_id), after.accounted.get(kernel_id)
-        if now is None or not now.is_alive or now.handle != lived.handle:
-            what = f"is {now.handle if now and now.is_alive else 'gone'}"
-            found.append(Violation(SURVIVAL, f"kernel {kernel_id} was {lived.handle}, {what}"))
-        elif accounted is None or accounted.state not in LIVE | STARTING:
-            found.append(Violation(SURVIVAL, f"kernel {kernel_id} is alive but not recorded"))
-        elif now.given != lived.given:
-            found.append(Violation(SURVIVAL, f"kernel {kernel_id} holds {now.given}"))
-    return found
