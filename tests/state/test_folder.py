@@ -9,7 +9,7 @@ import pytest
 from agentd import failpoints
 from agentd.core.partition.dealing import Dealing
 from agentd.errors import StartRefused, StateUnavailable
-from agentd.state.folder import ReadOnlyState, StateFolder
+from agentd.state.folder import StateFolder
 from agentd.state.schemas import Phase, SavedRecord
 from core.machines import gpus
 
@@ -278,7 +278,7 @@ def test_a_folder_that_is_full_is_a_warning_until_it_is_not(state: StateFolder) 
 
 def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text("{")
-    looking = ReadOnlyState(state.folder, "n")
+    looking = StateFolder(state.folder, "n")
     assert looking.load_devices() == []
     looking.save_devices(gpus(1), {})
     assert (state.folder / "devices.json").read_text() == "{"

@@ -29,7 +29,7 @@ from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.service.exit_status import ExitStatus
 from agentd.service.weaknesses import Weaknesses
-from agentd.state.folder import ReadOnlyState
+from agentd.state.folder import StateFolder
 
 CALL_MARGIN_S = 5.0
 """Seconds beyond `call-timeout`, so that the call's own deadline gives the reason."""
@@ -65,13 +65,13 @@ async def check(path: Path | None) -> Checked:
     if problems.found:
         raise ConfigRefused(problems.found, source_of(path))
     settings = loaded.settings
-    store = ReadOnlyState(settings.node.state_dir.absolute())
+    store = StateFolder(settings.node.state_dir.absolute())
     async with assembly.opened_plugins(settings, store) as plugins:
         return await _checked(settings, store, plugins, loaded.source)
 
 
 async def _checked(
-    settings: Settings, store: ReadOnlyState, plugins: PluginHost, source: str
+    settings: Settings, store: StateFolder, plugins: PluginHost, source: str
 ) -> Checked:
     """Check plugins, partition and host; the first problem found decides the exit status."""
     found: list[tuple[int, Problem]] = []

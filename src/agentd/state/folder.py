@@ -61,7 +61,7 @@ _S = TypeVar("_S", SavedEngines, SavedNode, SavedDevices)
 
 
 class StateFolder:
-    """One state folder, locked for this daemon."""
+    """One state folder: locked for this daemon once it is open, before that only read."""
 
     def __init__(self, folder: Path, node_id: str = "") -> None:
         self.folder = folder
@@ -71,7 +71,9 @@ class StateFolder:
         self._locks = Locks()
         self._complaints: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
-        self._behind: dict[str, Callable[[], None]] = {}
+        self._behind: dict[str, tuple[Callable[[], None], ...]] = {}
+        """The steps by which each late record is saved."""
+        self._is_open = False
 
     @property
     def bundles(self) -> Mapping[str, Path]:
@@ -114,6 +116,7 @@ class StateFolder:
                     path.unlink()
                     log.info("claim.record_lost", claim_id=claim_id)
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in kernels.items()}
+        self._is_open = True
 
     def refusal(self) -> str:
         """Return why `open` would be refused, empty if it would not; changes nothing."""
@@ -193,12 +196,13 @@ class StateFolder:
         return saved.dealings if saved else {}
 
     def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
-        """Save an inventory and its dealings.
+        """Save an inventory and its dealings, if the folder is open.
 
         Raises:
             StateUnavailable: the previous ones are still saved.
         """
-        self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
+        if self._is_open:
+            self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
 
     def load_ready_engines(self) -> Mapping[str, str]:
         """Return the boot in which each engine was last ready."""
@@ -327,24 +331,23 @@ class StateFolder:
         self._path(kernel_id, phase).unlink(missing_ok=True)
         hit("record.after_drop")
 
-    def _try(self, kernel_id: str, step: Callable[[], None]) -> None:
-        """Save a change; if that fails, report it and keep it for `retry`."""
+    def _try(self, kernel_id: str, *steps: Callable[[], None]) -> None:
+        """Save a change after those that are late; what fails is reported and kept for `retry`."""
         what = f"{self.folder}/record of {kernel_id}"
-        if late := self._behind.pop(kernel_id, None):
-            step = _both(late, step)
+        steps = (*self._behind.pop(kernel_id, ()), *steps)
         try:
-            step()
+            for step in steps:
+                step()
         except (OSError, StateUnavailable) as error:
-            self._behind[kernel_id] = step
+            self._behind[kernel_id] = steps
             self._complain(what, f"is outdated and cannot be written: {error}")
         else:
             self._complaints.pop(what, None)
 
     def retry(self) -> None:
         """Retry the saves that failed."""
-        for kernel_id, step in list(self._behind.items()):
-            del self._behind[kernel_id]
-            self._try(kernel_id, step)
+        for kernel_id in list(self._behind):
+            self._try(kernel_id)
 
     def _path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{checked(kernel_id)}.json"
@@ -358,27 +361,23 @@ class StateFolder:
         except UnusableFile as error:
             self._complain(path, str(error))
         except UNREADABLE as error:
-            why = f"cannot be read ({type(error).__name__}: {error}); set aside as"
-            self._complain(path, f"{why} {path.name}.unreadable")
-            self._set_aside(path)
+            kept = path.with_name(f"{path.name}.unreadable")
+            why = f"cannot be read ({type(error).__name__}: {error}); set aside as {kept.name}"
+            self._complain(path, why)
+            self._keep(Path.rename, path, kept)
         else:
-            self._keep_newer(path, saved.schema)
+            if saved.schema > SCHEMA:
+                kept = path.with_name(f"{path.name}.schema-{saved.schema}")
+                self._complain(path, f"was written by a newer agentd; copied to {kept.name}")
+                self._keep(shutil.copyfile, path, kept)
             return saved
         return None
 
-    def _keep_newer(self, path: Path, schema: int) -> None:
-        if schema > SCHEMA:
-            copy = path.with_name(f"{path.name}.schema-{schema}")
-            self._complain(path, f"was written by a newer agentd; copied to {copy.name}")
-            self._copy(path, copy)
-
-    def _copy(self, path: Path, copy: Path) -> None:
-        with suppress(OSError):
-            shutil.copyfile(path, copy)
-
-    def _set_aside(self, path: Path) -> None:
-        with suppress(OSError):
-            path.rename(path.with_name(f"{path.name}.unreadable"))
+    def _keep(self, keep: Callable[[Path, Path], object], path: Path, kept: Path) -> None:
+        """Keep a file, which will be replaced, under another name."""
+        if self._is_open:
+            with suppress(OSError):
+                keep(path, kept)
 
     def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
         path = self.folder / f"{what}.json"
@@ -418,19 +417,6 @@ class StateFolder:
             raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error
 
 
-class ReadOnlyState(StateFolder):
-    """The same folder, read beside a daemon that may be running; writes nothing."""
-
-    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
-        del devices, dealings
-
-    def _set_aside(self, path: Path) -> None:
-        del path
-
-    def _copy(self, path: Path, copy: Path) -> None:
-        del path, copy
-
-
 @contextmanager
 def _reading() -> Iterator[None]:
     """Raise `StateUnavailable` if a folder cannot be listed: records in it are not gone."""
@@ -459,14 +445,6 @@ def _fill(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
         if is_lasting:
             file.flush()
             os.fsync(file.fileno())
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def steps() -> None:
-        first()
-        second()
-
-    return steps
 
 
 def _text(path: Path) -> str:

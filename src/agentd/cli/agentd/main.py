@@ -160,11 +160,11 @@ def _split(config_file: str | None) -> Any:
     from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
-    from agentd.state.folder import ReadOnlyState
+    from agentd.state.folder import StateFolder
 
     async def divided() -> Any:
         settings, problems = loaded.settings, Problems()
-        memory = ReadOnlyState(settings.node.state_dir)
+        memory = StateFolder(settings.node.state_dir)
         async with assembly.opened_plugins(settings, memory) as plugins:
             devices = await assembly.discover(
                 settings, probe(), plugins, memory, EventLog(), problems
@@ -213,10 +213,10 @@ def plugins(config_file: str | None) -> None:
     loaded = _settings(config_file)
     _log_from("error")
     from agentd.daemon import assembly
-    from agentd.state.folder import ReadOnlyState
+    from agentd.state.folder import StateFolder
 
     async def look() -> list[dict[str, Any]]:
-        memory = ReadOnlyState(loaded.settings.node.state_dir)
+        memory = StateFolder(loaded.settings.node.state_dir)
         async with assembly.opened_plugins(loaded.settings, memory) as plugins:
             return [asdict(status) for status in plugins.statuses(everything=True)]
 
@@ -244,9 +244,9 @@ def check(config_file: str | None, name: str) -> None:
     _log_from("error")
     from agentd.daemon import assembly
     from agentd.pluginhost.conformance import Conformance
-    from agentd.state.folder import ReadOnlyState
+    from agentd.state.folder import StateFolder
 
-    memory = ReadOnlyState(loaded.settings.node.state_dir)
+    memory = StateFolder(loaded.settings.node.state_dir)
     host = assembly.plugin_host(loaded.settings, memory)
     try:
         wanted = host.wanted(name)
