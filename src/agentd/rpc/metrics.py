@@ -205,8 +205,8 @@ def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]
     yield counter("agentd_refusals", text, ("code", "slot"), refusals)
     text = "Duration of creates: own until the runtime call, whole until the kernel ran"
     durations = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
-    for share, histogram in (("own", counts.own), ("whole", counts.whole)):
-        durations.add_metric([share], list(histogram.cumulated()), histogram.sum_s)
+    for share, histogram in counts.durations.items():
+        durations.add_metric([share], *histogram.cumulated())
     yield durations
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 
 from agentd.core.kernel.states import ENDED, STARTING, Kernel, KernelState
@@ -27,17 +28,10 @@ class Histogram:
         self._sum_s += seconds
         self._counts[bisect_left(BUCKETS_S, seconds)] += 1
 
-    @property
-    def sum_s(self) -> float:
-        """The sum of all durations."""
-        return self._sum_s
-
-    def cumulated(self) -> Iterator[tuple[str, int]]:
-        """Yield each bound with the cumulative count of durations up to it."""
-        total = 0
-        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
-            total += count
-            yield bound, total
+    def cumulated(self) -> tuple[list[tuple[str, int]], float]:
+        """Return each bound with the count of durations up to it, and the sum of all durations."""
+        bounds = (*map(str, BUCKETS_S), "+Inf")
+        return [*zip(bounds, accumulate(self._counts), strict=True)], self._sum_s
 
 
 class NodeCounts:
@@ -47,7 +41,7 @@ class NodeCounts:
         """Start at zero; `clock` is a monotonic clock in seconds."""
         self._creates: Counter[tuple[str, str]] = Counter()
         self._refusals: Counter[tuple[str, str]] = Counter()
-        self._whole, self._own = Histogram(), Histogram()
+        self._durations = {"own": Histogram(), "whole": Histogram()}
         self._clock = clock
         self._begun: dict[str, float] = {}
         self._failed: OrderedDict[str, None] = OrderedDict()
@@ -64,14 +58,9 @@ class NodeCounts:
         return MappingProxyType(self._refusals)
 
     @property
-    def whole(self) -> Histogram:
-        """Durations until the kernel ran."""
-        return self._whole
-
-    @property
-    def own(self) -> Histogram:
-        """Durations until the runtime was called."""
-        return self._own
+    def durations(self) -> Mapping[str, Histogram]:
+        """Durations of creates: `own` until the runtime was called, `whole` until it ran."""
+        return MappingProxyType(self._durations)
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
         """Count a change of a kernel."""
@@ -86,7 +75,7 @@ class NodeCounts:
             return
         took_s = self._clock() - begun
         if was is KernelState.PREPARING:
-            self._own.add(took_s)
+            self._durations["own"].add(took_s)
         if was in STARTING and state not in STARTING:
             del self._begun[kernel.kernel_id]
             if state is None:
@@ -96,7 +85,7 @@ class NodeCounts:
             is_failed = state is None or (state in ENDED and state is not KernelState.TERMINATED)
             self._creates[kernel.agent_id, FAILED if is_failed else CREATED] += 1
             if not is_failed:
-                self._whole.add(took_s)
+                self._durations["whole"].add(took_s)
 
     def refused(self, agent_id: str, kernel_id: str, error: AgentdError) -> None:
         """Count an error that answered a create."""
