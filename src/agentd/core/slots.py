@@ -309,14 +309,11 @@ def readable_amounts(kind: SlotKind, *amounts: int) -> list[str]:
 class ResourceSlots(Mapping[SlotName, int]):
     """Amounts by slot, in base units; immutable, and a missing slot is zero.
 
-    >>> a = ResourceSlots({"cpu": 2 * ONE, "mem": 1024})
-    >>> b = ResourceSlots({"cpu": ONE, "cuda.device": ONE})
-    >>> (a - b)["cuda.device"], (a - b)["tpu.chip"]
-    (-1000000, 0)
+    >>> total = ResourceSlots({"cpu": 2 * ONE, "mem": 1024}) + {"cpu": ONE, "cuda.device": ONE}
+    >>> total["cpu"], total["cuda.device"], total["tpu.chip"]
+    (3000000, 1000000, 0)
     >>> ResourceSlots({"cpu": 0}) == ResourceSlots()
     True
-
-    `<=` compares slot by slot, so two values may be neither `<=` nor `>=`.
     """
 
     __slots__ = ("_amounts",)
@@ -326,21 +323,6 @@ class ResourceSlots(Mapping[SlotName, int]):
             if isinstance(amount, bool) or not isinstance(amount, int):
                 raise TypeError(f"{name}: base units are whole numbers, not {amount!r}")
         self._amounts = {name: amounts[name] for name in sorted(amounts) if amounts[name]}
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, object], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
-        """Parse the amounts of a request.
-
-        Raises:
-            InvalidSlotAmount: amounts are invalid; lists all of them.
-            UnsupportedResource: slots are not in `types` and not zero.
-            InvalidSlotCombination: two slots exclude each other.
-        """
-        return read_slots(raw, types).accepted()
-
-    def to_wire(self, types: Mapping[SlotName, SlotType]) -> dict[str, str]:
-        """Return plain decimals by slot; a slot that is not in `types` is a KeyError."""
-        return {name: format_amount(amount, types[name].kind) for name, amount in self.items()}
 
     def __getitem__(self, name: SlotName) -> int:
         return self._amounts.get(name, 0)
@@ -354,26 +336,11 @@ class ResourceSlots(Mapping[SlotName, int]):
     def __contains__(self, name: object) -> bool:
         return name in self._amounts
 
-    def differing(self, other: ResourceSlots) -> set[SlotName]:
-        """Return the slots in which the two differ."""
-        return {name for name, _ in self._amounts.items() ^ other._amounts.items()}
-
     def __add__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
-        return self._combined(other, 1)
-
-    def __sub__(self, other: Mapping[SlotName, int]) -> ResourceSlots:
-        return self._combined(other, -1)
-
-    def _combined(self, other: Mapping[SlotName, int], sign: int) -> ResourceSlots:
-        other = ResourceSlots(other)
-        names = self._amounts.keys() | other.keys()
-        return ResourceSlots({name: self[name] + sign * other[name] for name in names})
-
-    def __le__(self, other: Mapping[SlotName, int]) -> bool:
-        return all(amount >= 0 for amount in (ResourceSlots(other) - self).values())
-
-    def __ge__(self, other: Mapping[SlotName, int]) -> bool:
-        return ResourceSlots(other) <= self
+        amounts = dict(self._amounts)
+        for name, amount in ResourceSlots(other).items():
+            amounts[name] = self[name] + amount
+        return ResourceSlots(amounts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):

@@ -199,7 +199,8 @@ class Node(RuleBasedStateMachine):
         if self.split.mode is AllocationMode.AUTO_SPLIT:
             assert total == self.split.node_slots()
         elif self.split.mode is AllocationMode.MANUAL:
-            assert total <= self.split.node_slots()
+            node = self.split.node_slots()
+            assert all(amount <= node[slot] for slot, amount in total.items())
 
 
 TestNode = Node.TestCase

@@ -22,6 +22,10 @@ from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.view.test_fleet_view import GIB, NAMES, NODES, fleet, gpu_node, node, slot
 
 
+def fits(request: ResourceSlots, free: ResourceSlots) -> bool:
+    return all(amount <= free[name] for name, amount in request.items())
+
+
 @given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(PlacementPolicy))
 def test_every_candidate_fits_and_every_other_has_a_reason(nodes, name, count, policy) -> None:
     view = fleet(*nodes)
@@ -29,7 +33,7 @@ def test_every_candidate_fits_and_every_other_has_a_reason(nodes, name, count, p
     found = candidates(view, request, Constraints(), policy, random.Random(7))
     for candidate in found:
         chosen = view.nodes[candidate.node_id]
-        assert request <= view.understood(chosen, chosen.offers[candidate.agent_id].free)
+        assert fits(request, view.understood(chosen, chosen.offers[candidate.agent_id].free))
     agents = sum(len(each.offers) for each in view.nodes.values())
     assert len(found) + sum(row.count for row in unfit(view, request, Constraints())) == agents
 
@@ -118,7 +122,7 @@ def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> lis
         for agent, offer in found.offers.items()
         if found.status is NodeStatus.READY
         and not found.remark
-        and request <= view.understood(found, offer.free)
+        and fits(request, view.understood(found, offer.free))
         and (wanted.nodes is None or found.node_id in wanted.nodes)
         and (wanted.agents is None or agent in wanted.agents)
         and found.has(wanted.labels)
