@@ -42,7 +42,6 @@ from agentd.failpoints import hit
 from agentd.state.locks import UNWRITABLE, Locks
 from agentd.state.schemas import (
     SCHEMA,
-    UNREADABLE,
     Phase,
     SavedDevices,
     SavedEngines,
@@ -360,7 +359,7 @@ class StateFolder:
             return None
         except UnusableFile as error:
             self._complain(path, str(error))
-        except UNREADABLE as error:
+        except (ValueError, RecursionError) as error:
             kept = path.with_name(f"{path.name}.unreadable")
             why = f"cannot be read ({type(error).__name__}: {error}); set aside as {kept.name}"
             self._complain(path, why)

@@ -14,12 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from agentd.core.devices import Device
-from agentd.core.kernel.record import MALFORMED
 from agentd.core.partition.dealing import Dealing
 
 SCHEMA = 1
-UNREADABLE = (*MALFORMED, msgspec.MsgspecError)
-"""The errors that reading a damaged file raises."""
 
 
 class SavedNode(msgspec.Struct):

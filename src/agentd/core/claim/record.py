@@ -10,8 +10,7 @@ import json
 import msgspec
 
 from agentd.core.allocation.ledger import Allocation
-from agentd.core.claim.claim import Claim, ClaimOwner, EditsFor, NameHolder
-from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.kernel.record import (
     MissingRecordError,
     RecordError,
@@ -26,45 +25,11 @@ from agentd.core.names import is_name
 SCHEMA = 1
 
 
-class _Recorded(msgspec.Struct, frozen=True):
-    """The members of a record besides the allocation."""
-
-    schema: int
-    node_id: str
-    claim_id: str
-    agent_id: str
-    holder: ClaimOwner
-    request_hash: str
-    boot_id: str
-    slots: dict[str, str]
-    edits_for: EditsFor
-    edits: ContainerEdits
-    labels: dict[str, str]
-    created_by: str
-    owner_uid: int | None = None
-    observed: bool = False
-
-
 def encode(claim: Claim, node_id: str) -> str:
     """Return a claim's record as one line of JSON."""
-    recorded = _Recorded(
-        schema=SCHEMA,
-        node_id=node_id,
-        claim_id=claim.claim_id,
-        agent_id=claim.agent_id,
-        holder=claim.holder,
-        request_hash=claim.request_hash,
-        boot_id=claim.boot_id,
-        slots=dict(claim.slots),
-        edits_for=claim.edits_for,
-        edits=claim.edits,
-        labels=dict(claim.labels),
-        created_by=claim.created_by,
-        owner_uid=claim.owner_uid,
-        observed=claim.is_observed,
-    )
-    content = msgspec.to_builtins(recorded)
-    content["created_at"] = claim.created_at
+    content = msgspec.to_builtins(claim)
+    del content["problem"]
+    content |= {"schema": SCHEMA, "node_id": node_id, "observed": content.pop("is_observed")}
     content["allocation"] = written_allocation(claim.allocation)
     return json.dumps(content, separators=(",", ":"))
 
@@ -80,25 +45,16 @@ def decode(claim_id: str, text: str) -> Claim:
         raise MissingRecordError("it is missing, empty or unreadable")
     with malformed_as_record_error():
         raw = parse_members(text, SCHEMA)
-        found = msgspec.convert(raw, _Recorded)
-        if found.claim_id != claim_id or not is_name(found.agent_id):
+        members = {
+            "created_at": parse_time(raw["created_at"]),
+            "allocation": read_allocation(raw["allocation"]),
+            "is_observed": raw.get("observed", False),
+            "problem": "",
+        }
+        claim = msgspec.convert(raw | members, Claim)
+        if claim.claim_id != claim_id or not is_name(claim.agent_id):
             raise RecordError("it is the record of another claim")
-        return Claim(
-            claim_id=claim_id,
-            agent_id=found.agent_id,
-            holder=found.holder,
-            request_hash=found.request_hash,
-            created_at=parse_time(raw["created_at"]),
-            boot_id=found.boot_id,
-            slots=found.slots,
-            allocation=read_allocation(raw["allocation"]),
-            edits_for=found.edits_for,
-            edits=found.edits,
-            labels=found.labels,
-            created_by=found.created_by,
-            owner_uid=found.owner_uid,
-            is_observed=found.observed,
-        )
+        return claim
 
 
 def unreadable(claim_id: str, why: str, held: Allocation, now: float) -> Claim:
