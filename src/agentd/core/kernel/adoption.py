@@ -32,7 +32,6 @@ from agentd.core.allocation.ledger import (
 )
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, SecondarySlot
 from agentd.core.kernel.observation import ObservedKernel, ObservedState
-from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.record import (
     STATEMENT,
     MissingRecordError,
@@ -63,15 +62,13 @@ def adopt(
     item: ObservedKernel,
     inventory: Inventory,
     before: Kernel | None = None,
-    plan: KernelPlan | None = None,
     *,
     now: float = 0.0,
 ) -> Adoption:
     """Describe an observed kernel by its record and its device label, or what it might hold.
 
-    `before` is the kernel as it was known, if it was; `plan` what it was created from just now:
-    a record that is the plan's need not be read. `now` (seconds since the epoch) is the time of
-    adoption, which a kernel counts from whose record and start are not known.
+    `before` is the kernel as it was known, if it was. `now` (seconds since the epoch) is the time
+    of adoption, which a kernel counts from whose record and start are not known.
     """
     state = KernelState.CREATING
     if before is not None and item.state is not ObservedState.CREATED:
@@ -92,15 +89,11 @@ def adopt(
         claim_id=before.claim_id if before else None,
         keeps_claim=before is not None and before.keeps_claim,
     )
-    if plan and plan.record == item.record:
-        recorded, doubt = plan.kernel, ""
-        allocation, missing = located(recorded.allocation, inventory)
-    else:
-        try:
-            recorded = _recorded(item)
-        except RecordError as error:
-            return _without_record(seen, item, inventory, error)
-        allocation, missing, doubt = _united(recorded, item, inventory)
+    try:
+        recorded = _recorded(item)
+    except RecordError as error:
+        return _without_record(seen, item, inventory, error)
+    allocation, missing, doubt = _united(recorded, item, inventory)
     kernel = replace(
         recorded,
         state=state,

@@ -79,11 +79,10 @@ class NodeFacts(msgspec.Struct, frozen=True):
 class KernelPlan(msgspec.Struct, frozen=True):
     """A kernel ready to be created; `memory_bytes` 0 means no limit.
 
-    `record` (of `kernel`) and `statement` are written to it (see `record`).
+    `record` and `statement` are written to it (see `agentd.core.kernel.record`).
     """
 
     spec: KernelSpec
-    kernel: Kernel
     name: str
     node_id: str
     env: Mapping[str, str]
@@ -161,17 +160,15 @@ def build_plan(
     missing = set(node.not_enforced)
     if len(pinned) < len(cores):
         missing.add(CPU)
-    written = replace(kernel, not_enforced=tuple(sorted(missing)))
     return KernelPlan(
         spec=spec,
-        kernel=written,
         name=kernel_name(node.node_id, spec.kernel_id),
         node_id=node.node_id,
         env={**_hooks(spec, edits), **spec.env, **edits.env},
         cpus=pinned,
         memory_bytes=sum(share.amount for share in allocation.devices_of(MEM)),
         edits=edits,
-        record=encode(written, node.node_id),
+        record=encode(replace(kernel, not_enforced=tuple(sorted(missing))), node.node_id),
         statement=statement(allocation),
         ports=kernel.ports,
         fence=node.fence,

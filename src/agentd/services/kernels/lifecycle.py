@@ -154,8 +154,7 @@ class KernelService:
                 raise
             await reach("create.after_runtime")
             now = self._state.get(kernel_id)
-            wall = self._clock.wall()
-            running = adopt(found, self._devices.inventory, now, plan, now=wall).kernel
+            running = adopt(found, self._devices.inventory, now, now=self._clock.wall()).kernel
             self._state.put(running)
         return running
 
