@@ -20,13 +20,15 @@ GONE = [replace(GPUS[0], gone=True), replace(GPUS[1], health=Health.UNHEALTHY, r
 UNEQUAL = [replace(GPUS[0], capacity=30 * CENT), replace(GPUS[1], capacity=90 * CENT)]
 
 
-def refused(devices: list[Device], rules: tuple[AgentRule, ...], amount: float) -> str:
+def refused(
+    devices: list[Device], rules: tuple[AgentRule, ...], amount: float
+) -> InsufficientResource:
     inventory = machine(*cores(2), *devices, memory(), quantum=CENT)
     node = split(inventory, SplitRules(AllocationMode.SHARED, rules, align=1))
     asked = slots(cuda_shares=amount)
     with pytest.raises(InsufficientResource) as error:
         allocate(Ledger(), inventory, node.partitions["a1"], asked, AllocationPolicy())
-    return str(error.value)
+    return error.value
 
 
 @pytest.mark.parametrize(
@@ -42,5 +44,13 @@ def refused(devices: list[Device], rules: tuple[AgentRule, ...], amount: float) 
     ids=["total", "missing-devices", "missing-and-total", "limit", "unequal", "unequal-and-total"],
 )
 def test_refusal_says_never_only_where_no_release_helps(devices, rules, amount, never) -> None:
-    text = refused(devices, rules, amount)
+    text = str(refused(devices, rules, amount))
     assert text.endswith(f"; {never}") if never else "never" not in text
+
+
+def test_rows_blame_unequal_devices_only_where_the_refusal_does() -> None:
+    reasons = {amount: refused(UNEQUAL, ALL, amount).explain[0]["reason"] for amount in (1, 1.3)}
+    assert reasons == {
+        1: "has 0.3 of the 1; the devices are too unequal for equal parts",
+        1.3: "has 0.3 of the 1.3",
+    }

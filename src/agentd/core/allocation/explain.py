@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -120,14 +119,37 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         if self.are_several:
             potentials = {slot: each.potentials for slot, each in self.by_slot.items()}
             return not fewest_together(potentials, _quanta(self.by_slot))
-        if self.policy.allow_fragmentation or not is_divisible(self.slot_type):
-            return False
-        return not fewest(sorted(self.potentials.values()), self.quanta)
+        return self.is_in_parts and not fewest(sorted(self.potentials.values()), self.quanta)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether one slot is given in equal parts."""
+        return is_divisible(self.slot_type) and not self.policy.allow_fragmentation
 
     @cached_property
     def parts(self) -> int:
         """On how many devices several named slots are given in equal parts; 0 if on none."""
         return _fewest(self.by_slot)
+
+    @cached_property
+    def larger_parts(self) -> Mapping[SlotName, int]:
+        """The larger equal part of each of several named slots; empty if there are none."""
+        if not self.are_several or not self.parts:
+            return {}
+        return {
+            slot: -(-each.quanta // self.parts) * each.slot_type.quantum
+            for slot, each in self.by_slot.items()
+        }
+
+    @cached_property
+    def part(self) -> int:
+        """The equal part for want of which the slot is refused; 0 if it is for another reason."""
+        if self.are_several or not self.is_in_parts:
+            return self.larger_parts.get(self.slot, 0)
+        found = self.candidates.values()
+        count = fewest(sorted(each.capacity for each in found), self.quanta)
+        is_enough = sum(each.room for each in found) >= self.quanta
+        return self.quanta // count * self.slot_type.quantum if count and is_enough else 0
 
     @property
     def total(self) -> int:
@@ -253,23 +275,20 @@ def explain(question: Question) -> list[dict[str, object]]:
     `free` and `given` are plain decimals; `considered` says whether it had room for some of the
     slot, `reason` why it gave nothing, or not enough.
     """
-    devices = question.inventory.by_name.get(question.name, ())
-    parts = _equal_parts(question)
-    return [
-        _row(question, device, question.room(device), parts)
-        for device in devices
-        if not question.policy.is_discreet or device.device_id in question.partition.members
-    ]
-
-
-def _row(question: Question, device: Device, room: int, parts: _EqualParts) -> dict[str, object]:
-    return {
-        "device": device.device_id.id,
-        "free": question.written(room),
-        "considered": room > 0,
-        "given": question.written(question.given.get(device.device_id, 0)),
-        "reason": _cannot_give(question, device) or _did_not_do(question, device, room, parts),
-    }
+    rows: list[dict[str, object]] = []
+    for device in question.inventory.by_name.get(question.name, ()):
+        if question.policy.is_discreet and device.device_id not in question.partition.members:
+            continue
+        room = question.room(device)
+        row = {
+            "device": device.device_id.id,
+            "free": question.written(room),
+            "considered": room > 0,
+            "given": question.written(question.given.get(device.device_id, 0)),
+            "reason": _cannot_give(question, device) or _did_not_do(question, device, room),
+        }
+        rows.append(row)
+    return rows
 
 
 def _suspended(device: Device) -> str:
@@ -329,23 +348,23 @@ def _listed(question: Question, holders: Iterable[Holder]) -> str:
 
 
 def _did_not_do(  # noqa: PLR0911 - one line for each reason, the gravest first
-    question: Question, device: Device, room: int, parts: _EqualParts
+    question: Question, device: Device, room: int
 ) -> str:
     """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
     if device.device_id in question.given:
         return ""
     if question.given:
         return _not_chosen(question, device, room) if room else _used_up(question, device)
-    if short := _short_of(question, device, parts):
+    if short := _short_of(question, device):
         return short
     if not room:
         return _used_up(question, device)
     if question.is_over_limit:
         return question.limit_line
     has = "has {} of the {}".format(*question.readable(room, question.amount))
-    if parts.are_impossible:
+    if question.never:
         return f"{has}; the devices are too unequal for equal parts{_rest(question, device)}"
-    if part := parts.least:
+    if part := question.part:
         there, least = question.readable(room, part)
         has = (
             f"has enough for an equal part of {least}, and too few others do"
@@ -355,15 +374,15 @@ def _did_not_do(  # noqa: PLR0911 - one line for each reason, the gravest first
     return has + _rest(question, device)
 
 
-def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
+def _short_of(question: Question, device: Device) -> str:
     """Return which slot a device has too little of, if it offers several; empty if of none.
 
     Of one that is derived, or named beside the one that is explained.
     """
     measures = question.inventory.measures[device.device_id]
     deciding = measures[question.deciding]
-    part = parts.amounts.get(question.deciding) or min(
-        parts.least or question.asked[question.deciding], deciding.usable
+    part = question.larger_parts.get(question.deciding) or min(
+        question.part or question.asked[question.deciding], deciding.usable
     )
     left = question.ledger.left(device, question.partition)
     if question.slot == question.deciding and left[deciding.position] < part:
@@ -372,7 +391,7 @@ def _short_of(question: Question, device: Device, parts: _EqualParts) -> str:
     for slot, measure in measures.items():
         kind, why = slot_types[slot].kind, ""
         if slot in question.asked:
-            needed = parts.amounts.get(slot, part if slot == question.deciding else 0)
+            needed = question.larger_parts.get(slot, part if slot == question.deciding else 0)
         else:
             needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
             shown = readable_amount(part, slot_types[question.deciding].kind)
@@ -418,46 +437,6 @@ def _mine(question: Question, device: Device) -> list[Holder] | None:
     if limit >= device.capacity or limit - ledger.used_by(agent, device.device_id) > left:
         return None
     return [k for k in ledger.holders(device.device_id) if ledger.holdings[k].agent_id == agent]
-
-
-class _EqualParts(NamedTuple):
-    """The equal parts of a refused request; they are about all devices, so they are found once.
-
-    `amounts` are the larger parts where several slots are named.
-    """
-
-    are_impossible: bool = False
-    least: int = 0
-    amounts: Mapping[SlotName, int] = {}
-
-
-def _equal_parts(question: Question) -> _EqualParts:
-    """Return the least equal part, if it is for want of equal parts that a slot is refused."""
-    slot_type = question.slot_type
-    if question.given:
-        return _EqualParts()
-    if question.are_several:
-        return _parts_of_several(question)
-    if question.policy.allow_fragmentation or not is_divisible(slot_type):
-        return _EqualParts()
-    if question.is_too_unequal:
-        return _EqualParts(are_impossible=True)
-    wanted, found = question.quanta, question.candidates.values()
-    count = fewest(sorted(each.capacity for each in found), wanted)
-    if not count or sum(each.room for each in found) < wanted:
-        return _EqualParts()
-    return _EqualParts(least=wanted // count * slot_type.quantum)
-
-
-def _parts_of_several(question: Question) -> _EqualParts:
-    if not (count := question.parts):
-        return _EqualParts(are_impossible=bool(question.never))
-    quanta = {slot: question.inventory.quantum(slot) for slot in question.asked}
-    larger = {
-        slot: -(-amount // (count * quanta[slot])) * quanta[slot]
-        for slot, amount in question.asked.items()
-    }
-    return _EqualParts(least=larger[question.slot], amounts=larger)
 
 
 def _not_chosen(question: Question, device: Device, room: int) -> str:
