@@ -128,7 +128,7 @@ class SimulatedStore:
 
 
 class SimulatedNodes:
-    """The interface of `nodes.Nodes` over nodes in memory, which can be full, frozen or lossy."""
+    """Nodes in memory, which can be full, frozen or lossy."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -138,30 +138,14 @@ class SimulatedNodes:
         self.losing = 0.0
         self.asked: list[tuple[str, str, str]] = []
 
-    async def ask(
-        self,
-        node: FleetNode,
-        caller: Caller,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        headers: Any = None,
-        patience_s: float = 30.0,
-    ) -> NodeAnswer:
-        del caller, headers
-        try:
-            async with asyncio.timeout(patience_s):
-                await asyncio.sleep(self.rng.expovariate(100))
-                while node.node_id in self.frozen:
-                    await asyncio.sleep(0.1)
-                self.asked.append((node.node_id, method, path))
-                answer = self._answered(node.node_id, method, path, body)
-                await asyncio.sleep(self.rng.expovariate(100))
-        except TimeoutError:
-            raise NodeAnswerLost(f"{node.node_id} does not answer") from None
-        if self.rng.random() < self.losing:
-            raise NodeAnswerLost(f"{node.node_id}: the answer is lost")
+    async def asked_for(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
+        """Return the answer of a node, if it does not freeze."""
+        await asyncio.sleep(self.rng.expovariate(100))
+        while node in self.frozen:
+            await asyncio.sleep(0.1)
+        self.asked.append((node, method, path))
+        answer = self._answered(node, method, path, body)
+        await asyncio.sleep(self.rng.expovariate(100))
         return answer
 
     def _answered(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
@@ -207,19 +191,53 @@ def _refusal(code: str, status: int) -> NodeAnswer:
     return _said({"code": code, "status": status, "detail": "so", **facts}, status)
 
 
+class SimulatedCalls:
+    """The interface of `nodes.Nodes` of one gateway."""
+
+    def __init__(self, nodes: SimulatedNodes, state: FleetState) -> None:
+        self.nodes = nodes
+        self.state = state
+
+    async def ask(
+        self,
+        node: FleetNode,
+        caller: Caller,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Any = None,
+        patience_s: float = 30.0,
+        unheard_s: float = 30.0,
+    ) -> NodeAnswer:
+        del caller, headers
+        name = node.node_id
+        try:
+            async with self.state.patience(name, patience_s, unheard_s):
+                answer = await self.nodes.asked_for(name, method, path, body)
+        except TimeoutError:
+            raise NodeAnswerLost(f"{name} does not answer") from None
+        if self.nodes.rng.random() < self.nodes.losing:
+            raise NodeAnswerLost(f"{name}: the answer is lost")
+        return answer
+
+
 class SimulatedGateway:
     """The parts of one gateway that change routes."""
 
-    def __init__(self, store: SimulatedStore, nodes: Any, pace: attempts.PlacementTimeouts) -> None:
+    def __init__(
+        self, store: SimulatedStore, world: SimulatedNodes, pace: attempts.PlacementTimeouts
+    ) -> None:
         self.store = store
         self.state = FleetState()
+        nodes: Any = SimulatedCalls(world, self.state)
         amounts = ResourceSlots({slot.name: 100 * ONE for slot in BUILT_IN})
         types = {slot.name: slot for slot in BUILT_IN}
         for name in NODES:
             offers = {"main": Offer(amounts, amounts)}
             self.state.note(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
         self.placer = Placer(store, self.state, nodes, pace=pace)
-        self.placer._choice = nodes.rng
+        self.placer._choice = world.rng
         kernels = FleetKernels(store, self.state, nodes, self.placer)
         self.deleter = Deleter(store, nodes, self.placer, kernels)
         self.sweep = Sweep(store, self.state, nodes, self.placer, pace)

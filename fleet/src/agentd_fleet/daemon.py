@@ -172,7 +172,7 @@ class GatewayDaemon:
         where = endpoint(rpc_settings(settings))
         token = _secret("gateway.node-token-file", settings.gateway.node_token_file)
         state, tls = FleetState(), tls_of(settings.fleet)
-        nodes = await stack.enter_async_context(Nodes(token, tls))
+        nodes = await stack.enter_async_context(Nodes(state, token, tls))
         store = await self._store(stack, state, token, tls)
         placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
         stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)

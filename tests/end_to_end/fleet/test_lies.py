@@ -121,7 +121,7 @@ async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar
     servers = await world.start_etcd()
     liar.answers = lambda _: web.Response(text="[]")
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes() as nodes:
+    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes(FleetState()) as nodes:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
         placer = Placer(store, state, nodes, pace=PACE)
@@ -261,7 +261,7 @@ async def test_exec_reaches_only_its_node(folder: Path) -> None:
     await web.UnixSite(runner, str(folder / "liar.sock")).start()
     node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
     try:
-        async with Nodes() as nodes:
+        async with Nodes(FleetState()) as nodes:
             async with await nodes.connected(node, GATEWAY, "/right") as socket:
                 assert not socket.closed
             for path in ("/moved", "/exec"):
@@ -291,7 +291,7 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
     await web.UnixSite(runner, str(folder / "liar.sock")).start()
     node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
     try:
-        async with Nodes() as nodes:
+        async with Nodes(FleetState()) as nodes:
             with pytest.raises(NodeAnswerLost, match="exceeds 64 MiB"):
                 await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
             async with asyncio.timeout(20):
@@ -317,7 +317,7 @@ async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
     await web.UnixSite(runner, str(folder / "liar.sock")).start()
     node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
     try:
-        async with Nodes() as nodes:
+        async with Nodes(FleetState()) as nodes:
             socket = await nodes.connected(node, GATEWAY, "/exec")
             assert socket is not None
             assert (await socket.receive()).type is aiohttp.WSMsgType.ERROR

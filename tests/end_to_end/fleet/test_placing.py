@@ -36,7 +36,6 @@ class Rig:
 
     def __init__(self, world: World, names: list[str]) -> None:
         self.world, self.names = world, names
-        self.nodes = Nodes()
         self.proxies = {
             name: NodeProxy(
                 world.folder / f"p{number}.sock", world.nodes[name].folder / "agentd.sock"
@@ -44,6 +43,7 @@ class Rig:
             for number, name in enumerate(names)
         }
         self.states = [FleetState(), FleetState()]
+        self.nodes = Nodes(self.states[0])
         self.stores = [
             SqliteStore(world.folder / "fleet.sqlite", (), state) for state in self.states
         ]

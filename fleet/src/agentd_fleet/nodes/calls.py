@@ -20,6 +20,7 @@ from agentd.errors import AgentdError, NodeUnavailable
 from agentd.http.callers import NODE, ON_BEHALF
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 REFUSED: Mapping[int, str] = {
@@ -66,7 +67,10 @@ class NodeAnswerLost(NodeUnavailable):
 class Nodes:
     """Persistent connections to nodes; an async context manager."""
 
-    def __init__(self, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, state: FleetState, token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._state = state
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
@@ -94,8 +98,11 @@ class Nodes:
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
+        unheard_s: float = PATIENCE_S,
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
+
+        The call takes at most `patience_s`, and `unheard_s` once the node is not ready.
 
         Raises:
             NeverAsked: no connection could be made.
@@ -103,7 +110,10 @@ class Nodes:
         """
         opened = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
-            async with asyncio.timeout(patience_s), opened as response:
+            async with (
+                self._state.patience(node.node_id, patience_s, unheard_s),
+                opened as response,
+            ):
                 answer = NodeAnswer(response.status, response.headers, await _whole(node, response))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise NodeAnswerLost(_text(node, error)) from None

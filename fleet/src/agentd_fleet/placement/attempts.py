@@ -137,19 +137,16 @@ class Asker:
         self, caller: Caller, order: PlacementRequest, route: KernelRoute, node: FleetNode
     ) -> NodeAnswer:
         """Call the node once, for as long as it is ready: a pull may take a while."""
-        try:
-            async with self._state.patience(node.node_id, CREATE_PATIENCE_S, self._pace.again_s):
-                answer = await self._nodes.ask(
-                    node,
-                    caller,
-                    "POST",
-                    path_of(route.agent_id),
-                    body=order.body,
-                    headers=order.headers,
-                    patience_s=CREATE_PATIENCE_S,
-                )
-        except TimeoutError:
-            raise NodeAnswerLost(f"node {node.node_id} became unavailable") from None
+        answer = await self._nodes.ask(
+            node,
+            caller,
+            "POST",
+            path_of(route.agent_id),
+            body=order.body,
+            headers=order.headers,
+            patience_s=CREATE_PATIENCE_S,
+            unheard_s=self._pace.again_s,
+        )
         return _readable(answer, route)
 
 

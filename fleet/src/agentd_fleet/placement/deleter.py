@@ -166,9 +166,7 @@ class Deleter:
         return answer
 
     async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
-        return await self._kernels.ask_node(
-            node, caller, "DELETE", call.path, patience_s=call.patience_s
-        )
+        return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=call.patience_s)
 
     async def _taken(self, kept: Kept, progress: RouteProgress) -> Kept | None:
         """Take over a route; None if it has changed."""

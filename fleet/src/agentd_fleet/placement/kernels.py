@@ -24,7 +24,6 @@ from agentd_fleet.nodes.calls import (
     CREATE_PATIENCE_S,
     PATIENCE_S,
     NodeAnswer,
-    NodeAnswerLost,
     Nodes,
 )
 from agentd_fleet.placement.placer import Placer
@@ -126,36 +125,13 @@ class FleetKernels:
             NodeUnavailable: the node does not answer.
         """
         patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
-        answer = await self.ask_node(
+        answer = await self._nodes.ask(
             place.node, caller, method, path, body=body, patience_s=patience_s
         )
         kept = place.kept
         if is_unknown(answer) and kept is not None and kept.route.progress is RouteProgress.PLACED:
             await self._store.drop(kept.route.kernel_id, kept.revision)
         return answer
-
-    async def ask_node(
-        self,
-        node: FleetNode,
-        caller: Caller,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        patience_s: float,
-    ) -> NodeAnswer:
-        """Call a node for at most `patience_s`, and only briefly once it is not ready any more.
-
-        Raises:
-            NodeUnavailable: the node does not answer.
-        """
-        try:
-            async with self._state.patience(node.node_id, patience_s, PATIENCE_S):
-                return await self._nodes.ask(
-                    node, caller, method, path, body=body, patience_s=patience_s
-                )
-        except TimeoutError:
-            raise NodeAnswerLost(f"node {node.node_id} does not answer") from None
 
     async def devices(
         self, caller: Caller, nodes: Sequence[FleetNode], missing: list[str]

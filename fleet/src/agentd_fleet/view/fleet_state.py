@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ class FleetState:
         self._heard = 0
         self._debits: dict[str, asyncio.TimerHandle] = {}
         self._folding: asyncio.TimerHandle | None = None
-        self._leaving: dict[str, set[asyncio.Future[None]]] = {}
+        self._calls: dict[str, set[Callable[[], None]]] = {}
 
     @property
     def view(self) -> FleetView:
@@ -111,18 +111,6 @@ class FleetState:
             self.undebit(node_id)
         return self.view
 
-    def leaving(self, node_id: str) -> asyncio.Future[None]:
-        """Return a future that is done once a node is not ready; cancel it after use."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        node = self.node(node_id)
-        if node is None or node.status is not NodeStatus.READY:
-            future.set_result(None)
-            return future
-        waiting = self._leaving.setdefault(node_id, set())
-        waiting.add(future)
-        future.add_done_callback(waiting.discard)
-        return future
-
     @asynccontextmanager
     async def patience(self, node_id: str, most_s: float, unheard_s: float) -> AsyncIterator[None]:
         """Limit a call to a node to `most_s`, and to `unheard_s` while the node is not ready.
@@ -130,20 +118,22 @@ class FleetState:
         Raises:
             TimeoutError: the call took longer.
         """
-        loop, is_over = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
+        end, node = loop.time() + most_s, self.node(node_id)
 
-        def shorten(left: asyncio.Future[None]) -> None:
-            if not is_over and not left.cancelled():
+        def shorten() -> None:
+            if not limit.expired():
                 limit.reschedule(min(end, loop.time() + unheard_s))
 
-        async with asyncio.timeout(most_s) as limit:
-            end, leaving = loop.time() + most_s, self.leaving(node_id)
-            leaving.add_done_callback(shorten)
+        async with asyncio.timeout_at(end) as limit:
+            calls = self._calls.setdefault(node_id, set())
+            calls.add(shorten)
+            if node is None or node.status is not NodeStatus.READY:
+                shorten()
             try:
                 yield
             finally:
-                is_over = True
-                leaving.cancel()
+                calls.discard(shorten)
 
     def _fold_soon(self) -> None:
         """Schedule the fold of reports before a request needs it."""
@@ -155,9 +145,8 @@ class FleetState:
         _ = self.view
 
     def _tell(self, node_id: str) -> None:
-        for future in list(self._leaving.pop(node_id, ())):
-            if not future.done():
-                future.set_result(None)
+        for shorten in self._calls.pop(node_id, ()):
+            shorten()
 
     def _next(self) -> int:
         self._heard += 1
