@@ -107,10 +107,8 @@ async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdSe
     async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, gateway(servers) as (state, _):
         await publish(etcd, 1)
         await until_known(state, 1, TYPES + 2)
+        await etcd.put("/agentd/main/known/n0", b"{}")
         await etcd.delete("/agentd/main/nodes/n0")
-        async with asyncio.timeout(20):
-            while await etcd.get("/agentd/main/known/n0") is None:
-                await asyncio.sleep(0.02)
         await etcd.delete("/agentd/main/known/n0")
         async with asyncio.timeout(20):
             while "n0" in state.view.nodes:

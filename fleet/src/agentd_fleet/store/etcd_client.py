@@ -17,7 +17,7 @@ from typing import Any, Self
 from agentd_fleet.store.etcd_transport import Compacted, EtcdCredentials, EtcdTransport
 
 MOST_CREATED = 100
-"""Maximum keys of one `create_all`; etcd's default is 128 operations in a transaction."""
+"""Maximum keys of one transaction; etcd's default is 128 operations."""
 _RANGE = "/v3/kv/range"
 _TXN = "/v3/kv/txn"
 _ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
@@ -132,21 +132,22 @@ class Etcd:
         is_ours = is_repeat and found is not None and (found.value, found.lease) == (value, lease)
         return found.mod_revision if is_ours and found is not None else None
 
-    async def create_all(self, values: Mapping[str, bytes]) -> None:
-        """Write those keys that do not exist, in one transaction; the others are unchanged.
+    async def create_all(self, values: Mapping[str, tuple[bytes, str]]) -> None:
+        """Write those keys that do not exist, many in one transaction.
 
-        At most `MOST_CREATED` keys.
+        Each has its value, and another key without which it is not written.
         """
         creates = [
             {
                 "request_txn": {
-                    "compare": [_revision_is(key, 0)],
+                    "compare": [_revision_is(key, 0), _exists(needed)],
                     "success": [{"request_put": _written(key, value, 0)}],
                 }
             }
-            for key, value in values.items()
+            for key, (value, needed) in values.items()
         ]
-        await self._gateway.call(_TXN, {"success": creates})
+        for first in range(0, len(creates), MOST_CREATED):
+            await self._gateway.call(_TXN, {"success": creates[first : first + MOST_CREATED]})
 
     async def delete_without(self, without: str, *keys: str) -> bool:
         """Delete keys in one transaction if the key `without` does not exist; return whether."""
@@ -249,6 +250,11 @@ def _span(prefix: str) -> dict[str, object]:
 def _revision_is(key: str, revision: int) -> dict[str, object]:
     """Return the condition that a key has this revision; 0 means that it does not exist."""
     return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
+
+
+def _exists(key: str) -> dict[str, object]:
+    """Return the condition that a key exists."""
+    return {**_revision_is(key, 0), "result": "GREATER"}
 
 
 def _written(key: str, value: bytes, lease: int) -> dict[str, object]:

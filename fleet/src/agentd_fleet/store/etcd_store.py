@@ -6,18 +6,13 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
-    Iterable,
     Mapping,
-    Sequence,
 )
 from dataclasses import replace
-from itertools import islice
 
 import msgspec
 import structlog
@@ -26,7 +21,7 @@ from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
 from agentd.core.slots import SlotName, SlotType
 from agentd.errors import AgentdError
-from agentd_fleet.store.etcd_client import MOST_CREATED, Etcd, KeyValue
+from agentd_fleet.store.etcd_client import Etcd, KeyValue
 from agentd_fleet.store.etcd_transport import Compacted, EtcdRefused
 from agentd_fleet.store.keys import key_of, prefix_of
 from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
@@ -34,7 +29,6 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
-    KnownNode,
     Published,
     SlotTypeReport,
     known_in,
@@ -61,18 +55,14 @@ class EtcdStore:
         self._state = state
         self._reports: dict[str, Published] = {}
         self._free: dict[str, bytes] = {}
-        self._known: dict[str, bytes] = {}
+        self._known: set[str] = set()
         self._forgotten: dict[str, int] = {}
         self._have_nodes = asyncio.Event()
         self._away: dict[str, str] = dict.fromkeys(
             ("slot-types/", "nodes/", "free/", "known/"), "etcd has not answered yet"
         )
-        self._unwritten: dict[SlotName, SlotType] = {}
-        self._awaited: set[SlotName] = set()
-        """Slot types that this gateway writes, or wrote and has not received yet."""
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
-        self._writing: set[asyncio.Task[None]] = set()
 
     def why_not_live(self) -> str:
         return next((why for why in self._away.values() if why), "")
@@ -120,6 +110,8 @@ class EtcdStore:
         nodes, free, known = (
             key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
+        # A gateway may know of a node without this key, and a deletion of nothing causes no event.
+        await self._etcd.put_if(known, b"{}", expected=0)
         if not await self._etcd.delete_without(nodes, known, free):
             return False
         async for page in self.routes():
@@ -176,19 +168,12 @@ class EtcdStore:
         pairs = sorted(found.items(), key=lambda item: item[1].create_revision)
         read = (self._slot_type_in(name, pair.value) for name, pair in pairs)
         self._state.know([slot for slot in read if slot is not None])
-        self._awaited.intersection_update(self._unwritten)
-        offered: defaultdict[SlotName, list[tuple[str, SlotType]]] = defaultdict(list)
-        for node_id, report in self._reports.items():
-            for slot in self._state.learned(report.node):
-                offered[slot.name].append((node_id, slot))
-        self._soon(self._teach_offered(list(offered.values())))
+        self._has_unwritten.set()
 
     async def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
         if value is None:
-            self._awaited.discard(name)
             self._state.unlearn(name)
         elif (slot := self._slot_type_in(name, value)) is not None:
-            self._awaited.discard(name)
             self._state.learn(slot)
 
     def _slot_type_in(self, name: str, value: bytes) -> SlotType | None:
@@ -214,17 +199,16 @@ class EtcdStore:
                 self._forgotten.pop(node_id, None)
             self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
             self._note(node_id)
-        elif self._reports.pop(node_id, None) is not None:
+        elif (report := self._reports.pop(node_id, None)) is not None:
+            self._write_new(report.node)  # another node may offer the same
             if self._forgotten.get(node_id, 0) > revision:
                 self._state.forget(node_id)
                 return
             self._state.lose(node_id, time.time())
-            if node_id not in self._known:
-                self._soon(self._make_known(node_id))
 
     async def _known_are(self, found: Mapping[str, KeyValue], revision: int) -> None:
         await self._have_nodes.wait()
-        for node_id in self._known.keys() - found.keys():
+        for node_id in self._known - found.keys():
             await self._knows(node_id, None, revision)
         for node_id, pair in found.items():
             await self._knows(node_id, pair.value, pair.mod_revision)
@@ -234,12 +218,12 @@ class EtcdStore:
         if not is_name(node_id):
             return
         if value is None:
-            self._known.pop(node_id, None)
+            self._known.discard(node_id)
             self._forgotten[node_id] = revision
             if node_id not in self._reports:
                 self._state.forget(node_id)
             return
-        self._known[node_id] = value
+        self._known.add(node_id)
         if node_id not in self._reports and not self._is_listed(node_id):
             self._state.note(replace(known_in(node_id, value), seen_at=time.time()))
 
@@ -274,30 +258,24 @@ class EtcdStore:
                     "node.read_failed", address=node.url, node_id=node_id, reason=node.remark
                 )
         self._state.note(node)
-        self._teach(self._state.learned(node))
+        self._write_new(node)
 
-    def _teach(self, slots: Iterable[SlotType]) -> None:
-        """Write slot types that are neither known nor being written."""
-        new = {slot.name: slot for slot in slots if slot.name not in self._awaited}
-        self._awaited |= new.keys()
-        self._unwritten |= new
-        if new:
+    def _write_new(self, node: FleetNode) -> None:
+        """Have the slot types written if one of this node's is new to the fleet."""
+        if self._state.learned(node):
             self._has_unwritten.set()
 
-    def _soon(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
-
     async def _write(self) -> None:
-        """Write new slot types, many in one transaction, and repeat failed writes."""
+        """Write the slot types that nodes offer and the fleet lacks; repeat failed writes."""
         reason = ""
         while await self._has_unwritten.wait():
-            some = dict(islice(self._unwritten.items(), MOST_CREATED))
-            values = {
-                f"{self._prefix}slot-types/{name}": msgspec.json.encode(slot_type_report(slot))
-                for name, slot in some.items()
-            }
+            self._has_unwritten.clear()
+            values: dict[str, tuple[bytes, str]] = {}
+            for node_id, report in self._reports.items():
+                node_key = key_of(self._prefix, "nodes", node_id)
+                for slot in self._state.learned(report.node):
+                    value = msgspec.json.encode(slot_type_report(slot))
+                    values.setdefault(f"{self._prefix}slot-types/{slot.name}", (value, node_key))
             try:
                 await self._etcd.create_all(values)
             except AgentdError as error:
@@ -305,26 +283,4 @@ class EtcdStore:
                     reason = str(error)
                     log.warning("slot_type.write_failed", reason=reason)
                 await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
-                continue
-            for name in some:
-                del self._unwritten[name]
-            if not self._unwritten:
-                self._has_unwritten.clear()
-
-    async def _teach_offered(self, offered: Sequence[Sequence[tuple[str, SlotType]]]) -> None:
-        """Write the slot types that nodes offer, if the node still exists."""
-        with contextlib.suppress(AgentdError):
-            for offers in offered:
-                for node_id, slot in offers:
-                    if await self._etcd.get(key_of(self._prefix, "nodes", node_id)) is not None:
-                        self._teach([slot])
-                        break
-
-    async def _make_known(self, node_id: str) -> None:
-        """Record a lost node whose publisher, such as an older one, did not."""
-        node = self._state.node(node_id)
-        if node is None or node.status is not NodeStatus.LOST:
-            return
-        value = msgspec.json.encode(KnownNode.of(node))
-        with contextlib.suppress(AgentdError):
-            await self._etcd.put_if(key_of(self._prefix, "known", node_id), value, expected=0)
+                self._has_unwritten.set()
