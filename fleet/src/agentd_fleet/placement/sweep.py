@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, RouteProgress, Store
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import UNREADABLE
 
 log = structlog.get_logger()
@@ -61,7 +60,6 @@ class Sweep:
         self._pace = pace
         self._seen: dict[_Key, float] = {}
         self._absent: dict[_Key, float] = {}
-        self._only_routed: set[str] = set()
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -73,13 +71,12 @@ class Sweep:
             await asyncio.sleep(self._pace.sweep_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     async def once(self) -> None:
-        """Check every route once, and list the nodes that routes lead to."""
+        """Check every route once."""
         now = asyncio.get_running_loop().time()
         routes: defaultdict[str, list[Kept]] = defaultdict(list)
         async for page in self._store.routes():
             for kept in page:
                 routes[kept.route.node_id].append(kept)
-        self._know(routes.keys())
         keys = [_key(kept) for some in routes.values() for kept in some]
         self._seen = {key: self._seen.get(key, now) for key in keys}
         self._absent = {key: at for key, at in self._absent.items() if key in self._seen}
@@ -90,20 +87,6 @@ class Sweep:
                 await self._settled(node_id, some, now)
 
         await asyncio.gather(*(settled(*item) for item in routes.items()))
-
-    def _know(self, routed: Collection[str]) -> None:
-        """List unknown nodes with routes as lost, until they report."""
-        for node_id in routed:
-            if self._state.node(node_id) is None:
-                self._state.lose(node_id, time.time())
-                self._only_routed.add(node_id)
-        for node_id in list(self._only_routed):
-            node = self._state.node(node_id)
-            if node is None or node.status is not NodeStatus.LOST or node.url:
-                self._only_routed.discard(node_id)
-            elif node_id not in routed:
-                self._only_routed.discard(node_id)
-                self._state.forget(node_id)
 
     async def _settled(self, node_id: str, some: Sequence[Kept], now: float) -> None:
         """Check the routes to a node; an error affects no other node's routes."""

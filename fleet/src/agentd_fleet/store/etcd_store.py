@@ -110,15 +110,15 @@ class EtcdStore:
         nodes, free, known = (
             key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
-        # A gateway may know of a node without this key, and a deletion of nothing causes no event.
-        await self._etcd.put_if(known, b"{}", expected=0)
-        if not await self._etcd.delete_without(nodes, known, free):
-            return False
-        async for page in self.routes():
+        async for page in self.routes():  # first, so that a forget that ends early can be repeated
             for route, revision in page:
                 if route.node_id == node.node_id:
                     key = key_of(self._prefix, "routes", route.kernel_id)
                     await self._etcd.delete_if(key, expected=revision, without=nodes)
+        # A gateway may know of a node without this key, and a deletion of nothing causes no event.
+        await self._etcd.put_if(known, b"{}", expected=0)
+        if not await self._etcd.delete_without(nodes, known, free):
+            return False
         self._state.forget(node.node_id)
         return True
 
