@@ -73,21 +73,14 @@ class Listener:
     """A listener, created by `EventLog.listener`."""
 
     def __init__(self, backlog: Iterable[Event]) -> None:
-        self._waiting = deque(backlog)
-        self._woken = asyncio.Event()
-        self._is_behind = False
-        self._is_closed = False
+        self._waiting = asyncio.Queue[Event | None]()
+        for event in backlog:
+            self._waiting.put_nowait(event)
 
-    def put(self, event: Event) -> None:
-        if len(self._waiting) >= KEPT:
-            self._is_behind = True
-        else:
-            self._waiting.append(event)
-        self._woken.set()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._woken.set()
+    def put(self, event: Event | None) -> None:
+        """Queue an event, or None for the end; a listener that lags behind misses it."""
+        if self._waiting.qsize() <= KEPT:
+            self._waiting.put_nowait(event)
 
     async def follow(self, pause_s: float) -> AsyncIterator[Event | None]:
         """Yield events until the log is closed, and None in every pause.
@@ -95,18 +88,18 @@ class Listener:
         Raises:
             TooSlow: the listener did not keep up.
         """
-        while self._waiting or not self._is_closed:
-            if self._is_behind:
-                raise TooSlow(f"over {KEPT} events behind")
-            if self._waiting:
-                yield self._waiting.popleft()
-                continue
-            self._woken.clear()
+        while True:
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._woken.wait()
+                    event = await self._waiting.get()
             except TimeoutError:
                 yield None
+                continue
+            if self._waiting.qsize() >= KEPT:
+                raise TooSlow(f"over {KEPT} events behind")
+            if event is None:
+                return
+            yield event
 
 
 class EventLog:
@@ -131,7 +124,7 @@ class EventLog:
         """End all listeners after their queued events."""
         self._is_closed = True
         for listener in self._listeners:
-            listener.close()
+            listener.put(None)
 
     def id_of(self, event: Event) -> str:
         """Return the id after which a listener can resume."""
@@ -142,7 +135,7 @@ class EventLog:
         """Listen to new events, and to those after the event `last_id`."""
         made = Listener(self._since(last_id))
         if self._is_closed:
-            made.close()
+            made.put(None)
         self._listeners.add(made)
         try:
             yield made

@@ -14,12 +14,13 @@ def create(
     return Audit(caller, "", None, action, "agent-1", kernel_id, "", claim_id)
 
 
-def test_they_are_counted_told_and_kept_for_an_hour() -> None:
+async def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     counts, events, now = NodeCounts(lambda: 0.0), EventLog(), [1000.0]
     refusals = Refusals(counts, events, lambda: now[0])
     with events.listener(None) as listener:
         refusals.note(create("k1", caller="team-a"), NO_ROOM)
-    (event,) = listener._waiting
+        events.close()
+        (event,) = [event async for event in listener.follow(1)]
     (kept,) = refusals.recent()
     assert (event.kind, event.value) == (EventKind.REFUSAL, kept)
     assert (kept.at, kept.caller, kept.agent_id) == (1000.0, "team-a", "agent-1")
@@ -49,14 +50,16 @@ def test_a_flood_keeps_the_latest() -> None:
     assert (len(kept), kept[0].kernel_id) == (MOST_KEPT, "k5")
 
 
-def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
+async def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
     events = EventLog()
     refusals = Refusals(NodeCounts(lambda: 0.0), events, lambda: 0.0)
     with events.listener(None) as listener:
         refusals.note(create("k1"), InvalidRequest([Problem("env.SECRET", "is invalid")]))
         refusals.note(create("k2"), CommandNotFound("command 'SECRET': not found"))
+        events.close()
+        told = [event.value async for event in listener.follow(1)]
     assert [kept.detail for kept in refusals.recent()] == [
         "env: is invalid",
         "the command does not exist or is not executable",
     ]
-    assert "SECRET" not in str([event.value for event in listener._waiting])
+    assert "SECRET" not in str(told)

@@ -15,7 +15,7 @@ from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
 from agentd.core.labels import MAX_AGENT_BYTES
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
-from agentd.events import EventLog
+from agentd.events import KEPT, EventKind, EventLog, TooSlow
 from agentd.services.state import NodeState, RuntimeState
 
 GPU = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)
@@ -78,6 +78,17 @@ async def test_events_say_whether_what_is_held_has_changed() -> None:
     assert told == [True, False, True, False, True, True, True]
 
 
+async def test_listener_that_lags_behind_is_dropped() -> None:
+    events = EventLog()
+    with events.listener(None) as listener:
+        waiting = asyncio.ensure_future(anext(listener.follow(1)))
+        await asyncio.sleep(0)
+        for _ in range(KEPT + 1):
+            events.publish(EventKind.FREE, None)
+        with pytest.raises(TooSlow):
+            await waiting
+
+
 async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: NodeState) -> None:
     for name in ("same", "changed", "gone", "busy"):
         state.put(kernel(name))
@@ -126,12 +137,13 @@ def test_runtime_delays_only_its_own_creates(state: NodeState) -> None:
         state.runtime("other")
 
 
-def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> None:
+async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> None:
     with state._events.listener(None) as listener:
         for reason in ("down", "still down"):
             state.note_unavailable("fake", reason)
         state.note_available("fake")
-        told = [event.value.state for event in listener._waiting]
+        state._events.close()
+        told = [event.value.state async for event in listener.follow(1)]
     assert told == [RuntimeState.UNAVAILABLE, RuntimeState.AVAILABLE]
 
 
