@@ -32,7 +32,7 @@ from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
 from agentd.rpc.metrics import Metrics
-from agentd.rpc.node import NodeHandlers, PartHandlers
+from agentd.rpc.node import NodeHandlers
 from agentd.rpc.rendering import node_view, status_line
 from agentd.rpc.routes import routes
 from agentd.rpc.site import NodeSite
@@ -337,6 +337,8 @@ class Assembly:
             state,
             access,
             visibility,
+            plugins,
+            services.reconciler,
             services.check,
             metrics,
             reload,
@@ -355,7 +357,6 @@ class Assembly:
         table = routes(
             site,
             handlers,
-            PartHandlers(state, devices, plugins, services.reconciler),
             DeviceHandlers(state, devices, access, visibility, services.engines),
             kernels,
             EventHandlers(node.events, services.refusals, visibility, site.streams),

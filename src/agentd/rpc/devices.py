@@ -18,7 +18,7 @@ from agentd.services.state import NodeState
 
 
 class DeviceHandlers:
-    """Agents and their partitions; devices, their drains and missing devices."""
+    """Agents and their partitions; slots; devices, their drains and missing devices."""
 
     def __init__(
         self,
@@ -59,6 +59,11 @@ class DeviceHandlers:
         """List every device with its holders."""
         caller = caller_of(request)
         return answer([self._visibility.device(d, caller) for d in self._access.devices(caller)])
+
+    async def list_slot_types(self, _: web.Request) -> web.Response:
+        """List the known slot types."""
+        types = self._devices.inventory.slot_types.values()
+        return answer([rendering.slot_type_view(slot) for slot in types])
 
     async def drain_device(self, request: web.Request) -> web.Response:
         """Stop allocating a device to new kernels; survives restarts."""

@@ -19,7 +19,6 @@ from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
-from agentd.services.devices import NodeDevices
 from agentd.services.kernels.reconciler import Reconciler
 from agentd.services.protocols import Plugins
 from agentd.services.selfcheck import SelfCheck
@@ -28,7 +27,7 @@ from agentd.views import NodeView
 
 
 class NodeHandlers:
-    """The node itself: its view, warnings, self-check, metrics and reload.
+    """The node with its plugins and runtimes: views, warnings, self-check, metrics and reload.
 
     `warnings` are those of the configuration and the daemon. `host_warnings` are those of the host
     for the runtimes that have kernels.
@@ -40,16 +39,20 @@ class NodeHandlers:
         state: NodeState,
         access: Access,
         visibility: Visibility,
+        plugins: Plugins,
+        reconciler: Reconciler,
         check: SelfCheck,
         metrics: Metrics,
         reload: Callable[[], Awaitable[list[str]]],
-        warnings: Callable[[], Sequence[str]] = tuple,
-        host_warnings: Callable[[Collection[str]], Sequence[str]] = tuple,
+        warnings: Callable[[], Sequence[str]],
+        host_warnings: Callable[[Collection[str]], Sequence[str]],
     ) -> None:
         self._view = view
         self._state = state
         self._access = access
         self._visibility = visibility
+        self._plugins = plugins
+        self._reconciler = reconciler
         self._check = check
         self._metrics = metrics
         self._reload = reload
@@ -87,23 +90,6 @@ class NodeHandlers:
         """Reload the configuration, or refuse it with all of its problems."""
         return answer({"needs_restart": await self._reload()})
 
-    def _node(self, caller: Caller) -> NodeView:
-        node = self._view()
-        node["warnings"] += self._warnings()
-        return self._visibility.node(node, caller)
-
-
-class PartHandlers:
-    """The plugins and runtimes of the node."""
-
-    def __init__(
-        self, state: NodeState, devices: NodeDevices, plugins: Plugins, reconciler: Reconciler
-    ) -> None:
-        self._state = state
-        self._devices = devices
-        self._plugins = plugins
-        self._reconciler = reconciler
-
     async def list_runtimes(self, _: web.Request) -> web.Response:
         """List the runtimes that may have kernels of this node, with their status."""
         runtimes = self._state.runtimes.values()
@@ -123,7 +109,7 @@ class PartHandlers:
         status = await self._plugins.retry(request.match_info["plugin"])
         return answer(rendering.plugin_view(status))
 
-    async def list_slot_types(self, _: web.Request) -> web.Response:
-        """List the known slot types."""
-        types = self._devices.inventory.slot_types.values()
-        return answer([rendering.slot_type_view(slot) for slot in types])
+    def _node(self, caller: Caller) -> NodeView:
+        node = self._view()
+        node["warnings"] += self._warnings()
+        return self._visibility.node(node, caller)

@@ -11,7 +11,7 @@ from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
-from agentd.rpc.node import NodeHandlers, PartHandlers
+from agentd.rpc.node import NodeHandlers
 from agentd.rpc.queries import (
     ClaimsQuery,
     CreateQuery,
@@ -62,7 +62,6 @@ METRICS = Media("text/plain", "The Prometheus exposition format.")
 def routes(
     site: NodeSite | type[NodeSite],
     node: NodeHandlers | type[NodeHandlers],
-    parts: PartHandlers | type[PartHandlers],
     devices: DeviceHandlers | type[DeviceHandlers],
     kernels: KernelHandlers | type[KernelHandlers],
     events: EventHandlers | type[EventHandlers],
@@ -77,11 +76,11 @@ def routes(
     return (
         get("/v1/node", node.get_node, NodeView, query=NodeQuery),
         post("/v1/reload", node.reload, ReloadView, right=change),
-        get("/v1/runtimes", parts.list_runtimes, list[RuntimeView]),
-        delete("/v1/runtimes/{runtime}", parts.forget_runtime, right=change),
-        get("/v1/plugins", parts.list_plugins, list[PluginView]),
-        post("/v1/plugins/{plugin}/retry", parts.retry_plugin, PluginView, right=change),
-        get("/v1/slot-types", parts.list_slot_types, list[SlotTypeView]),
+        get("/v1/runtimes", node.list_runtimes, list[RuntimeView]),
+        delete("/v1/runtimes/{runtime}", node.forget_runtime, right=change),
+        get("/v1/plugins", node.list_plugins, list[PluginView]),
+        post("/v1/plugins/{plugin}/retry", node.retry_plugin, PluginView, right=change),
+        get("/v1/slot-types", devices.list_slot_types, list[SlotTypeView]),
         get("/v1/devices", devices.list_devices, list[DeviceView]),
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
         post(f"{device}/undrain", devices.undrain_device, DeviceView, right=change),
@@ -133,7 +132,6 @@ def routes(
 ROUTES = routes(
     NodeSite,
     NodeHandlers,
-    PartHandlers,
     DeviceHandlers,
     KernelHandlers,
     EventHandlers,
