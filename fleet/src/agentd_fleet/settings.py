@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from agentd.core.names import repeated
-from agentd.http.settings import TokenSettings, short_enough
+from agentd.http.settings import SocketPath, TokenSettings
 from agentd.tomlfile.environment import FileSettings
 from agentd.tomlfile.parsing import parse, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
@@ -111,7 +111,7 @@ class JoinSettings(Section):
 class GatewaySettings(Section):
     """[gateway]: the endpoints and the placement policy of a gateway."""
 
-    socket: Path = Field(
+    socket: SocketPath = Field(
         default=Path("/run/agentd-fleet/gateway.sock"),
         description="Unix socket of the operator, mode 0660.",
     )
@@ -131,11 +131,6 @@ class GatewaySettings(Section):
         default=Path("/var/lib/agentd-fleet"),
         description="State folder without etcd: routes and slot types.",
     )
-
-    @field_validator("socket")
-    @classmethod
-    def _short_enough(cls, value: Path) -> Path:
-        return short_enough(value)
 
 
 class CallerSettings(Section):

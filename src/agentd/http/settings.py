@@ -6,7 +6,7 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from agentd.core.access import Caller, Role
 from agentd.core.names import is_name, repeated
@@ -16,6 +16,19 @@ from agentd.tomlfile.section import (
     Section,
     refuse_bool,
 )
+
+
+def _short_enough(path: Path) -> Path:
+    """Refuse a socket path that is too long for Linux, or empty."""
+    if path == Path():
+        raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
+    if len(str(path).encode()) > MAX_SOCKET_PATH:
+        raise ValueError(f"longer than {MAX_SOCKET_PATH} bytes, the limit for a socket path")
+    return path
+
+
+SocketPath = Annotated[Path, AfterValidator(_short_enough)]
+"""The path of a unix socket."""
 
 
 class _Entry(Section):
@@ -62,13 +75,8 @@ class SocketSettings(_Entry):
     name: Name | None = Field(
         default=None, description="Name of the caller. Default: the file's, without suffix."
     )
-    path: Path = Field(description="Path of the socket; mode 0660.")
+    path: SocketPath = Field(description="Path of the socket; mode 0660.")
     group: str | None = Field(default=None, description="Group that may connect.")
-
-    @field_validator("path")
-    @classmethod
-    def _short_enough(cls, value: Path) -> Path:
-        return short_enough(value)
 
     @property
     def caller_name(self) -> str:
@@ -76,19 +84,10 @@ class SocketSettings(_Entry):
         return self.name or self.path.stem
 
 
-def short_enough(path: Path) -> Path:
-    """Refuse a socket path that is too long for Linux, or empty."""
-    if path == Path():
-        raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
-    if len(str(path).encode()) > MAX_SOCKET_PATH:
-        raise ValueError(f"longer than {MAX_SOCKET_PATH} bytes, the limit for a socket path")
-    return path
-
-
 class RpcSettings(Section):
     """[rpc]: the daemon's endpoints."""
 
-    socket: Path = Field(
+    socket: SocketPath = Field(
         default=Path("/run/agentd/agentd.sock"), description="Unix socket, mode 0660."
     )
     socket_group: str | None = Field(
@@ -108,11 +107,6 @@ class RpcSettings(Section):
     )
     tokens: tuple[TokenSettings, ...] = ()
     sockets: tuple[SocketSettings, ...] = ()
-
-    @field_validator("socket")
-    @classmethod
-    def _short_enough(cls, value: Path) -> Path:
-        return short_enough(value)
 
     @model_validator(mode="after")
     def _distinct(self) -> RpcSettings:
