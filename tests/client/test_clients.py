@@ -282,6 +282,9 @@ async def test_exec_waits_a_limited_time_for_readiness(
         if len(asked) < 3:  # the WebSocket is refused, and so is what asks why
             problem = {"code": "NotReady", "detail": "not yet", "status": 503}
             return web.json_response(problem, status=503, headers={"Retry-After": "0"})
+        if not asked[-1]:
+            problem = {"code": "InvalidRequest", "detail": "no WebSocket", "status": 422}
+            return web.json_response(problem, status=422)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         await socket.receive()
@@ -299,7 +302,7 @@ async def test_exec_waits_a_limited_time_for_readiness(
     try:
         async with AsyncClient(folder / "slow.sock") as node, node.exec("k1", ["true"]) as running:
             assert [item async for item in running] == []
-        assert (running.exit_code, asked) == (7, [True, False, True])
+        assert (running.exit_code, asked) == (7, [True, False, False, True])
         async with AsyncClient(folder / "deaf.sock", timeout_s=0.2) as node:
             with pytest.raises(Unreachable, match="no answer within"):
                 async with node.exec("k1", ["true"]):

@@ -190,30 +190,19 @@ class Transport:
                         autoping=False,
                     )
             except aiohttp.WSServerHandshakeError as refused:
-                try:
-                    await self._asked_plainly(call)
-                except Unavailable as error:
-                    left_s = end - asyncio.get_running_loop().time()
-                    if not call.is_worth_another(error, left_s):
-                        raise
-                    await asyncio.sleep(error.retry_after_s)
+                try:  # without a WebSocket, for the reason; until the daemon is ready
+                    await self._answer(call, self._timeout_s)
                 except InvalidRequest:  # not a WebSocket; the daemon may be ready now
                     if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
                         raise
+                else:
+                    why = "the server does not support WebSockets"
+                    raise Unreachable(f"{self._where}: {why}") from None
             except TimeoutError:
                 why = f"no answer within {self._timeout_s:g} s"
                 raise Unreachable(f"{self._where}: {why}") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise unreachable(self._where, error) from None
-
-    async def _asked_plainly(self, call: Call[Any]) -> None:
-        """Raise the reason for a refused WebSocket, by repeating the call without one.
-
-        Raises:
-            AgentdError: always.
-        """
-        async with asyncio.timeout(self._timeout_s), await self._opened(call):
-            raise Unreachable(f"{self._where}: the server does not support WebSockets")
 
     @property
     def _opened_session(self) -> aiohttp.ClientSession:
