@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -135,10 +136,12 @@ def watch(
     from agentd.cli.tables import console, table_of
 
     before: dict[str, KernelUseView] | None = None
-    left = count
     screen = console()
-    with Live(console=screen, auto_refresh=False) as live:
-        while left is None or left >= 0:  # a rate takes two looks
+    looks = itertools.count() if count is None else range(count + 1)  # a rate takes two looks
+    with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
+        for number in looks:
+            if number:
+                time.sleep(interval)
             now = _by_kernel(look())
             if before is not None:
                 rows = [
@@ -149,16 +152,6 @@ def watch(
                 rows.sort(key=lambda row: -(row["load"] or 0))
                 live.update(table_of(rows, TOP, screen.width), refresh=True)
             before = now
-            left = None if left is None else left - 1
-            if left is None or left >= 0:
-                _pause(interval)
-
-
-def _pause(seconds: float) -> None:
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        sys.exit(0)
 
 
 def _rate(before: KernelUseView | None, now: KernelUseView, member: str) -> float | None:
