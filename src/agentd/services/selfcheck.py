@@ -104,19 +104,10 @@ class SelfCheck:
         return violations(self._node(kernels, strays, settled, saved))
 
     def _kept_for_nobody(self, saved_claims: Collection[str]) -> list[str]:
-        kernels = self._state.kernels
-        ports = (
-            f"port {number}/{protocol}, held for kernel {kernel_id}"
-            for (protocol, number), kernel_id in self._state.ports.items()
-            if kernel_id not in kernels or not kernels[kernel_id].holds
-        )
         saved = {record.kernel_id for record in self._store.load_records()}
-        claims = set(saved_claims) - self._state.claims.keys()
-        return [
-            *(f"record of kernel {kernel_id}" for kernel_id in sorted(saved - kernels.keys())),
-            *(f"record of claim {claim_id}" for claim_id in sorted(claims)),
-            *sorted(ports),
-        ]
+        kernels = sorted(saved - self._state.kernels.keys())
+        claims = sorted(set(saved_claims) - self._state.claims.keys())
+        return [f"record of kernel {i}" for i in kernels] + [f"record of claim {i}" for i in claims]
 
     def _node(
         self,
