@@ -159,7 +159,7 @@ class Planner:
             if not spec.is_observed:
                 raise
             allocation = allocate_observed(inventory, *wanted)
-        return Decision(_charged(allocation), allocation)
+        return Decision(allocation.written(), allocation)
 
     def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
@@ -181,7 +181,7 @@ class Planner:
         given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
         allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, state)
-        return Decision(_charged(allocation), allocation, ports)
+        return Decision(allocation.written(), allocation, ports)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
@@ -307,12 +307,6 @@ class Planner:
         fence = fence_of(spec.agent_id, cores, partition.memory_bytes, real, ledger)
         node = NodeFacts(self._rules.node_id, tuple(cores), real, missing, fence)
         return build_plan(spec, kernel, edits, node)
-
-
-def _charged(allocation: Allocation) -> dict[SlotName, str]:
-    """Return the plain decimals of every slot that is charged, derived ones too."""
-    totals = sorted(allocation.totals().values())
-    return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
 
 
 def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:

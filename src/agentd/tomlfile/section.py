@@ -41,7 +41,10 @@ SizeBytes = Annotated[
 
 
 class Section(BaseModel):
-    """A table of the file; unknown keys are errors, and keys are kebab-case."""
+    """A table of the file; unknown keys are errors, and keys are kebab-case.
+
+    A class method `explain_unknown(key, value)` may return what replaces an unknown key.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -59,12 +62,6 @@ class Section(BaseModel):
             if isinstance(text, str) and "\0" in text:
                 raise ValueError(f"invalid text {text!r}: expected no NUL")
         return value
-
-    @classmethod
-    def explain_unknown(cls, key: str, value: object) -> str | None:
-        """Return the replacement for an unknown key, if there is one."""
-        del key, value
-        return None
 
 
 def name(value: object) -> object:

@@ -155,6 +155,11 @@ class Allocation(NamedTuple):
                 sums[slot] = SlotAmount(slot, kind, before + amount)
         return sums
 
+    def written(self) -> dict[SlotName, str]:
+        """Return the plain decimals of each slot, by its name."""
+        totals = sorted(self.totals().values())
+        return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
+
     def devices_of(self, name: str) -> tuple[Share, ...]:
         """Return the shares of devices under one device name."""
         return tuple(share for share in self.shares if share.device_id.name == name)

@@ -42,7 +42,7 @@ from agentd.core.kernel.record import (
     statement,
 )
 from agentd.core.kernel.states import Ending, Kernel, KernelState, Observed
-from agentd.core.slots import CPU, MEM, ONE, SlotKind, format_amount
+from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 SIGHTS = {
     ObservedState.RUNNING: Observed.RUNNING,
@@ -234,7 +234,7 @@ def _without_record(
         held = Allocation(tuple(_might_hold(item, inventory)))
         return Adoption(_unreadable(replace(seen, reason=reason, allocation=held), item))
     allocation, missing = located(stated, inventory)
-    kernel = replace(seen, slots=_slots_of(stated), allocation=allocation)
+    kernel = replace(seen, slots=stated.written(), allocation=allocation)
     if isinstance(why, NewerRecordError):
         reason = f"its record is of a newer agentd ({why}); its devices are charged"
         return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
@@ -244,11 +244,6 @@ def _without_record(
 
 def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
     return kernel.observed(Observed.UNREADABLE) if item.is_alive else _sighted(kernel, item)
-
-
-def _slots_of(stated: Allocation) -> dict[str, str]:
-    totals = stated.totals().values()
-    return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
 
 
 def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
