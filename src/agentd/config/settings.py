@@ -39,6 +39,8 @@ from agentd.tomlfile.section import (
     refuse_bool,
 )
 
+SomeBytes = Annotated[SizeBytes, Field(gt=0)]
+
 
 class NodeSettings(Section):
     """[node]: the identity of the node and its state folder."""
@@ -68,14 +70,7 @@ class HostSettings(Section):
         default=None,
         description="Number of cores; missing ones count but are not pinned.",
     )
-    mem: SizeBytes | None = Field(default=None, description="Memory of the node.")
-
-    @field_validator("mem")
-    @classmethod
-    def _some(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("expected 1 or more bytes, not 0")
-        return value
+    mem: SomeBytes | None = Field(default=None, description="Memory of the node.")
 
 
 def _devices_of_engine(value: object) -> object:
@@ -106,7 +101,7 @@ class ResourceSettings(Section):
         default=0, description="Reserved cores: a count (the first ones) or a list of ids."
     )
     reserved_mem: SizeBytes = Field(default=0, description="Memory reserved for the system.")
-    memory_align_size: SizeBytes = Field(
+    memory_align_size: SomeBytes = Field(
         default=16 * 2**20, description="Unit of memory for auto-split and percentages."
     )
     allocation_strategy: Strategy = Field(
@@ -144,13 +139,6 @@ class ResourceSettings(Section):
         raise ValueError(
             f'invalid value {value!r}: expected a count (1) or a list of cores (["0"])'
         )
-
-    @field_validator("memory_align_size")
-    @classmethod
-    def _positive(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError('expected more than 0 bytes, such as "16m"')
-        return value
 
     @field_validator("default_slots")
     @classmethod
