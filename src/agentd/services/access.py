@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
+from agentd.core.claim.claim import Claim
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
@@ -43,9 +44,9 @@ class Access:
         if agent is not None and not caller.sees(agent):
             mine = ", ".join(self.agents(caller))
             raise UnknownAgent(f"unknown agent {agent} (this node has: {mine})")
-        if kernel is not None and not self._sees_kernel(caller, kernel):
+        if kernel is not None and not _sees(caller, self._state.kernels.get(kernel)):
             raise UnknownKernel(f"unknown kernel {kernel}")
-        if claim is not None and not self._sees_claim(caller, claim):
+        if claim is not None and not _sees(caller, self._state.claims.get(claim)):
             raise UnknownClaim(f"unknown claim {claim}")
         if device is not None:
             self._require_device(caller, device)
@@ -98,20 +99,11 @@ class Access:
         words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
         return [text for text in texts if not words.search(text)]
 
-    def _sees_kernel(self, caller: Caller, kernel_id: str) -> bool:
-        """Return whether a caller sees a kernel; an unknown one requires a view of all."""
-        known = self._state.kernels.get(kernel_id)
-        return caller.agents is None if known is None else caller.sees(known.agent_id)
-
     def _owns(self, caller: Caller, kernel_id: str) -> bool:
         """Return whether a caller may use the claim of a kernel; true for one without a claim."""
         kernel = self._state.kernels.get(kernel_id)
         claim = self._state.claims.get(kernel.claim_id or "") if kernel else None
         return claim is None or claim.may_be_used_by(caller)
-
-    def _sees_claim(self, caller: Caller, claim_id: str) -> bool:
-        known = self._state.claims.get(claim_id)
-        return caller.agents is None if known is None else caller.sees(known.agent_id)
 
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
         if caller.agents is None:
@@ -120,3 +112,8 @@ class Access:
         if not any(device.answers_to(wanted.id) for device in mine):
             have = ", ".join(device.device_id.id for device in mine) or "none"
             raise UnknownDevice(f"unknown device {wanted} (this node has: {have})")
+
+
+def _sees(caller: Caller, known: Kernel | Claim | None) -> bool:
+    """Return whether a caller sees a kernel or claim; an unknown one requires a view of all."""
+    return caller.agents is None if known is None else caller.sees(known.agent_id)
