@@ -209,14 +209,6 @@ class Services(NamedTuple):
     holders: HostHolders
 
 
-class ServedSite(NamedTuple):
-    """The site of a node, its routes, and its status line for systemd."""
-
-    site: NodeSite
-    routes: Sequence[Route]
-    status: Callable[[], str]
-
-
 class Assembly:
     """The parts of one node, built from its settings and its host."""
 
@@ -313,8 +305,11 @@ class Assembly:
         services: Services,
         reload: Callable[[], Awaitable[list[str]]],
         warnings: Callable[[], Sequence[str]],
-    ) -> ServedSite:
-        """Return the site and its routes; `warnings` are those of the running daemon."""
+    ) -> tuple[NodeSite, Sequence[Route], Callable[[], str]]:
+        """Return the site, its routes, and the status line for systemd.
+
+        `warnings` are those of the running daemon.
+        """
         settings, plugins = self._settings, self._plugins
         state, devices, access = node.state, node.devices, services.access
         visibility = Visibility(state, devices, access)
@@ -367,7 +362,7 @@ class Assembly:
                 lambda: list(state),
             ),
         )
-        return ServedSite(site, table, partial(status_line, self._node_id, state, devices))
+        return site, table, partial(status_line, self._node_id, state, devices)
 
     def _rules(self) -> NodeRules:
         return NodeRules(

@@ -174,20 +174,16 @@ class Daemon:
         await self._until_listed(node)
         await reach("start.before_ready")
         self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
-        self._open(node)
+        node.site.open()
+        log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
+        self._status = node.status()
+        self._notifier.ready(self._status)
         retention = Retention(node.state, node.services.kernels, self._settings.node.keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_heard:
             background.run("status", self._telling(node))
         background.run("reload", self._reloading())
         return node
-
-    def _open(self, node: _Node) -> None:
-        """Open the site and report readiness."""
-        node.site.open()
-        log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
-        self._status = node.status()
-        self._notifier.ready(self._status)
 
     async def _assembled(
         self,

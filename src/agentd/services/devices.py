@@ -189,8 +189,10 @@ class NodeDevices:
         else:
             self._split = joined(before, names, inventory, self._rules, unlisted, in_force)
         self._dealings = dealings
-        for listing in listings:
-            self._note_served(listing, kept)
+        self._joined |= names
+        served = {(device.device_id.name, device.stable_id) for device in kept}
+        listed = {(each.name, device.stable_id) for each in listings for device in each.devices}
+        self._withheld |= listed - served
         self._split = self._split.with_inventory(self._suspended(self._split.inventory))
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
@@ -224,12 +226,6 @@ class NodeDevices:
             elif dealing is not None:
                 found[name] = dealing
         return found
-
-    def _note_served(self, listing: PluginListing, kept: Iterable[Device]) -> None:
-        served = {(d.device_id.name, d.stable_id) for d in kept}
-        listed = {(listing.name, device.stable_id) for device in listing.devices}
-        self._joined |= {listing.name}
-        self._withheld |= listed - served
 
     def partition(self, agent_id: str) -> Partition:
         """Return an agent's partition.
