@@ -125,7 +125,7 @@ def _granted(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str,
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
     by_device: dict[str, dict[str, int]] = {}
     for place, amounts in snapshot.holdings.items():
-        held = by_device.setdefault(_device_of(place), {})
+        held = by_device.setdefault(place.rpartition("/")[0], {})
         for holder, amount in _granted(amounts, snapshot).items():
             held[holder] = held.get(holder, 0) + amount
     for device, holders in by_device.items():
@@ -144,10 +144,6 @@ def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
             who = ", ".join(sorted(holders))
             agents = ", ".join(sorted(owners))
             yield Violation("owner", f"{device} is held by {who}, of agents {agents}")
-
-
-def _device_of(place: str) -> str:
-    return place.rpartition("/")[0]
 
 
 def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:

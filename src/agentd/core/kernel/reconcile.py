@@ -118,7 +118,9 @@ def _difference(
     if before.state is KernelState.UNREADABLE and item.record and not item.is_partial:
         adoption = adopt(item, inventory, before, now=now)
         return None if adoption.kernel == before else adoption
-    after = before.observed(_sight(before, item), degraded=changed_limits(before, item))
+    is_unreadable = before.state is KernelState.UNREADABLE and item.is_alive
+    sight = Observed.UNREADABLE if is_unreadable else SIGHTS[item.state]
+    after = before.observed(sight, degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)
     if is_same and (
@@ -133,8 +135,3 @@ def _difference(
 def _pid(before: Kernel, item: ObservedKernel) -> int | None:
     """Return the first process: a running unit has one, a process kernel is one."""
     return item.pid if item.unit else before.pid
-
-
-def _sight(before: Kernel, item: ObservedKernel) -> Observed:
-    is_unreadable = before.state.value == Observed.UNREADABLE and item.is_alive
-    return Observed.UNREADABLE if is_unreadable else SIGHTS[item.state]

@@ -8,6 +8,7 @@ held until the reconciler resolves it.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -26,7 +27,7 @@ from agentd.failpoints import reach
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import Creates, is_unresolved
 from agentd.services.planner import Asked, Decision, Planner
-from agentd.services.protocols import Clock, CreateProgress, LogQuery, Runtime
+from agentd.services.protocols import Clock, LogQuery, Runtime
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 
@@ -146,7 +147,7 @@ class KernelService:
                 plan = await self.planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
-                found = await self._default.create(plan, self._progress(kernel_id))
+                found = await self._default.create(plan, partial(self._moved, kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
                     raise self.creates.left(kernel_id, error, keep=keep_failure) from error
@@ -158,11 +159,8 @@ class KernelService:
             self._state.put(running)
         return running
 
-    def _progress(self, kernel_id: str) -> CreateProgress:
-        def moved(state: KernelState, pull: Pull | None = None) -> None:
-            self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
-
-        return moved
+    def _moved(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
+        self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
         """End a kernel and keep it listed; stopping an ended one changes nothing.
