@@ -6,12 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -44,6 +39,9 @@ SILENCE_S = 5.0
 """Seconds of silence after which a watch is probed."""
 AGAIN_S = (0.2, 2.0)
 """Range of random seconds before etcd is called again, which spreads the clients."""
+PARTS = ("slot-types/", "nodes/", "free/", "known/")
+_Changed = Callable[[str, bytes | None, int], None]
+"""Applies a key: its name, its value (None: it does not exist any more) and the revision."""
 
 
 class EtcdStore:
@@ -57,10 +55,8 @@ class EtcdStore:
         self._free: dict[str, bytes] = {}
         self._known: set[str] = set()
         self._forgotten: dict[str, int] = {}
-        self._have_nodes = asyncio.Event()
-        self._away: dict[str, str] = dict.fromkeys(
-            ("slot-types/", "nodes/", "free/", "known/"), "etcd has not answered yet"
-        )
+        self._away: dict[str, str] = dict.fromkeys(PARTS, "etcd has not answered yet")
+        self._listed = {part: asyncio.Event() for part in PARTS}
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
 
@@ -124,26 +120,30 @@ class EtcdStore:
 
     async def run(self) -> None:
         await run_endless(
-            self._follow("slot-types/", self._slot_types_are, self._slot_type),
-            self._follow("nodes/", self._nodes_are, self._node),
-            self._follow("free/", self._free_are, self._freed),
-            self._follow("known/", self._known_are, self._knows),
+            self._follow("slot-types/", lambda: self._state.view.slot_types, self._slot_type),
+            self._follow("nodes/", lambda: self._reports, self._node),
+            self._follow("free/", lambda: self._free, self._freed),
+            self._follow_known(),
             self._write(),
         )
 
+    async def _follow_known(self) -> None:
+        await self._listed["nodes/"].wait()
+        await self._follow("known/", lambda: self._known, self._knows)
+
     async def _follow(
-        self,
-        part: str,
-        are: Callable[[Mapping[str, KeyValue], int], Awaitable[None]],
-        changed: Callable[[str, bytes | None, int], Awaitable[None]],
+        self, part: str, applied: Callable[[], Iterable[str]], changed: _Changed
     ) -> None:
-        """Read all keys below a part, then follow their changes forever."""
+        """Read all keys below a part, then follow their changes forever.
+
+        `applied` returns the names of the keys that this gateway knows.
+        """
         prefix, after = f"{self._prefix}{part}", 0
         while True:
             try:
                 if not after:
-                    found, after = await self._etcd.range(prefix)
-                    await are({pair.key.removeprefix(prefix): pair for pair in found}, after)
+                    after = await self._list(prefix, applied(), changed)
+                self._listed[part].set()
                 self._away[part] = ""
                 watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
                 async with contextlib.aclosing(watch) as changes:
@@ -151,7 +151,7 @@ class EtcdStore:
                         self._away[part] = ""
                         for change in batch:
                             name = change.key.removeprefix(prefix)
-                            await changed(name, change.value, change.mod_revision)
+                            changed(name, change.value, change.mod_revision)
                         after = max(after, revision)
             except Compacted:
                 after = 0
@@ -164,15 +164,20 @@ class EtcdStore:
                     after = 0  # a watch that is denied costs a login each time, a list does not
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
-    async def _slot_types_are(self, found: Mapping[str, KeyValue], _: int) -> None:
-        pairs = sorted(found.items(), key=lambda item: item[1].create_revision)
-        read = (self._slot_type_in(name, pair.value) for name, pair in pairs)
-        self._state.know([slot for slot in read if slot is not None])
-        self._has_unwritten.set()
+    async def _list(self, prefix: str, applied: Iterable[str], changed: _Changed) -> int:
+        """Apply all keys below a prefix, and the end of the others; return their revision."""
+        found, revision = await self._etcd.range(prefix)
+        now = {pair.key.removeprefix(prefix): pair for pair in found}
+        for name in set(applied) - now.keys():
+            changed(name, None, revision)
+        for name, pair in now.items():
+            changed(name, pair.value, pair.mod_revision)
+        return revision
 
-    async def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
+    def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
+        self._state.unlearn(name)  # a definition that differs is a new one
         if value is None:
-            self._state.unlearn(name)
+            self._has_unwritten.set()  # a node may offer it
         elif (slot := self._slot_type_in(name, value)) is not None:
             self._state.learn(slot)
 
@@ -183,14 +188,7 @@ class EtcdStore:
             log.warning("slot_type.read_failed", name=name, reason=str(error))
             return None
 
-    async def _nodes_are(self, found: Mapping[str, KeyValue], _: int) -> None:
-        for node_id in self._reports.keys() - found.keys():
-            await self._node(node_id, None, 0)  # the time of its loss is unknown
-        for node_id, pair in found.items():
-            await self._node(node_id, pair.value, pair.mod_revision)
-        self._have_nodes.set()
-
-    async def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
+    def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):
             log.warning("node.ignored", key=shortened(node_id))
             return
@@ -201,19 +199,12 @@ class EtcdStore:
             self._note(node_id)
         elif (report := self._reports.pop(node_id, None)) is not None:
             self._write_new(report.node)  # another node may offer the same
-            if self._forgotten.get(node_id, 0) > revision:
+            if node_id in self._forgotten:
                 self._state.forget(node_id)
                 return
             self._state.lose(node_id, time.time())
 
-    async def _known_are(self, found: Mapping[str, KeyValue], revision: int) -> None:
-        await self._have_nodes.wait()
-        for node_id in self._known - found.keys():
-            await self._knows(node_id, None, revision)
-        for node_id, pair in found.items():
-            await self._knows(node_id, pair.value, pair.mod_revision)
-
-    async def _knows(self, node_id: str, value: bytes | None, revision: int) -> None:
+    def _knows(self, node_id: str, value: bytes | None, revision: int) -> None:
         """Apply that a node existed once: it is lost, not unknown. None: it is forgotten."""
         if not is_name(node_id):
             return
@@ -232,12 +223,7 @@ class EtcdStore:
         node = self._state.node(node_id)
         return node is not None and bool(node.url)
 
-    async def _free_are(self, found: Mapping[str, KeyValue], _: int) -> None:
-        self._free = {}
-        for node_id, pair in found.items():
-            await self._freed(node_id, pair.value, pair.mod_revision)
-
-    async def _freed(self, node_id: str, value: bytes | None, _: int) -> None:
+    def _freed(self, node_id: str, value: bytes | None, _: int) -> None:
         if value is None:
             self._free.pop(node_id, None)
             return

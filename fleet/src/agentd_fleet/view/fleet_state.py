@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -75,16 +75,10 @@ class FleetState:
         if slot.name not in self._slot_types:
             self._slot_types = {**self._slot_types, slot.name: slot}
 
-    def know(self, slots: Sequence[SlotType]) -> None:
-        """Replace the slot types, except the built-in ones."""
-        known = {slot.name: slot for slot in reversed((*BUILT_IN, *slots))}
-        if known != self._slot_types:
-            self._slot_types = known
-
     def unlearn(self, name: SlotName) -> None:
-        """Forget a slot type that no node offers; an offered one stays."""
-        if not self.view.offer_of(name):
-            self._slot_types = {n: slot for n, slot in self._slot_types.items() if n != name}
+        """Forget a slot type, except a built-in one."""
+        slots = self._slot_types.items()
+        self._slot_types = {n: slot for n, slot in slots if n != name or slot in BUILT_IN}
 
     def debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> None:
         """Deduct a pending placement until the node reports it.
