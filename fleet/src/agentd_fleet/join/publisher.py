@@ -9,7 +9,6 @@ parser of the settings takes no memory here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import signal
@@ -25,6 +24,7 @@ from agentd import log as logs
 from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
+from agentd.concurrency import is_set_within
 from agentd.errors import AgentdError, DaemonFailed
 from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
@@ -102,9 +102,7 @@ class Publisher:
         loop = asyncio.get_running_loop()
         keep_at = 0.0
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(max(keep_at, loop.time() + 0.01)):
-                    await self._changed.wait()
+            await is_set_within(self._changed, max(keep_at - loop.time(), 0.01))
             self._changed.clear()
             if self._reading is None:
                 keep_at = loop.time() + 1.0

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.events import NodeEvent
+from agentd.concurrency import is_set_within
 from agentd.core.names import name_or_empty
 from agentd.errors import Unavailable
 from agentd_fleet.view.reports import NodeReading, node_in, reading_of, unreadable
@@ -102,14 +103,15 @@ class NodeReader:
         """Read again after events, until the stream ends or the daemon does not answer."""
         changed = asyncio.Event()
         hearing = asyncio.create_task(_hear(events, changed))
+        hearing.add_done_callback(lambda _: changed.set())
         loop = asyncio.get_running_loop()
         read_at = loop.time()
         try:
             while not hearing.done():
-                if await _within(PROBE_S, changed, hearing):
+                if await is_set_within(changed, PROBE_S):
                     pause_s = max(PAUSE_S, read_at + LEAST_S - loop.time())
                     await asyncio.wait([hearing], timeout=pause_s)
-                elif not hearing.done():
+                else:
                     async with asyncio.timeout(PROBE_PATIENCE_S):
                         await self._client.alive()
                 if hearing.done() or not (changed.is_set() or loop.time() - read_at > AGAIN_S):
@@ -127,13 +129,3 @@ async def _hear(events: AsyncIterator[NodeEvent], changed: asyncio.Event) -> Non
     async for event in events:
         if event.kind != "audit":
             changed.set()
-
-
-async def _within(seconds: float, event: asyncio.Event, ended: asyncio.Task[None]) -> bool:
-    """Wait for an event, until the timeout or until `ended` is done."""
-    waiting = asyncio.create_task(event.wait())
-    try:
-        await asyncio.wait({waiting, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-    return event.is_set()
