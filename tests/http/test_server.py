@@ -14,7 +14,6 @@ from aiohttp import web
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
 from agentd.http import server as servers
-from agentd.http.audit import Auditor
 from agentd.http.callers import Token
 from agentd.http.connections.request_turns import MAX_AT_ONCE, RequestTurns
 from agentd.http.connections.unix_sockets import unix_socket
@@ -35,7 +34,7 @@ class Words(Site):
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None: ...
 
-    def auditor(self, request: web.Request, action: str) -> Auditor:
+    def audited(self, request: web.Request, action: str):
         raise AssertionError(action)
 
     async def word(self, request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -21,7 +22,7 @@ ON_BEHALF = "Agentd-Caller"
 """The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
 NODE = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
-_CALLER, _KERNEL, _CLAIM = "caller", "kernel", "claim"
+_CALLER = "caller"
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -109,24 +110,14 @@ def caller_of(request: web.Request) -> Caller:
     return caller
 
 
-def note_kernel(request: web.Request, kernel_id: str) -> None:
-    """Attach a kernel id to a request whose path has none."""
-    request[_KERNEL] = kernel_id
+def note_id(request: web.Request, kind: Literal["kernel", "claim"], item_id: str) -> None:
+    """Attach the id of a kernel or a claim to a request whose path has none."""
+    request[kind] = item_id
 
 
-def kernel_of(request: web.Request) -> str:
-    """Return the kernel id of a request, empty if it has none."""
-    return str(request.get(_KERNEL) or request.match_info.get("kernel", ""))
-
-
-def note_claim(request: web.Request, claim_id: str) -> None:
-    """Record the claim of a request whose path does not name it."""
-    request[_CLAIM] = claim_id
-
-
-def claim_of(request: web.Request) -> str:
-    """Return the claim that a request is about; empty if it is about none."""
-    return str(request.get(_CLAIM) or request.match_info.get("claim", ""))
+def id_of(request: web.Request, kind: Literal["kernel", "claim"]) -> str:
+    """Return the id of the kernel or the claim of a request, empty if it has none."""
+    return str(request.get(kind) or request.match_info.get(kind, ""))
 
 
 def peer_of(request: web.Request) -> SocketPeer | None:

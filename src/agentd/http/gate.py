@@ -81,11 +81,11 @@ class Gate:
             self._site.require(request, caller, route.right)
             with turn_limited(request):
                 return await handler(request)
-        with self._site.auditor(request, route.action) as auditor:
+        with self._site.audited(request, route.action) as call:
             self._site.require(request, caller, route.right)
             end_turn(request)
             response = await handler(request)
-            auditor.answered(str(response.status))
+            call.answered(str(response.status))
         return response
 
     async def _identified(self, request: web.Request) -> Caller | None:

@@ -106,7 +106,6 @@ class Server:
         node_id: str | None = None,
         pages: Pages | None = None,
     ) -> None:
-        self._title = title
         self._node_id = node_id
         self._routes = routes
         self._site = site
@@ -115,8 +114,6 @@ class Server:
         self._callers = Callers(
             endpoint.tokens, {str(unix.path): unix.caller for unix in endpoint.sockets}
         )
-        self._tcp = Limits(endpoint.max_connections, TCP_PART)
-        self._further = Limits(endpoint.max_connections, FURTHER_PART)
         patience_s = OPEN_PATIENCE_S if endpoint.passed else 0
         self._gate = Gate(site, routes, self._callers, pages, node_id, patience_s)
         self._turns = RequestTurns()
@@ -126,6 +123,7 @@ class Server:
         self._listeners: list[asyncio.Server] = []
         self._open: dict[int, web.Request] = {}
         self._cancelled: list[str] = []
+        site.describe(cache(lambda: document(title, routes)))
 
     async def start(self) -> None:
         """Start listening.
@@ -133,7 +131,6 @@ class Server:
         Raises:
             StartRefused: a socket or the address is unavailable.
         """
-        self._site.describe(cache(lambda: document(self._title, self._routes)))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
         app.on_response_prepare.append(self._sign)
         for route in self._routes:
@@ -147,7 +144,8 @@ class Server:
         known = {str(unix.path) for unix in self._endpoint.sockets} | {self._endpoint.tcp_address}
         if strange := sorted(passed.keys() - known):
             raise StartRefused(f"systemd passed unexpected sockets: {', '.join(strange)}")
-        for unix, limits in ((main, None), *((other, self._further) for other in others)):
+        further = Limits(self._endpoint.max_connections, FURTHER_PART)
+        for unix, limits in ((main, None), *((other, further) for other in others)):
             if (listening := passed.get(str(unix.path))) is None:
                 listening = unix_socket(unix.path, unix.group)
                 self._bound.append(unix.path)
@@ -162,7 +160,8 @@ class Server:
 
     async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         end = self._endpoint
-        connection = self._new_connection(self._tcp, lambda: self._tls)
+        limits = Limits(end.max_connections, TCP_PART)
+        connection = self._new_connection(limits, lambda: self._tls)
         try:
             if (passed := end.passed.get(end.tcp_address or "")) is not None:
                 return await loop.create_server(connection, sock=passed, backlog=BACKLOG)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
 from agentd.http.answers import answer
-from agentd.http.audit import Auditor
+from agentd.http.audit import AuditedCall
 from agentd.http.callers import caller_of, caller_view
 from agentd.http.streaming.streams import Streams
 
@@ -48,7 +49,7 @@ class Site(ABC):
         """
 
     @abstractmethod
-    def auditor(self, request: web.Request, action: str) -> Auditor:
+    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
         """Return the audit context of a mutating call."""
 
     async def livez(self, _: web.Request) -> web.Response:

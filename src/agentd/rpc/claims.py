@@ -21,7 +21,7 @@ from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.host.claim_holders import HostHolders, NoSuchHolder
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_claim, peer_of
+from agentd.http.callers import caller_of, note_id, peer_of
 from agentd.http.queries import body_of, query_of
 from agentd.rpc import rendering
 from agentd.rpc.pages import answer_page
@@ -61,11 +61,11 @@ class ClaimHandlers:
         body = read_body(CreateClaimRequest, await body_of(request))
         caller = caller_of(request)
         if body.claim_id is not None:
-            note_claim(request, body.claim_id)
+            note_id(request, "claim", body.claim_id)
         require_id(caller, body.claim_id)
         _require_admin_for(body, caller)
         spec = body.to_spec(agent_id, caller, self._holder(request, body.holder, caller))
-        note_claim(request, spec.claim_id)
+        note_id(request, "claim", spec.claim_id)
         status, is_new = await self._service.create(spec)
         headers = {"Location": f"/v1/claims/{spec.claim_id}"}
         return answer(self._view(status), 201 if is_new else 200, headers)

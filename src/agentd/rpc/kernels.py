@@ -13,7 +13,7 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import Kernel
 from agentd.http.answers import answer
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_kernel
+from agentd.http.callers import caller_of, note_id
 from agentd.http.queries import body_of, prefers_async, query_of
 from agentd.http.site import Site
 from agentd.http.streaming.streams import stream_log
@@ -59,7 +59,7 @@ class KernelHandlers:
         caller = caller_of(request)
         require_id(caller, body.kernel_id)
         spec = body.to_spec(agent_id, caller)
-        note_kernel(request, spec.kernel_id)
+        note_id(request, "kernel", spec.kernel_id)
         if query_of(request, CreateQuery).dry_run:
             if known := self._service.existing(spec):
                 return answer(self._shown(known))
@@ -136,9 +136,9 @@ class KernelHandlers:
         kernel = self._execs.find(request.match_info["kernel"])
 
         async def begin(spec: ExecSpec) -> Session:
-            with self._site.auditor(request, "exec_kernel") as auditor:
+            with self._site.audited(request, "exec_kernel") as call:
                 session = await self._execs.begin(kernel, spec)
-                auditor.answered("begun")
+                call.answered("begun")
             return session
 
         with self._site.streams.opened(request, may_pause=True):

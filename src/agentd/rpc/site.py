@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 
 from aiohttp import web
 
@@ -12,7 +13,7 @@ from agentd.core.devices import DeviceId
 from agentd.errors import NotReady
 from agentd.events import EventLog
 from agentd.http.answers import answer
-from agentd.http.audit import Auditor
+from agentd.http.audit import AuditedCall, audited
 from agentd.http.site import Site
 from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
@@ -60,7 +61,7 @@ class NodeSite(Site):
             device=DeviceId(name, match["id"]) if name is not None else None,
         )
 
-    def auditor(self, request: web.Request, action: str) -> Auditor:
+    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
         claim = self._state.claims.get(request.match_info.get("claim", ""))
         held = kernel or claim
@@ -69,7 +70,7 @@ class NodeSite(Site):
             action in ("create_kernel", "create_claim") and agent in self._devices.split.partitions
         )
         on_error = self._refusals.note if is_create else None
-        return Auditor(self._events, on_error, request, action, agent)
+        return audited(self._events, on_error, request, action, agent)
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Answer the readiness probe: ready after the start, including adoption."""

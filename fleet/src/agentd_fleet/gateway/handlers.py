@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager
 
 import msgspec
 import structlog
@@ -20,9 +21,9 @@ from agentd.errors import (
 )
 from agentd.events import EventLog
 from agentd.http.answers import answer
-from agentd.http.audit import Auditor
+from agentd.http.audit import AuditedCall, audited
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_kernel
+from agentd.http.callers import caller_of, note_id
 from agentd.http.metrics import CONTENT_TYPE, exposition
 from agentd.http.queries import body_of, prefers_async, query_of
 from agentd.http.site import Site
@@ -72,8 +73,8 @@ class Gateway(Site):
         if not caller.may(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
 
-    def auditor(self, request: web.Request, action: str) -> Auditor:
-        return Auditor(self._events, None, request, action, "")
+    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
+        return audited(self._events, None, request, action, "")
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Answer the readiness probe: ready while the view of the nodes is current."""
@@ -155,7 +156,7 @@ class Gateway(Site):
         caller = caller_of(request)
         headers = {"Prefer": "respond-async"} if prefers_async(request) else {}
         order = order_of(body, caller, headers)
-        note_kernel(request, order.kernel_id)
+        note_id(request, "kernel", order.kernel_id)
         if query_of(request, CreateQuery).dry_run:
             placed = await self._placer.explain(caller, order, view)
             content = {"agent_id": placed.agent_id, **json.loads(placed.answer.body)}
