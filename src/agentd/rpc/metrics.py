@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 from agentd import __version__
@@ -110,7 +110,9 @@ class Metrics:
         )
         yield from _plugins(self._plugins)
         yield from _kernels(access.kernels(caller))
-        yield _creates(self._counts, agents)
+        creates = _results(self._counts.creates, agents)
+        text = "Creates by agent and result"
+        yield counter("agentd_creates", text, ("agent", "result"), creates)
         yield from _claims(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
             yield from _refusals(self._counts, self._devices.inventory.slot_types)
@@ -163,13 +165,12 @@ def _usage(uses: Sequence[KernelUse]) -> Iterator[Metric]:
     yield gauge("agentd_kernel_device_memory_bytes", text, labels_of_both, memory)
 
 
-def _creates(counts: NodeCounts, agents: Collection[str]) -> Metric:
-    results = {
-        (agent, result): counts.creates.get((agent, result), 0)
-        for agent in agents
-        for result in (CREATED, REFUSED, FAILED)
-    }
-    return counter("agentd_creates", "Creates by agent and result", ("agent", "result"), results)
+def _results(
+    counts: Mapping[tuple[str, str], int], agents: Iterable[str]
+) -> dict[tuple[str, str], int]:
+    """Return the counts of requests by agent and result, zero by default."""
+    results = (CREATED, REFUSED, FAILED)
+    return {(agent, kind): counts.get((agent, kind), 0) for agent in agents for kind in results}
 
 
 def _claims(
@@ -180,11 +181,7 @@ def _claims(
     held = {(agent, kind): found[agent, kind] for agent in agents for kind in kinds.values()}
     text = "Claims by agent and kind of holder"
     yield gauge("agentd_claims", text, ("agent", "holder"), held)
-    results = {
-        (agent, result): counts.results.get((agent, result), 0)
-        for agent in agents
-        for result in (CREATED, REFUSED, FAILED)
-    }
+    results = _results(counts.results, agents)
     text = "Claim requests by agent and result"
     yield counter("agentd_claims", text, ("agent", "result"), results)
     ends = {
