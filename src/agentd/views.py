@@ -197,6 +197,11 @@ class ClaimHolderView(TypedDict):
     amounts: dict[str, Amount]
 
 
+DeviceState: TypeAlias = Literal[
+    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
+]
+
+
 class DeviceView(TypedDict):
     """A device; `allocated` and the `amount` of holders are in their holders' primary slots.
 
@@ -208,9 +213,7 @@ class DeviceView(TypedDict):
     stable_id: str
     aliases: list[str]
     agents: list[str]
-    state: Literal[
-        "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
-    ]
+    state: DeviceState
     reason: str
     numa_node: int | None
     model: str

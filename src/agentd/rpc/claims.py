@@ -137,8 +137,7 @@ class ClaimHandlers:
         """Return the edits for the devices of several claims together."""
         body = read_body(EditsRequest, await body_of(request))
         edits_for = EditsFor(body.edits_for)
-        edits = await self._service.edits_of(body.claims, edits_for, caller_of(request))
-        return answer(rendering.edits_view(edits))
+        return answer(await self._service.edits_of(body.claims, edits_for, caller_of(request)))
 
 
 def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:

@@ -102,7 +102,7 @@ class NodeHandlers:
 
     async def list_plugins(self, _: web.Request) -> web.Response:
         """List the plugins with their status."""
-        return answer(rendering.plugin_views(self._plugins))
+        return answer([rendering.plugin_view(status) for status in self._plugins.statuses()])
 
     async def retry_plugin(self, request: web.Request) -> web.Response:
         """Retry a plugin that is not ready, and return its new status."""

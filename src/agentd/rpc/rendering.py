@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Literal, TypeAlias, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import asdict
@@ -22,7 +22,6 @@ from agentd.core.allocation.ledger import (
 )
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device, Health, Inventory
-from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
@@ -39,8 +38,8 @@ from agentd.views import (
     CheckView,
     ClaimHolderView,
     ClaimView,
+    DeviceState,
     DeviceView,
-    EditsView,
     EngineView,
     HolderView,
     KernelUseView,
@@ -53,11 +52,6 @@ from agentd.views import (
     SlotTypeView,
     SlotUseView,
 )
-
-DeviceState: TypeAlias = Literal[
-    "ok", "held", "unhealthy", "drained", "gone", "withheld", "overcommitted", "busy"
-]
-
 
 _OPTIONAL = frozenset({"via", "claim_id"})
 """Members of an audit event that are left out where they are empty."""
@@ -117,7 +111,7 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
         "state": "used" if status.is_used else "held",
         "slots": dict(claim.slots),
         "allocation": charged_allocation(claim.allocation, inventory).to_wire(),
-        "edits": edits_view(claim.edits),
+        "edits": msgspec.to_builtins(claim.edits),
         "holder": holder,
         "labels": dict(claim.labels),
         "created_at": wire_time(claim.created_at) or "",
@@ -138,25 +132,6 @@ def engine_view(status: EngineStatus) -> EngineView:
     """Return an engine and the devices that wait for it."""
     devices = {name: list(ids) for name, ids in status.devices.items()}
     return {"engine": status.engine, "ready": status.is_ready, "devices": devices}
-
-
-def edits_view(edits: ContainerEdits) -> EditsView:
-    """Return the edits of plugins."""
-    shown: EditsView = msgspec.to_builtins(edits)
-    return shown
-
-
-def _claim_event_view(
-    value: ClaimStatus | EndedClaim | Collision, inventory: Inventory, ledger: Ledger
-) -> Mapping[str, object]:
-    match value:
-        case ClaimStatus() as status:
-            return claim_view(status, inventory)
-        case EndedClaim(claim, reason):
-            ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
-            return {**ids, "reason": reason.value}
-        case Collision() as collision:
-            return _collision_view(collision, ledger)
 
 
 def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object]:
@@ -198,10 +173,6 @@ def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
                 sums[slot] = sums.get(slot, 0) + amount
                 slots[slot] = format_amount(sums[slot], kind)
     return slots
-
-
-def _ignored(state: NodeState) -> Iterator[str]:
-    return (what for status in state.runtimes.values() for what in status.ignored)
 
 
 def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
@@ -300,10 +271,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
         shares = ledger.holders(device.device_id)
-        held = [
-            f"{_named(holder, is_seen=is_seen(holder))} holds {_what(shares[holder])}"
-            for holder in holders
-        ]
+        held = [_held_text(holder, shares[holder], is_seen=is_seen(holder)) for holder in holders]
         end = "it ends" if len(held) == 1 else "they end"
         return "held", f"{', '.join(held)}; unavailable until {end}"
     if excess := ledger.excess(device):
@@ -320,15 +288,11 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     return "ok", ""
 
 
-def _named(holder: Holder, *, is_seen: bool) -> str:
-    if is_seen:
-        return holder_text(holder)
-    return f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
-
-
-def _what(share: Share) -> str:
+def _held_text(holder: Holder, share: Share, *, is_seen: bool) -> str:
+    other = f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
     slots = " and ".join(share.slot_names)
-    return f"{slots} of it" if slots else "it, or what it is a part of"
+    held = f"{slots} of it" if slots else "it, or what it is a part of"
+    return f"{holder_text(holder) if is_seen else other} holds {held}"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
@@ -419,37 +383,6 @@ def plugin_view(status: PluginStatus) -> PluginView:
     }
 
 
-def plugin_views(plugins: Plugins) -> list[PluginView]:
-    """Return every plugin and its status."""
-    return [plugin_view(status) for status in plugins.statuses()]
-
-
-def event_view(event: Event, split: Split, ledger: Ledger) -> object:
-    """Return the payload of an event: the thing in its state at that moment."""
-    shown: object = {"reason": str(event.value)}
-    match event.kind, event.value:
-        case EventKind.KERNEL, Kernel() as kernel:
-            shown = kernel_view(kernel, split.inventory)
-        case EventKind.KERNEL_REMOVED, Kernel() as kernel:
-            shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
-        case _, ClaimStatus() | EndedClaim() | Collision() as value:
-            shown = _claim_event_view(value, split.inventory, ledger)
-        case EventKind.DEVICE, Device() as device:
-            shown = device_view(device, split, ledger)
-        case EventKind.DEVICE_REMOVED, Device() as device:
-            shown = {"device_name": device.device_id.name, "id": device.device_id.id}
-        case EventKind.PLUGIN, PluginStatus() as plugin:
-            shown = plugin_view(plugin)
-        case EventKind.RUNTIME, RuntimeStatus() as runtime:
-            shown = runtime_view(runtime)
-        case EventKind.AUDIT, Audit() as audit:
-            members = asdict(audit).items()
-            shown = {name: text for name, text in members if text or name not in _OPTIONAL}
-        case EventKind.REFUSAL, Refusal() as refusal:
-            shown = refusal_view(refusal)
-    return shown
-
-
 def refusal_view(refusal: Refusal) -> RefusalView:
     """Return a refused create."""
     return {
@@ -468,6 +401,40 @@ def runtime_view(status: RuntimeStatus) -> RuntimeView:
     return {"name": status.name, "state": status.state.value, "reason": status.reason}
 
 
+_VIEWS: Mapping[type, Callable[[Any], object]] = {
+    PluginStatus: plugin_view,
+    RuntimeStatus: runtime_view,
+    Refusal: refusal_view,
+}
+"""By type of an event's value, the views that need nothing else."""
+
+
+def event_view(event: Event, split: Split, ledger: Ledger) -> object:
+    """Return the payload of an event: the thing in its state at that moment."""
+    view = _VIEWS.get(type(event.value), lambda value: {"reason": str(value)})
+    shown: object = view(event.value)
+    match event.kind, event.value:
+        case EventKind.KERNEL, Kernel() as kernel:
+            shown = kernel_view(kernel, split.inventory)
+        case EventKind.KERNEL_REMOVED, Kernel() as kernel:
+            shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+        case _, ClaimStatus() as status:
+            shown = claim_view(status, split.inventory)
+        case _, EndedClaim(claim, reason):
+            ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
+            shown = {**ids, "reason": reason.value}
+        case _, Collision() as collision:
+            shown = _collision_view(collision, ledger)
+        case EventKind.DEVICE, Device() as device:
+            shown = device_view(device, split, ledger)
+        case EventKind.DEVICE_REMOVED, Device() as device:
+            shown = {"device_name": device.device_id.name, "id": device.device_id.id}
+        case EventKind.AUDIT, Audit() as audit:
+            members = asdict(audit).items()
+            shown = {name: text for name, text in members if text or name not in _OPTIONAL}
+    return shown
+
+
 def node_view(
     node_id: str, default_runtime: str, state: NodeState, devices: NodeDevices, plugins: Plugins
 ) -> NodeView:
@@ -478,11 +445,11 @@ def node_view(
         "version": __version__,
         "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
-        "plugins": plugin_views(plugins),
+        "plugins": [plugin_view(status) for status in plugins.statuses()],
         "warnings": [
             *devices.warnings,
             *_left_agents(state, devices.split),
-            *_ignored(state),
+            *(what for status in state.runtimes.values() for what in status.ignored),
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
             *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
             *_collisions(state, devices.split),
@@ -540,9 +507,12 @@ def status_line(node_id: str, state: NodeState, devices: NodeDevices) -> str:
     found = [
         device for device in devices.inventory.devices if device.device_id.name not in (CPU, MEM)
     ]
-    lost = [name for name, status in state.runtimes.items() if status.reason]
     troubles = [
-        *(f"runtime {name}: {state.runtimes[name].reason}" for name in lost),
+        *(
+            f"runtime {name}: {status.reason}"
+            for name, status in state.runtimes.items()
+            if status.reason
+        ),
         *devices.warnings,
     ]
     text = f"node {node_id}: {living} kernels, {ended} ended; {len(found)} accelerators"
