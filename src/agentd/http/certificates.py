@@ -1,11 +1,8 @@
-"""TLS certificates and keys, loaded from one read of each file."""
+"""TLS certificates and keys: their contexts, validity and weaknesses."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import ssl
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -51,9 +48,8 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     """
     chain, secret = read_named(cert), read_named(key)
     try:
-        with _in_memory(chain.content) as first, _in_memory(secret.content) as second:
-            # Without a password OpenSSL would ask for one at the terminal.
-            context.load_cert_chain(first, second, password=lambda: "")
+        # Without a password OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ssl.SSLError) as error:
         raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
     return chain, secret
@@ -69,16 +65,6 @@ def read_named(path: Path) -> RegularFile:
         return read_regular(path)
     except UnusableFile as error:
         raise UnusableFile(f"{path} {error}") from None
-
-
-@contextlib.contextmanager
-def _in_memory(content: bytes) -> Iterator[str]:
-    """Yield a path of the content, since ssl loads certificates from paths only."""
-    descriptor = os.memfd_create("agentd-tls", os.MFD_CLOEXEC)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        yield f"/proc/self/fd/{descriptor}"
 
 
 def validity_of(pem: bytes) -> Validity | None:
