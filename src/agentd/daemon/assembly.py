@@ -331,7 +331,6 @@ class Assembly:
             partial(node_view, self._node_id, settings.node.runtime, state, devices, plugins),
             state,
             access,
-            visibility,
             plugins,
             services.reconciler,
             services.check,

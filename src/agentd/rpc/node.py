@@ -17,7 +17,6 @@ from agentd.http.queries import query_of
 from agentd.rpc import rendering
 from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery
-from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.kernels.reconciler import Reconciler
 from agentd.services.protocols import Plugins
@@ -38,7 +37,6 @@ class NodeHandlers:
         view: Callable[[], NodeView],
         state: NodeState,
         access: Access,
-        visibility: Visibility,
         plugins: Plugins,
         reconciler: Reconciler,
         check: SelfCheck,
@@ -50,7 +48,6 @@ class NodeHandlers:
         self._view = view
         self._state = state
         self._access = access
-        self._visibility = visibility
         self._plugins = plugins
         self._reconciler = reconciler
         self._check = check
@@ -110,6 +107,8 @@ class NodeHandlers:
         return answer(rendering.plugin_view(status))
 
     def _node(self, caller: Caller) -> NodeView:
+        """Return the node without warnings about agents that the caller cannot see."""
         node = self._view()
-        node["warnings"] += self._warnings()
-        return self._visibility.node(node, caller)
+        warnings = [*node["warnings"], *self._warnings()]
+        node["warnings"] = self._access.about_nobody_else(caller, warnings)
+        return node

@@ -13,7 +13,7 @@ from agentd.services.access import Access
 from agentd.services.devices import NodeDevices
 from agentd.services.refusals import Refusal
 from agentd.services.state import NodeState
-from agentd.views import DeviceView, NodeView
+from agentd.views import DeviceView
 
 
 class Visibility:
@@ -36,12 +36,6 @@ class Visibility:
 
         view = rendering.device_view(device, split, ledger, is_seen)
         view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
-        return view
-
-    def node(self, view: NodeView, caller: Caller) -> NodeView:
-        """Return the node without warnings about other agents."""
-        if caller.agents is not None:
-            view["warnings"] = self._access.about_nobody_else(caller, view["warnings"])
         return view
 
     def event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
