@@ -196,11 +196,6 @@ def _stem(item: str) -> tuple[str, int | None]:
     return item.removesuffix(digits), int(digits) if digits else None
 
 
-def left_over(name: str, left: list[str] | str) -> str:
-    """Return unassigned ids, or an unassigned amount of memory."""
-    return amount(name, left) if isinstance(left, str) else compact(left)
-
-
 def limit_line(name: str, limit: Mapping[str, Any]) -> str:
     """Return a limit in words: its name, its amount, and whether it is guaranteed."""
     promise = "guaranteed" if limit["guaranteed"] else "at most, not guaranteed"
@@ -240,7 +235,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     reserved = plan["reserved"]
     say(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
     for name, left in plan["unassigned"].items():
-        say(f"unassigned: {name} {left_over(name, left)}")
+        rest = amount(name, left) if isinstance(left, str) else compact(left)  # of memory, or ids
+        say(f"unassigned: {name} {rest}")
     for agent, part in plan["agents"].items():
         for name, limit in part.get("limits", {}).items():
             say(f"limit: {agent} {limit_line(name, limit)}")

@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -120,18 +121,13 @@ def create(client: Client, /, agent: str, **options: Any) -> None:
     agentctl create agent-1 --id train-1 -s cuda.shares=0.5 -s mem=16g -- ./train
     """
     body = kernel_body(options)
-
-    def created(body: Mapping[str, Any]) -> Mapping[str, Any]:
-        return client.create_kernel(agent, body, wait=not options["is_async"])
-
     content: Mapping[str, Any]
     with explaining_refusal(), suggesting_agents(client, agent):
         if options["dry_run"]:
             content = client.explain(agent, body)
-        elif options["is_async"]:
-            content = created(body)
         else:
-            content = with_progress(client, body, created)
+            create_kernel = partial(client.create_kernel, agent, wait=not options["is_async"])
+            content = with_progress(client, body, create_kernel)
     if "explain" not in content:
         print_answer(content, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
     elif not printed(content, given_devices(content)):
@@ -150,16 +146,6 @@ def explaining_refusal(*, is_answer: bool = False) -> Iterator[None]:
         if is_table() and error.explain:
             print_decision({"explain": {error.slot: error.explain}}, is_refused=not is_answer)
         raise
-
-
-def print_dry_run(client: Client, agent: str, body: Mapping[str, Any]) -> None:
-    """Print the decision about a create; create nothing.
-
-    Raises:
-        AgentdError, ClickException: the create would be refused.
-    """
-    with explaining_refusal(), suggesting_agents(client, agent):
-        print_decision(client.explain(agent, body))
 
 
 _EXPLAIN_COLUMNS = ["slot", "device", "free", "given", "reason"]

@@ -208,8 +208,7 @@ def create(client: Client, /, **options: Any) -> None:
         )
         return client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
 
-    is_waiting = not (is_dry or options["is_async"])
-    content = with_progress(client, body, placed) if is_waiting else placed(body)
+    content = placed(body) if is_dry else with_progress(client, body, placed)
     if not is_dry:
         print_answer(content, _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
     elif not printed(content, given_devices(content)):

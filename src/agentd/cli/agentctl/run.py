@@ -17,9 +17,14 @@ from typing import Any, BinaryIO, TypeAlias
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.create import kernel_body, kernel_options, print_dry_run
+from agentd.cli.agentctl.create import (
+    explaining_refusal,
+    kernel_body,
+    kernel_options,
+    print_decision,
+)
 from agentd.cli.agentctl.follow import ENDED, STARTING
-from agentd.cli.agentctl.options import RpcProblem
+from agentd.cli.agentctl.options import RpcProblem, suggesting_agents
 from agentd.cli.output import say
 from agentd.client import Client
 from agentd.errors import (
@@ -72,7 +77,8 @@ def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **op
     if claim_id is not None:
         body |= {"claim": claim_id, "keep_claim": True}
     if options["dry_run"]:
-        print_dry_run(client, agent, body)
+        with explaining_refusal(), suggesting_agents(client, agent):
+            print_decision(client.explain(agent, body))
         return
     sys.exit(Run(client, agent, body).until_end(removes=removes))
 
