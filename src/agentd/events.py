@@ -16,7 +16,6 @@ from enum import StrEnum
 
 import msgspec
 
-_DIGITS = 19
 KEPT = 4096
 """Events that are kept, and that a listener may lag behind."""
 
@@ -145,10 +144,9 @@ class EventLog:
     def _since(self, last_id: str | None) -> list[Event]:
         if last_id is None:
             return []
-        epoch, _, number = last_id.rpartition("-")
-        first = self._past[0].number if self._past else self._number + 1
-        is_known = number.isdecimal() and len(number) < _DIGITS and epoch == self._epoch
-        if is_known and first - 1 <= int(number) <= self._number:
-            return [event for event in self._past if event.number > int(number)]
+        before = self._number - len(self._past)
+        ids = [f"{self._epoch}-{number}" for number in range(before, self._number + 1)]
+        if last_id in ids:
+            return [*self._past][ids.index(last_id) :]
         why = "later events are not kept; list again"
         return [Event(self._number, EventKind.RESET, why)]
