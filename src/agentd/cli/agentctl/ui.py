@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from agentd.client.asynchronous import AsyncClient
 
-_TAKEN = ("If-None-Match", "Last-Event-ID", "Content-Type", "Accept", "Prefer")
+_TAKEN = ("Last-Event-ID", "Content-Type", "Accept", "Prefer")
 """Request headers that are relayed to the daemon."""
 _OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
 """Headers of answers that concern the connection and are not relayed."""
