@@ -233,7 +233,7 @@ class Run:
         """Print one stream to its end; after a lost connection, what was not printed yet."""
         printed = 0
         while True:
-            skipped, is_over = 0, False
+            skipped = 0
             try:
                 for chunk in self._client.logs(self._kernel_id, follow=True, stream=stream):
                     rest = chunk[max(0, printed - skipped) :]
@@ -241,12 +241,11 @@ class Run:
                     printed += len(rest)
                     output.write(rest)
                     output.flush()
-                is_over = self._own_kernel()["state"] in ENDED
+                if self._own_kernel()["state"] in ENDED:
+                    return
             except Unavailable:
                 pass
             except (AgentdError, OSError):
-                return
-            if is_over:
                 return
             time.sleep(PAUSE_S)
 

@@ -62,32 +62,27 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, done.set)
-    async with client:
+    async with client, contextlib.AsyncExitStack() as stack:
         await client.whoami()
         relay = Relay(client)
         server = web.Server(relay.answer, handler_cancellation=True)
         runner = web.ServerRunner(server, shutdown_timeout=0.1)
         await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         try:
-            site = web.TCPSite(runner, "127.0.0.1", port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise CommandError(f"127.0.0.1:{port}: {error.strerror}") from None
-            relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
-            address = f"http://{relay.host}/ui/#token={relay.token}"
-            with contextlib.ExitStack() as stack:
-                say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
-                if not is_printed:
-                    page = stack.enter_context(_sent_on(address))
-                    # Some browsers run in the terminal, until they are left.
-                    if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
-                        raise CommandError(
-                            "no browser could be opened", ["print the address: --print"]
-                        )
-                await done.wait()
-        finally:
-            await runner.cleanup()
+            await site.start()
+        except OSError as error:
+            raise CommandError(f"127.0.0.1:{port}: {error.strerror}") from None
+        relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
+        address = f"http://{relay.host}/ui/#token={relay.token}"
+        say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+        if not is_printed:
+            page = stack.enter_context(_sent_on(address))
+            # Some browsers run in the terminal, until they are left.
+            if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
+                raise CommandError("no browser could be opened", ["print the address: --print"])
+        await done.wait()
 
 
 @contextlib.contextmanager
