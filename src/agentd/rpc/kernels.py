@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 from aiohttp import web
 
@@ -55,7 +52,12 @@ class KernelHandlers:
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
-        body = read_body(CreateKernelRequest, await body_of(request), self._refuse_unsupported)
+        refuse = self._service.planner.refuse_unsupported
+        body = read_body(
+            CreateKernelRequest,
+            await body_of(request),
+            lambda members: refuse(members.get("slots", {})),
+        )
         caller = caller_of(request)
         require_id(caller, body.kernel_id)
         spec = body.to_spec(agent_id, caller)
@@ -143,9 +145,6 @@ class KernelHandlers:
 
         with self._site.streams.opened(request, may_pause=True):
             return await run_over(request, begin)
-
-    def _refuse_unsupported(self, body: Mapping[str, Any]) -> None:
-        self._service.planner.refuse_unsupported(body.get("slots", {}))
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)
