@@ -216,24 +216,17 @@ class _Counted:
 def problems_of(model: type[BaseModel], error: ValidationError) -> Iterator[Problem]:
     """Yield what is invalid in a body or query, in words of our own."""
     for item in error.errors(include_url=False):
-        message = _EXPECTED.get(item["type"], item["msg"])
-        if item["type"] == "string_pattern_mismatch":
-            message = _WORDS[item["ctx"]["pattern"]]
-        yield _problem(model, item["loc"], item["type"], message, item["input"])
-
-
-def _problem(
-    model: type[BaseModel], place: tuple[int | str, ...], kind: str, message: str, given: object
-) -> Problem:
-    where = ".".join(str(part) for part in place if part != "[key]")
-    if kind == "extra_forbidden":
-        known = list(model.model_fields)
-        hint = did_you_mean(str(place[-1])[:_SHOWN], known, 0.6)
-        allowed = f"allowed: {', '.join(known)}" if len(place) == 1 else ""
-        return Problem(where, f"unknown member; {hint}{allowed}".rstrip("; "))
-    if kind == "value_error":
-        return Problem(where, message.removeprefix("Value error, "))
-    if kind == "missing":
-        return Problem(where, message)
-    is_quoted = place[0] not in PRIVATE_MEMBERS and not isinstance(given, (dict, list))
-    return Problem(where, f"{message}, not {given!r:.{_SHOWN}}" if is_quoted else message)
+        kind, place, given = item["type"], item["loc"], item["input"]
+        why = _EXPECTED.get(kind, item["msg"])
+        if kind == "string_pattern_mismatch":
+            why = _WORDS[item["ctx"]["pattern"]]
+        if kind == "extra_forbidden":
+            known = list(model.model_fields)
+            hint = did_you_mean(str(place[-1])[:_SHOWN], known, 0.6)
+            allowed = f"allowed: {', '.join(known)}" if len(place) == 1 else ""
+            why = f"unknown member; {hint}{allowed}".rstrip("; ")
+        elif kind == "value_error":
+            why = why.removeprefix("Value error, ")
+        elif kind != "missing" and place[0] not in PRIVATE_MEMBERS:
+            why += "" if isinstance(given, (dict, list)) else f", not {given!r:.{_SHOWN}}"
+        yield Problem(".".join(str(part) for part in place if part != "[key]"), why)
