@@ -43,7 +43,15 @@ def error_of(content: Mapping[str, Any]) -> AgentdError:
 
 def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdError:
     """Return the error of an answer; `retry_after` is that header."""
-    error = _error_in(status, raw)
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict):
+        error = error_of(content)
+    else:
+        text = raw[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
+        error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
     if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
         error.retry_after_s = max(1, int(retry_after or ""))  # type: ignore[misc]
     return error
@@ -60,17 +68,6 @@ def content_of(raw: bytes) -> Any:
     except (ValueError, RecursionError):
         shown = raw[:80].decode(errors="replace")
         raise Refused("Internal", f"the answer is not JSON: {shown!r}", {}) from None
-
-
-def _error_in(status: int, raw: bytes) -> AgentdError:
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
-        content = None
-    if isinstance(content, dict):
-        return error_of(content)
-    text = raw[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
-    return Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
 
 
 def unreachable(where: str, error: Exception) -> Unreachable:
