@@ -185,15 +185,14 @@ class CreateKernelRequest(Body):
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
         """Return the core's kernel spec, with a generated kernel id if the request has none."""
-        slots = _read(self.slots)
         return KernelSpec(
             kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
             agent_id=agent_id,
             command=tuple(self.command),
-            spec_hash=self._digest(agent_id, slots),
+            spec_hash=self.digest(agent_id),
             image=self.image,
             env=self.env,
-            slots=slots,
+            slots=_read(self.slots),
             devices={name: tuple(ids) for name, ids in self.devices.items()},
             mounts=tuple(Mount(m.source, m.target, m.read_only) for m in self.mounts),
             ports=tuple(Port(p.container, p.host, p.protocol) for p in self.ports),
@@ -216,18 +215,14 @@ class CreateKernelRequest(Body):
             caller=caller,
         )
 
-    def digest(self) -> str:
-        """Return the hash of a fleet request, which has no agent."""
-        return self._digest("", _read(self.slots))
-
-    def _digest(self, agent_id: str, slots: Mapping[str, Quantity | AmountError]) -> str:
+    def digest(self, agent_id: str = "") -> str:
         """Return a hash that is equal for equal requests; defaults and zero slots do not count.
 
-        cpu and mem always count, because their defaults are not zero. Unreadable amounts share one
-        form: no kernel can have them, since the request is refused.
+        A request to a fleet has no agent. cpu and mem always count, because their defaults are not
+        zero. Unreadable amounts share one form: no kernel can have them, since it is refused.
         """
         content = self.model_dump(exclude_defaults=True, exclude={"kernel_id", "slots"})
-        return _hash_of(content, agent_id, slots)
+        return _hash_of(content, agent_id, _read(self.slots))
 
 
 def _hash_of(
