@@ -144,13 +144,13 @@ def quiet_option(command: _F) -> _F:
     )(command)
 
 
-def pairs(values: Sequence[str], separator: str = "=") -> dict[str, str]:
+def pairs(values: Sequence[str]) -> dict[str, str]:
     """Read NAME=VALUE, each name once."""
     pairs = {}
     for value in values:
-        name, found, rest = value.partition(separator)
+        name, found, rest = value.partition("=")
         if not found:
-            raise click.UsageError(f"invalid value {value!r}: expected NAME{separator}VALUE")
+            raise click.UsageError(f"invalid value {value!r}: expected NAME=VALUE")
         if name in pairs:
             raise click.UsageError(f"duplicate name {name}")
         pairs[name] = rest
