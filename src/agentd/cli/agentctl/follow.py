@@ -50,15 +50,11 @@ def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     agentctl logs --tail 20 train-1 train-2
     """
     wanted = {name: value for name, value in options.items() if value or value == 0}
-    output = sys.stdout.buffer
-    if len(kernels) == 1:
-        for chunk in client.logs(kernels[0], **wanted):
-            output.write(chunk)
-            output.flush()
-        return
-    for line in _together(client, kernels, wanted):
-        output.write(line)
-        output.flush()
+    is_one = len(kernels) == 1
+    chunks = client.logs(kernels[0], **wanted) if is_one else _together(client, kernels, wanted)
+    for chunk in chunks:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
 
 
 def _together(client: Client, kernels: Sequence[str], wanted: dict[str, Any]) -> Iterator[bytes]:

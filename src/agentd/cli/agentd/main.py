@@ -274,17 +274,19 @@ def config() -> None:
 def show(config_file: str | None) -> None:
     """Print the settings and their origins."""
     loaded = _settings(config_file)
-    rows = [
-        {"key": ".".join(keys), "value": value, "origin": loaded.origin(keys)}
+    content = {
+        ".".join(keys): {"value": value, "origin": loaded.origin(keys)}
         for keys, value in loaded.effective()
-    ]
-    content = {row["key"]: {"value": row["value"], "origin": row["origin"]} for row in rows}
+    }
     if printed(content, content):
         return
     from agentd.cli.tables import print_rows
 
-    shown = [{**row, "value": json.dumps(row["value"], default=str)} for row in rows]
-    print_rows(shown, ["key", "value", "origin"])
+    rows = [
+        {**row, "key": key, "value": json.dumps(row["value"], default=str)}
+        for key, row in content.items()
+    ]
+    print_rows(rows, ["key", "value", "origin"])
 
 
 @config.command()
