@@ -129,42 +129,29 @@ class HostExec:
         return asyncio.StreamWriter(transport, protocol, None, loop)
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
-        found: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(maxsize=1)
-
-        async def read(number: int, reader: asyncio.StreamReader) -> None:
-            waited = _Patience()
-            while chunk := await self._chunk(reader, waited):
-                await found.put((number, chunk))
-
-        tasks = [asyncio.create_task(read(*output)) for output in self._outputs]
-        reading = asyncio.gather(*tasks)
+        """Yield the output; once the command has ended, others may hold its streams for good."""
+        loop, left_s = asyncio.get_running_loop(), MOST_DRAIN_S
+        reads = {loop.create_task(reader.read(CHUNK)): (n, reader) for n, reader in self._outputs}
         try:
-            while not reading.done() or not found.empty():
-                taking = asyncio.ensure_future(found.get())
-                first: list[asyncio.Future[Any]] = [taking, reading]
+            while reads:
+                first: set[asyncio.Future[Any]] = {*reads, self._exit_code}
                 await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                if taking.done():
-                    yield taking.result()
-                else:
-                    taking.cancel()
+                if self._exit_code.done():
+                    began, most_s = loop.time(), max(0, min(DRAIN_S, left_s))
+                    await asyncio.wait(reads, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+                    left_s -= loop.time() - began
+                done = [read for read in reads if read.done()]
+                if not done:
+                    return
+                for read in done:
+                    number, reader = reads.pop(read)
+                    is_read = read.exception() is None  # else all have closed the terminal
+                    if is_read and (chunk := read.result()):
+                        yield number, chunk
+                        reads[loop.create_task(reader.read(CHUNK))] = number, reader
         finally:
-            reading.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await reading
-
-    async def _chunk(self, reader: asyncio.StreamReader, patience: _Patience) -> bytes:
-        """Return the next output; empty at the end, or once the command has ended."""
-        waiting = asyncio.ensure_future(reader.read(CHUNK))
-        try:
-            first: list[asyncio.Future[Any]] = [waiting, self._exit_code]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if self._exit_code.done():
-                await patience.wait(waiting)
-            return waiting.result() if waiting.done() else b""
-        except OSError:
-            return b""  # all have closed the terminal
-        finally:
-            waiting.cancel()
+            for read in reads:
+                read.cancel()
 
     async def write(self, data: bytes) -> None:
         if self._input is not None:
@@ -214,20 +201,6 @@ async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
                 return
             writer.write(data[start : start + CHUNK])
             await writer.drain()
-
-
-class _Patience:
-    """The remaining wait for output after a command has ended: others may hold its streams."""
-
-    def __init__(self) -> None:
-        self._left_s = MOST_DRAIN_S
-
-    async def wait(self, waiting: asyncio.Future[bytes]) -> None:
-        """Wait for more output, for a bounded time."""
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        await asyncio.wait([waiting], timeout=max(0, min(DRAIN_S, self._left_s)))
-        self._left_s -= loop.time() - begun
 
 
 class _Ends:
