@@ -7,7 +7,7 @@ Files of v2: Documentation/admin-guide/cgroup-v2.rst; of v1: Documentation/admin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ _NO_LIMIT = 1 << 60
 _MOST_BELOW = 1000
 """Maximum groups below a kernel's that are read; beyond it the number of processes is unknown."""
 _NANO, _MICRO = 1e9, 1e6
-_counting: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,16 @@ class CgroupCounters:
 
     folders: Mapping[str, str] = field(default_factory=dict)
     has_network: bool = False
-    groups: frozenset[str] = field(init=False)
-    """The folders as hierarchies and paths, like `UsageReading.groups`."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", frozenset(_paths(self.folders)))
+    @property
+    def groups(self) -> frozenset[str]:
+        """The folders as hierarchies and paths, like `UsageReading.groups`."""
+        tops = [(name, f"{MOUNT / name}", folder) for name, folder in self.folders.items()]
+        return frozenset(
+            f"{name}:{folder.removeprefix(top)}"
+            for name, top, folder in tops
+            if folder.startswith(top)
+        )
 
 
 def counted(accounts: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
@@ -57,9 +61,12 @@ def _counted(account: CgroupCounters, is_counting: bool) -> UsageReading:  # noq
         return UsageReading()
     unified = account.folders.get(UNIFIED)
     usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
-    usage = usage if is_counting else _without_blocks(usage)
-    if account.has_network and (pid := _somebody(account)) is not None:
-        received, sent = _network(pid)
+    if not is_counting:
+        usage = replace(usage, io_read_bytes=None, io_write_bytes=None)
+    if account.has_network and (
+        processes := _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
+    ):
+        received, sent = _network(int(processes[0]))
         usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
     return UsageReading(usage, account.groups)
 
@@ -68,36 +75,14 @@ def counted_in(text: str) -> Usage:
     """Parse the concatenated files `cpu.stat`, `io.stat` and `memory.peak` (v2)."""
     lines = text.splitlines()
     cpu = _pairs(lines)
-    read, written = _sums(lines) if "rbytes=" in text else (None, None)
-    usage = Usage(
+    read, written = _sums(lines if "rbytes=" in text else None)
+    return Usage(
         cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
         cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
         memory_peak_bytes=next((int(line) for line in lines if line.isdecimal()), None),
         io_read_bytes=read,
         io_write_bytes=written,
     )
-    return usage if counts_blocks() else _without_blocks(usage)
-
-
-def _without_blocks(usage: Usage) -> Usage:
-    return replace(usage, io_read_bytes=None, io_write_bytes=None)
-
-
-def _somebody(account: CgroupCounters) -> int | None:
-    processes = _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
-    return int(processes[0]) if processes else None
-
-
-def _paths(folders: Mapping[str, str]) -> Iterator[str]:
-    for name, folder in folders.items():
-        top = f"{MOUNT}/{name}" if name else f"{MOUNT}"
-        if folder.startswith(top):
-            yield f"{name}:{folder[len(top) :]}"
-
-
-def is_v2(root: Path = MOUNT) -> bool:
-    """Return whether this host has only cgroup v2."""
-    return (root / "cgroup.controllers").exists()
 
 
 def groups_of(pid: int) -> set[str]:
@@ -119,7 +104,7 @@ def counters_of(pid: int, mark: str) -> CgroupCounters:
     """Return the counters of a process, only of groups whose path contains `mark`."""
     parts = (group.partition(":") for group in groups_of(pid))
     groups = {name: path for name, _, path in parts}
-    names = (UNIFIED,) if is_v2() else COUNTED_V1
+    names = (UNIFIED,) if (MOUNT / "cgroup.controllers").exists() else COUNTED_V1
     return CgroupCounters(
         {
             name: f"{MOUNT / name / groups[name].lstrip('/')}"
@@ -131,7 +116,7 @@ def counters_of(pid: int, mark: str) -> CgroupCounters:
 
 def _of_v2(folder: str) -> Usage:
     cpu = _table(f"{folder}/cpu.stat")
-    read, written = _blocks_v2(folder)
+    read, written = _sums(_lines(f"{folder}/io.stat"))
     return Usage(
         cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
         cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
@@ -160,15 +145,10 @@ def _of_v1(folders: Mapping[str, str]) -> Usage:
     )
 
 
-def _blocks_v2(folder: str) -> tuple[int | None, int | None]:
-    lines = _lines(f"{folder}/io.stat")
+def _sums(lines: Iterable[str] | None) -> tuple[int | None, int | None]:
+    """Sum the bytes read and written of all disks in `io.stat`."""
     if lines is None:
         return None, None
-    return _sums(lines)
-
-
-def _sums(lines: Iterable[str]) -> tuple[int, int]:
-    """Sum the bytes read and written of all disks in `io.stat`."""
     pairs = [pair.partition("=") for line in lines for pair in line.split()[1:]]
     return (
         sum(int(value) for name, _, value in pairs if name == "rbytes"),
@@ -188,18 +168,11 @@ def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
 
 
 def counts_blocks() -> bool:
-    """Return whether this host counts blocks at all: every host with a disk has read some.
-
-    Once true, the answer stays true.
-    """
-    if MOUNT in _counting:
-        return True
+    """Return whether this host counts blocks at all: every host with a disk has read some."""
     v2 = _lines(f"{MOUNT}/io.stat") or ()
     v1 = _lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
     is_v1 = any(line.startswith("Total ") and not line.endswith(" 0") for line in v1)
-    if is_v1 or any("rbytes" in line for line in v2):
-        _counting.add(MOUNT)
-    return MOUNT in _counting
+    return is_v1 or any("rbytes" in line for line in v2)
 
 
 def _processes(folder: str) -> int | None:
@@ -252,17 +225,12 @@ def _content(file: str) -> bytes | None:
 
 def _lines(file: str) -> list[str] | None:
     content = _content(file)
-    if content is None or not content.isascii():
-        return None
-    return content.decode("ascii", "replace").splitlines()
+    return None if content is None else content.decode("ascii", "replace").splitlines()
 
 
 def _number(file: str) -> int | None:
-    content = _content(file)
-    if content is None:
-        return None
     with suppress(ValueError):
-        return int(content)
+        return int(_content(file) or b"")
     return None
 
 

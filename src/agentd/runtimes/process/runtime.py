@@ -34,7 +34,7 @@ from agentd.errors import (
 )
 from agentd.failpoints import reach
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
-from agentd.host.cgroups.usage import CgroupCounters, counted
+from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
@@ -84,7 +84,6 @@ class ProcessRuntime:
         self._boot_id = boot_id
         self._settings = settings
         self._user_accounts = accounts
-        self._accounts: dict[str, CgroupCounters] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lookups = Lookups()
         self._is_followed = False
@@ -271,9 +270,8 @@ class ProcessRuntime:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
-        known, find = self._accounts, self._bundles.account
-        self._accounts = {i: known.get(i) or find(i) for i in (k.kernel_id for k in kernels)}
-        return await asyncio.to_thread(counted, self._accounts)
+        accounts = {k.kernel_id: self._bundles.account(k.kernel_id) for k in kernels}
+        return await asyncio.to_thread(counted, accounts)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if problems := list(unkept(query)):
