@@ -17,9 +17,12 @@ text, as on the wire (`"1"`, `"0.05"`, `"8589934592"`).
 
 from __future__ import annotations
 
+import grp
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +37,7 @@ __all__ = [
     "API_VERSION",
     "ENTRY_POINT_GROUP",
     "MEMORY_SLOT_KEYS",
+    "MODE_KEYS",
     "NODE_ID_VARIABLE",
     "AcceleratorPlugin",
     "AllocatedDevice",
@@ -50,12 +54,18 @@ __all__ = [
     "ProcessUse",
     "SettingProblem",
     "SlotTypeInfo",
+    "dealt_by_slots",
     "dealt_in_groups",
+    "group_id",
+    "log_once",
     "memory_offered",
     "memory_slot",
     "memory_slot_problems",
     "memory_slots",
+    "mode_problems",
+    "mode_slots",
     "on_pci_bus",
+    "primary_slot",
     "size_in_bytes",
     "unknown_settings",
 ]
@@ -66,6 +76,11 @@ NODE_ID_VARIABLE = "AGENTD_NODE_ID"
 """Where a plugin finds the id of its node, in its environment."""
 MEMORY_SLOT_KEYS = ("memory-slot", "memory-quantum")
 """The settings of plugins that offer the memory of their devices as a secondary slot."""
+MODE_KEYS = ("mode", "quantum", *MEMORY_SLOT_KEYS)
+"""The settings of plugins that offer whole devices or shares of them."""
+_QUANTA = {"device": "1", "shares": "0.01"}
+"""The default quantum in each mode."""
+_QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 _MEBIBYTE = 1 << 20
 GPU_CLASSES = ("03", "12")
 """PCI base classes of GPUs: display controllers and processing accelerators.
@@ -277,6 +292,75 @@ def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     elif "memory-quantum" in settings and not settings.get("memory-slot"):
         problems.append(SettingProblem("memory-quantum", "is not used without memory-slot = true"))
     return problems
+
+
+def primary_slot(name: str, settings: Mapping[str, Any]) -> str:
+    """Return the slot that `mode` asks for: `NAME.device` or `NAME.shares`."""
+    return f"{name}.{settings.get('mode', 'device')}"
+
+
+def mode_slots(name: str, settings: Mapping[str, Any], unit: str = "") -> list[SlotTypeInfo]:
+    """Return the slots that `MODE_KEYS` ask for: the primary one, and that of the memory."""
+    slot = primary_slot(name, settings)
+    quantum = _decimal(settings.get("quantum", _QUANTA[settings.get("mode", "device")]))
+    primary = SlotTypeInfo(slot, "count", quantum, exclusive_group="mode", unit=unit)
+    return [primary, *memory_slots(name, slot, settings)]
+
+
+def mode_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
+    """Return the problems of `MODE_KEYS`."""
+    problems = []
+    if settings.get("mode", "device") not in tuple(_QUANTA):
+        why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_QUANTA)}"
+        problems.append(SettingProblem("mode", why))
+    quantum = _decimal(settings.get("quantum", "1"))
+    if not _QUANTUM.fullmatch(quantum) or not Decimal(quantum):
+        why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
+        problems.append(SettingProblem("quantum", why))
+    return problems + memory_slot_problems(settings)
+
+
+def _decimal(value: object) -> str:
+    """Format a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
+    return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
+
+
+def group_id(name: str) -> str:
+    """Return a group's number on this node, since an image has its own; the name if it has none."""
+    try:
+        return str(grp.getgrnam(name).gr_gid)
+    except KeyError:
+        return name
+
+
+def log_once(text: str) -> None:
+    """Print a text, which agentd logs, unless it was printed before."""
+    if text not in _logged:
+        _logged.add(text)
+        print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
+
+
+_logged: set[str] = set()
+
+
+def dealt_by_slots(
+    devices: Iterable[DeviceInfo], agents: Sequence[str], group_of: Mapping[str, object]
+) -> PartitionInfo:
+    """Return the division of devices with `dealt_in_groups`, for each combination of slots.
+
+    `group_of` maps stable ids of devices, or of their parents, to groups. A device without one is
+    in a group with the other parts of its parent.
+    """
+    groups: dict[tuple[str, ...], dict[object, list[str]]] = {}
+    for device in devices:
+        slots, whole = (device.slot, *sorted(device.secondary)), device.parent or device.stable_id
+        same = groups.setdefault(slots, {})
+        same.setdefault(group_of.get(whole, whole), []).append(device.id)
+    dealt: dict[str, list[str]] = {agent: [] for agent in agents}
+    for slots in sorted(groups):
+        for agent, ids in dealt_in_groups(groups[slots].values(), agents).items():
+            dealt[agent] += ids
+    return PartitionInfo(dealt)
 
 
 def dealt_in_groups(groups: Iterable[Iterable[str]], agents: Sequence[str]) -> dict[str, list[str]]:

@@ -12,7 +12,6 @@ it stays unhealthy until the plugin's process restarts.
 from __future__ import annotations
 
 import ctypes
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import Any
 import pynvml
 
 from agentd.plugin_api import (
-    MEMORY_SLOT_KEYS,
+    MODE_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -37,20 +36,20 @@ from agentd.plugin_api import (
     ProcessUse,
     SettingProblem,
     SlotTypeInfo,
-    dealt_in_groups,
+    dealt_by_slots,
+    log_once,
     memory_offered,
-    memory_slot_problems,
-    memory_slots,
+    mode_problems,
+    mode_slots,
     on_pci_bus,
+    primary_slot,
     unknown_settings,
 )
 from agentd_cuda import cdi, links, mps, nvml
 from agentd_cuda.files import device_files
 
-_KEYS = ("mode", "quantum", "ignored-xids", "sysfs", *MEMORY_SLOT_KEYS, *mps.KEYS)
+_KEYS = (*MODE_KEYS, "ignored-xids", "sysfs", *mps.KEYS)
 _VENDOR = "10de"
-_MODES = ("device", "shares")
-_QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
 APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
 """Xids that a job causes and the GPU survives; NVIDIA's own k8s-device-plugin ignores them, too."""
 XID_HOLDS_S = 60.0
@@ -64,20 +63,12 @@ class CudaPlugin(AcceleratorPlugin):
 
     @classmethod
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
-        problems = unknown_settings(settings, _KEYS)
-        if settings.get("mode", "device") not in _MODES:
-            why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_MODES)}"
-            problems.append(SettingProblem("mode", why))
-        quantum = _decimal(settings.get("quantum", "1"))
-        if not _QUANTUM.fullmatch(quantum) or not 0 < Decimal(quantum) <= 1:
-            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
-            problems.append(SettingProblem("quantum", why))
+        problems = unknown_settings(settings, _KEYS) + mode_problems(settings)
         xids = settings.get("ignored-xids", [])
         if not isinstance(xids, list) or not all(type(xid) is int for xid in xids):
             problems.append(SettingProblem("ignored-xids", "expected a list of Xid numbers"))
         if not isinstance(settings.get("sysfs", ""), str):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
-        problems += memory_slot_problems(settings)
         if settings.get("memory-slot") is True and settings.get("mode") != "shares":
             problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
         return problems + mps.problems(settings)
@@ -100,12 +91,12 @@ class CudaPlugin(AcceleratorPlugin):
         try:
             self._events = nvml.asked(pynvml.nvmlEventSetCreate)
         except pynvml.NVMLError as error:
-            nvml.note(f"no events: {error}")
+            log_once(f"no events: {error}")
         for index, handle in nvml.handles() if self._events is not None else ():
             try:
                 self._register(handle)
             except pynvml.NVMLError as error:
-                nvml.note(f"no events of GPU {index}: {error}")
+                log_once(f"no events of GPU {index}: {error}")
 
     def _start(self) -> None:
         """Start NVML.
@@ -139,14 +130,9 @@ class CudaPlugin(AcceleratorPlugin):
         pynvml.nvmlShutdown()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        mode = str(self.settings.get("mode", "device"))
-        default = "1" if mode == "device" else "0.01"
-        quantum = _decimal(self.settings.get("quantum", default))
         profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
-        slot = f"{self.name}.{mode}"
         return [
-            SlotTypeInfo(slot, "count", quantum, "mode", unit="GPU"),
-            *memory_slots(self.name, slot, self.settings),
+            *mode_slots(self.name, self.settings, unit="GPU"),
             *(
                 SlotTypeInfo(self._mig_slot(profile), "unique", exclusive_group="mode")
                 for profile in sorted(profiles)
@@ -170,7 +156,7 @@ class CudaPlugin(AcceleratorPlugin):
         whole = DeviceInfo(
             id=f"{self.name}{gpu.index}",
             stable_id=gpu.uuid,
-            slot=f"{self.name}.{self.settings.get('mode', 'device')}",
+            slot=primary_slot(self.name, self.settings),
             aliases=[gpu.pci] if gpu.pci else [],
             model=gpu.model,
             numa_node=numa_node,
@@ -203,7 +189,7 @@ class CudaPlugin(AcceleratorPlugin):
             try:
                 self._last[index] = gpu = nvml.read(index, self._last.get(index))
             except pynvml.NVMLError as error:
-                nvml.note(f"GPU {index} is left out; its identity cannot be read: {error}")
+                log_once(f"GPU {index} is left out; its identity cannot be read: {error}")
             else:
                 gpus.setdefault(gpu.uuid, gpu)
         return list(gpus.values())
@@ -228,7 +214,7 @@ class CudaPlugin(AcceleratorPlugin):
         except pynvml.NVMLError_Timeout:
             return False
         except pynvml.NVMLError as error:
-            nvml.note(f"waiting for events fails: {error}")
+            log_once(f"waiting for events fails: {error}")
             self._failed_waits += 1
             time.sleep(min(timeout_s, 2.0**self._failed_waits))
             return self._failed_waits == 1
@@ -250,16 +236,7 @@ class CudaPlugin(AcceleratorPlugin):
         }
         close = links.close_groups(handles)
         group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
-        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
-        for slots in sorted({_slots(device) for device in devices}):
-            groups: dict[object, list[str]] = {}
-            for device in devices:
-                if _slots(device) == slots:
-                    gpu = device.parent or device.stable_id
-                    groups.setdefault(group_of.get(gpu, gpu), []).append(device.id)
-            for agent, ids in dealt_in_groups(groups.values(), agents).items():
-                dealt[agent] += ids
-        return PartitionInfo(dealt)
+        return dealt_by_slots(devices, agents, group_of)
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
@@ -318,15 +295,6 @@ class CudaPlugin(AcceleratorPlugin):
                 for load in loads
             ]
         return found
-
-
-def _slots(device: DeviceInfo) -> tuple[str, ...]:
-    return (device.slot, *sorted(device.secondary))
-
-
-def _decimal(value: object) -> str:
-    """Format a number of the settings as a plain decimal: TOML reads 0.00001 as 1e-05."""
-    return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
 
 
 def _stable_id(uuid: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pynvml
 
+from agentd.plugin_api import log_once
 from agentd_cuda import nvml
 
 
@@ -31,7 +32,7 @@ def _groups(handles: Mapping[str, Any], are_joined: Callable[[Any, Any], bool]) 
         try:
             is_pair = are_joined(handles[one], handles[other])
         except pynvml.NVMLError as error:
-            nvml.note(f"whether GPUs {one} and {other} are linked is unknown: {error}")
+            log_once(f"whether GPUs {one} and {other} are linked is unknown: {error}")
             continue
         if is_pair:
             group_of[one] |= group_of[other]

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import pynvml
 
+from agentd.plugin_api import log_once
+
 _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
@@ -83,16 +85,6 @@ def asked(
         if error.value in none_for:
             return None
         raise
-
-
-_noted: set[str] = set()
-
-
-def note(text: str) -> None:
-    """Log a text once."""
-    if text not in _noted:
-        _noted.add(text)
-        print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
 
 def pci_address(bus_id: str) -> str:
@@ -211,7 +203,7 @@ def _parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
             if part is not None:
                 yield replace(part, trouble=f"no answer: {error}")
             else:
-                note(f"MIG device {place} of GPU {gpu.index} is left out: {error}")
+                log_once(f"MIG device {place} of GPU {gpu.index} is left out: {error}")
 
 
 def _told_profile(part: Any) -> str:

@@ -24,7 +24,6 @@ is not. A file whose name cannot be used in an id is left out, and the log says 
 
 from __future__ import annotations
 
-import grp
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -42,6 +41,8 @@ from agentd.plugin_api import (
     Mount,
     SettingProblem,
     SlotTypeInfo,
+    group_id,
+    log_once,
     memory_slot,
     size_in_bytes,
     unknown_settings,
@@ -103,8 +104,7 @@ class GenericPlugin(AcceleratorPlugin):
 
     def open(self) -> None:
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
-        self._groups = tuple(map(_group_number, self.settings.get("groups", ())))
-        self._noted: set[str] = set()
+        self._groups = tuple(map(group_id, self.settings.get("groups", ())))
         self._addresses: dict[Path, str | None] = {}
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
@@ -141,7 +141,7 @@ class GenericPlugin(AcceleratorPlugin):
             if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
                 continue
             if not _ID.fullmatch(_as_id(str(path))):
-                self._note(f"{str(path)!r} is skipped: its name is not usable as an id")
+                log_once(f"{str(path)!r} is skipped: its name is not usable as an id")
                 continue
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
@@ -150,11 +150,6 @@ class GenericPlugin(AcceleratorPlugin):
             node = self._sysfs.numa_node(pci) if pci else None
             found.append(_Found(str(path), number, pci if is_alone else None, node))
         return found
-
-    def _note(self, text: str) -> None:
-        if text not in self._noted:
-            self._noted.add(text)
-            print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         memory = self.settings.get("memory")
@@ -266,14 +261,6 @@ def _env_problems(key: str, value: object) -> list[SettingProblem]:
             if field not in fields
         ),
     ]
-
-
-def _group_number(name: str) -> str:
-    """Return a group's number on this node, since an image has its own; the name if it has none."""
-    try:
-        return str(grp.getgrnam(name).gr_gid)
-    except KeyError:
-        return name
 
 
 def _is_device(path: Path) -> bool:

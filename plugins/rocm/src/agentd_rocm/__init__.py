@@ -12,15 +12,13 @@ as `rocm.device:cpx_nps4`.
 
 from __future__ import annotations
 
-import grp
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from agentd.plugin_api import (
-    MEMORY_SLOT_KEYS,
+    MODE_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
     ContainerEdits,
@@ -31,17 +29,18 @@ from agentd.plugin_api import (
     NotPresent,
     SettingProblem,
     SlotTypeInfo,
+    group_id,
+    log_once,
     memory_offered,
-    memory_slot_problems,
-    memory_slots,
+    mode_problems,
+    mode_slots,
     on_pci_bus,
+    primary_slot,
     unknown_settings,
 )
 from agentd_rocm import smi
 
-_KEYS = ("mode", "quantum", "groups", "sysfs", *MEMORY_SLOT_KEYS)
-_MODES = ("device", "shares")
-_QUANTUM = re.compile(r"1(?:\.0+)?|0\.[0-9]{1,6}")
+_KEYS = (*MODE_KEYS, "groups", "sysfs")
 _PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
 _KFD = "/dev/kfd"
 _VENDOR = "1002"
@@ -52,14 +51,7 @@ class RocmPlugin(AcceleratorPlugin):
 
     @classmethod
     def validate(cls, settings: Mapping[str, Any]) -> list[SettingProblem]:
-        problems = unknown_settings(settings, _KEYS)
-        if settings.get("mode", "device") not in _MODES:
-            why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_MODES)}"
-            problems.append(SettingProblem("mode", why))
-        quantum = str(settings.get("quantum", "1"))
-        if not _QUANTUM.fullmatch(quantum) or not Decimal(quantum):
-            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
-            problems.append(SettingProblem("quantum", why))
+        problems = unknown_settings(settings, _KEYS) + mode_problems(settings)
         groups = settings.get("groups", [])
         if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
             problems.append(SettingProblem("groups", 'expected a list such as ["render"]'))
@@ -67,7 +59,7 @@ class RocmPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
         if settings.get("memory-slot") is True and settings.get("mode") != "shares":
             problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
-        return problems + memory_slot_problems(settings)
+        return problems
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
@@ -76,7 +68,6 @@ class RocmPlugin(AcceleratorPlugin):
         self._last: dict[int, smi.AmdGpu] = {}
         self._texts: dict[tuple[str, str], str] = {}
         self._unreadable: dict[str, str] = {}
-        self._noted: set[str] = set()
 
     def open(self) -> None:
         found = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
@@ -94,13 +85,9 @@ class RocmPlugin(AcceleratorPlugin):
         smi.shut_down()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        mode = self._mode
-        quantum = str(self.settings.get("quantum", "1" if mode == "device" else "0.01"))
-        whole = self._whole_slot
-        partitions = {self._slot(gpu) for gpu in self._gpus()} - {whole}
+        partitions = {self._slot(gpu) for gpu in self._gpus()} - {self._whole_slot}
         return [
-            SlotTypeInfo(whole, "count", quantum, "mode", unit="GPU"),
-            *memory_slots(self.name, whole, self.settings),
+            *mode_slots(self.name, self.settings, unit="GPU"),
             *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
         ]
 
@@ -117,12 +104,8 @@ class RocmPlugin(AcceleratorPlugin):
         return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
 
     @property
-    def _mode(self) -> str:
-        return str(self.settings.get("mode", "device"))
-
-    @property
     def _whole_slot(self) -> str:
-        return f"{self.name}.{self._mode}"
+        return primary_slot(self.name, self.settings)
 
     def _gpus(self) -> list[smi.AmdGpu]:
         """Return the GPUs, without those whose serial number cannot be read and never was."""
@@ -133,9 +116,8 @@ class RocmPlugin(AcceleratorPlugin):
             why = self._unreadable.get(gpu.pci)
             if why is None or (gpu.pci, "unique_id") in self._texts:
                 gpus.append(gpu)
-            elif (text := f"{gpu.pci} is left out: {why}") not in self._noted:
-                self._noted.add(text)
-                print(text, flush=True)  # noqa: T201 - a plugin's output is the daemon's log
+            else:
+                log_once(f"{gpu.pci} is left out: {why}")
         return gpus
 
     def list_devices(self) -> Sequence[DeviceInfo]:
@@ -219,7 +201,7 @@ class RocmPlugin(AcceleratorPlugin):
         if len(nodes) <= len(given):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
-        numbers = [*map(_group_number, groups)] if groups else _owners(nodes)
+        numbers = [*map(group_id, groups)] if groups else _owners(nodes)
         # A container has only its own GPUs; outside all are visible and are named.
         named = places if features.runtime == "docker" else ",".join(map(self._named, given))
         return ContainerEdits(
@@ -261,11 +243,3 @@ def _owners(nodes: Sequence[str]) -> list[str]:
         except OSError:
             continue
     return [str(number) for number in dict.fromkeys(found) if number]
-
-
-def _group_number(name: str) -> str:
-    """Return a group's number on this node, since an image has its own; the name if it has none."""
-    try:
-        return str(grp.getgrnam(name).gr_gid)
-    except KeyError:
-        return name

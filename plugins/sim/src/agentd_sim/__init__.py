@@ -15,13 +15,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
 from agentd.plugin_api import (
     API_VERSION,
-    MEMORY_SLOT_KEYS,
+    MODE_KEYS,
     NODE_ID_VARIABLE,
     AcceleratorPlugin,
     AllocatedDevice,
@@ -32,22 +31,23 @@ from agentd.plugin_api import (
     PartitionInfo,
     SettingProblem,
     SlotTypeInfo,
-    dealt_in_groups,
+    dealt_by_slots,
     memory_offered,
-    memory_slot_problems,
     memory_slots,
+    mode_problems,
+    mode_slots,
+    primary_slot,
     size_in_bytes,
     unknown_settings,
 )
 from agentd_sim import faults
 
 _KEYS = (
-    *("count", "mode", "quantum", "memory", "numa-nodes", "devices", "links", "health-file"),
-    *MEMORY_SLOT_KEYS,
+    *("count", "memory", "numa-nodes", "devices", "links", "health-file"),
+    *MODE_KEYS,
     *faults.KEYS,
 )
 _DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node", "memory")
-_QUANTA = {"device": "1", "shares": "0.01"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _AMOUNT = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6}0*)?")
 _MAX_COUNT = 4096
@@ -66,14 +66,8 @@ class SimPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("count", "set either count or devices"))
         problems += _check_number(settings, "count", 0, _MAX_COUNT)
         problems += _check_number(settings, "numa-nodes", 1, 64)
-        if settings.get("mode", "device") not in tuple(_QUANTA):
-            why = f"invalid mode {settings['mode']!r}: expected device or shares"
-            problems.append(SettingProblem("mode", why))
-        if (quantum := settings.get("quantum")) is not None and not _is_quantum(quantum):
-            why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
-            problems.append(SettingProblem("quantum", why))
+        problems += mode_problems(settings)
         problems += _check_size(settings)
-        problems += memory_slot_problems(settings)
         if not isinstance(settings.get("health-file", ""), str):
             problems.append(SettingProblem("health-file", "expected the path of a file"))
         links = settings.get("links", [])
@@ -103,12 +97,10 @@ class SimPlugin(AcceleratorPlugin):
         self._faults.reached("close")
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        quantum = str(self.settings.get("quantum", _QUANTA[self._mode]))
-        slot = "cpu" if self.settings.get("lie") == "prefix" else self._slot
-        return [
-            SlotTypeInfo(slot, "count", quantum, exclusive_group="mode"),
-            *memory_slots(self.name, slot, self.settings),
-        ]
+        primary, *memory = mode_slots(self.name, self.settings)
+        if self.settings.get("lie") == "prefix":
+            primary = replace(primary, name="cpu")
+        return [primary, *memory]
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         self._faults.reached("list")
@@ -166,17 +158,8 @@ class SimPlugin(AcceleratorPlugin):
         if linked is None:
             return None
         stable_ids = {device.id: device.stable_id for device in self._devices()}
-        group_of = _group_of([[stable_ids[name] for name in link] for link in linked])
-        dealt: dict[str, list[str]] = {agent: [] for agent in agents}
-        for slots in sorted({_slots(device) for device in devices}):
-            groups: dict[str, list[str]] = {}
-            for device in devices:
-                if _slots(device) == slots:
-                    group = group_of.get(device.stable_id, device.stable_id)
-                    groups.setdefault(group, []).append(device.id)
-            for agent, ids in dealt_in_groups(groups.values(), agents).items():
-                dealt[agent] += ids
-        return PartitionInfo(dealt)
+        groups = _group_of([[stable_ids[name] for name in link] for link in linked])
+        return dealt_by_slots(devices, agents, groups)
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
@@ -200,12 +183,8 @@ class SimPlugin(AcceleratorPlugin):
         ]
 
     @property
-    def _mode(self) -> str:
-        return str(self.settings.get("mode", "device"))
-
-    @property
     def _slot(self) -> str:
-        return f"{self.name}.{self._mode}"
+        return primary_slot(self.name, self.settings)
 
     def _memory_of(self, entry: Mapping[str, Any]) -> int:
         return size_in_bytes(entry.get("memory", self.settings.get("memory", 0)))
@@ -243,14 +222,6 @@ def _check_memory(settings: Mapping[str, Any]) -> list[SettingProblem]:
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, (int, str, float)) and _AMOUNT.fullmatch(str(value)) is not None
-
-
-def _is_quantum(value: object) -> bool:
-    return _is_amount(value) and 0 < Decimal(str(value)) <= 1
-
-
-def _slots(device: DeviceInfo) -> tuple[str, ...]:
-    return (device.slot, *sorted(device.secondary))
 
 
 def _is_link(value: object) -> bool:
