@@ -186,7 +186,7 @@ async def test_edits_beyond_their_bounds_are_the_plugin_s_fault(host, tmp_path) 
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
     await opened(made)
-    for word, why in (("groups", "too many entries of groups"), ("env", "invalid variable 'X'")):
+    for word, why in (("groups", "invalid group"), ("env", "invalid variable 'X'")):
         file.write_text(word)
         with pytest.raises(PluginUnavailable, match=f"plugin one .* {why}"):
             await made.container_edits(given("one"), PROCESS)

@@ -93,12 +93,6 @@ def test_measurements_are_one_for_each_device_the_last() -> None:
     assert checked_measurements(said) == [Measurement("a", 3.0), Measurement("b", 2.0)]
 
 
-def test_processes_are_so_many_at_most() -> None:
-    said = [Measurement(str(n), processes=[ProcessUse(1)] * 20_000) for n in range(4)]
-    with pytest.raises(InvalidAnswer, match="too many processes: got 80000"):
-        checked_measurements(said)
-
-
 @pytest.mark.parametrize(
     ("env", "why"),
     [
@@ -107,12 +101,8 @@ def test_processes_are_so_many_at_most() -> None:
         ({"A": "é" * 100_000}, "invalid variable 'A': got 200002 bytes"),
         ({"A": "b" * 131_070}, "invalid variable 'A': got 131072 bytes with its value, expected"),
         ({"A": "b" * 66_000, "B": "é" * 33_000}, "too many bytes of env: got 132002, expected at"),
-        (
-            {f"A{n}": "" for n in range(1025)},
-            "too many entries of env: got 1025, expected at most 1024",
-        ),
     ],
-    ids=["path", "large", "bytes", "one", "together", "many"],
+    ids=["path", "large", "bytes", "one", "together"],
 )
 def test_edits_that_would_break_a_kernel_are_the_plugins_fault(
     env: dict[str, str], why: str
@@ -121,27 +111,7 @@ def test_edits_that_would_break_a_kernel_are_the_plugins_fault(
         checked_edits(ContainerEdits(env=env))
 
 
-NODE = DeviceNode("/dev/a", "/dev/a")
 BOUNDED = {
-    "nodes": ({"device_nodes": (NODE,) * 1025}, "too many entries of device_nodes: got 1025"),
-    "mounts": ({"mounts": (Mount("/a", "/b"),) * 1025}, "too many entries of mounts: got 1025"),
-    "cdi": ({"cdi": ("v/c=d",) * 4097}, "too many entries of cdi: got 4097, expected at most 4096"),
-    "requests": (
-        {"device_requests": (DeviceRequest("d", ()),) * 65},
-        "too many entries of device_requests",
-    ),
-    "ids": (
-        {"device_requests": (DeviceRequest("d", ("i",) * 2049),) * 2},
-        "too many device_ids in device_requests: got 4098",
-    ),
-    "capabilities": (
-        {"device_requests": (DeviceRequest("d", (), ("c",) * 257),)},
-        "too many capabilities in device_requests: got 257",
-    ),
-    "groups": (
-        {"groups": tuple(f"g{n}" for n in range(100_000))},
-        "too many entries of groups: got 100000",
-    ),
     "long-path": ({"mounts": (Mount("/" + "é" * 2048, "/b"),)}, "got 4097 bytes"),
     "long-node": ({"device_nodes": (DeviceNode("/a", "/" * 4096),)}, "got 4096 bytes, expected"),
     "permissions": (

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from agentd.core.devices import (
@@ -50,9 +49,7 @@ MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256
 MAX_SECONDARY = 7
 """Secondary slots of one device."""
-_MAX_ALIASES, _MAX_ATTRIBUTES, _MAX_UNIT = 16, 64, 32
-MAX_PROCESSES = 65_536
-"""Maximum processes in all measurements of a plugin."""
+_MAX_UNIT = 32
 _MAX_ENV_BYTES = 128 * 1024
 """Maximum bytes of all names and values of a plugin's variables."""
 _MAX_VARIABLE_BYTES = 128 * 1024 - 1
@@ -61,16 +58,6 @@ _MAX_PATH_BYTES = 4095
 """PATH_MAX of Linux, less the NUL."""
 _MAX_NAME_BYTES = 255
 """Maximum bytes of a group, a CDI name, a driver, a device id or a capability."""
-_MOST_EDITS: Mapping[str, int] = {
-    "env": 1024,
-    "device_nodes": 1024,
-    "mounts": 1024,
-    "cdi": MAX_DEVICES,
-    "device_requests": 64,
-    "groups": 256,
-}
-"""Maximum entries of each member of container edits."""
-_MAX_CAPABILITIES = 256
 _MAX_GROUP_ID = 2**32 - 2
 _NEVER_SET = {"PATH"}
 """Variables that decide which command a kernel runs."""
@@ -186,7 +173,7 @@ def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
 def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:
     names = [("id", info.id), ("stable id", info.stable_id)]
     names += [("parent", info.parent)] if info.parent is not None else []
-    names += [("alias", alias) for alias in info.aliases[:_MAX_ALIASES]]
+    names += [("alias", alias) for alias in info.aliases]
     for label, value in names:
         if not ID_PATTERN.fullmatch(value):
             shown = one_line(repr(value), 160)
@@ -213,15 +200,12 @@ def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Devic
         kind=slot.kind,
         capacity=capacity,
         numa_node=info.numa_node,
-        aliases=tuple(info.aliases[:_MAX_ALIASES]),
+        aliases=tuple(info.aliases),
         parent=info.parent,
         model=one_line(info.model),
         health=Health(info.health),
         reason=one_line(info.reason),
-        attributes={
-            one_line(key): one_line(value)
-            for key, value in islice(info.attributes.items(), _MAX_ATTRIBUTES)
-        },
+        attributes={one_line(key): one_line(value) for key, value in info.attributes.items()},
         is_simulated=info.is_simulated,
         secondary=tuple(_secondary(info, types)),
     )
@@ -262,20 +246,7 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
 
 
 def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return the last measurement of each device, without implausible values.
-
-    Raises:
-        InvalidAnswer: there are too many measurements or processes.
-    """
-    if len(measurements) > MAX_DEVICES:
-        raise InvalidAnswer(
-            f"too many measurements: got {len(measurements)}, expected at most {MAX_DEVICES}"
-        )
-    processes = sum(len(measurement.processes or ()) for measurement in measurements)
-    if processes > MAX_PROCESSES:
-        raise InvalidAnswer(
-            f"too many processes: got {processes}, expected at most {MAX_PROCESSES}"
-        )
+    """Return the last measurement of each device, without implausible values."""
     last = {measurement.stable_id: measurement for measurement in measurements}
     return [_measurement(measurement) for measurement in last.values()]
 
@@ -308,10 +279,6 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     """
     ids = [device for request in edits.device_requests for device in request.device_ids]
     capabilities = [text for request in edits.device_requests for text in request.capabilities]
-    for member, most in _MOST_EDITS.items():
-        _refuse_more(f"entries of {member}", len(getattr(edits, member)), most)
-    _refuse_more("device_ids in device_requests", len(ids), MAX_DEVICES)
-    _refuse_more("capabilities in device_requests", len(capabilities), _MAX_CAPABILITIES)
     _check_env(edits.env)
     for node in edits.device_nodes:
         allowed = set(node.permissions)
@@ -382,11 +349,6 @@ def _check_names(label: str, names: Iterable[str]) -> None:
 
 def _size(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
-
-
-def _refuse_more(label: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidAnswer(f"too many {label}: got {count}, expected at most {most}")
 
 
 def _refuse_twice(label: str, values: Sequence[str]) -> None:
