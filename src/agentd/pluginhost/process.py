@@ -71,7 +71,12 @@ class PluginProcess:
     """A plugin's process; created by `start`, ended by `end`."""
 
     def __init__(
-        self, name: str, popen: subprocess.Popen[bytes], mark: str, changed: Callable[[], None]
+        self,
+        name: str,
+        popen: subprocess.Popen[bytes],
+        mark: str,
+        changed: Callable[[], None],
+        channel: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
         self._name = name
         self._mark = mark
@@ -80,14 +85,16 @@ class PluginProcess:
         self._numbers = 0
         self._answer: asyncio.Future[PluginAnswer] | None = None
         self._turn = asyncio.Lock()
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
         self._exchanges: set[asyncio.Task[Any]] = set()
-        self._output: PluginOutput | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._is_ending = False
         self.lost = asyncio.Event()
         self.reason = ""
+        reader, self._writer = channel
+        self._output = PluginOutput(name, popen.stdout) if popen.stdout is not None else None
+        self._tasks = [
+            asyncio.create_task(self._read(reader), name=f"plugin-{name}"),
+            asyncio.create_task(self._watch(), name=f"plugin-end-{name}"),
+        ]
 
     @classmethod
     async def start(
@@ -113,8 +120,7 @@ class PluginProcess:
                     raise
         except OSError as error:
             raise PluginLost(f"the process does not start: {error.strerror}") from None
-        made = cls(name, popen, mark, changed)
-        await made._connect(ours)
+        made = cls(name, popen, mark, changed, await asyncio.open_connection(sock=ours))
         await reach("plugin.after_spawn")
         made._write(order)
         return made
@@ -122,13 +128,6 @@ class PluginProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
-
-    async def _connect(self, channel: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=channel)
-        self._reading = asyncio.create_task(self._read(reader), name=f"plugin-{self._name}")
-        self._watching = asyncio.create_task(self._watch(), name=f"plugin-end-{self._name}")
-        if self._popen.stdout is not None:
-            self._output = PluginOutput(self._name, self._popen.stdout)
 
     async def _watch(self) -> None:
         """Detect the end of the process, also if a copy of it keeps the channel open."""
@@ -187,7 +186,7 @@ class PluginProcess:
             raise InvalidAnswer(one_line(why)) from None
 
     def _write(self, frame: bytes) -> None:
-        if self._writer is not None and not self._writer.is_closing():
+        if not self._writer.is_closing():
             self._writer.write(frame)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -231,10 +230,9 @@ class PluginProcess:
         self.reason = why or _how_it_ended(status)
         if self._output is not None:
             await self._output.close()
-        if self._writer is not None:
-            self._writer.close()
-        for task in (self._reading, self._watching):
-            if task is not None and task is not asyncio.current_task():
+        self._writer.close()
+        for task in self._tasks:
+            if task is not asyncio.current_task():
                 task.cancel()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(PluginLost(self.reason))
