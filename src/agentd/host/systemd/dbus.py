@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,47 +63,33 @@ class Unit(NamedTuple):
     sub: str
 
 
+class _Signal(NamedTuple):
+    """A change of a unit, or the end of a job of it."""
+
+    unit: str
+    job: str = ""
+    result: str = ""
+
+
 @dataclass
 class _BusConnection:
-    """One connection and its waiting callers; `lost` is done once it is broken."""
+    """One connection and those who wait for its signals; `lost` is done once it is broken."""
 
     bus: MessageBus
     lost: asyncio.Future[None]
     owner: str = ""
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
-    changes: set[asyncio.Queue[str | None]] = field(default_factory=set)
-    _jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
-    _waiting: int = 0
+    queues: set[asyncio.Queue[_Signal | None]] = field(default_factory=set)
 
-    async def ended(self, job: Awaitable[list[Any]]) -> str:
-        """Wait for the end of the job that a call returns; its signal may precede the answer.
-
-        Raises:
-            CallLost: the connection broke, or the job takes too long.
-        """
-        self._waiting += 1
+    @contextmanager
+    def signals(self) -> Iterator[asyncio.Queue[_Signal | None]]:
+        """Yield a queue of the signals from now on; None once the connection is broken."""
+        queue: asyncio.Queue[_Signal | None] = asyncio.Queue()
+        self.queues.add(queue)
         try:
-            (path,) = await job
-            result = self._job(path)
-            ends: set[asyncio.Future[Any]] = {result, self.lost}
-            await asyncio.wait(ends, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)
-            if not self.lost.done() and not result.done():
-                raise CallLost(f"a job of systemd did not end within {JOB_S:g} s")
-            if not result.done():
-                raise CallLost("the connection to systemd broke during a job")
-            return result.result()
+            yield queue
         finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._jobs.clear()
-
-    def job_ended(self, path: str, result: str) -> None:
-        """Record the end of a job for its waiting caller."""
-        if self._waiting and not (job := self._job(path)).done():
-            job.set_result(result)
-
-    def _job(self, path: str) -> asyncio.Future[str]:
-        return self._jobs.setdefault(path, asyncio.get_running_loop().create_future())
+            self.queues.discard(queue)
 
 
 class Manager:
@@ -136,10 +122,7 @@ class Manager:
             CallLost: the unit may have been started.
         """
         body = [unit, "fail", _variants(properties), []]
-        connection = await self._connected()
-        signature = "ssa(sv)a(sa(sv))"
-        call = self._called("StartTransientUnit", signature, body, descriptors)
-        return await connection.ended(call)
+        return await self._finished("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
 
     async def set(self, unit: str, properties: Iterable[Property]) -> None:
         """Change properties of a unit until the next boot."""
@@ -175,12 +158,8 @@ class Manager:
             if seen["Unit.ActiveState"] == "failed":
                 await self._called("ResetFailedUnit", "s", [unit])
             elif seen["Unit.ActiveState"] != "inactive":
-                await self._stop(unit)
+                await self._finished("StopUnit", "ss", [unit, "replace"])
         return False
-
-    async def _stop(self, unit: str) -> None:
-        connection = await self._connected()
-        await connection.ended(self._called("StopUnit", "ss", [unit, "replace"]))
 
     async def units(self, pattern: str) -> list[Unit]:
         """Return all units whose names match a pattern."""
@@ -222,15 +201,31 @@ class Manager:
             RuntimeUnavailable: the connection could not be made, or broke.
         """
         connection = await self._connected()
-        queue: asyncio.Queue[str | None] = asyncio.Queue()
-        connection.changes.add(queue)
-        try:
+        with connection.signals() as signals:
             yield ""
-            while (unit := await queue.get()) is not None:
-                yield unit
+            while (signal := await signals.get()) is not None:
+                yield signal.unit
             raise RuntimeUnavailable("the connection to systemd broke")
-        finally:
-            connection.changes.discard(queue)
+
+    async def _finished(
+        self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
+    ) -> str:
+        """Make a call that starts a job, and return the job's result.
+
+        Raises:
+            CallLost: the connection broke, or the job takes too long.
+        """
+        connection = await self._connected()
+        with connection.signals() as signals:  # the signal may precede the answer
+            (path,) = await self._called(member, signature, body, descriptors)
+            try:
+                async with asyncio.timeout(JOB_S):
+                    while (signal := await signals.get()) is not None:
+                        if signal.job == path:
+                            return signal.result
+            except TimeoutError:
+                raise CallLost(f"a job of systemd did not end within {JOB_S:g} s") from None
+        raise CallLost("the connection to systemd broke during a job")
 
     async def _called(
         self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
@@ -322,7 +317,7 @@ class Manager:
                 await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
         finally:
             connection.lost.set_result(None)
-            for queue in connection.changes:
+            for queue in connection.queues:
                 queue.put_nowait(None)
 
     @staticmethod
@@ -334,15 +329,15 @@ class Manager:
             return
         if message.member == "JobRemoved":
             _, job, unit, result = message.body
-            connection.job_ended(job, result)
+            signal = _Signal(unit, job, result)
         elif message.member == "UnitRemoved":
-            unit = message.body[0]
+            signal = _Signal(message.body[0])
         elif (path := message.path or "").startswith(UNIT_PATH):
-            unit = unit_of(path)
+            signal = _Signal(unit_of(path))
         else:
             return
-        for queue in connection.changes:
-            queue.put_nowait(unit)
+        for queue in connection.queues:
+            queue.put_nowait(signal)
 
 
 _RULES = (
