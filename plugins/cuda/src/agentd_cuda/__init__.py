@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -33,7 +34,6 @@ from agentd.plugin_api import (
     Measurement,
     NotPresent,
     PartitionInfo,
-    ProcessUse,
     SettingProblem,
     SlotTypeInfo,
     dealt_by_slots,
@@ -171,7 +171,7 @@ class CudaPlugin(AcceleratorPlugin):
             replace(
                 whole,
                 id=f"{whole.id}:{part.place}",
-                stable_id=_stable_id(part.uuid),
+                stable_id=nvml.stable_id(part.uuid),
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
@@ -276,30 +276,11 @@ class CudaPlugin(AcceleratorPlugin):
         return ContainerEdits(env=env)
 
     def measure(self) -> Sequence[Measurement]:
-        found = []
+        found: list[Measurement] = []
         for _, handle in nvml.handles():
-            try:
-                loads = [*nvml.loads(handle)]
-            except pynvml.NVMLError:
-                continue
-            found += [
-                Measurement(
-                    _stable_id(load.uuid),
-                    load.utilization,
-                    load.used_bytes,
-                    load.total_bytes,
-                    load.temperature,
-                    load.power,
-                    None if load.processes is None else [ProcessUse(*p) for p in load.processes],
-                )
-                for load in loads
-            ]
+            with suppress(pynvml.NVMLError):
+                found += nvml.measurements(handle)
         return found
-
-
-def _stable_id(uuid: str) -> str:
-    """Return a UUID as an identity, which has no slashes; the inverse of `_uuid`."""
-    return uuid.replace("/", ":")
 
 
 def _uuid(stable_id: str) -> str:

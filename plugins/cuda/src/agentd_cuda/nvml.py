@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from agentd.plugin_api import log_once
+from agentd.plugin_api import Measurement, ProcessUse, log_once
 
 _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
@@ -56,19 +56,6 @@ class Gpu:
     parts: tuple[MigPart, ...] = ()
     trouble: str = ""
     tells_recovery: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The current load of a GPU: percent, bytes, degrees Celsius, watts."""
-
-    uuid: str
-    utilization: float | None
-    used_bytes: int | None
-    total_bytes: int | None
-    temperature: float | None
-    power: float | None
-    processes: tuple[tuple[int, int | None], ...] | None
 
 
 def asked(
@@ -228,48 +215,43 @@ def profile_name(gpu_slices: int, compute_slices: int, memory_bytes: int, total_
     return f"{lead}{gpu_slices}g.{gib}gb"
 
 
-def loads(handle: Any) -> Iterator[Load]:
-    """Yield the load of a GPU, or of each part of one in MIG mode.
+def stable_id(uuid: str) -> str:
+    """Return a UUID as an identity, which has no slashes."""
+    return uuid.replace("/", ":")
+
+
+def measurements(handle: Any) -> list[Measurement]:
+    """Return the measurement of a GPU, or those of the parts of one in MIG mode.
 
     A part has its own memory, and the temperature of its GPU. NVML measures neither utilization nor
     power of parts.
+
+    Raises:
+        NVMLError: it does not answer.
     """
     mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
-    if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-        yield load_of(handle)
-        return
+    is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    rates = None if is_mig else asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = None if is_mig else asked(pynvml.nvmlDeviceGetPowerUsage, handle)
     temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    for _, part in part_handles(handle):
-        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, part)
-        yield Load(
-            pynvml.nvmlDeviceGetUUID(part),
-            None,
-            None if memory is None else int(memory.used),
-            None if memory is None else int(memory.total),
-            None if temperature is None else float(temperature),
-            None,
-            processes_of(part),
+    measured = []
+    for each in [part for _, part in part_handles(handle)] if is_mig else [handle]:
+        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, each)
+        measured.append(
+            Measurement(
+                stable_id(pynvml.nvmlDeviceGetUUID(each)),
+                None if rates is None else float(rates.gpu),
+                None if memory is None else int(memory.used),
+                None if memory is None else int(memory.total),
+                None if temperature is None else float(temperature),
+                None if milliwatts is None else milliwatts / 1000,
+                _processes(each),
+            )
         )
+    return measured
 
 
-def load_of(handle: Any) -> Load:
-    """Return the load of a whole GPU."""
-    rates = asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    milliwatts = asked(pynvml.nvmlDeviceGetPowerUsage, handle)
-    return Load(
-        pynvml.nvmlDeviceGetUUID(handle),
-        None if rates is None else float(rates.gpu),
-        None if memory is None else int(memory.used),
-        None if memory is None else int(memory.total),
-        None if temperature is None else float(temperature),
-        None if milliwatts is None else milliwatts / 1000,
-        processes_of(handle),
-    )
-
-
-def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:
+def _processes(handle: Any) -> list[ProcessUse] | None:
     """Return the processes on a GPU or a part, with their memory in bytes.
 
     A process that computes and draws is in both of NVML's lists, with the same memory.
@@ -281,4 +263,6 @@ def processes_of(handle: Any) -> tuple[tuple[int, int | None], ...] | None:
     if lists[0] is None:
         return None
     found = {item.pid: item.usedGpuMemory for each in lists for item in each or ()}
-    return tuple((int(pid), None if used is None else int(used)) for pid, used in found.items())
+    return [
+        ProcessUse(int(pid), None if used is None else int(used)) for pid, used in found.items()
+    ]

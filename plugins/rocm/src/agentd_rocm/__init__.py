@@ -220,18 +220,8 @@ class RocmPlugin(AcceleratorPlugin):
         return f"/dev/dri/{names[gpu.place]}" if gpu.place < len(names) else None
 
     def measure(self) -> Sequence[Measurement]:
-        loads = [(gpu, smi.load_of(gpu.index)) for gpu in self._gpus()]
-        return [
-            Measurement(
-                self._identity(gpu, self._slot(gpu)),
-                load.utilization,
-                load.used_bytes,
-                load.total_bytes,
-                load.temperature,
-                load.power,
-            )
-            for gpu, load in loads
-        ]
+        gpus = self._gpus()
+        return [smi.measurement(gpu.index, self._identity(gpu, self._slot(gpu))) for gpu in gpus]
 
 
 def _owners(nodes: Sequence[str]) -> list[str]:

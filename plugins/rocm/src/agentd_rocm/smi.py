@@ -20,6 +20,8 @@ from typing import Any
 
 from pyrsmi import rocml
 
+from agentd.plugin_api import Measurement
+
 _P, _I = ctypes.c_void_p, ctypes.c_int
 _ARGUMENTS = {
     "amdsmi_get_processor_handles": [_P, _P, _P],
@@ -52,17 +54,6 @@ class AmdGpu:
     """Its index among the processors with one PCI address."""
     trouble: str = ""
     """Why some of its values are only the last known ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class AmdLoad:
-    """The current load of a GPU: percent, bytes, degrees Celsius, watts."""
-
-    utilization: float | None
-    used_bytes: int | None
-    total_bytes: int | None
-    temperature: float | None
-    power: float | None
 
 
 class NoLibraryError(Exception):
@@ -127,11 +118,12 @@ def pci_address(packed: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
 
 
-def load_of(index: int) -> AmdLoad:
-    """Return the current load of a GPU."""
+def measurement(index: int, stable_id: str) -> Measurement:
+    """Return the current measurement of a GPU."""
     utilization = _known(rocml.smi_get_device_utilization(index))
     power = _known(rocml.smi_get_device_average_power(index))
-    return AmdLoad(
+    return Measurement(
+        stable_id,
         None if utilization is None else float(utilization),
         _known(rocml.smi_get_device_memory_used(index)),
         _known(rocml.smi_get_device_memory_total(index)),
