@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ _NAME = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
 _MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Service"
 _PROPERTIES = "org.freedesktop.DBus.Properties"
-_BUS = "org.freedesktop.DBus"
+_BUS, _BUS_PATH = "org.freedesktop.DBus", "/org/freedesktop/DBus"
 _LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
 _ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
 AT_ONCE = 64
@@ -76,10 +76,21 @@ class _BusConnection:
     """One connection and those who wait for its signals; `lost` is done once it is broken."""
 
     bus: MessageBus
-    lost: asyncio.Future[None]
+    lost: asyncio.Task[None] = field(init=False)
     owner: str = ""
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     queues: set[asyncio.Queue[_Signal | None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.lost = asyncio.create_task(self._until_lost())
+
+    async def _until_lost(self) -> None:
+        try:
+            with suppress(Exception):
+                await self.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
+        finally:
+            for queue in self.queues:
+                queue.put_nowait(None)
 
     @contextmanager
     def signals(self) -> Iterator[asyncio.Queue[_Signal | None]]:
@@ -99,15 +110,13 @@ class Manager:
         self.is_user = is_user
         self._connection: _BusConnection | None = None
         self._connecting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close the connection."""
         if self._connection is not None:
             self._connection.bus.disconnect()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._connection.lost.cancel()
+            await asyncio.wait([self._connection.lost])
 
     async def start(
         self, unit: str, properties: Iterable[Property], descriptors: Sequence[int] = ()
@@ -244,7 +253,7 @@ class Manager:
         descriptors: Sequence[int] = (),
     ) -> list[Any]:
         message = Message(
-            destination=_NAME,
+            destination=_BUS if interface == _BUS else _NAME,
             path=path,
             interface=interface,
             member=member,
@@ -284,19 +293,20 @@ class Manager:
                 await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises any error of a socket
             raise RuntimeUnavailable(f"cannot connect to systemd over D-Bus: {error}") from None
-        connection = _BusConnection(bus, asyncio.get_running_loop().create_future())
+        connection = _BusConnection(bus)
 
         def hear(message: Message) -> None:
             if message.message_type is MessageType.SIGNAL:
                 self._heard(connection, message)
 
         bus.add_message_handler(hear)
-        self._run(self._until_lost(connection))
         try:
             async with asyncio.timeout(CALL_S):
                 for rule in _RULES:
-                    await _ask_bus(connection, "AddMatch", rule)
-                (connection.owner,) = await _ask_bus(connection, "GetNameOwner", _NAME)
+                    await self._answered(connection, _BUS_PATH, _BUS, "AddMatch", "s", [rule])
+                (connection.owner,) = await self._answered(
+                    connection, _BUS_PATH, _BUS, "GetNameOwner", "s", [_NAME]
+                )
                 await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
         except BaseException as error:
             bus.disconnect()
@@ -304,21 +314,6 @@ class Manager:
                 raise RuntimeUnavailable(f"cannot subscribe to systemd: {error}") from None
             raise
         return connection
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @staticmethod
-    async def _until_lost(connection: _BusConnection) -> None:
-        try:
-            with suppress(Exception):
-                await connection.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
-        finally:
-            connection.lost.set_result(None)
-            for queue in connection.queues:
-                queue.put_nowait(None)
 
     @staticmethod
     def _heard(connection: _BusConnection, message: Message) -> None:
@@ -347,27 +342,6 @@ _RULES = (
     f"type='signal',sender='{_BUS}',member='NameOwnerChanged',arg0='{_NAME}'",
 )
 """The subscribed signals (D-Bus Specification, "Match Rules")."""
-
-
-async def _ask_bus(connection: _BusConnection, member: str, argument: str) -> list[Any]:
-    """Call the bus itself.
-
-    Raises:
-        RuntimeUnavailable: the bus refuses.
-    """
-    message = Message(
-        destination=_BUS,
-        path="/org/freedesktop/DBus",
-        interface=_BUS,
-        member=member,
-        signature="s",
-        body=[argument],
-    )
-    reply = await connection.bus.call(message)
-    if reply is None or reply.message_type is MessageType.ERROR:
-        why = reply.body[0] if reply is not None and reply.body else "no answer"
-        raise RuntimeUnavailable(f"the message bus refuses {member}: {why}")
-    return list(reply.body)
 
 
 def _heed(call: asyncio.Future[Any]) -> None:
