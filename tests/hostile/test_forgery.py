@@ -17,6 +17,7 @@ import pytest
 
 from agentd.core.kernel.plan import kernel_name
 from agentd.host.cgroups.hierarchies import find_cgroups
+from agentd.pluginhost.descendants import new_mark
 from daemon import AGENTS, Daemon, gpus
 from native.libraries import built
 from world import World
@@ -134,7 +135,7 @@ async def test_exec_refuses_a_setuid_process(world, as_nobody, folder) -> None:
     claimed = str(folder / "theirs")
     daemon = world.daemon.process
     assert daemon is not None
-    plugin = {"AGENTD_PLUGIN": "999999.1.x"}
+    plugin = {"AGENTD_PLUGIN": f"999999.1.{new_mark().split('.', 2)[2]}"}
     forger = as_nobody(str(program), **marks(world.node, claimed), **plugin)
     assert forger.stdout is not None
     assert forger.stdout.readline() == b"euid 0\n"

@@ -41,7 +41,7 @@ def end_marked(mark: str) -> None:
 
 def end_left_over() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
-    _end(lambda other: _is_of_here(other) and not _daemon(other).is_alive())
+    _end(_is_left_over)
 
 
 def _end(is_meant: Callable[[str], bool]) -> None:
@@ -65,14 +65,10 @@ def _namespace() -> str:
     return Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
 
 
-def _is_of_here(mark: str) -> bool:
-    """Return whether a mark belongs to this pid namespace; older marks name none."""
-    words = mark.split(".")
-    return len(words) < len(("pid", "start", "namespace", "word")) or words[2] == _namespace()
-
-
-def _daemon(mark: str) -> Proc:
-    pid, _, rest = mark.partition(".")
-    start_time = rest.partition(".")[0]
-    is_read = pid.isdecimal() and start_time.isdecimal()
-    return Proc(int(pid), int(start_time)) if is_read else Proc(0, 0)
+def _is_left_over(mark: str) -> bool:
+    """Return whether a mark belongs to this pid namespace, and its daemon has ended."""
+    match mark.split("."):
+        case [pid, start_time, namespace, _] if pid.isdecimal() and start_time.isdecimal():
+            is_alive = Proc(int(pid), int(start_time)).is_alive()
+            return namespace == _namespace() and not is_alive
+    return False
