@@ -253,18 +253,17 @@ async def start_exec_beside(
     Raises:
         AgentdError: the command did not start.
     """
-    made = None
     try:
         made = HostExec(spec)
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await made.begin(place, manager, unit)
-    except BaseException as error:
-        if made is not None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await made.begin(place, manager, unit)
+        except BaseException:
             await to_the_end(made.close())
-        if isinstance(error, (OSError, TimeoutError)):
-            why = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
-            raise RuntimeFailure(f"the command did not start: {why}") from error
-        raise
+            raise
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
+        raise RuntimeFailure(f"the command did not start: {why}") from error
     return made
 
 
