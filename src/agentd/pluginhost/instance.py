@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,9 +256,11 @@ class PluginInstance:
             self._is_validated = True
             self.validation.set()
             where = f"plugins.{wanted.name}"
-            self._refuse_settings(
-                [Problem(f"{where}.{one_line(item.key)}", one_line(item.why)) for item in wrong]
-            )
+            self.problems = [
+                Problem(f"{where}.{one_line(item.key)}", one_line(item.why)) for item in wrong
+            ]
+            if self.problems:
+                raise InvalidAnswer("; ".join(map(str, self.problems)))
             self._step = "hiding edits"
             with contextlib.suppress(PluginRefused, InvalidAnswer):
                 self.hiding = await self._hiding(process)
@@ -266,7 +268,7 @@ class PluginInstance:
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             await reach("plugin.after_open")
             self._step = "list"
-            listing = await _once_more(lambda: self._listed(process))
+            listing = await self._first_listing(process)
             await reach("plugin.after_list")
             if self.listing is None and self._facts.has_partition:
                 self._step = "partition"
@@ -285,16 +287,6 @@ class PluginInstance:
         example = f'[plugins.cuda] plugin = "{self.wanted.plugin}"'
         self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
 
-    def _refuse_settings(self, problems: list[Problem]) -> None:
-        """Keep the problems of the table for the operator.
-
-        Raises:
-            InvalidAnswer: there are problems.
-        """
-        self.problems = problems
-        if problems:
-            raise InvalidAnswer("; ".join(map(str, problems)))
-
     async def _hiding(self, process: PluginProcess) -> ContainerEdits:
         """Return the edits that hide the plugin's devices, also before it is open."""
         timeout_s = self._pace.call_timeout_s
@@ -306,6 +298,12 @@ class PluginInstance:
         listing = checked_listing(self.wanted.name, answer.slot_types, answer.devices)
         self.listed_at = time.monotonic()
         return listing
+
+    async def _first_listing(self, process: PluginProcess) -> PluginListing:
+        """List, and list again before an invalid answer counts: devices may change meanwhile."""
+        with contextlib.suppress(InvalidAnswer):
+            return await self._listed(process)
+        return await self._listed(process)
 
     async def _dealt(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
         """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
@@ -419,23 +417,10 @@ class PluginInstance:
         if process is None:
             return
         if self.state is PluginState.READY:
-            await _ask_to_close(process, self.wanted.name)
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
+            except (PluginRefused, InvalidAnswer, PluginLost, TimeoutError) as error:
+                why = str(error) or "it is busy"
+                log.warning("plugin.close_failed", plugin=self.wanted.name, reason=why)
         await process.end("the daemon is stopping")
-
-
-async def _once_more(listed: Callable[[], Awaitable[PluginListing]]) -> PluginListing:
-    """List, and list again before an invalid answer counts: devices may change between reads."""
-    try:
-        return await listed()
-    except InvalidAnswer:
-        return await listed()
-
-
-async def _ask_to_close(process: PluginProcess, name: str) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
-    except TimeoutError:
-        log.warning("plugin.close_failed", plugin=name, reason="it is busy")
-    except (PluginRefused, InvalidAnswer, PluginLost) as error:
-        log.warning("plugin.close_failed", plugin=name, reason=str(error))
