@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -104,11 +105,7 @@ class PluginHost:
         ]
         for instance, running in zip(waiting, self._tasks, strict=True):
             running.add_done_callback(partial(self._note_end, instance))
-        settling = [asyncio.create_task(instance.settled.wait()) for instance in waiting]
-        if settling:
-            _, late = await asyncio.wait(settling, timeout=timeout_s)
-            for task in late:
-                task.cancel()
+        await _wait_for_all((instance.settled for instance in waiting), timeout_s)
         for instance in waiting:
             if not instance.settled.is_set():
                 instance.reason = f"not open within {timeout_s:g} s"
@@ -152,11 +149,7 @@ class PluginHost:
         A plugin that cannot be imported, or finds no hardware, is not one of them.
         """
         tabled = [i for i in self._instances.values() if i.wanted.has_table]
-        waits = [asyncio.create_task(i.validation.wait()) for i in tabled]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=timeout_s)
-            for task in late:
-                task.cancel()
+        await _wait_for_all((instance.validation for instance in tabled), timeout_s)
         return [
             Problem(f"plugins.{i.wanted.name}", f"the table is not validated: {why}")
             for i in tabled
@@ -237,6 +230,14 @@ class PluginHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(instance.close() for instance in self._instances.values()))
+
+
+async def _wait_for_all(events: Iterable[asyncio.Event], timeout_s: float) -> None:
+    """Wait until all events are set, at most `timeout_s`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for event in events:
+                await event.wait()
 
 
 def _wanted(
