@@ -95,7 +95,8 @@ class HostHolders:
             raise NoSuchHolder(f"no cgroup {path}: {error.strerror}") from None
         if not is_populated:
             raise NoSuchHolder(f"cgroup {path} has no process")
-        if containers and any(_names_one(containers, name) for name in _names_below(folder)):
+        below = _names_below(folder) if containers else ()
+        if any(container in name for name in below for container in containers):
             raise NoSuchHolder(f"cgroup {path} holds agentd or a kernel")
         return CgroupHolder(path, inode)
 
@@ -199,15 +200,10 @@ def _open_cgroup(folder: Path, inode: int, stack: ExitStack) -> _EndSource | Non
 
 
 def _names_below(folder: Path) -> Iterator[str]:
-    """Yield the name of a cgroup and of all below it."""
+    """Yield the names of a cgroup and all below it; engines name theirs after containers' ids."""
     yield folder.name
     for _, names, _ in os.walk(folder):
         yield from names
-
-
-def _names_one(containers: Collection[str], name: str) -> bool:
-    """Return whether a cgroup is a container's: engines name it after the container's id."""
-    return any(container in name for container in containers)
 
 
 def _is_populated(events: bytes) -> bool:

@@ -34,8 +34,9 @@ class Host(msgspec.Struct, frozen=True):
 
     def devices(self, cpus: int | None = None, memory_bytes: int | None = None) -> list[Device]:
         """Return the built-in devices, probed or declared; declared cores are all alike."""
-        found = sorted(self.cores)
-        ids = found if cpus is None else (found + _invented(found, cpus))[:cpus]
+        ids = sorted(self.cores)
+        if cpus is not None:  # those that are missing are invented
+            ids = [*ids, *(core for core in range(cpus) if core not in self.cores)][:cpus]
         cores = [
             Device(
                 DeviceId(CPU, str(core)),
@@ -69,10 +70,6 @@ def is_port_free(address: str, protocol: str, port: int) -> bool:
         except OSError as error:
             return error.errno != errno.EADDRINUSE
     return True
-
-
-def _invented(found: list[int], cpus: int) -> list[int]:
-    return [core for core in range(cpus) if core not in found]
 
 
 def probe(root: Path = Path("/")) -> Host:

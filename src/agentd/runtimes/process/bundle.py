@@ -115,10 +115,6 @@ class Bundle(PrivateFolder):
         """
         return required_record(self.content(RECORD))
 
-    def has_identity(self) -> bool:
-        """Return whether the shim wrote its identity, readable or not."""
-        return self.read(IDENTITY) is not None
-
     def identity(self) -> ShimIdentity | None:
         """Return the identity of the kernel, None if it is missing or unreadable."""
         with suppress(msgspec.DecodeError):

@@ -40,7 +40,7 @@ from agentd.host.processes import (
     strike,
 )
 from agentd.runtimes.host.private_folder import Unreadable
-from agentd.runtimes.process.bundle import LOCK, Bundle, ShimIdentity
+from agentd.runtimes.process.bundle import IDENTITY, LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
 _PAUSES_S = (0.0, 0.02, 0.05, 0.1)
@@ -170,7 +170,7 @@ class Proof:
             if ending.reason and who is not None and who.boot_id != self._boot_id:
                 ending = replace(ending, reason="the node restarted")
             return ObservedState.EXITED, ending
-        if not self._bundle.has_identity():
+        if self._bundle.read(IDENTITY) is None:
             return ObservedState.CREATED, Ending()
         if self.identity is None:
             why = "its identity is unreadable and it has ended"

@@ -175,7 +175,7 @@ class SystemdRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)
-        if not await self._lives(unit):
+        if await self._living(unit) is None:
             return
         grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         if grace_s > 0:
@@ -192,9 +192,6 @@ class SystemdRuntime:
                 async with asyncio.timeout(LOOK_S):
                     await self._until_ended(unit)
 
-    async def _lives(self, unit: str) -> bool:
-        return await self._living(unit) is not None
-
     async def _living(self, unit: str) -> str | None:
         """Return the sub-state of a live unit, None otherwise."""
         asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
@@ -207,14 +204,14 @@ class SystemdRuntime:
         changes = self._manager.changes()
         try:
             async for changed in changes:
-                if changed in ("", unit) and not await self._lives(unit):
+                if changed in ("", unit) and await self._living(unit) is None:
                     return
         finally:
             await changes.aclose()
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)
-        if unless_alive and await self._lives(unit):
+        if unless_alive and await self._living(unit) is not None:
             return False
         await self.stop(ref, 0)
         await self._manager.drop(unit)
