@@ -75,6 +75,8 @@ class DockerExec:
             head = await self._reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             raise RuntimeFailure("the Docker Engine: unterminated response header") from None
+        except asyncio.IncompleteReadError as error:
+            raise RuntimeFailure("the Docker Engine closed the connection") from error
         if _SWITCHED not in head.split(b"\r\n")[0]:
             said = await self._reader.read(CHUNK)
             raise RuntimeFailure(f"the Docker Engine: {_text(said)}")
@@ -244,9 +246,6 @@ async def start_exec(
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)
-    except asyncio.IncompleteReadError as error:
-        await to_the_end(session.close())
-        raise RuntimeFailure("the Docker Engine closed the connection") from error
     except BaseException:
         await to_the_end(session.close())
         raise
