@@ -1,4 +1,4 @@
-"""Names in the paths of calls: each has a pattern, in the document and where it is read."""
+"""Routes: each name in a path has a pattern, in the document and where it is read."""
 
 import re
 from typing import Any
