@@ -16,9 +16,24 @@ from agentd.http.connections.connection import Connection, connection_of
 from certificates import certificate
 
 
+@pytest.fixture
+def tls(tmp_path: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate(tmp_path))
+    return context
+
+
+def trusting() -> ssl.SSLContext:
+    """The context of a client that accepts every certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 @asynccontextmanager
 async def connected(
     handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[Connection, asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a server, and the client's side of it."""
 
@@ -30,10 +45,11 @@ async def connected(
             connection_of(request).end()
 
     server = web.Server(answer)
-    connection = Connection(server, set(), None)
+    connection = Connection(server, set(), None, lambda: tls)
     here, there = socket.socketpair()
     await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, there)
-    reader, writer = await asyncio.open_connection(sock=here)
+    secured = {"ssl": trusting(), "server_hostname": "x"} if tls else {}
+    reader, writer = await asyncio.open_connection(sock=here, **secured)
     try:
         async with asyncio.timeout(20):
             yield connection, reader, writer
@@ -86,6 +102,57 @@ async def test_connection_closes_if_a_response_is_not_read(
         assert await reader.read(1)
 
 
+async def test_connection_over_tls_closes_if_a_response_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tls: ssl.SSLContext
+) -> None:
+    """The response waits in the transport below that of TLS."""
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.01)
+
+    async def handler(_: web.BaseRequest) -> web.Response:
+        return web.Response(body=bytes(10_000_000))
+
+    async with connected(handler, tls) as (connection, reader, writer):
+        writer.transport.pause_reading()
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not connection._transport.is_closing():
+            await asyncio.sleep(0)
+        writer.transport.resume_reading()
+        assert await reader.read(1)
+
+
+async def test_request_with_the_end_of_a_handshake_has_no_deadline(
+    monkeypatch: pytest.MonkeyPatch, tls: ssl.SSLContext
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        connection_of(request).begin(request)
+        await asyncio.sleep(1)
+        return web.Response()
+
+    server, loop = web.Server(answer), asyncio.get_running_loop()
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    await loop.connect_accepted_socket(lambda: Connection(server, set(), None, lambda: tls), there)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting().wrap_bio(incoming, outgoing, server_hostname="x")
+
+    async def received(act: Callable[[], bytes | None]) -> bytes | None:
+        while True:
+            try:
+                return act()
+            except ssl.SSLWantReadError:
+                await loop.sock_sendall(here, outgoing.read())
+                incoming.write(await loop.sock_recv(here, 1 << 16))
+
+    async with asyncio.timeout(20):
+        await received(client.do_handshake)
+        client.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # sent with the last of the handshake
+        assert (await received(client.read) or b"").startswith(b"HTTP/1.1 200")
+    here.close()
+    await server.shutdown()
+
+
 async def test_connection_stays_while_a_response_is_read_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,11 +168,8 @@ async def test_connection_stays_while_a_response_is_read_slowly(
         assert len(await reader.readexactly(size)) == size
 
 
-async def test_bodies_over_tls_arrive_whole(tmp_path: Path) -> None:
-    """TLS records of every size, several of which are read at once."""
-    cert, key = certificate(tmp_path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+async def test_bodies_over_tls_arrive_whole(tls: ssl.SSLContext) -> None:
+    """Records of TLS have every size, and several are read at once."""
     bodies: list[bytes] = []
 
     async def answer(request: web.BaseRequest) -> web.Response:
@@ -115,12 +179,10 @@ async def test_bodies_over_tls_arrive_whole(tmp_path: Path) -> None:
         return web.Response()
 
     server, limits, loop = web.Server(answer), Limits(1, 1), asyncio.get_running_loop()
-    connection = Connection(server, set(), limits, lambda: context)
+    connection = Connection(server, set(), limits, lambda: tls)
     here, there = socket.socketpair()
     await loop.connect_accepted_socket(lambda: connection, there)
-    trusting = ssl.create_default_context()
-    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-    _, writer = await asyncio.open_connection(sock=here, ssl=trusting, server_hostname="x")
+    _, writer = await asyncio.open_connection(sock=here, ssl=trusting(), server_hostname="x")
     sent = [bytes([65 + size % 26]) * size for size in (5, 700, 2047, 2048, 5000, 20_000)]
     async with asyncio.timeout(20):
         for size in (1, 10, 1000, 3000):

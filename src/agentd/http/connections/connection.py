@@ -51,16 +51,18 @@ class Connection(asyncio.BufferedProtocol):
         self._newcomers = newcomers
         self._limits = limits
         self._tls = tls
+        self._plain: asyncio.Transport
         self._transport: asyncio.Transport
         self._socket: socket.socket
         self._buffer = memoryview(bytearray(READ_BYTES))  # a slice is filled in place over TLS
-        self._is_open = self._is_in_request = self._is_paused = False
+        self._early = b""  # received with the end of the TLS handshake
+        self._is_open = self._is_served = self._is_in_request = self._is_paused = False
         self._body: StreamReader = EMPTY_PAYLOAD
         self._header_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self._plain = self._transport = cast("asyncio.Transport", transport)
         self._socket = transport.get_extra_info("socket")  # over TLS unknown at the end
         if self._limits is not None and not self._limits.admit():
             self.close()
@@ -76,24 +78,26 @@ class Connection(asyncio.BufferedProtocol):
             self._handshake = asyncio.create_task(self._secure(context))
 
     async def _secure(self, context: ssl.SSLContext) -> None:
-        plain = self._transport
         try:
             secured = await asyncio.get_running_loop().start_tls(
-                plain, self, context, server_side=True, ssl_handshake_timeout=HEADER_TIMEOUT_S
+                self._plain, self, context, server_side=True, ssl_handshake_timeout=HEADER_TIMEOUT_S
             )
         except (OSError, ssl.SSLError) as error:
             warn_of_client("tls.handshake_failed", reason=str(error)[:200])
             secured = None
         if secured is None or secured.is_closing():
-            plain.abort()
+            self.close()
             self._leave()
         else:
             self._transport = secured
             self._serve()
 
     def _serve(self) -> None:
+        self._is_served = True
         self._expect_header()
         self._handler.connection_made(self._transport)
+        if self._early:
+            self._handler.data_received(self._early)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         with suppress(OSError):  # Linux would reset the connection, and the last response with it
@@ -112,16 +116,20 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Close the connection without delay."""
-        self._transport.abort()
+        self._plain.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        data = bytes(self._buffer[:nbytes])
+        if not self._is_served:
+            self._early += data
+            return
         if self._header_timer is None and not self._is_in_request and self._body.is_eof():
             self._expect_header()
-        self._handler.data_received(bytes(self._buffer[:nbytes]))
+        self._handler.data_received(data)
 
     def eof_received(self) -> None:
         self._handler.eof_received()
@@ -143,7 +151,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_paused = True
         self._handler.pause_writing()
         if not self.may_pause:
-            self._expect_reading(self._transport.get_write_buffer_size())
+            self._expect_reading(self._unread_bytes())
 
     def resume_writing(self) -> None:
         self._is_paused = False
@@ -171,8 +179,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._reading_timer is not None:
             self._reading_timer.cancel()
 
+    def _unread_bytes(self) -> int:
+        """Return the bytes that wait for the client, over TLS those of both transports."""
+        transports = {self._plain, self._transport}
+        return sum(transport.get_write_buffer_size() for transport in transports)
+
     def _check_reading(self, before: float) -> None:
-        unread = self._transport.get_write_buffer_size()
+        unread = self._unread_bytes()
         if unread >= before:
             warn_of_client("connection.stalled", unread_bytes=unread)
             self.close()
