@@ -1,11 +1,12 @@
-"""The stop of a server: accepted clients are answered, others keep waiting."""
+"""The server: its limits, and its stop, in which accepted clients are answered."""
 
 import asyncio
 import os
+import select
 import socket
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ class Words(Site):
         self.waiting += 1
         await self.goes_on.wait()
         return await self.word(request)
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def words_at(end: Endpoint) -> Server:
@@ -218,3 +223,27 @@ def _outcome(caller: socket.socket) -> str:
             return "waits"
         except ConnectionResetError:
             return "reset"
+
+
+@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+async def test_clients_beyond_the_limit_take_few_descriptors(tmp_path: Path) -> None:
+    """A flood over TCP leaves descriptors to the operator's socket, also before it is refused."""
+    unix = UnixSocket(tmp_path / "socket", None, Caller("operator", Role.ADMIN))
+    with socket.socket() as listening, ExitStack() as stack:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        passed = {f"127.0.0.1:{port}": listening}
+        end = Endpoint((unix,), "127.0.0.1", port, passed=passed, max_connections=1)
+        server = words_at(end)
+        await server.start()
+        clients = [stack.enter_context(socket.socket()) for _ in range(200)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        before = most = descriptors()
+        async with asyncio.timeout(20):
+            while not all(select.select([client], [], [], 0)[0] for client in clients[1:]):
+                await asyncio.sleep(0)
+                most = max(most, descriptors())
+        await server.stop(Deadline.after(10))
+    assert most - before < len(clients) / 4

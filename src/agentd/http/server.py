@@ -36,6 +36,8 @@ log = structlog.get_logger()
 
 BACKLOG = 1024
 """Clients that may wait to be accepted."""
+ACCEPTED_AT_ONCE = 8
+"""Clients that are accepted before the first of them is refused beyond a limit."""
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop after which an accepted socket is a connection."""
 TCP_PART, FURTHER_PART = 0.5, 0.125
@@ -138,7 +140,6 @@ class Server:
             app.router.add_route(route.method, path, route.handler, expect_handler=_expected)
         self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
-        loop = asyncio.get_running_loop()
         passed = dict(self._endpoint.passed)
         main, *others = self._endpoint.sockets
         known = {str(unix.path) for unix in self._endpoint.sockets} | {self._endpoint.tcp_address}
@@ -149,38 +150,41 @@ class Server:
             if (listening := passed.get(str(unix.path))) is None:
                 listening = unix_socket(unix.path, unix.group)
                 self._bound.append(unix.path)
-            # Not `create_unix_server`: since Python 3.13, that server removes the socket's file
-            # when it closes, even if systemd passed the socket and still holds it.
-            connection = self._new_connection(limits)
-            self._listeners.append(
-                await loop.create_server(connection, sock=listening, backlog=BACKLOG)
-            )
-        if self._endpoint.host is not None:
-            self._listeners.append(await self._listen_on_tcp(loop))
+            await self._listen(listening, limits)
+        if (host := self._endpoint.host) is not None:
+            listening = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
+            limits = Limits(self._endpoint.max_connections, TCP_PART)
+            await self._listen(listening, limits, lambda: self._tls)
 
-    async def _listen_on_tcp(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
-        end = self._endpoint
-        limits = Limits(end.max_connections, TCP_PART)
-        connection = self._new_connection(limits, lambda: self._tls)
+    def _tcp_socket(self, host: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            if (passed := end.passed.get(end.tcp_address or "")) is not None:
-                return await loop.create_server(connection, sock=passed, backlog=BACKLOG)
-            return await loop.create_server(
-                connection, end.host, end.port, backlog=BACKLOG, reuse_address=True
-            )
+            return socket.create_server((host, self._endpoint.port), family=family)
         except OSError as error:
-            raise StartRefused(
-                f"cannot listen on {end.host}:{end.port}: {error.strerror}"
-            ) from None
+            reason = error.strerror
+            raise StartRefused(f"cannot listen on {host}:{self._endpoint.port}: {reason}") from None
 
-    def _new_connection(
-        self, limits: Limits | None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
-    ) -> Callable[[], Connection]:
-        """Return a factory of connections."""
+    async def _listen(
+        self,
+        listening: socket.socket,
+        limits: Limits | None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+    ) -> None:
+        """Accept connections from a socket.
+
+        Not by `create_unix_server`: since Python 3.13, that server removes the socket's file when
+        it closes, even if systemd passed the socket and still holds it.
+        """
         server = self._runner.server if self._runner is not None else None
         if server is None:
             raise RuntimeError("the server has not been set up")
-        return lambda: Connection(server, self._newcomers, limits, tls)
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(server, self._newcomers, limits, tls),
+            sock=listening,
+            backlog=ACCEPTED_AT_ONCE,
+        )
+        listening.listen(BACKLOG)
+        self._listeners.append(listener)
 
     @property
     def cancelled(self) -> list[str]:
