@@ -1,4 +1,4 @@
-"""What a crash must not change: kernels that were alive before, and their shares."""
+"""Facts that survive a crash: kernels that were alive before, and their shares."""
 
 from collections.abc import Collection
 

@@ -247,7 +247,7 @@ class EtcdStore:
         self._write_new(node)
 
     def _write_new(self, node: FleetNode) -> None:
-        """Have the slot types written if one of this node's is new to the fleet."""
+        """Request a write of slot types if one of this node's is new to the fleet."""
         if self._state.learned(node):
             self._has_unwritten.set()
 
