@@ -143,7 +143,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def part(self) -> int:
-        """The equal part that too few devices can give; 0 if the slot is refused for another reason."""
+        """The equal part that too few devices can give; 0 if the reason is another."""
         if self.are_several or not self.is_in_parts:
             return self.larger_parts.get(self.slot, 0)
         found = self.candidates.values()
