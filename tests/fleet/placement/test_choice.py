@@ -160,12 +160,14 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     assert len(everyone) + sum(row.count for row in rows) == listed
 
 
-@given(VIEWS, AMOUNTS, st.sampled_from(PlacementPolicy), st.integers())
-def test_suitable_agent_is_found_outside_of_the_sample(view, request, policy, seed) -> None:
+@given(VIEWS, AMOUNTS, st.sampled_from(PlacementPolicy), st.integers(1, 20), st.integers())
+def test_sample_with_too_few_suitable_agents_is_extended(view, request, policy, most, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SAMPLES, policy, 2)
-        found = candidates(view, request, Constraints(), policy, random.Random(seed))
-    assert bool(found) == bool(fitting(view, request, Constraints()))
+        found = candidates(view, request, Constraints(), policy, random.Random(seed), most)
+    everyone = fitting(view, request, Constraints())
+    assert len(found) == len(set(found)) == min(most, len(everyone))
+    assert set(found) <= set(everyone)
 
 
 @given(VIEWS, st.integers(0, 4))

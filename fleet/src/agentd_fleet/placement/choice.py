@@ -1,7 +1,8 @@
 """The choice of agents for a request, and the reasons against the others.
 
-The agents of a few nodes, drawn by chance, are checked against a request. Only where none of them
-is suitable, all nodes are checked. An agent is suitable if there is no reason against it.
+The agents of a few nodes, drawn by chance, are checked against a request. Where fewer of them are
+suitable than may be tried, other nodes are drawn until enough are found. An agent is suitable if
+there is no reason against it.
 
 Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
 must be free as well.
@@ -14,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 from agentd.core.slots import ResourceSlots, SlotReading, read_slots
@@ -64,7 +66,7 @@ HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
 """Classes of nodes whose agents may be unknown: each node counts once."""
 
 SAMPLES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
-"""Nodes whose agents are compared, by policy."""
+"""Nodes whose agents are compared at least, by policy."""
 
 
 def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
@@ -93,11 +95,9 @@ def candidates(
     nodes free: it begins with the agent that has the least left over, of the scarcest requested
     slot, then of the other requested ones by name.
     """
-    nodes = _nodes(view, constraints)
-    sample = choice.sample(nodes, min(SAMPLES[policy], len(nodes)))
-    found = list(_suitable(view, request, constraints, sample))
-    if not found and len(sample) < len(nodes):
-        found = list(_suitable(view, request, constraints, nodes))
+    drawn = _drawn(_nodes(view, constraints), choice)
+    found = list(_suitable(view, request, constraints, islice(drawn, SAMPLES[policy])))
+    found += islice(_suitable(view, request, constraints, drawn), max(0, most - len(found)))
     if policy is PlacementPolicy.RANDOM:
         choice.shuffle(found)
     else:
@@ -105,16 +105,27 @@ def candidates(
     return found[:most]
 
 
+def _drawn(nodes: list[FleetNode], choice: random.Random) -> Iterator[FleetNode]:
+    """Yield nodes in random order; the list is used up."""
+    while nodes:
+        at = int(choice.random() * len(nodes))
+        nodes[at], nodes[-1] = nodes[-1], nodes[at]
+        yield nodes.pop()
+
+
 def _suitable(
     view: FleetView, request: ResourceSlots, constraints: Constraints, nodes: Iterable[FleetNode]
 ) -> Iterator[Candidate]:
+    amounts = dict(request).items()
     for node in nodes:
-        if not _why_not(view, node, request):
-            for agent in _agents(node, constraints):
-                free = node.offers[agent].free
-                has_room = all(free[name] >= request[name] for name in request)
-                if has_room and not _why_not_of(view, node, agent, request, constraints.models):
-                    yield Candidate(node.node_id, agent)
+        for agent in _agents(node, constraints):
+            free = node.offers[agent].free
+            if (
+                all(free[name] >= amount for name, amount in amounts)
+                and not _why_not(view, node, request)
+                and not _why_not_of(view, node, agent, request, constraints.models)
+            ):
+                yield Candidate(node.node_id, agent)
 
 
 def _packed(
