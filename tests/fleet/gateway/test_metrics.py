@@ -1,12 +1,18 @@
 """The gateway's metrics: every caller gets all series, and known counters start at zero."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from agentd.core.access import Caller, Role
 from agentd.errors import KernelConflict
 from agentd.http.metrics import exposition
 from agentd.http.problems import CREATE_CODES
+from agentd_fleet.gateway import handlers
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetView
 
 ADMIN = Caller("root", Role.ADMIN)
@@ -41,3 +47,20 @@ def test_every_caller_gets_the_series_of_the_whole_fleet(caller: Caller) -> None
     assert "agentd_fleet_view_live 0.0" in text
     for state in ("ready", "daemon-down", "lost", "conflicting"):
         assert f'agentd_fleet_nodes{{state="{state}"}} 0.0' in text
+
+
+async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def statistics(view: FleetView, *, agents: frozenset[str] | None) -> dict[str, object]:
+        threads.append(threading.current_thread())
+        return {}
+
+    monkeypatch.setattr(FleetView, "statistics", statistics)
+    monkeypatch.setattr(handlers, "caller_of", lambda _: TEAM)
+    store = SimpleNamespace(why_not_live=lambda: "")
+    gateway = handlers.Gateway(store, FleetState(), nodes=None, placer=None)
+    response = await gateway.get_metrics(make_mocked_request("GET", "/metrics"))
+    assert b"agentd_fleet_view_live 1.0" in response.body
+    assert threads
+    assert threading.main_thread() not in threads

@@ -244,7 +244,8 @@ class Gateway(Site):
         caller, view = caller_of(request), self._state.view
         is_live = not self._store.why_not_live()
         metrics = fleet_metrics(view, caller, self._counts, is_live=is_live)
-        return web.Response(body=exposition(metrics), headers={"Content-Type": CONTENT_TYPE})
+        text = await asyncio.to_thread(exposition, metrics)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _answer(self, content: object, revision: int) -> web.Response:
         headers = {REVISION: str(revision)}

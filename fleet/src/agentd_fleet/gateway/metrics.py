@@ -41,14 +41,17 @@ class GatewayCounts:
 def fleet_metrics(
     view: FleetView, caller: Caller, counts: GatewayCounts, *, is_live: bool
 ) -> Iterator[Metric]:
-    """Yield the fleet's metrics; amounts are in bytes and wholes, of the caller's agents only."""
+    """Yield the fleet's metrics; amounts are in bytes and wholes, of the caller's agents only.
+
+    The sums over many nodes take long, so they are computed in a thread.
+    """
     text = "Whether the view of nodes is current"
     yield gauge("agentd_fleet_view_live", text, (), {(): is_live})
     found = Counter(view.state_of(node_id) for node_id in view.nodes)
     states = ("ready", "daemon-down", "lost", "conflicting", "newer-schema")
     nodes = {(state,): found[state] for state in states}
     yield gauge("agentd_fleet_nodes", "Nodes by state", ("state",), nodes)
-    creates = {(result,): count for result, count in counts.creates.items()}
+    creates = {(result,): count for result, count in dict(counts.creates).items()}
     text = "Creates through this gateway by result"
     yield counter("agentd_fleet_creates", text, ("result",), creates)
     text = "Lines of the gateway's log that could not be written"
