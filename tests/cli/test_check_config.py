@@ -73,7 +73,8 @@ class Config:
 
 
 @pytest.fixture
-def config(folder: Path) -> Config:
+def config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("AGENTD_RUN_DIR", str(folder / "run"))
     return Config(folder)
 
 
