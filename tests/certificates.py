@@ -1,5 +1,6 @@
 """Self-signed certificates for tests."""
 
+import ssl
 import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -33,3 +34,9 @@ def certificate_that_ends(folder: Path, days: float) -> tuple[Path, Path]:
     builder = builder.not_valid_after(now + timedelta(days=days))
     cert.write_bytes(builder.sign(secret, hashes.SHA256()).public_bytes(Encoding.PEM))
     return cert, key
+
+
+def certificate_of_version_2(cert: Path) -> None:
+    """Make a certificate one of version 2, which OpenSSL uses and `cryptography` refuses."""
+    der, version = ssl.PEM_cert_to_DER_cert(cert.read_text()), bytes.fromhex("a0030201")
+    cert.write_text(ssl.DER_cert_to_PEM_cert(der.replace(version + b"\2", version + b"\1", 1)))

@@ -13,7 +13,7 @@ from agentd_fleet import daemon
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.join import publisher
 from agentd_fleet.settings import load
-from certificates import certificate, certificate_that_ends
+from certificates import certificate, certificate_of_version_2, certificate_that_ends
 
 
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
@@ -83,6 +83,16 @@ def test_check_config_reports_the_end_of_a_certificate(
     assert (status, f"{section}.{prefix}cert: {cert} expired at " in output) == (78, True)
     certificate_that_ends(tmp_path, 15)
     assert checked() == (0, "configuration OK\n")
+    certificate_of_version_2(cert)
+    assert checked() == (0, "configuration OK\n")
+
+
+def test_check_config_names_the_key_of_an_unusable_certificate(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'[gateway]\ntls-cert = "{tmp_path}/cert"\ntls-key = "{tmp_path}/key"\n')
+    done = CliRunner().invoke(agentd_fleet, ["check-config", "--config", str(file)])
+    assert done.exit_code == 78
+    assert f"gateway.tls-cert: {tmp_path}/cert cannot be read" in done.output
 
 
 @pytest.mark.parametrize("days", [13, 15])

@@ -123,7 +123,7 @@ def refuse_unusable(settings: FleetFile) -> None:
         ConfigRefused: a file is unusable, or a certificate has expired.
     """
     fleet, gateway = settings.fleet, settings.gateway
-    certificate_of(rpc_settings(settings))
+    certificate_of(rpc_settings(settings), "gateway")
     etcd_access(fleet)
     expired = expiry_problems("fleet.cert", fleet.cert, fleet.key)
     expired += expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
@@ -169,7 +169,7 @@ class GatewayDaemon:
         """Start the parts in order and serve until the stop."""
         step = self._shutdown.step
         settings = self._settings
-        where = endpoint(rpc_settings(settings))
+        where = endpoint(rpc_settings(settings), "gateway")
         token = _secret("gateway.node-token-file", settings.gateway.node_token_file)
         state, tls = FleetState(), tls_of(settings.fleet)
         nodes = await stack.enter_async_context(Nodes(state, token, tls))

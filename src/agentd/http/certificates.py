@@ -73,7 +73,7 @@ def validity_of(pem: bytes) -> Validity | None:
 
     try:
         certificate = x509.load_pem_x509_certificate(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         return None
     return Validity(
         certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()

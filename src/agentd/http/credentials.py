@@ -29,8 +29,8 @@ GOOD_TOKEN = 16
 """Minimum characters of a token that cannot be guessed over the network."""
 
 
-def endpoint(rpc: RpcSettings) -> Endpoint:
-    """Return the endpoint that the settings describe.
+def endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
+    """Return the endpoint that the settings describe; the certificate is of a section.
 
     Raises:
         ConfigRefused: a token or the certificate is unusable.
@@ -44,7 +44,7 @@ def endpoint(rpc: RpcSettings) -> Endpoint:
     if rpc.listen is None:
         return Endpoint(tuple(sockets))
     host, port = rpc.host_port
-    certificate = certificate_of(rpc)
+    certificate = certificate_of(rpc, section)
     tls = certificate.context if certificate is not None else None
     return Endpoint(tuple(sockets), str(host), port, tokens(rpc), tls, rpc.max_connections)
 
@@ -148,7 +148,7 @@ def _secret(read: RegularFile) -> str:
     return words[0]
 
 
-def certificate_of(rpc: RpcSettings) -> Certificate | None:
+def certificate_of(rpc: RpcSettings, section: str = "rpc") -> Certificate | None:
     """Read the certificate; None if none is configured.
 
     Raises:
@@ -159,4 +159,4 @@ def certificate_of(rpc: RpcSettings) -> Certificate | None:
     try:
         return read_certificate(rpc.tls_cert, rpc.tls_key)
     except ValueError as error:
-        raise ConfigRefused([Problem("rpc.tls-cert", str(error))]) from None
+        raise ConfigRefused([Problem(f"{section}.tls-cert", str(error))]) from None
