@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -23,8 +23,8 @@ from agentd.http.credentials import (
     expiry_problems,
     guarded_secret_in,
     pair_weaknesses,
+    token_weaknesses,
     tokens,
-    weaknesses,
 )
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
@@ -112,8 +112,14 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
 
 def weak_credentials(settings: FleetFile) -> list[Weakness]:
     """Return the weaknesses of the gateway's credentials."""
-    fleet = settings.fleet
-    return [*weaknesses(rpc_settings(settings)), *pair_weaknesses(fleet.cert, fleet.key)]
+    return [*token_weaknesses(rpc_settings(settings)), *certificate_weaknesses(settings)]
+
+
+def certificate_weaknesses(settings: FleetFile) -> list[Weakness]:
+    """Return the weaknesses of the gateway's certificates."""
+    fleet, gateway = settings.fleet, settings.gateway
+    own = pair_weaknesses(gateway.tls_cert, gateway.tls_key)
+    return [*own, *pair_weaknesses(fleet.cert, fleet.key)]
 
 
 def refuse_unusable(settings: FleetFile) -> None:
@@ -193,8 +199,9 @@ class GatewayDaemon:
         await server.start()
         sweep = Sweep(store, state, nodes, placer, self._pace)
         background.run("sweep", sweep.run())
-        background.run("reload", self._reloading(server))
-        self._weaknesses.replace(weak_credentials(settings))
+        certificates = certificate_weaknesses(settings)
+        background.run("reload", self._reloading(server, certificates))
+        self._weaknesses.replace([*token_weaknesses(rpc_settings(settings)), *certificates])
         background.run("credentials", self._weaknesses.log_daily())
         await self._until_seen(store)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
@@ -230,17 +237,20 @@ class GatewayDaemon:
             if await is_set_within(self._shutdown.asked, min(left_s, LOOK_S)):
                 return
 
-    async def _reloading(self, server: Server) -> None:
-        """Reload the tokens on SIGHUP; an unreadable file changes nothing."""
+    async def _reloading(self, server: Server, certificates: Sequence[Weakness]) -> None:
+        """Reload the tokens on SIGHUP; an unreadable file changes nothing.
+
+        The certificates that were read at the start stay in use, and so do their weaknesses.
+        """
         while True:
             await self._reload.wait()
             self._reload.clear()
             try:
-                settings = await asyncio.to_thread(self._reread)
-                found = await asyncio.to_thread(tokens, rpc_settings(settings))
-                weak = await asyncio.to_thread(weak_credentials, settings)
+                rpc = rpc_settings(await asyncio.to_thread(self._reread))
+                found = await asyncio.to_thread(tokens, rpc)
+                weak = await asyncio.to_thread(token_weaknesses, rpc)
                 server.renew_tokens(found)
-                self._weaknesses.replace(weak)
+                self._weaknesses.replace([*weak, *certificates])
             except ConfigRefused as error:
                 log.warning("gateway.reload_refused", reasons=error.lines())
             else:

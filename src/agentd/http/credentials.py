@@ -79,6 +79,11 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
 
 def weaknesses(rpc: RpcSettings) -> list[Weakness]:
     """Return the weaknesses of the tokens and the certificate; unreadable files are skipped."""
+    return [*token_weaknesses(rpc), *pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+
+
+def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
+    """Return the weaknesses of the tokens; unreadable files are skipped."""
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
     found: list[Weakness] = []
@@ -89,7 +94,7 @@ def weaknesses(rpc: RpcSettings) -> list[Weakness]:
             if (size := len(_secret(read))) < GOOD_TOKEN:
                 why = f"holds a token of {size} characters, expected {GOOD_TOKEN} or more"
                 found.append(Weakness(f"{file} {why}; agentctl token create writes one"))
-    return [*found, *pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+    return found
 
 
 def pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:

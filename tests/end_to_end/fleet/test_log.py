@@ -1,12 +1,14 @@
 """A fleet goes on when a log cannot be written, and a gateway ends with a vital part."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from certificates import certificate_that_ends
 from end_to_end.fleet.fleet_world import World
 from log_pipe import LogPipe
 
@@ -50,6 +52,20 @@ async def test_fleet_works_without_readers_of_its_logs(world: World) -> None:
         logs[1].end_reader()
         process.terminate()
         assert await asyncio.to_thread(process.wait, 20) == 0
+
+
+async def test_reload_keeps_the_warning_of_the_certificate_in_use(world: World) -> None:
+    cert, key = certificate_that_ends(world.folder, 3)
+    kept_in = f'cert = "{cert}"\nkey = "{key}"\n'
+    gateway = world.gateway(f'[fleet]\nnodes = ["unix:{world.folder}/none.sock"]\n{kept_in}')
+    await gateway.until({})
+    warnings = gateway.log.count(f"{cert} expires at ")
+    certificate_that_ends(world.folder, 300)
+    gateway.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(20):
+        while "gateway.reloaded" not in gateway.log:
+            await asyncio.sleep(0.02)
+    assert (warnings, gateway.log.count(f"{cert} expires at ")) == (1, 2)
 
 
 @pytest.mark.parametrize("name", PARTS)
