@@ -110,7 +110,8 @@ class Ledger:
         free = self.free[where]
         if any(free[name] < amount for name, amount in slots.items()):
             return False
-        self.free[where] = free - slots
+        left = {name: free[name] - amount for name, amount in slots.items()}
+        self.free[where] = ResourceSlots({**free, **left})
         self.kernels[kind].append(Kernel(kind, slots, where))
         return True
 
