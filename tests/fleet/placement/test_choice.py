@@ -178,6 +178,18 @@ def test_pack_chooses_the_least_left_over(view, amount) -> None:
     assert free == sorted(free) if amount else found == sorted(found)
 
 
+def test_pack_compares_all_nodes_if_none_of_a_sample_has_room() -> None:
+    chips = [0, *range(1, 13)]  # the first is drawn first, the second last
+    nodes = [node(f"n{free:02}", slot("tpu.chip"), tpu_chip=free) for free in chips]
+    request = ResourceSlots({"tpu.chip": ONE})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SAMPLES, PlacementPolicy.PACK, 1)
+        patch.setattr(random.Random, "random", lambda _self: 0.0)
+        choice = random.Random()
+        found = candidates(fleet(*nodes), request, Constraints(), PlacementPolicy.PACK, choice)
+    assert [each.node_id for each in found] == [f"n{free:02}" for free in range(1, 9)]
+
+
 def test_pack_fills_the_scarcest_slot_first() -> None:
     view = fleet(
         node("a", slot("tpu.chip"), cpu=2, tpu_chip=4),

@@ -1,8 +1,8 @@
 """The choice of agents for a request, and the reasons against the others.
 
 The agents of a few nodes, drawn by chance, are checked against a request. Where fewer of them are
-suitable than may be tried, other nodes are drawn until enough are found. An agent is suitable if
-there is no reason against it.
+suitable than may be tried, other nodes are drawn until enough are found; where none is, all nodes
+are checked. An agent is suitable if there is no reason against it.
 
 Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
 must be free as well.
@@ -97,7 +97,8 @@ def candidates(
     """
     drawn = _drawn(_nodes(view, constraints), choice)
     found = list(_suitable(view, request, constraints, islice(drawn, SAMPLES[policy])))
-    found += islice(_suitable(view, request, constraints, drawn), max(0, most - len(found)))
+    further = _suitable(view, request, constraints, drawn)
+    found += islice(further, max(0, most - len(found))) if found else further
     if policy is PlacementPolicy.RANDOM:
         choice.shuffle(found)
     else:
