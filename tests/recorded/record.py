@@ -184,6 +184,7 @@ async def record_etcd(folder: Path) -> dict[str, Any]:
         async with asyncio.timeout(20):  # a gateway writes a new slot type after it saw the node
             while "cuda.device" not in {s["name"] for s in await gateway.get("/v1/slot-types")}:
                 await asyncio.sleep(0.02)
+        await gateway.until_free(node, "cuda.device", "4")
         answer = await gateway.create(kernel_id="k1", slots={"cuda.device": 1})
         assert answer.status == 201, answer.content
         await gateway.until_free(node, "cuda.device", "3")
