@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import ClaimHolder
@@ -173,6 +174,18 @@ async def test_a_record_that_stays_keeps_the_devices(rig: Rig) -> None:
         while rig.free_gpus == 1:
             await asyncio.sleep(0)
     assert reasons(rig) == [EndReason.PROCESS]
+
+
+async def test_a_failed_end_is_logged_once_however_often_it_is_tried(rig: Rig) -> None:
+    await rig.claims.create(spec(holder=PROCESS))
+    rig.memory.is_read_only = True
+    with capture_logs() as logged:
+        rig.holders.ended[PROCESS]()
+        for _ in range(3):
+            async with ticking(rig):
+                await asyncio.sleep(0)
+    assert [line["event"] for line in logged] == ["claim.end_failed"]
+    assert held(rig) == 1
 
 
 async def test_time_ends_a_claim_unless_it_is_renewed(rig: Rig) -> None:
@@ -376,7 +389,11 @@ async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
 
 async def test_a_holder_that_cannot_be_observed_now_is_tried_again(rig: Rig) -> None:
     rig.holders.failure = OSError(24, "Too many open files")
-    await rig.claims.create(spec(holder=PROCESS))
+    with capture_logs() as logged:
+        await rig.claims.create(spec(holder=PROCESS))
+        async with ticking(rig):
+            await asyncio.sleep(0)
+    assert [line["event"] for line in logged] == ["claim.watch_failed", "claim.created"]
     rig.holders.failure = None
     async with ticking(rig), asyncio.timeout(5):
         while PROCESS not in rig.holders.ended:

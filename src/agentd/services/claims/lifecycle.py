@@ -97,6 +97,8 @@ class ClaimService:
         self._watches: dict[str, Callable[[], None]] = {}
         self._unwatched: set[str] = set()
         self._ends: dict[str, EndReason] = {}
+        self._failures: dict[str, str] = {}
+        """Why a claim could not be ended or watched when that was last tried."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._woken = asyncio.Event()
 
@@ -286,7 +288,8 @@ class ClaimService:
         try:
             self._watches[claim_id] = self._holders.watch(claim.holder, ended)
         except OSError as error:
-            log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
+            if self._is_new_failure(claim_id, error):
+                log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
             self._unwatched.add(claim_id)
             self._woken.set()
 
@@ -309,8 +312,14 @@ class ClaimService:
         try:
             self._end(claim_id, reason)
         except StateUnavailable as error:
-            log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
+            if self._is_new_failure(claim_id, error):
+                log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
             self._woken.set()
+
+    def _is_new_failure(self, claim_id: str, error: Exception) -> bool:
+        """Note why a step failed that is tried again; return whether the reason is another one."""
+        before, self._failures[claim_id] = self._failures.get(claim_id), str(error)
+        return before != str(error)
 
     def _end(self, claim_id: str, reason: EndReason) -> None:
         """Remove the record of a claim, then free its devices.
@@ -324,6 +333,7 @@ class ClaimService:
             stop()
         self._deadlines.pop(claim_id, None)
         self._ends.pop(claim_id, None)
+        self._failures.pop(claim_id, None)
         self._unwatched.discard(claim_id)
         self._state.drop_claim(claim_id)
         self._counts.ended(claim.agent_id, reason)
