@@ -64,6 +64,9 @@ SMT = threads(*((0, n % 4) for n in range(8)))
 TWO_NODES = threads(*((n % 4 // 2, n % 2) for n in range(8)))
 """Cores 0, 4 and 1, 5 on node 0; 2, 6 and 3, 7 on node 1."""
 
+LONE = threads((0, 0), (0, 1), (0, 1), (0, 2), (0, 2))
+"""Cores 1, 2 and 3, 4, after thread 0, whose sibling Linux does not list."""
+
 
 @pytest.mark.parametrize(
     ("devices", "held", "asked", "expected"),
@@ -81,6 +84,14 @@ TWO_NODES = threads(*((n % 4 // 2, n % 2) for n in range(8)))
         (TWO_NODES, (), 4, "0246"),
         (TWO_NODES, (), 3, "024"),
         (TWO_NODES, (0,), 3, "145"),
+        # a core of one thread is for odd amounts
+        (LONE, (), 2, "12"),
+        (LONE, (), 3, "012"),
+        (LONE, (), 4, "1234"),
+        (LONE, (), 1, "0"),
+        (LONE, (1,), 1, "2"),
+        (LONE, (1,), 3, "234"),
+        (LONE, (1,), 4, "0234"),
     ],
 )
 def test_both_threads_of_a_core_are_taken_before_the_next_core(

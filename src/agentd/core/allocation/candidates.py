@@ -78,7 +78,8 @@ def choose_alike(
     """Return so many of devices with the same room: one of each NUMA node in turn.
 
     Parts of one device (the threads of a core) are given together, whole devices first. An odd
-    count takes from a device in use, the smallest rest that has enough, before it divides another.
+    count takes from a device in use, the smallest rest that has enough, then devices of one part,
+    before it divides another.
     """
     groups: dict[str, list[DeviceCandidate]] = {}
     for candidate in alike:
@@ -88,14 +89,16 @@ def choose_alike(
     for group in groups.values():
         (whole if _is_whole(group, inventory) else in_use).append(group)
     chosen: list[DeviceCandidate] = []
-    divided: list[DeviceCandidate] = []
+    others: list[list[DeviceCandidate]] = []
     for group in _alternate_nodes(whole):
-        fits = len(chosen) + len(group) <= count
-        (chosen if fits else divided).extend(group)
+        if len(group) > 1 and len(chosen) + len(group) <= count:
+            chosen += group
+        else:
+            others.append(group)
     in_use = _alternate_nodes(in_use)
     enough = [group for group in in_use if len(chosen) + len(group) >= count]
     rests = [min(enough, key=len)] if enough else in_use
-    return [*chosen, *chain.from_iterable(rests), *divided][:count]
+    return [*chosen, *chain.from_iterable([*rests, *sorted(others, key=len)])][:count]
 
 
 def _alternate_nodes(groups: Iterable[list[DeviceCandidate]]) -> list[list[DeviceCandidate]]:
