@@ -3,6 +3,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -274,6 +275,21 @@ def test_a_folder_that_is_full_is_a_warning_until_it_is_not(state: StateFolder) 
     assert any("No space left" in warning for warning in state.warnings())
     state.save_intent("k1", "{}")
     assert state.warnings() == []
+
+
+def test_the_warning_of_a_full_folder_ends_without_another_save(
+    state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failpoints.arm("devices.before_replace=1*error(ENOSPC)")
+    with pytest.raises(StateUnavailable):
+        state.save_devices(gpus(1), {})
+    before = state.warnings()
+    with monkeypatch.context() as full:
+        full.setattr("agentd.state.folder._fill", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        state.retry()
+    assert state.warnings() == before != []
+    state.retry()
+    assert (state.warnings(), [*state.folder.glob(".*.new")]) == ([], [])
 
 
 def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:

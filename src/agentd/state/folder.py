@@ -53,6 +53,7 @@ from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regula
 
 log = structlog.get_logger()
 _MOST_STATE_BYTES = 64 << 20
+_PROBE_BYTES = 4096
 _FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
 _LASTING, _UNTIL_REBOOT = 0o600, 0o400
 """Modes of records: of those that are flushed to the disk, and of claims that a reboot ends."""
@@ -344,9 +345,15 @@ class StateFolder:
             self._complaints.pop(what, None)
 
     def retry(self) -> None:
-        """Retry the saves that failed."""
+        """Retry the saves that failed, and writing to the folders where nothing else would."""
         for kernel_id in list(self._behind):
             self._try(kernel_id)
+        for folder in [path for path in map(Path, self._complaints) if path.is_dir()]:
+            probe = folder / ".probe.new"
+            with suppress(OSError):
+                _fill(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
+                probe.unlink()
+                del self._complaints[str(folder)]
 
     def _path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{checked(kernel_id)}.json"
