@@ -41,6 +41,25 @@ async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
         await rig.service.remove("k1")
 
 
+async def test_a_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) -> None:
+    seconds: list[asyncio.Task[Kernel]] = []
+
+    def begin_another(_: Kernel | None, now: Kernel | None) -> None:
+        if now is None and not seconds:
+            rig.runtime.fail_create, rig.runtime.gate = None, asyncio.Event()
+            seconds.append(asyncio.create_task(rig.create()))
+
+    rig.state.listen(begin_another)
+    rig.runtime.fail_create = RuntimeFailure("full")
+    with pytest.raises(RuntimeFailure):
+        await rig.create()
+    await settled(rig, "k1", "creating")
+    assert "k1" in rig.service.creates
+    rig.runtime.gate.set()
+    assert (await seconds[0]).state is KernelState.RUNNING
+    assert "k1" not in rig.service.creates
+
+
 @pytest.mark.parametrize(
     "failure",
     [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down")],

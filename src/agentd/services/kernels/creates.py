@@ -59,9 +59,26 @@ class Creates:
 
     def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
         """Run a create, independently of its caller."""
-        task = asyncio.create_task(create)
+        task = asyncio.create_task(self._run(kernel_id, create))
         self._tasks[kernel_id] = task
-        task.add_done_callback(lambda done: self._ended(kernel_id, done))
+        task.add_done_callback(lambda done: self._done(kernel_id, create, done))
+
+    async def _run(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> Kernel:
+        """Run a create, and note its end in the same step: another of its id may begin next."""
+        try:
+            return await create
+        finally:
+            self._ended(kernel_id)
+
+    def _done(
+        self, kernel_id: str, create: Coroutine[Any, Any, Kernel], task: asyncio.Task[Kernel]
+    ) -> None:
+        if self._tasks.get(kernel_id) is task:  # cancelled before its first step
+            create.close()
+            self._ended(kernel_id)
+        # A caller may have left: asking for the error marks it as retrieved.
+        if not task.cancelled() and task.exception() is None:
+            log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
 
     async def wait(self, kernel_id: str) -> Kernel:
         """Wait for a create; a caller that leaves does not stop it.
@@ -113,12 +130,8 @@ class Creates:
         log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=error)
         return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
 
-    def _ended(self, kernel_id: str, task: asyncio.Task[Kernel]) -> None:
-        """Note the end of a create, before those who wait for it."""
+    def _ended(self, kernel_id: str) -> None:
         del self._tasks[kernel_id]
-        # A caller may have left: asking for the error marks it as retrieved.
-        if not task.cancelled() and task.exception() is None:
-            log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
         if kernel_id in self._state.unsettled:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
