@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,10 @@ class Watch:
     def restart(self, *, reboot: bool = False) -> None:
         """Start agentd again, after a stop; `reboot`: on another boot."""
         self.last_seen.save()
+        self.kill(reboot=reboot)
+
+    def kill(self, *, reboot: bool = False) -> None:
+        """Start agentd again, after a SIGKILL."""
         self.boot_id = "boot 2" if reboot else self.boot_id
         self.last_seen = LastSeen(self.file, self.boot_id)
 
@@ -83,6 +87,59 @@ async def test_a_reboot_explains_ends_after_the_last_event(watch: Watch) -> None
     assert watch.reason(watch.now - 620) == NODE
 
 
+async def test_an_outage_outlives_a_kill_of_agentd(watch: Watch) -> None:
+    watch.connect()
+    watch.now += 10
+    watch.last_seen.mark_lost()
+    watch.now += 60
+    watch.connect()
+    assert watch.reason(watch.now - 30) == ENGINE
+    watch.kill()
+    assert watch.reason(watch.now - 30) == ENGINE
+    watch.now += 60
+    watch.connect()
+    assert watch.reason(watch.now - 30) == ""
+
+
+@pytest.mark.parametrize("end_agentd", [Watch.restart, Watch.kill])
+async def test_a_lost_stream_outlives_agentd(
+    watch: Watch, end_agentd: Callable[[Watch], None]
+) -> None:
+    watch.connect()
+    watch.now += 600
+    watch.last_seen.mark_lost()
+    watch.now += 10
+    end_agentd(watch)
+    watch.now += 10
+    watch.connect()
+    assert watch.reason(watch.now - 15) == ENGINE
+    assert watch.reason(watch.now - 700) == ""
+
+
+@pytest.mark.parametrize("end_agentd", [Watch.restart, Watch.kill])
+async def test_a_reboot_outlives_agentd_until_it_connects(
+    watch: Watch, end_agentd: Callable[[Watch], None]
+) -> None:
+    watch.connect()
+    watch.restart(reboot=True)
+    watch.now += 60
+    watch.last_seen.mark_lost()
+    end_agentd(watch)
+    watch.connect(keeps_containers=True)
+    assert watch.reason(watch.now - 30) == NODE
+
+
+async def test_a_list_before_the_stream_does_not_end_an_outage(watch: Watch) -> None:
+    watch.connect()
+    watch.now += 600
+    watch.last_seen.mark_lost()
+    watch.now += 60
+    watch.last_seen.update()
+    watch.now += 1
+    watch.connect()
+    assert watch.reason(watch.now - 30) == ENGINE
+
+
 async def test_a_restart_of_agentd_alone_explains_nothing(watch: Watch) -> None:
     watch.connect()
     watch.restart()
@@ -111,8 +168,7 @@ async def test_the_file_is_written_a_while_after_an_event(watch: Watch, monkeypa
     watch.connect()
     watch.now += 10
     watch.last_seen.update()
-    assert not watch.file.exists()
+    assert str(watch.now).encode() not in watch.file.read_bytes()
     async with asyncio.timeout(20):
-        while not watch.file.exists():
+        while str(watch.now).encode() not in watch.file.read_bytes():
             await asyncio.sleep(0)
-    assert str(watch.now).encode() in watch.file.read_bytes()

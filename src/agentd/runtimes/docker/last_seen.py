@@ -23,7 +23,7 @@ from agentd.runtimes.host.private_folder import PrivateFolder
 log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the engine was stopped"
 SAVE_PAUSE_S = 60.0
-"""Minimum seconds between two writes of the file, except at a stop."""
+"""Minimum seconds between two writes of the file, except at a stop and around an outage."""
 _STOPPING_S = 30.0
 """Seconds before it hangs up in which an engine that stops may end containers; its limit is 15."""
 _MAX_OUTAGES = 100
@@ -41,8 +41,11 @@ class Outage(msgspec.Struct, frozen=True):
 
 class _Saved(msgspec.Struct, frozen=True):
     boot_id: str
+    """The boot in which agentd was last connected to the engine."""
     seen_at: float
     outages: tuple[Outage, ...] = ()
+    is_lost: bool = False
+    """Whether the event stream ended, or could not be opened, and was not opened since."""
 
 
 class LastSeen:
@@ -50,40 +53,49 @@ class LastSeen:
 
     def __init__(self, file: Path | None = None, boot_id: str = "") -> None:
         self._file = file
-        saved = _read(file) or _Saved(boot_id, time.time())
-        self._has_rebooted = saved.boot_id != boot_id
         self._boot_id = boot_id
-        self._seen_at = saved.seen_at
-        self._outages = saved.outages
-        self._is_lost = False
+        self._saved = _read(file) or _Saved(boot_id, time.time())
         self._save: asyncio.TimerHandle | None = None
 
     def update(self) -> None:
-        """Record an event or a list."""
-        self._seen_at = time.time()
+        """Record an event or a list; in an outage a list proves nothing about its end."""
+        if self._saved.is_lost or self._has_rebooted:
+            return
+        self._saved = replace(self._saved, seen_at=time.time())
         if self._save is None:
             self._save = asyncio.get_running_loop().call_later(SAVE_PAUSE_S, self.save)
 
     def mark_lost(self) -> None:
-        """Record that the event stream ended, or could not be opened."""
-        self._is_lost = True
-        self._seen_at = min(self._seen_at, time.time() - _STOPPING_S)
+        """Record at once that the event stream ended, or could not be opened."""
+        if self._saved.is_lost:
+            return
+        seen_at = min(self._saved.seen_at, time.time() - _STOPPING_S)
+        self._saved = replace(self._saved, seen_at=seen_at, is_lost=True)
+        self.save()
 
     def mark_connected(self, *, keeps_containers: bool) -> None:
-        """Record that the event stream is open; `keeps_containers` when the engine stops."""
-        reason = NODE if self._has_rebooted else ENGINE
-        if self._has_rebooted or (self._is_lost and not keeps_containers):
-            outage = Outage(self._seen_at, time.time(), reason)
-            self._outages = (*self._outages, outage)[-_MAX_OUTAGES:]
-        self._has_rebooted = self._is_lost = False
-        self.update()
+        """Record at once that the event stream is open.
+
+        `keeps_containers`: containers outlive the engine.
+        """
+        before, now = self._saved, time.time()
+        outages = before.outages
+        if self._has_rebooted or (before.is_lost and not keeps_containers):
+            reason = NODE if self._has_rebooted else ENGINE
+            outages = (*outages, Outage(before.seen_at, now, reason))[-_MAX_OUTAGES:]
+        self._saved = _Saved(self._boot_id, now, outages)
+        self.save()
+
+    @property
+    def _has_rebooted(self) -> bool:
+        return self._saved.boot_id != self._boot_id
 
     def explain(self, ending: Ending) -> Ending:
         """Return the ending of a container, with a reason if it ended in an outage."""
         is_explained = bool(ending.reason) or ending.oom_killed
         if is_explained or ending.exit_code not in _ENDED_BY_OTHERS:
             return ending
-        for outage in reversed(self._outages):
+        for outage in reversed(self._saved.outages):
             if outage.since <= (ending.finished_at or 0.0) <= outage.until:
                 return replace(ending, reason=outage.reason)
         return ending
@@ -95,9 +107,8 @@ class LastSeen:
             self._save = None
         if self._file is None:
             return
-        saved = _Saved(self._boot_id, self._seen_at, self._outages)
         try:
-            text = msgspec.json.encode(saved).decode()
+            text = msgspec.json.encode(self._saved).decode()
             PrivateFolder(self._file.parent).replace(self._file.name, text)
         except OSError as error:
             log.warning("runtime.absence_save_failed", file=str(self._file), reason=error.strerror)
