@@ -50,7 +50,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 @pytest.mark.parametrize("keeps_containers", [True, False])
 async def test_an_engine_that_stopped_explains_ends(watch: Watch, keeps_containers: bool) -> None:
-    watch.connect()
+    watch.connect(keeps_containers=keeps_containers)
     watch.now += 1800
     watch.last_seen.update()
     watch.now += 600
@@ -127,6 +127,19 @@ async def test_a_reboot_outlives_agentd_until_it_connects(
     end_agentd(watch)
     watch.connect(keeps_containers=True)
     assert watch.reason(watch.now - 30) == NODE
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+async def test_an_engine_that_changed_live_restore_ended_its_containers(
+    watch: Watch, before: bool, after: bool
+) -> None:
+    watch.connect(keeps_containers=before)
+    watch.now += 600
+    watch.last_seen.mark_lost()
+    watch.kill()
+    watch.now += 60
+    watch.connect(keeps_containers=after)
+    assert watch.reason(watch.now - 30) == ENGINE
 
 
 async def test_a_list_before_the_stream_does_not_end_an_outage(watch: Watch) -> None:

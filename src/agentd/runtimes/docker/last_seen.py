@@ -46,6 +46,7 @@ class _Saved(msgspec.Struct, frozen=True):
     outages: tuple[Outage, ...] = ()
     is_lost: bool = False
     """Whether the event stream ended, or could not be opened, and was not opened since."""
+    keeps_containers: bool = True
 
 
 class LastSeen:
@@ -76,14 +77,16 @@ class LastSeen:
     def mark_connected(self, *, keeps_containers: bool) -> None:
         """Record at once that the event stream is open.
 
-        `keeps_containers`: containers outlive the engine.
+        `keeps_containers`: containers outlive the engine. They outlived the outage if that holds
+        before and after it: an engine ends them when it stops, or when it starts and finds them.
         """
         before, now = self._saved, time.time()
         outages = before.outages
-        if self._has_rebooted or (before.is_lost and not keeps_containers):
+        kept = before.keeps_containers and keeps_containers
+        if self._has_rebooted or (before.is_lost and not kept):
             reason = NODE if self._has_rebooted else ENGINE
             outages = (*outages, Outage(before.seen_at, now, reason))[-_MAX_OUTAGES:]
-        self._saved = _Saved(self._boot_id, now, outages)
+        self._saved = _Saved(self._boot_id, now, outages, keeps_containers=keeps_containers)
         self.save()
 
     @property
