@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.docker.engine import EngineClient
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
+from agentd.runtimes.docker.streams import events
 from runtimes.docker.fake_engine import FakeEngine, says
 
 VERSION = b'HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n{"ApiVersion": "1.41"}'
@@ -170,6 +172,12 @@ async def test_a_stream_that_is_refused_says_why(engine: FakeEngine, client: Eng
     with pytest.raises(EngineError, match="it went wrong"):
         async with client.stream("GET", "/events", {}):
             pass
+
+
+async def test_refused_events_are_a_state_of_the_engine(engine, client) -> None:
+    engine.answer = says(503, b'{"message": "is starting"}')
+    with pytest.raises(RuntimeUnavailable, match="is starting"):
+        await anext(events(client, "node-1"))
 
 
 async def test_a_call_that_is_never_answered_is_a_lost_answer(

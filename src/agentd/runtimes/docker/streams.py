@@ -14,7 +14,7 @@ from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
 from agentd.runtimes.docker.engine import EngineClient, container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
-from agentd.runtimes.docker.error_translation import translating
+from agentd.runtimes.docker.error_translation import proving, translating
 from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
@@ -43,11 +43,11 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
     """Yield the events of a node's containers; `CONNECTED` first.
 
     Raises:
-        RuntimeUnavailable: the connection could not be made, or broke.
+        RuntimeUnavailable: the connection was refused, could not be made, or broke.
     """
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": msgspec.json.encode(filters).decode()}
-    with translating():
+    with proving():
         async with engine.stream("GET", "/events", params) as stream:
             yield CONNECTED
             async for line in _lines(stream, engine):
