@@ -212,16 +212,16 @@ async def _read_objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[
 def _parse_objects(text: str) -> tuple[list[Mapping[str, Any]], str]:
     """Return the complete objects at the start of a text, and the remaining text."""
     objects: list[Mapping[str, Any]] = []
-    text = text.lstrip(_BETWEEN)
+    end = 0
     with suppress(ValueError):
-        while text.startswith("{"):
-            item, end = _JSON.raw_decode(text)
+        while separator := _OBJECT.match(text, end):
+            item, end = _JSON.raw_decode(text, separator.end())
             objects.append(item)
-            text = text[end:].lstrip(_BETWEEN)
-    return objects, text
+    return objects, text[end:].lstrip(_BETWEEN)
 
 
 _BETWEEN = " \t\r\n,"
+_OBJECT = re.compile(rf"[{_BETWEEN}]*(?={{)")
 _JSON = json.JSONDecoder()
 
 
