@@ -21,7 +21,14 @@ from agentd import errors, plugin_api
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.config.schema import PACKAGED, schema_text
-from agentd.core.kernel.states import LIVE, MOVES, OBSERVATIONS, STARTING, KernelState, Observed
+from agentd.core.kernel.states import (
+    LIVE,
+    MOVES,
+    OBSERVATIONS,
+    STARTING,
+    KernelState,
+    ObservedState,
+)
 from agentd.http.problems import STATUSES
 from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
@@ -107,12 +114,12 @@ def states_page() -> str:
         "",
         "## Observations",
         "",
-        f"| state | {' | '.join(f'`{sight}`' for sight in Observed)} |",
-        f"|---{'|---' * len(Observed)}|",
+        f"| state | {' | '.join(f'`{sight}`' for sight in ObservedState)} |",
+        f"|---{'|---' * len(ObservedState)}|",
     ]
     for state, found in OBSERVATIONS.items():
         if found:
-            cells = (f"`{found[sight]}`" for sight in Observed)
+            cells = (f"`{found[sight]}`" for sight in ObservedState)
             lines.append(f"| `{state}` | {' | '.join(cells)} |")
     starting = ", ".join(f"`{state}`" for state in KernelState if state in STARTING)
     live = ", ".join(f"`{state}`" for state in KernelState if state in LIVE)

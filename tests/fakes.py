@@ -9,9 +9,16 @@ from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
-from agentd.core.kernel.states import Ending, Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.states import (
+    Ending,
+    Kernel,
+    KernelRef,
+    KernelSpec,
+    KernelState,
+    ObservedState,
+)
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.partition.dealing import Dealing
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable

@@ -17,10 +17,10 @@ from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.record import statement
-from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage, UsageReading
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, RuntimeUnavailable

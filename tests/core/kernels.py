@@ -4,9 +4,9 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.record import encode, statement
-from agentd.core.kernel.states import Ending, Kernel, KernelState
+from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine, memory
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.record import RecordError, decode
+from agentd.core.kernel.states import ObservedState
 from agentd.core.names import checked, is_name, name_or_empty, repeated, shortened
 from core.kernels import found
 

@@ -4,10 +4,9 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.adoption import adopt, located, recalled
-from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.reconcile import reconcile
 from agentd.core.kernel.record import encode, statement
-from agentd.core.kernel.states import KernelState
+from agentd.core.kernel.states import KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
 from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
 from core.machines import cores, gpus, machine, memory

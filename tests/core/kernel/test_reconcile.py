@@ -5,9 +5,9 @@ from agentd.core.allocation.ledger import Allocation
 from agentd.core.allocation.ports import Port
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import Adoption, adopt
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import MarkAbsent, RemoveNeverRan, reconcile, stopped
-from agentd.core.kernel.states import Ending, Kernel, KernelState
+from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from core.kernels import GPU, HELD, NODE, encoded, found
 from core.machines import cores, machine, memory
 

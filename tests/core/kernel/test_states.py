@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from agentd import plugin_api
 from agentd.core.kernel.adoption import adopt
-from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.reconcile import MarkAbsent, reconcile
 from agentd.core.kernel.states import (
     ENDED,
@@ -19,16 +18,16 @@ from agentd.core.kernel.states import (
     STARTING,
     Kernel,
     KernelState,
-    Observed,
+    ObservedState,
 )
 from core.kernels import NODE, found
 
 GENERATOR = Path(__file__).parents[3] / "docs" / "generate.py"
 FINDS = {
-    Observed.RUNNING: found(ObservedState.RUNNING),
-    Observed.PAUSED: found(ObservedState.PAUSED),
-    Observed.EXITED: found(ObservedState.EXITED),
-    Observed.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
+    ObservedState.RUNNING: found(ObservedState.RUNNING),
+    ObservedState.PAUSED: found(ObservedState.PAUSED),
+    ObservedState.EXITED: found(ObservedState.EXITED),
+    ObservedState.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
 }
 
 
@@ -48,9 +47,9 @@ def test_only_the_moves_of_the_table_are_legal(before: KernelState, after: Kerne
         assert made.state is before
 
 
-@pytest.mark.parametrize("sight", Observed)
+@pytest.mark.parametrize("sight", ObservedState)
 @pytest.mark.parametrize("before", KernelState)
-def test_observations_follow_the_table(before: KernelState, sight: Observed) -> None:
+def test_observations_follow_the_table(before: KernelState, sight: ObservedState) -> None:
     made = kernel(before)
     if sight in OBSERVATIONS[before]:
         assert made.observed(sight).state is OBSERVATIONS[before][sight]
@@ -61,7 +60,9 @@ def test_observations_follow_the_table(before: KernelState, sight: Observed) -> 
 
 @pytest.mark.parametrize("sight", FINDS)
 @pytest.mark.parametrize("before", [state for state in KernelState if OBSERVATIONS[state]])
-def test_reconcile_takes_every_edge_of_observations(before: KernelState, sight: Observed) -> None:
+def test_reconcile_takes_every_edge_of_observations(
+    before: KernelState, sight: ObservedState
+) -> None:
     """A new handle means a new reading; the same handle keeps the first one."""
     known = replace(kernel(before), handle="another")
     actions = reconcile({"k1": known}, [FINDS[sight]], NODE)
@@ -75,7 +76,7 @@ def test_absence_is_an_edge_too(before: KernelState) -> None:
     actions = reconcile({"k1": known}, [], NODE, expired=["k1"])
     is_gone = before in (KernelState.FAILED, KernelState.LOST)
     assert actions == ([] if is_gone else [MarkAbsent("k1")])
-    assert known.observed(Observed.ABSENT).state in ENDED
+    assert known.observed(ObservedState.ABSENT).state in ENDED
 
 
 def test_every_state_is_reachable_and_only_ended_ones_stay() -> None:

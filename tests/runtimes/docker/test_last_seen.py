@@ -130,7 +130,7 @@ async def test_a_reboot_outlives_agentd_until_it_connects(
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-async def test_an_engine_that_changed_live_restore_ended_its_containers(
+async def test_engine_with_changed_live_restore_ended_its_containers(
     watch: Watch, before: bool, after: bool
 ) -> None:
     watch.connect(keeps_containers=before)

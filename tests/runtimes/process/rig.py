@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
-from agentd.core.kernel.states import KernelRef
+from agentd.core.kernel.observation import ObservedKernel
+from agentd.core.kernel.states import KernelRef, ObservedState
 from agentd.host.processes import Proc
 from agentd.runtimes.process.runtime import ProcessRuntime
 from contracts.test_runtime import plan

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from agentd.core.kernel.observation import Leftover, ObservedState
+from agentd.core.kernel.observation import Leftover
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.record import parse_statement
+from agentd.core.kernel.states import ObservedState
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.processes import all_processes, read_stat

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
-from agentd.core.kernel.observation import ObservedState
 from agentd.core.kernel.options import ContainerOptions, Ulimit
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
-from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd.availability import version_of, why_no_systemd

@@ -41,7 +41,7 @@ async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
         await rig.service.remove("k1")
 
 
-async def test_a_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) -> None:
+async def test_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) -> None:
     seconds: list[asyncio.Task[Kernel]] = []
 
     def begin_another(_: Kernel | None, now: Kernel | None) -> None:

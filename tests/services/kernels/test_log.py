@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd.concurrency import Deadline
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.observation import ObservedKernel
+from agentd.core.kernel.states import Ending, ObservedState
 from agentd.errors import CommandNotFound, Draining, KernelConflict, OutcomeUnknown
 from services.node import Rig, settled
 

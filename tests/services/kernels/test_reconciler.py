@@ -3,8 +3,8 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
-from agentd.core.kernel.states import KernelRef, KernelState
+from agentd.core.kernel.observation import Listing, ObservedKernel
+from agentd.core.kernel.states import KernelRef, KernelState, ObservedState
 from agentd.core.slots import ONE
 from agentd.errors import (
     NotReady,

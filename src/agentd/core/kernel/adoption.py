@@ -31,7 +31,7 @@ from agentd.core.allocation.ledger import (
     completed,
 )
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, SecondarySlot
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.record import (
     STATEMENT,
     MissingRecordError,
@@ -41,14 +41,8 @@ from agentd.core.kernel.record import (
     parse_statement,
     statement,
 )
-from agentd.core.kernel.states import Ending, Kernel, KernelState, Observed
+from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from agentd.core.slots import CPU, MEM, ONE, SlotKind
-
-SIGHTS = {
-    ObservedState.RUNNING: Observed.RUNNING,
-    ObservedState.PAUSED: Observed.PAUSED,
-    ObservedState.EXITED: Observed.EXITED,
-}
 
 
 class Adoption(msgspec.Struct, frozen=True):
@@ -178,9 +172,9 @@ def _merged(one: Share, other: Share, device: Device, merge: Merge) -> Share:
 
 
 def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    if item.state not in SIGHTS:
+    if item.state is ObservedState.CREATED:
         return kernel
-    return kernel.observed(SIGHTS[item.state], degraded=changed_limits(kernel, item))
+    return kernel.observed(item.state, degraded=changed_limits(kernel, item))
 
 
 def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
@@ -243,7 +237,7 @@ def _without_record(
 
 
 def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    return kernel.observed(Observed.UNREADABLE) if item.is_alive else _sighted(kernel, item)
+    return kernel.observed(ObservedState.UNREADABLE) if item.is_alive else _sighted(kernel, item)
 
 
 def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:

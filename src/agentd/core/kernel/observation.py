@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from agentd.core.allocation.ports import Port
-from agentd.core.kernel.states import Ending, KernelRef
+from agentd.core.kernel.states import Ending, KernelRef, ObservedState
 from agentd.core.names import checked
-
-
-class ObservedState(StrEnum):
-    """The state of a kernel according to its runtime; a `created` one never ran."""
-
-    CREATED = "created"
-    RUNNING = "running"
-    PAUSED = "paused"
-    EXITED = "exited"
 
 
 class ObservedKernel(msgspec.Struct, frozen=True):

@@ -16,8 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.devices import Inventory
-from agentd.core.kernel.adoption import SIGHTS, Adoption, adopt, changed_limits
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.adoption import Adoption, adopt, changed_limits
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import (
     ENDED,
     PRESENT,
@@ -25,7 +25,7 @@ from agentd.core.kernel.states import (
     Ending,
     Kernel,
     KernelState,
-    Observed,
+    ObservedState,
 )
 
 
@@ -81,7 +81,7 @@ def _unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoptio
     is_proved = item.is_alive and item.handle
     if before is None or (before.state in ENDED and not is_proved):
         return
-    sight = Observed.UNREADABLE if item.is_alive else Observed.EXITED
+    sight = ObservedState.UNREADABLE if item.is_alive else ObservedState.EXITED
     handle, pid = item.handle or before.handle, item.pid or _pid(before, item)
     now = before.observed(
         sight, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
@@ -105,9 +105,11 @@ def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
 def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
     """Return a kernel after a stop, from its last observation."""
     if item is None:
-        return before.observed(Observed.ABSENT, reason="removed outside of agentd during the stop")
+        return before.observed(
+            ObservedState.ABSENT, reason="removed outside of agentd during the stop"
+        )
     seen = as_seen_before(before, item)
-    return before.observed(SIGHTS[seen.state], ending=seen.ending, pid=_pid(before, seen))
+    return before.observed(seen.state, ending=seen.ending, pid=_pid(before, seen))
 
 
 def _difference(
@@ -119,7 +121,7 @@ def _difference(
         adoption = adopt(item, inventory, before, now=now)
         return None if adoption.kernel == before else adoption
     is_unreadable = before.state is KernelState.UNREADABLE and item.is_alive
-    sight = Observed.UNREADABLE if is_unreadable else SIGHTS[item.state]
+    sight = ObservedState.UNREADABLE if is_unreadable else item.state
     after = before.observed(sight, degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)

@@ -45,9 +45,13 @@ class KernelState(StrEnum):
     UNREADABLE = "unreadable"
 
 
-class Observed(StrEnum):
-    """The observed state of a kernel that should run; `unreadable` is alive without its record."""
+class ObservedState(StrEnum):
+    """The state of a kernel according to its runtime.
 
+    A `created` one never ran; an `unreadable` one is alive, but its record cannot be read.
+    """
+
+    CREATED = "created"
     RUNNING = "running"
     PAUSED = "paused"
     UNREADABLE = "unreadable"
@@ -79,24 +83,26 @@ MOVES: Mapping[KernelState, frozenset[KernelState]] = {
 """Transitions of agentd's actions. A failed stop leaves the kernel as it was."""
 
 _ALIVE = {
-    Observed.RUNNING: S.RUNNING,
-    Observed.PAUSED: S.PAUSED,
-    Observed.UNREADABLE: S.UNREADABLE,
-    Observed.EXITED: S.TERMINATED,
-    Observed.ABSENT: S.LOST,
+    ObservedState.RUNNING: S.RUNNING,
+    ObservedState.PAUSED: S.PAUSED,
+    ObservedState.UNREADABLE: S.UNREADABLE,
+    ObservedState.EXITED: S.TERMINATED,
+    ObservedState.ABSENT: S.LOST,
 }
-_STOPPING = dict.fromkeys((Observed.RUNNING, Observed.PAUSED, Observed.UNREADABLE), S.STOPPING)
+_STOPPING = dict.fromkeys(
+    (ObservedState.RUNNING, ObservedState.PAUSED, ObservedState.UNREADABLE), S.STOPPING
+)
 
-OBSERVATIONS: Mapping[KernelState, Mapping[Observed, KernelState]] = {
+OBSERVATIONS: Mapping[KernelState, Mapping[ObservedState, KernelState]] = {
     S.PREPARING: {},
     S.PULLING: {},
-    S.CREATING: {**_ALIVE, Observed.ABSENT: S.FAILED},
+    S.CREATING: {**_ALIVE, ObservedState.ABSENT: S.FAILED},
     S.RUNNING: _ALIVE,
     S.PAUSED: _ALIVE,
     S.UNREADABLE: _ALIVE,
     S.STOPPING: {**_ALIVE, **_STOPPING},
     S.TERMINATED: _ALIVE,
-    S.FAILED: {**_ALIVE, Observed.ABSENT: S.FAILED},
+    S.FAILED: {**_ALIVE, ObservedState.ABSENT: S.FAILED},
     S.LOST: _ALIVE,
 }
 """Transitions of observations. Before `creating` the runtime has nothing to observe."""
@@ -213,7 +219,7 @@ class Kernel(msgspec.Struct, frozen=True):
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
-    def observed(self, sight: Observed, **changes: Any) -> Kernel:
+    def observed(self, sight: ObservedState, **changes: Any) -> Kernel:
         """Return the kernel after an observation.
 
         Raises:

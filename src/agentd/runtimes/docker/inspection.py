@@ -10,9 +10,9 @@ from typing import Any
 
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import DeviceNode
-from agentd.core.kernel.observation import ObservedKernel, ObservedState
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.states import Ending, ObservedState
 from agentd.core.names import is_name, name_or_empty
 from agentd.errors import RuntimeFailure
 from agentd.host.probe import parse_cpu_list

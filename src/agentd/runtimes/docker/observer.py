@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from agentd.core.kernel.observation import Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import kernel_name
-from agentd.core.kernel.states import LIVE, Kernel, KernelRef
+from agentd.core.kernel.states import LIVE, Kernel, KernelRef, ObservedState
 from agentd.core.names import shortened
 from agentd.host.cgroups.usage import CgroupCounters, counters_of
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.record import (
     ForeignRecordError,
@@ -18,7 +18,7 @@ from agentd.core.kernel.record import (
     require_owner,
     required_record,
 )
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.states import Ending, ObservedState
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeFailure
 from agentd.failpoints import reach

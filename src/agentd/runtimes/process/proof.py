@@ -27,8 +27,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentd.core.kernel.observation import ObservedState
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.states import Ending, ObservedState
 from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import (
     Proc,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel, ObservedState
+from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel
 from agentd.core.kernel.plan import name_prefix
 from agentd.core.kernel.record import (
     MALFORMED,
@@ -20,7 +20,7 @@ from agentd.core.kernel.record import (
     require_owner,
     required_record,
 )
-from agentd.core.kernel.states import ENDED, Ending, Kernel, KernelRef
+from agentd.core.kernel.states import ENDED, Ending, Kernel, KernelRef, ObservedState
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import checked, is_name, name_or_empty
 from agentd.errors import RuntimeUnavailable

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentd.core.kernel.observation import ObservedState
+from agentd.core.kernel.states import ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.host.cgroups.usage import MOUNT, counts_blocks
 from agentd.runtimes.systemd.bundle import End

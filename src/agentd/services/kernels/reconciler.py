@@ -19,7 +19,7 @@ from agentd.concurrency import is_being_cancelled
 from agentd.core.kernel.adoption import Adoption, adopt, located
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
-from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, Observed
+from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.claims.records import located_claim
@@ -276,12 +276,12 @@ class Reconciler:
         create = self._state.unsettled.get(kernel.kernel_id)
         if create is None:
             reason = "removed outside of agentd"
-            self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
+            self._state.put(kernel.observed(ObservedState.ABSENT, reason=reason))
             log.warning("kernel.lost", kernel_id=kernel.kernel_id)
             return
         if create.keep:
             reason = "removed before it ran"
-            self._state.put(kernel.observed(Observed.ABSENT, reason=reason))
+            self._state.put(kernel.observed(ObservedState.ABSENT, reason=reason))
             self._state.settle(kernel.kernel_id)
         else:
             self._state.drop(kernel.kernel_id)

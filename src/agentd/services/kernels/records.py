@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.adoption import recalled
 from agentd.core.kernel.record import RecordError, decode, encode
-from agentd.core.kernel.states import LIVE, Kernel, KernelState, Observed
+from agentd.core.kernel.states import LIVE, Kernel, KernelState, ObservedState
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.protocols import Clock
@@ -45,9 +45,11 @@ def recall(
                 kernel = replace(kernel, reason=why)
                 state.leave_unsettled(kernel.kernel_id, clock.steady() + GRACE_S)
             case Phase.HELD:
-                kernel = kernel.observed(Observed.UNREADABLE if kernel.reason else Observed.RUNNING)
+                kernel = kernel.observed(
+                    ObservedState.UNREADABLE if kernel.reason else ObservedState.RUNNING
+                )
             case Phase.ENDED:
-                kernel = kernel.observed(Observed.EXITED)
+                kernel = kernel.observed(ObservedState.EXITED)
         state.put(kernel)
 
 
