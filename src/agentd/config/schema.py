@@ -37,7 +37,9 @@ def settings_schema(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schema, with the tables of plugins by their entry points."""
     schema = _in_file_terms(Settings.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")
-    definitions |= {_definition(name): _merged(plugins[name]) for name in sorted(plugins)}
+    for name, table in sorted(plugins.items()):
+        properties = {**_COMMON, **table.get("properties", {})}
+        definitions[_definition(name)] = {**table, "properties": properties}
     settings = definitions["PluginSettings"]
     settings["properties"] |= {name: _table(name, plugins) for name in sorted(plugins)}
     settings["additionalProperties"] = _table("", plugins)
@@ -64,11 +66,6 @@ def _in_file_terms(node: Any) -> Any:
 
 def _definition(entry_point: str) -> str:
     return f"plugin-{entry_point}"
-
-
-def _merged(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plugin's table with the keys that every table has."""
-    return {**table, "properties": {**_COMMON, **table.get("properties", {})}}
 
 
 def _table(name: str, plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class NodeDevices:
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, Dealing] = {}
         self._generation = 0
-        self._suspended: Callable[[Inventory], Inventory] = _unchanged
+        self._suspended: Callable[[Inventory], Inventory] = lambda inventory: inventory
 
     @property
     def split(self) -> Split:
@@ -328,10 +328,6 @@ class NodeDevices:
         if self._unsaved:
             self._save()
         self._store.retry()
-
-
-def _unchanged(inventory: Inventory) -> Inventory:
-    return inventory
 
 
 def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:

@@ -10,7 +10,7 @@ cgroup of agentd's and is not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,9 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
     in_cgroup: set[int] = set()
     stepds: set[int] = set()
     has_unnamed = False
-    for folder in _folders(proc):
+    for folder in proc.iterdir():
+        if not folder.name.isdecimal():
+            continue
         try:
             cgroups = read_lines(folder / "cgroup")
             jobs = jobs_in_cgroup(cgroups, node)
@@ -80,7 +82,3 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return NodeProcesses(frozenset(in_cgroup), frozenset(stepds), has_unnamed)
-
-
-def _folders(proc: Path) -> Iterator[Path]:
-    return (folder for folder in proc.iterdir() if folder.name.isdecimal())

@@ -179,12 +179,9 @@ class KernelPage:
 
     async def _list(self, node: FleetNode) -> NodeList | None:
         query = [*self._filters, ("limit", str(self._limit - len(self.rows)))]
-        if after := self._after_in(node):
-            query.append(("after", after))
+        if node.node_id == self._first and self._after:
+            query.append(("after", self._after))
         return await self._kernels.list_of(self._caller, node, query)
-
-    def _after_in(self, node: FleetNode) -> str:
-        return self._after if node.node_id == self._first else ""
 
     async def _routed(self, node: FleetNode, nodes: Sequence[FleetNode], room: int) -> NodeList:
         """Return the kernels that are routed to a node without an answer, by id.

@@ -16,7 +16,7 @@ from yarl import URL
 
 from agentd.client.errors import error_in
 from agentd.core.access import Caller, Role
-from agentd.errors import AgentdError, NodeUnavailable
+from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import NODE, ON_BEHALF
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
@@ -50,6 +50,10 @@ class NodeAnswer(NamedTuple):
     @property
     def is_error(self) -> bool:
         return self.status >= HTTPStatus.BAD_REQUEST
+
+    @property
+    def is_unknown_kernel(self) -> bool:
+        return self.is_error and self.error().code == UnknownKernel.code
 
     def error(self) -> AgentdError:
         """Return the error of a problem answer."""

@@ -17,7 +17,7 @@ from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, NodeAnswer, Nodes
-from agentd_fleet.placement.kernels import FleetKernels, is_unknown, path_of, unknown
+from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnreadable, Store
 from agentd_fleet.view.fleet_view import FleetNode
@@ -146,7 +146,7 @@ class Deleter:
         if mine is None:
             return None, False
         answer = await self._asked(node, caller, call)
-        if answer.is_error and not is_unknown(answer):
+        if answer.is_error and not answer.is_unknown_kernel:
             return answer, True
         return answer, await self._store.drop(mine.route.kernel_id, mine.revision)
 

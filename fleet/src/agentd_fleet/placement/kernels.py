@@ -129,7 +129,11 @@ class FleetKernels:
             place.node, caller, method, path, body=body, patience_s=patience_s
         )
         kept = place.kept
-        if is_unknown(answer) and kept is not None and kept.route.progress is RouteProgress.PLACED:
+        if (
+            answer.is_unknown_kernel
+            and kept is not None
+            and kept.route.progress is RouteProgress.PLACED
+        ):
             await self._store.drop(kept.route.kernel_id, kept.revision)
         return answer
 
@@ -197,11 +201,6 @@ def unknown(kernel_id: str) -> UnknownKernel:
         f"unknown kernel {kernel_id} in this fleet; for a kernel created directly on a node,"
         " add ?node=ID"
     )
-
-
-def is_unknown(answer: NodeAnswer) -> bool:
-    """Return whether a node answered that the kernel is unknown."""
-    return answer.is_error and answer.error().code == "UnknownKernel"
 
 
 def unknown_kernel(route: KernelRoute) -> dict[str, Any]:

@@ -148,7 +148,15 @@ class Placer:
         revision = 0
         while queue:
             candidate = queue.popleft()
-            route, began = self._route(caller, order, candidate), now()
+            began = now()
+            route = KernelRoute(
+                kernel_id=order.kernel_id,
+                node_id=candidate.node_id,
+                agent_id=candidate.agent_id,
+                request_hash=order.request_hash,
+                owner=secrets.token_hex(8),
+                created_by=caller.name,
+            )
             written = await self._store.keep(route, revision)
             if written is None:  # another gateway got the same request
                 why = "another gateway works on it"
@@ -181,16 +189,6 @@ class Placer:
         if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
             raise refused[-1][1]
         raise refusal(view, request, order.constraints, refused)
-
-    def _route(self, caller: Caller, order: PlacementRequest, candidate: Candidate) -> KernelRoute:
-        return KernelRoute(
-            kernel_id=order.kernel_id,
-            node_id=candidate.node_id,
-            agent_id=candidate.agent_id,
-            request_hash=order.request_hash,
-            owner=secrets.token_hex(8),
-            created_by=caller.name,
-        )
 
     async def _looks(
         self, caller: Caller, order: PlacementRequest, choices: Sequence[Candidate]
@@ -226,7 +224,7 @@ class Placer:
         if route.progress is RouteProgress.PLACED:
             node = self._asker.known(route)
             answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
-            if answer.is_error and answer.error().code == "UnknownKernel":
+            if answer.is_unknown_kernel:
                 await self._store.drop(route.kernel_id, kept.revision)
                 return None
             return _found(answer, route)
@@ -261,7 +259,7 @@ class Placer:
             answer = await self._nodes.ask(node, GATEWAY, "GET", path, patience_s=LOOK_PATIENCE_S)
         except NodeUnavailable:
             return False
-        if not answer.is_error or answer.error().code != "UnknownKernel":
+        if not answer.is_unknown_kernel:
             return False
         await self._store.drop(route.kernel_id, kept.revision)
         return True

@@ -126,7 +126,7 @@ class SimPlugin(AcceleratorPlugin):
         entries = self.settings.get("devices")
         if entries is None:
             entries = [{"id": f"{self.name}{n}"} for n in range(self.settings["count"])]
-        nodes = self.settings.get("numa-nodes")
+        nodes, memory = self.settings.get("numa-nodes"), self.settings.get("memory", 0)
         return [
             DeviceInfo(
                 id=entry["id"],
@@ -136,7 +136,9 @@ class SimPlugin(AcceleratorPlugin):
                 capacity=str(entry.get("capacity", "1")),
                 model="simulated",
                 numa_node=entry.get("numa-node", n * nodes // len(entries) if nodes else None),
-                attributes={"memory": str(size)} if (size := self._memory_of(entry)) else {},
+                attributes={"memory": str(size)}
+                if (size := size_in_bytes(entry.get("memory", memory)))
+                else {},
                 is_simulated=True,
                 secondary=memory_offered(self.name, self.settings, size),
             )
@@ -185,9 +187,6 @@ class SimPlugin(AcceleratorPlugin):
     @property
     def _slot(self) -> str:
         return primary_slot(self.name, self.settings)
-
-    def _memory_of(self, entry: Mapping[str, Any]) -> int:
-        return size_in_bytes(entry.get("memory", self.settings.get("memory", 0)))
 
 
 def _check_number(

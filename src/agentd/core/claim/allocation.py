@@ -105,12 +105,12 @@ def allocate_observed(
     Raises:
         InsufficientResource: the devices of the agent that the request names are too few.
     """
-    there = Inventory.of(inventory.slot_types.values(), map(_in_use, inventory.devices))
-    return allocate(Ledger(), there, partition, slots, policy, only)
-
-
-def _in_use(device: Device) -> Device:
-    return replace(_unsuspended(device), health=Health.HEALTHY, gone=False)
+    devices = (
+        replace(_unsuspended(device), health=Health.HEALTHY, gone=False)
+        for device in inventory.devices
+    )
+    healthy = Inventory.of(inventory.slot_types.values(), devices)
+    return allocate(Ledger(), healthy, partition, slots, policy, only)
 
 
 def with_claimed(inventory: Inventory, claimed: Allocation) -> Inventory:

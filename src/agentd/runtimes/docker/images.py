@@ -123,7 +123,8 @@ class Images:
             params["platform"] = platform
         look = partial(self._credentials, image)
         credentials = await self._lookups.look("the credentials of registries", look)
-        headers = {"X-Registry-Auth": _header(credentials)} if credentials else {}
+        encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
+        headers = {"X-Registry-Auth": encoded} if credentials else {}
         async with self._engine.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
                 yield json.loads(line)
@@ -156,10 +157,6 @@ class Images:
         if entry is None:
             return None
         return {**entry, "serveraddress": registry}
-
-
-def _header(credentials: Mapping[str, str]) -> str:
-    return urlsafe_b64encode(json.dumps(credentials).encode()).decode()
 
 
 def _tagged(image: str) -> str:

@@ -82,6 +82,7 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
     if started_at and finished_at and _STATES.get(state["Status"]) is None:
         finished_at = max(started_at, finished_at)  # the engine records the start later
     limits = shown.get("HostConfig", {})
+    cores = limits.get("CpusetCpus")  # such as "0-3,8"; nothing if it has all, or if unknown
     return ObservedKernel(
         kernel_id=labels[KERNEL_LABEL],
         agent_id=name_or_empty(labels.get(AGENT_LABEL)),
@@ -97,16 +98,11 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
             finished_at=finished_at,
             reason=presentable(state.get("Error") or ""),
         ),
-        cores=_cores(limits.get("CpusetCpus")),
+        cores=tuple(map(str, parse_cpu_list(cores))) if cores else None,
         memory_bytes=limits.get("Memory"),
         ports=tuple(_ports(limits.get("PortBindings") or {})),
         is_partial="HostConfig" not in shown,
     )
-
-
-def _cores(listed: str | None) -> tuple[str, ...] | None:
-    """Return the cores of a container (`0-3,8`); None if it has all, or if unknown."""
-    return tuple(map(str, parse_cpu_list(listed))) if listed else None
 
 
 def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
