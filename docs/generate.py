@@ -27,7 +27,6 @@ from agentd.core.kernel.states import (
     OBSERVATIONS,
     STARTING,
     KernelState,
-    ObservedState,
 )
 from agentd.http.problems import STATUSES
 from agentd.service.exit_status import MEANINGS
@@ -77,6 +76,7 @@ CLIENT_WARNING = "warn_of_client"
 
 def states_page() -> str:
     """Return the page of kernel states: a diagram and two tables, from the tables of the code."""
+    sights = OBSERVATIONS[KernelState.RUNNING]  # a `created` kernel never ran, and is removed
     lines = [
         "# Kernel states",
         "",
@@ -114,12 +114,12 @@ def states_page() -> str:
         "",
         "## Observations",
         "",
-        f"| state | {' | '.join(f'`{sight}`' for sight in ObservedState)} |",
-        f"|---{'|---' * len(ObservedState)}|",
+        f"| state | {' | '.join(f'`{sight}`' for sight in sights)} |",
+        f"|---{'|---' * len(sights)}|",
     ]
     for state, found in OBSERVATIONS.items():
         if found:
-            cells = (f"`{found[sight]}`" for sight in ObservedState)
+            cells = (f"`{found[sight]}`" for sight in sights)
             lines.append(f"| `{state}` | {' | '.join(cells)} |")
     starting = ", ".join(f"`{state}`" for state in KernelState if state in STARTING)
     live = ", ".join(f"`{state}`" for state in KernelState if state in LIVE)
