@@ -67,6 +67,7 @@ $(VENV)/.installed-wheels: $(wildcard $(WHEELS)/*.whl) | $(VENV)/bin/python
 	touch $@
 
 wheels: $(VENV)/bin/python
+	rm -rf build plugins/*/build # setuptools keeps modules there that are gone
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) . $(PLUGINS:%=./%)
 	$(BIN)/python -m pip download --quiet --only-binary=:all: --python-version $(FOR) --implementation cp $(PLATFORMS:%=--platform %) --find-links $(WHEELS) --dest $(WHEELS) agentd-node $(NAMES)
 
