@@ -42,6 +42,9 @@ IGNORED = {
 # A shell without job control ignores it in `make test &`, and programs of the tests would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("AGENTD_SEED", str(random.SystemRandom().randrange(10**6)))
+# Agentds of one host share locks; those that tests start do not share this machine's.
+_run_folder = tempfile.TemporaryDirectory(prefix="agentd-run-")
+os.environ["AGENTD_RUN_DIR"] = _run_folder.name
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -76,7 +76,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
     wanted = [pair for block in mine for pair in commands(block)]
     typed = [PLACE.sub(str(folder / "dev"), command) for command, _ in wanted]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("AGENT")}
-    environ["NOTIFY_SOCKET"] = ""
+    environ |= {"NOTIFY_SOCKET": "", "AGENTD_RUN_DIR": str(folder / "run")}
     environ["PATH"] = f"{folder / '.venv/bin'}:{environ['PATH']}"
     shell = subprocess.Popen(
         ["bash", "-c", script(typed)], cwd=folder, env=environ, start_new_session=True

@@ -59,7 +59,7 @@ async def use(etcd: Etcd) -> None:
     async with aclosing(etcd.watch(KEY, after=written - 1)) as watch:
         assert (await anext(watch))[1] >= written
     assert (await etcd.range(KEY))[0]
-    await etcd.create_all({KEY: b"2"})
+    await etcd.create_all({KEY: (b"2", KEY)})
     assert await etcd.delete_if(KEY, expected=written)
 
 
