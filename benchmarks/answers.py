@@ -22,7 +22,7 @@ from create import AGENTS, ROOT, Caller, spread
 from scale import create
 
 sys.path.insert(0, str(ROOT / "tests"))
-from daemon import Daemon, gpus
+from support.daemon import Daemon, gpus
 
 AT_ONCE = 8
 SOCKET = '[[rpc.sockets]]\npath = "{folder}/team.sock"\nrole = "agent"\nagents = ["agent-1"]\n'

@@ -35,8 +35,8 @@ import aiohttp
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from daemon import Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks' too
-from engine import IMAGE, Engine  # noqa: E402
+from support.daemon import Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks' too
+from support.engine import IMAGE, Engine  # noqa: E402
 
 AGENTS = '[[agents]]\nid = "agent-1"\n'
 BODY = {"image": IMAGE, "command": ["sleep", "1000"], "slots": {"cpu": 0, "mem": "16m"}}

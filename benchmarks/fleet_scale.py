@@ -37,7 +37,7 @@ from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.view.fleet_view import FleetView
 from agentd_fleet.view.reports import published_in, slot_type_in, with_free
 from end_to_end.fleet.fleet_world import Pool, World
-from fleet_reports import free_report, node_report, slot_types
+from support.fleet_reports import free_report, node_report, slot_types
 
 NODES, TYPES, ROUNDS = (400, 10_000), (7, 47), 2000
 RATE, STEADY_NODES = 100, 400

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/hostile")]
 from attacks import DATA, FRAMES  # noqa: E402
 
-from daemon import AGENTS, BASE, Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks'
+from support.daemon import AGENTS, BASE, Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks'
 
 GOAL_MS = 250.0
 CHANGES_PER_S = 60

@@ -22,8 +22,8 @@ from create import AGENTS, BODY, ROOT, Caller, spread
 
 sys.path.insert(0, str(ROOT / "tests"))
 from agentd.client import AsyncClient
-from daemon import Daemon
-from engine import Engine
+from support.daemon import Daemon
+from support.engine import Engine
 
 MIB = 256
 

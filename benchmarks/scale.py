@@ -22,7 +22,7 @@ from typing import Any
 from create import AGENTS, BODY, ROOT, Caller, pss_mib, spread
 
 sys.path.insert(0, str(ROOT / "tests"))
-from daemon import Daemon, gpus
+from support.daemon import Daemon, gpus
 
 AT_ONCE = 8
 

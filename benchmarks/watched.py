@@ -22,8 +22,8 @@ from create import AGENTS, ROOT, Caller, pss_mib
 from playwright.async_api import async_playwright
 
 sys.path.insert(0, str(ROOT / "tests"))
-from daemon import Daemon, gpus
 from end_to_end.browser import shown
+from support.daemon import Daemon, gpus
 
 AT_ONCE = 4
 TICKS = 100

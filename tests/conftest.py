@@ -13,11 +13,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-import engine as engines
-from daemon import UNITS
-from daemon_pool import DaemonPool, Serving
-from needs import ENGINE_26, require, summary
-from registry import Registry
+from support import engine as engines
+from support.daemon import UNITS
+from support.daemon_pool import DaemonPool, Serving
+from support.needs import ENGINE_26, require, summary
+from support.registry import Registry
 
 settings.register_profile(
     "agentd",

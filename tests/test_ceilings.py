@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
-from standing_in import standing_in
+from support.daemon import AGENTS, Daemon, gpus
+from support.standing_in import standing_in
 
-COUNTED = Path(__file__).with_name("counted.py")
+COUNTED = Path(__file__).parent / "support" / "counted.py"
 PAIRS, KERNELS, CLAIMS = 50, 20, 50
 ENGINE_CALLS = {"create": 1, "start": 1, "inspect": 3, "stop": 1, "remove": 1}
 """Of one create with its delete, which inspects after the stop, and after the events of both."""

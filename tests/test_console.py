@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from needs import require
 from node.test_node_docs import PAGES as NODE_PAGES
+from support.needs import require
 from test_docs import ROOT, Block, blocks
 
 LIMIT_S = 60

@@ -19,9 +19,9 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-import fork_server
 from agentd.http.problems import STATUSES
-from plain_english import FORBIDDEN, FORBIDDEN_FIRST
+from support import fork_server
+from support.plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
 RECORDS = set((ROOT / "docs/contributing/hardware").glob("2*.md"))

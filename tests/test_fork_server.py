@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import fork_server
-from daemon import Daemon
-from fork_server import Forked, ForkServer
+from support import fork_server
+from support.daemon import Daemon
+from support.fork_server import Forked, ForkServer
 
 
 @pytest.fixture

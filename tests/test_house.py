@@ -23,7 +23,7 @@ from agentd.service.sd_notify import Notifier
 from agentd_fleet.cli import agentd_fleet
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 from code_size import class_names, modules_of
-from needs import require
+from support.needs import require
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

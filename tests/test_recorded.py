@@ -15,9 +15,9 @@ import pytest
 
 from agentd.core.claim import record as claim_records
 from agentd.state.schemas import SavedDevices, SavedEngines, SavedNode
-from engine import Engine
 from recorded.names import names
 from recorded.record import record_etcd, record_node
+from support.engine import Engine
 
 HERE = Path(__file__).parent / "recorded"
 NAMES = json.loads((HERE / "427f930-names.json").read_text())

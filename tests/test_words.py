@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plain_english import source_breaches
+from support.plain_english import source_breaches
 
 ROOT = Path(__file__).parents[1]
 TESTS = sorted(ROOT.glob("tests/**/*.py"))

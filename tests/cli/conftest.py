@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import Daemon
+from support.daemon import Daemon
 
 
 @pytest.fixture

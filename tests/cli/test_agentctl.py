@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-import fork_server
-from daemon import AGENTS, Daemon, gpus
+from support import fork_server
+from support.daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import fork_server
-from certificates import certificate, certificate_that_ends
-from daemon import AGENTS, Daemon, gpus
+from support import fork_server
+from support.certificates import certificate, certificate_that_ends
+from support.daemon import AGENTS, Daemon, gpus
 
 PLUGIN = """
 import time

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import fork_server
 from agentd.cli.agentctl.options import event_line
-from daemon import AGENTS, Daemon, gpus
+from support import fork_server
+from support.daemon import AGENTS, Daemon, gpus
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]

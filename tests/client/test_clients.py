@@ -31,8 +31,8 @@ from agentd.errors import (
 )
 from agentd.http.problems import STATUSES
 from agentd.rpc.routes import ROUTES
-from daemon import AGENTS, Daemon, gpus
-from fork_server import run
+from support.daemon import AGENTS, Daemon, gpus
+from support.fork_server import run
 
 
 @pytest.fixture

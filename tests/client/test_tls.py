@@ -10,7 +10,7 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client
 from agentd.errors import Unreachable
-from certificates import certificate
+from support.certificates import certificate
 
 
 @pytest.fixture

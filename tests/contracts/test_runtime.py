@@ -36,9 +36,9 @@ from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery, Runtime, Undone
-from daemon import UNITS
-from engine import IMAGE
-from fakes import FakeRuntime
+from support.daemon import UNITS
+from support.engine import IMAGE
+from support.fakes import FakeRuntime
 
 CORE = str(min(probe().cores))
 SHARES = Allocation(

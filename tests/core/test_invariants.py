@@ -9,7 +9,7 @@ from agentd.core.invariants import (
     violations,
 )
 from agentd.core.kernel.states import KernelState
-from survival import changes
+from support.survival import changes
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from daemon import Daemon
-from engine import NEEDS, Engine
-from needs import require
-from world import NODE, World
+from support.daemon import Daemon
+from support.engine import NEEDS, Engine
+from support.needs import require
+from support.world import NODE, World
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentd.core.kernel.plan import name_prefix
 from crash.points import POINTS
-from world import GROUPS, World, environments, started
+from support.world import GROUPS, World, environments, started
 
 TIMES = ("_at", "start_time", "since", "until")
 """Suffixes of members whose values differ from one life to the next."""

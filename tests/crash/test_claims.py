@@ -9,8 +9,8 @@ import time
 import pytest
 
 from crash.points import POINTS
-from daemon import AGENTS, gpus
-from world import ONE, SEED, SOAK_S, World
+from support.daemon import AGENTS, gpus
+from support.world import ONE, SEED, SOAK_S, World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8)
 CLAIMS = 100_000 if SOAK_S else 2_000

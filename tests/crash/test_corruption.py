@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.record import SCHEMA
-from daemon import Daemon
-from engine import Engine
-from world import NODE, ONE, World, started
+from support.daemon import Daemon
+from support.engine import Engine
+from support.world import NODE, ONE, World, started
 
 pytestmark = pytest.mark.started
 

@@ -8,8 +8,8 @@ import pytest
 
 from agentd.core.invariants import NodeSnapshot
 from crash.points import POINTS
-from daemon import AGENTS, gpus
-from world import ONE, World
+from support.daemon import AGENTS, gpus
+from support.world import ONE, World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
 TRIES = 25

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from agentd.core.invariants import NodeSnapshot
-from daemon import BASE, Daemon, end
-from engine import Engine
-from world import SEED, SOAK_S, World, tried
+from support.daemon import BASE, Daemon, end
+from support.engine import Engine
+from support.world import SEED, SOAK_S, World, tried
 
 PARTS = 4
 """The number of tests that share the pairs."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from daemon import AGENTS, gpus
-from world import SEED, SOAK_S, World, tried
+from support.daemon import AGENTS, gpus
+from support.world import SEED, SOAK_S, World, tried
 
 DEATHS = 100_000 if SOAK_S else 12
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8, "shares")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
-from daemon import Daemon
 from native.libraries import built
-from world import NODE, ONE, World, session, started
+from support.daemon import Daemon
+from support.world import NODE, ONE, World, session, started
 
 ROOT_ONLY = pytest.mark.needs("root")
 

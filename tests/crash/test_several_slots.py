@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from crash.test_sweep import A_DAY_S, Sweep, asked_of, at_start_of
-from daemon import AGENTS
-from registry import Registry
-from world import SEED, SOAK_S, World, tried
+from support.daemon import AGENTS
+from support.registry import Registry
+from support.world import SEED, SOAK_S, World, tried
 
 GIB = 2**30
 REQUESTS = (

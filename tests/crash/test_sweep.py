@@ -20,10 +20,10 @@ import pytest
 from agentd.core.kernel.plan import kernel_name
 from crash.points import POINTS
 from crash.states import left_behind, states_of
-from daemon import AGENTS, Daemon, gpus
-from engine import Engine, rootfs
-from registry import Registry
-from world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
+from support.daemon import AGENTS, Daemon, gpus
+from support.engine import Engine, rootfs
+from support.registry import Registry
+from support.world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
 
 PARTS = 3
 """The number of tests that share the lives; each has a node of its own."""

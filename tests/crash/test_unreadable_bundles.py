@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentd.host.processes import Proc, read_stat
-from daemon import AGENTS, Answer, Daemon, gpus
-from world import World
+from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.world import World
 
 WITHOUT_CGROUPS = """
 import ctypes, runpy

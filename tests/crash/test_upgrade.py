@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from agentd.core.kernel.record import SCHEMA
-from daemon import AGENTS, Daemon, gpus
-from engine import Engine
-from world import World, started
+from support.daemon import AGENTS, Daemon, gpus
+from support.engine import Engine
+from support.world import World, started
 
 ONE_AT_A_TIME = pytest.mark.xdist_group("recorded")
 """The node ids are those that were recorded."""

@@ -14,7 +14,7 @@ from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.daemon.reload import APPLIED, Reload, values_of
 from agentd.service.weaknesses import Weaknesses
-from certificates import certificate
+from support.certificates import certificate
 
 DOCKER = {
     "socket": "/run/engine.sock",

@@ -16,7 +16,7 @@ from agentd.daemon import reload as module
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
 from agentd.service.weaknesses import Weaknesses
-from certificates import certificate
+from support.certificates import certificate
 
 WORD = "0123456789abcdef"
 

@@ -11,9 +11,9 @@ from typing import Any
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright
 
-from daemon import Daemon
-from fork_server import spawn
-from needs import require
+from support.daemon import Daemon
+from support.fork_server import spawn
+from support.needs import require
 
 PROGRAM = shutil.which("chromium")
 PATIENCE_MS = 20_000

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from daemon import AGENTS, UNITS, Daemon, gpus
-from engine import Engine
-from engine_proxy import EngineProxy
+from support.daemon import AGENTS, UNITS, Daemon, gpus
+from support.engine import Engine
+from support.engine_proxy import EngineProxy
 
 ONE_GPU = AGENTS + gpus(1)
 GRACE = {"agentd.services.kernels.creates.GRACE_S": 1.5}

@@ -1,7 +1,7 @@
 """Steps that tests of containers share."""
 
-from daemon import Daemon
-from engine import Engine
+from support.daemon import Daemon
+from support.engine import Engine
 
 MOUNTABLE = 'allowed-mounts = ["{folder}/data"]\n'
 

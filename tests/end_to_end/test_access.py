@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from daemon import Answer, Daemon, gpus
 from end_to_end.test_events import listening, until
+from support.daemon import Answer, Daemon, gpus
 
 OWN, FOREIGN = "own-kernel", "secret-kernel"
 TEAMS = '[[agents]]\nid = "team-a"\n[[agents]]\nid = "secret-team"\n'

@@ -13,11 +13,11 @@ import pytest
 from agentd.core.kernel.edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
 from agentd.runtimes.docker.engine_facts import engine_facts
-from daemon import AGENTS, Daemon
 from end_to_end.containers import printed
-from engine import Engine
-from engine_proxy import EngineProxy
 from native.libraries import nvml_library
+from support.daemon import AGENTS, Daemon
+from support.engine import Engine
+from support.engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
 GPUS = """driver 570.124.06

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agentd.client.paths import next_query
-from daemon import AGENTS, Answer, Daemon, gpus
-from daemon_pool import Serving
+from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.daemon_pool import Serving
 
 NODE = AGENTS + gpus(4)
 ONE = {"cuda.device": 1}

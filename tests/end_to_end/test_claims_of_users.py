@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daemon import AGENTS, Answer, Daemon, gpus
 from end_to_end.test_access import call
+from support.daemon import AGENTS, Answer, Daemon, gpus
 
 ONE = {"cuda.device": 1}
 SOCKET = """

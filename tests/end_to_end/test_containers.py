@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, BASE, Daemon, gpus
-from daemon_pool import Serving
 from end_to_end.containers import inspected, printed
-from engine import Engine
-from engine_proxy import EngineProxy
+from support.daemon import AGENTS, BASE, Daemon, gpus
+from support.daemon_pool import Serving
+from support.engine import Engine
+from support.engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from agentd.cli.agentd.main import agentd
-from daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, Daemon, gpus
 
 ORDER = '[resource]\nallocation-mode = "auto-split"\nauto-split-order = "plugin"\n'
 PACE = '[plugins]\nallow = ["sim"]\nhealth-interval = 0.1\n'

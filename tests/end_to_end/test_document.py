@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, BASE, Daemon, gpus
 from end_to_end.documented import CLAIM, TOKEN, Documented, called, fuzzed, generated
+from support.daemon import AGENTS, BASE, Daemon, gpus
 
 KNOWN = {
     "agent": "agent-1",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from daemon import Daemon
 from end_to_end.conftest import ONE_GPU
 from end_to_end.test_engine_trouble import ASK, settled
-from engine import IMAGE, Engine
-from engine_proxy import Answer, EngineProxy
+from support.daemon import Daemon
+from support.engine import IMAGE, Engine
+from support.engine_proxy import Answer, EngineProxy
 
 pytestmark = pytest.mark.docker
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
-from engine import IMAGE, NEEDS, Engine
-from needs import require
+from support.daemon import AGENTS, Daemon, gpus
+from support.engine import IMAGE, NEEDS, Engine
+from support.needs import require
 
 pytestmark = pytest.mark.docker
 KILLED = "agentd-test:killed"

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from daemon import Daemon
 from end_to_end.conftest import ONE_GPU
-from engine import Engine
+from support.daemon import Daemon
+from support.engine import Engine
 
 pytestmark = pytest.mark.docker
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}

@@ -13,7 +13,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentd.events import KEPT
-from daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, Daemon, gpus
 
 DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
 """Whichever looks first lets go of a reader that takes nothing."""

@@ -12,12 +12,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-import hostile_names
 from agentd.client import AsyncClient
 from agentd.errors import CommandNotFound, InvalidRequest, KernelConflict, UnknownKernel
 from agentd.host.processes import all_processes
-from daemon import AGENTS, Daemon, gpus
-from daemon_pool import Serving
+from support import hostile_names
+from support.daemon import AGENTS, Daemon, gpus
+from support.daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
 

@@ -16,8 +16,8 @@ from agentd.client import exec as client_exec
 from agentd.errors import Unreachable
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import read_uids
-from daemon import AGENTS, BASE, Daemon, gone, gpus
-from daemon_pool import Serving
+from support.daemon import AGENTS, BASE, Daemon, gone, gpus
+from support.daemon_pool import Serving
 
 SLEEPER = ["sleep", "100000"]
 

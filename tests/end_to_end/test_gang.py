@@ -10,7 +10,7 @@ import pytest
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.errors import AgentdError
-from daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, Daemon, gpus
 
 NODES = 3
 WHOLE = {"cuda.device": 2}

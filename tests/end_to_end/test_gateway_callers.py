@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from agentd.core.access import Caller, Role
-from daemon import Answer, Daemon
 from end_to_end.test_tokens import Tokens
+from support.daemon import Answer, Daemon
 
 TEAM = Caller("team-x", Role.AGENT, frozenset({"team-a"}))
 SLEEP = {"command": ["sleep", "1000"], "slots": {"cpu": 0, "mem": "1m"}}

@@ -7,8 +7,8 @@ from zlib import crc32
 
 import pytest
 
-from daemon import AGENTS, Daemon
 from native.libraries import nvml_library
+from support.daemon import AGENTS, Daemon
 
 CONFIG = """[resource]
 allocation-mode = "auto-split"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import fork_server
-from daemon import AGENTS, Daemon
 from native.libraries import built
+from support import fork_server
+from support.daemon import AGENTS, Daemon
 
 ACCOUNTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
 QUICK = """

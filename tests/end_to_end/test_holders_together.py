@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from agentd.host.systemd.availability import why_no_systemd
-from daemon import AGENTS, Answer, Daemon, gpus
-from device_locks import COLLISION, DeviceLocks
-from world import SEED, SOAK_S, World
+from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.device_locks import COLLISION, DeviceLocks
+from support.world import SEED, SOAK_S, World
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = SOAK_S or 15.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import fork_server
-from daemon import Daemon
-from needs import require
+from support import fork_server
+from support.daemon import Daemon
+from support.needs import require
 
 AGENT = '[[agents]]\nid = "agent-1"\n'
 AS_USER = """

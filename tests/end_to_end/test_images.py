@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from daemon import AGENTS, Daemon
-from daemon_pool import Serving
-from engine import Engine, rootfs
-from engine_proxy import EngineProxy
-from registry import Registry
+from support.daemon import AGENTS, Daemon
+from support.daemon_pool import Serving
+from support.engine import Engine, rootfs
+from support.engine_proxy import EngineProxy
+from support.registry import Registry
 
 pytestmark = pytest.mark.docker
 LARGE = 8 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agentd.host.cgroups.hierarchies import find_cgroups
-from daemon import AGENTS, Daemon, gpus
-from daemon_pool import Serving
+from support.daemon import AGENTS, Daemon, gpus
+from support.daemon_pool import Serving
 
 
 async def environment(pid: int) -> bytes:

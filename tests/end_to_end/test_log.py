@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from agentd.stderr import NO_READER
-from daemon import Daemon
 from end_to_end.conftest import ONE_GPU
 from end_to_end.test_reload import KILLED, WORK
-from log_pipe import LogPipe
+from support.daemon import Daemon
+from support.log_pipe import LogPipe
 
 LOST = "lines lost since the start: "
 

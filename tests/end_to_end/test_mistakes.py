@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from daemon import AGENTS, BASE, Daemon
-from engine import Engine
+from support.daemon import AGENTS, BASE, Daemon
+from support.engine import Engine
 
 IMAGES = {
     "user:1": "USER%20nosuch",

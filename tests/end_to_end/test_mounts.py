@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 from agentd.host.lookups import MOST_AT_ONCE
-from daemon import AGENTS, Daemon
-from daemon_pool import Serving
 from end_to_end.containers import MOUNTABLE, printed
-from engine import Engine
-from engine_proxy import EngineProxy
-from needs import require
-from unanswering import unanswering
+from support.daemon import AGENTS, Daemon
+from support.daemon_pool import Serving
+from support.engine import Engine
+from support.engine_proxy import EngineProxy
+from support.needs import require
+from support.unanswering import unanswering
 
 
 async def test_mounts_are_read_only_below_allowed_folders(

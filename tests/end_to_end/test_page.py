@@ -7,8 +7,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser
 
-from daemon import Daemon
 from end_to_end.browser import Visit, shown, visit
+from support.daemon import Daemon
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CONFIG = """

@@ -3,8 +3,8 @@
 import pytest
 from playwright.async_api import Browser
 
-from daemon import AGENTS, Daemon, gpus
 from end_to_end.browser import STATS_MS, shown, visit
+from support.daemon import AGENTS, Daemon, gpus
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

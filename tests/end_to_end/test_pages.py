@@ -12,10 +12,10 @@ from agentd.client.paths import next_query
 from agentd.core.labels import MAX_AGENT_BYTES, MAX_LABELS_BYTES
 from agentd.http.queries import MAX_PAGE, MAX_PAGE_BYTES
 from agentd_slurm.node_client import NodeClient
-from daemon import AGENTS, BASE, Daemon
 from end_to_end.browser import context, shown, visit
-from fork_server import run
-from many import save_claims, save_kernels
+from support.daemon import AGENTS, BASE, Daemon
+from support.fork_server import run
+from support.many import save_claims, save_kernels
 
 COUNT = MAX_PAGE + 1
 KERNELS = [f"k{number:04}" for number in range(COUNT)]

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from agentd.cli.agentctl.main import agentctl
-from daemon import AGENTS, Daemon, gpus
-from daemon_pool import Serving
+from support.daemon import AGENTS, Daemon, gpus
+from support.daemon_pool import Serving
 
 PACE = "[plugins]\nopen-timeout = 1.5\ncall-timeout = 1\nhealth-interval = 0.1\n"
 GOOD = gpus(2, table="npu")

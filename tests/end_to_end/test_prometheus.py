@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
 from end_to_end.prometheus import Prometheus, documented, free_port, panels, promtool, rules_of
+from support.daemon import AGENTS, Daemon, gpus
 
 pytestmark = pytest.mark.needs("prometheus")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from daemon import Daemon
 from end_to_end.test_access import call
+from support.daemon import Daemon
 
 CONFIG = """
 [plugins]

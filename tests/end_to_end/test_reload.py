@@ -10,10 +10,10 @@ import pytest
 from agentd.client import AsyncClient
 from agentd.errors import Forbidden
 from agentd.service.background import NOT_VITAL
-from certificates import certificate
-from daemon import Daemon
 from end_to_end.test_tokens import Tokens, tokens
-from fork_server import run
+from support.certificates import certificate
+from support.daemon import Daemon
+from support.fork_server import run
 
 __all__ = ["tokens"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.plan import kernel_name
-from daemon import AGENTS, Daemon, end, gpus
+from support.daemon import AGENTS, Daemon, end, gpus
 
 
 def identity(kernel: dict) -> tuple:

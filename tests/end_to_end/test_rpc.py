@@ -18,9 +18,9 @@ from agentd.http.problems import STATUSES
 from agentd.http.route import Media
 from agentd.http.server import MAX_BODY
 from agentd.rpc.routes import ROUTES
-from daemon import AGENTS, Daemon, gpus
-from daemon_pool import Serving
 from end_to_end.documented import CLAIM
+from support.daemon import AGENTS, Daemon, gpus
+from support.daemon_pool import Serving
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from daemon import AGENTS, Daemon
+from support.daemon import AGENTS, Daemon
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from agentd.client.paths import next_query
-from daemon import Daemon
-from daemon_pool import Serving
+from support.daemon import Daemon
+from support.daemon_pool import Serving
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, Daemon, gpus
 
 RESTARTS = 10 if "AGENTD_SOAK" in os.environ else 3
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import fork_server
 from agentd.host.cgroups.hierarchies import find_cgroups
-from daemon import AGENTS, Daemon, gpus
-from needs import require
-from world import SOAK_S
+from support import fork_server
+from support.daemon import AGENTS, Daemon, gpus
+from support.needs import require
+from support.world import SOAK_S
 
 BUSY = "while :; do :; done"
 COUNTS = find_cgroups() is not None

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from daemon import Daemon
 from end_to_end.conftest import ONE_GPU
-from engine import Engine
-from engine_proxy import EngineProxy
+from support.daemon import Daemon
+from support.engine import Engine
+from support.engine_proxy import EngineProxy
 
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
 SHORT = {

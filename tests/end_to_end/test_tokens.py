@@ -15,8 +15,8 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.config.loading import load
 from agentd.errors import ConfigRefused
 from agentd.http.credentials import tokens as tokens_of
-from daemon import BASE, Answer, Daemon, gpus
 from end_to_end.test_access import TEAMS
+from support.daemon import BASE, Answer, Daemon, gpus
 
 TCP = BASE.replace("[host]", 'listen = "127.0.0.1:{port}"\n{tokens}[host]')
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine import Engine
-from needs import require
-from slurm_nodes import NodesOf, SlurmNodes
+from support.engine import Engine
+from support.needs import require
+from support.slurm_nodes import NodesOf, SlurmNodes
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_ENGINES") else ["test_*.py"]
 """`make test-engines` sets it: real engines take minutes."""

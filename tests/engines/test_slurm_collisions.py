@@ -24,8 +24,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from device_locks import DeviceLocks
-from slurm_nodes import NodesOf, SlurmNodes
+from support.device_locks import DeviceLocks
+from support.slurm_nodes import NodesOf, SlurmNodes
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = 600 if "AGENTD_SOAK" in os.environ else 120

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 
-from daemon import gpus
-from slurm_cluster import gres_lines, make_device
-from slurm_nodes import NodesOf, SlurmNodes
-from slurm_page import Reader, here, the_block
+from support.daemon import gpus
+from support.slurm_cluster import gres_lines, make_device
+from support.slurm_nodes import NodesOf, SlurmNodes
+from support.slurm_page import Reader, here, the_block
 
 
 def page_config(nodes: SlurmNodes) -> str:

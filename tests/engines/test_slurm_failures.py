@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
-from slurm_nodes import NodesOf
+from support.slurm_nodes import NodesOf
 
 
 async def test_prolog_waits_for_an_agentd_that_restarts(slurm: NodesOf) -> None:

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from slurm_nodes import NodesOf, SlurmNodes
+from support.slurm_nodes import NodesOf, SlurmNodes
 
 GPU = {"cuda.device": "1"}
 NOBODY = 65534

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurm_nodes import NodesOf, SlurmNodes
+from support.slurm_nodes import NodesOf, SlurmNodes
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 WORK = "echo got $CUDA_VISIBLE_DEVICES; exec sleep 1000"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hostile_names import NAMES, named
-from slurm_cluster import CGROUPS
-from slurm_nodes import NodesOf, SlurmNodes
+from support.hostile_names import NAMES, named
+from support.slurm_cluster import CGROUPS
+from support.slurm_nodes import NodesOf, SlurmNodes
 
 GPU = {"cuda.device": "1"}
 NOBODY = 65534

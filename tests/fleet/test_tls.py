@@ -13,7 +13,7 @@ from agentd_fleet import daemon
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.join import publisher
 from agentd_fleet.settings import load
-from certificates import certificate, certificate_of_version_2, certificate_that_ends
+from support.certificates import certificate, certificate_of_version_2, certificate_that_ends
 
 
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:

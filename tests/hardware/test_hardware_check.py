@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon import AGENTS, Daemon
-from engine import Engine
+from support.daemon import AGENTS, Daemon
+from support.engine import Engine
 
 SCRIPT = Path(__file__).with_name("hardware_check.py")
 pytestmark = pytest.mark.needs("root")

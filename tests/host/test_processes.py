@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from agentd.host.processes import Proc, children, read_stat, read_uids, strike
-from hostile_names import NAMES, named
+from support.hostile_names import NAMES, named
 
 
 @pytest.fixture

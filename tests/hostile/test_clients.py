@@ -22,11 +22,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from daemon import AGENTS, BASE, Daemon, gpus
-from daemon_pool import Serving
 from end_to_end.test_events import DROPPED
 from hostile.attacks import FRAMES, SLEEP, Client
-from needs import require
+from support.daemon import AGENTS, BASE, Daemon, gpus
+from support.daemon_pool import Serving
+from support.needs import require
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)

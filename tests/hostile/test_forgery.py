@@ -18,9 +18,9 @@ import pytest
 from agentd.core.kernel.plan import kernel_name
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.pluginhost.descendants import new_mark
-from daemon import AGENTS, Daemon, gpus
 from native.libraries import built
-from world import World
+from support.daemon import AGENTS, Daemon, gpus
+from support.world import World
 
 pytestmark = pytest.mark.needs("root")
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(4)

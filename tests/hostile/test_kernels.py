@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
-from world import started
+from support.daemon import AGENTS, Daemon, gpus
+from support.world import started
 
 NODE = (
     '[runtime.process]\nlog-max-size = "64k"\nlog-max-files = 2\n'

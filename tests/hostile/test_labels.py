@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
-from engine import IMAGE, Engine
+from support.daemon import AGENTS, Daemon, gpus
+from support.engine import IMAGE, Engine
 
 pytestmark = pytest.mark.docker
 NODE = AGENTS + gpus(2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from needs import require
+from support.needs import require
 
 SOURCES = Path(__file__).parent
 

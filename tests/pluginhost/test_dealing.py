@@ -10,9 +10,9 @@ from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.validation import checked_listing
 from agentd.services.protocols import PluginListing, PluginState
 from core.machines import gpus
-from fakes import FakeMemory
 from pluginhost.rig import opened, states, until
-from zoo import Deals
+from support.fakes import FakeMemory
+from support.zoo import Deals
 
 FAIR = {"a": ("S-one0", "S-one2"), "b": ("S-one1", "S-one3")}
 ALONE = DealingRules(("a", "b"), FakeMemory())

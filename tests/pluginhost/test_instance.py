@@ -26,7 +26,7 @@ from pluginhost.rig import (
     until_no_helpers,
     until_ready,
 )
-from unkillable import hold, let_go
+from support.unkillable import hold, let_go
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from agentd.pluginhost.host import PluginHost
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginState
 from core.machines import GIB, cores, memory
-from fakes import FakeMemory
 from pluginhost.rig import Hosts, given, opened, point, states, until_ready
+from support.fakes import FakeMemory
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "plugin-states.md"
 

@@ -20,8 +20,8 @@ from agentd.services.protocols import PluginState
 from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
 from agentd_rocm import RocmPlugin
-from fakes import FakeMemory
 from native.libraries import nvml_library
+from support.fakes import FakeMemory
 
 HEALTHY = """driver 570.124.06
 init 0

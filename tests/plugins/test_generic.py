@@ -16,7 +16,7 @@ from agentd.plugin_api import DeviceNode, Features, Mount
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd_generic import GenericPlugin
-from needs import require
+from support.needs import require
 
 PROCESS = Features("process")
 

@@ -6,7 +6,7 @@ from agentd.plugin_api import Features
 from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
 from agentd_sim import SimPlugin
-from fakes import FakeMemory
+from support.fakes import FakeMemory
 
 
 async def listing(name: str = "cuda", **settings):

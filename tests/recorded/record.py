@@ -25,10 +25,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from daemon import AGENTS, Daemon
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import Pool, World
-from engine import Engine
+from support.daemon import AGENTS, Daemon
+from support.engine import Engine
 
 HERE = Path(__file__).parent
 BODIES = {

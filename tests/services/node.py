@@ -21,7 +21,7 @@ from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, PluginListing
 from agentd.services.state import NodeState
 from core.machines import CPU, GIB, MEM, cores, gpus, memory
-from fakes import FakeHolders, FakeMemory, FakePlugins, FakeRuntime
+from support.fakes import FakeHolders, FakeMemory, FakePlugins, FakeRuntime
 
 CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
 

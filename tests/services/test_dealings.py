@@ -10,8 +10,8 @@ from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
-from fakes import FakeMemory
 from services.node import CUDA, Rig
+from support.fakes import FakeMemory
 
 GPUS = tuple(gpus(1, 1, 1, 1))
 CROSSED = Dealing.of({"a": GPUS[::2], "b": GPUS[1::2]}, GPUS)

@@ -5,9 +5,9 @@ from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import Engines
 from agentd.services.unclaimed import PATIENCE_S, UnclaimedProcesses
-from fakes import FakeMemory
 from services.claims.test_lifecycle import kernel, spec
 from services.node import Rig
+from support.fakes import FakeMemory
 
 
 def engines(rig: Rig, store: FakeMemory, boot: str = "boot-1", wanted="all") -> Engines:

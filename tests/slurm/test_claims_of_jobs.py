@@ -15,8 +15,8 @@ from agentd_slurm.claim_ids import MAX_IDS, claim_ids
 from agentd_slurm.commands.epilog import run_epilog
 from agentd_slurm.commands.prolog import run_prolog
 from agentd_slurm.node_client import NodeClient
-from daemon import Daemon
-from daemon_pool import TWO_AGENTS, Serving
+from support.daemon import Daemon
+from support.daemon_pool import TWO_AGENTS, Serving
 
 LABELS = {"engine": "slurm", "job": "7", "user": "ada"}
 REQUEST = {"slots": {"cuda.device": "1"}, "holder": {"name": "slurm-7"}, "labels": LABELS}

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 from aiohttp import web
 
-import fork_server
 from agentd.cli.agentctl.run import RUN_LABEL
-from daemon import Daemon
+from support import fork_server
+from support.daemon import Daemon
 
 PATIENCE = "agentd.cli.agentctl.run.CREATE_PATIENCE_S"
 

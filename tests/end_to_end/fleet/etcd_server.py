@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from needs import require
+from support.needs import require
 
 READY_TIMEOUT_S = 30.0
 ATTEMPTS = 5

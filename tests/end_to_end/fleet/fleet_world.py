@@ -15,9 +15,9 @@ import aiohttp
 
 from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_transport import EtcdCredentials
-from daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from end_to_end.fleet.etcd_server import EtcdServers
-from fork_server import spawn
+from support.daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
+from support.fork_server import spawn
 
 READY_S = 20.0
 SLEEP = {"command": ["sleep", "1000"]}

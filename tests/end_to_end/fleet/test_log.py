@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from certificates import certificate_that_ends
 from end_to_end.fleet.fleet_world import World
-from log_pipe import LogPipe
+from support.certificates import certificate_that_ends
+from support.log_pipe import LogPipe
 
 KILLED = """
 import importlib, sys

@@ -10,10 +10,10 @@ from typing import Self
 
 import pytest
 
-from daemon import AGENTS, Daemon, gpus
 from end_to_end.fleet.fleet_world import SLEEP, World
 from native.libraries import built, nvml_library
-from needs import require
+from support.daemon import AGENTS, Daemon, gpus
+from support.needs import require
 
 GPU = """gpu uuid=GPU-{name}-{n} pci=0000000{n}:3B:00.0 mem=85899345920 used=0 util=0 temp=40 \
 power=70000 lost=0 mig={mig} recovery=0 events=8 name=NVIDIA H100 80GB HBM3

@@ -11,15 +11,15 @@ from itertools import islice
 import pytest
 from playwright.async_api import Browser
 
-import fork_server
 from agentd.client import AsyncClient
 from agentd.core.access import Caller, Role
 from agentd.errors import Forbidden, KernelConflict
-from daemon import gone
 from end_to_end.browser import NODES_MS, shown_by, visit
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from end_to_end.test_exec_attacks import hang_up_behind_input, tcp_listener
 from hostile.attacks import FRAMES, Client
+from support import fork_server
+from support.daemon import gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 READ = Caller("eye", Role.READ).to_text()

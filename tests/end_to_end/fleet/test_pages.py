@@ -11,10 +11,10 @@ import pytest
 from agentd.client import Client
 from agentd.client.paths import next_query
 from agentd.http.queries import MAX_PAGE
-from daemon import AGENTS, BASE, Daemon
 from end_to_end.fleet.fleet_world import GatewayProgram, World
-from fork_server import run
-from many import save_claims, save_kernels
+from support.daemon import AGENTS, BASE, Daemon
+from support.fork_server import run
+from support.many import save_claims, save_kernels
 
 KERNELS = [*(f"a{number:04}" for number in range(600)), *(f"b{number:04}" for number in range(401))]
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from end_to_end.fleet.fleet_world import GatewayProgram, Program, World
-from stand_in_node import ANSWERS, StandIn
+from support.stand_in_node import ANSWERS, StandIn
 
 DAMAGES: dict[str, Any] = {
     "/v1/node": {"id": "n1", "version": "9"},

@@ -15,7 +15,7 @@ import pytest
 from agentd.core.access import Caller, Role
 from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World
-from needs import OLDER, ROOT, require
+from support.needs import OLDER, ROOT, require
 
 TEAM = {"Agentd-Caller": Caller("team-x", Role.AGENT, frozenset({"agent-2"})).to_text()}
 OTHERS = {"Agentd-Caller": Caller("team-y", Role.AGENT, frozenset({"agent-7"})).to_text()}

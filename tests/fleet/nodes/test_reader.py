@@ -15,7 +15,7 @@ from agentd.client.asynchronous import AsyncClient
 from agentd_fleet.nodes import reader
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.view.reports import NodeReading
-from stand_in_node import ANSWERS, StandIn
+from support.stand_in_node import ANSWERS, StandIn
 
 OPTIONAL = {"version", "exclusive_group", "unit", "model"}
 """Members without which a node can be read."""

@@ -9,7 +9,7 @@ import pytest
 
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 from agentd_fleet.view.reports import MAX_REASON, first_seen, known_in, published_in, with_free
-from fleet_reports import free_report, node_report
+from support.fleet_reports import free_report, node_report
 
 ODD: list[Any] = [None, 7, -1, 1.5, True, "", "x" * 300, [], {}, [[]], {"a": {}}, {"a": 7}, 10**30]
 RAW = [b"", b"null", b"7", b"[]", b"{", b"\xff", b'{"schema":', b"[" * 100_000,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroups, Hierarchy, find_cgroups
-from needs import require
+from support.needs import require
 
 NAME = f"agentd-test-cgroups-{os.getpid()}"
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from agentd.http.connections import connection as connections
 from agentd.http.connections.admission import Limits
 from agentd.http.connections.connection import Connection, connection_of
-from certificates import certificate
+from support.certificates import certificate
 
 
 @pytest.fixture

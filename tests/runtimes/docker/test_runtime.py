@@ -12,7 +12,7 @@ from agentd.errors import InvalidRequest, OutcomeUnknown, RuntimeUnavailable
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, docker_settings, plan
-from engine import IMAGE, Engine
+from support.engine import IMAGE, Engine
 
 pytestmark = pytest.mark.docker
 

@@ -17,7 +17,7 @@ from agentd.runtimes.host.exec_target import (
     status_of,
     target_of,
 )
-from hostile_names import NAMES, named
+from support.hostile_names import NAMES, named
 
 TAME = ("setpriv", "--no-new-privs")
 

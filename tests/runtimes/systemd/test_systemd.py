@@ -46,7 +46,7 @@ from agentd.runtimes.systemd.unit import (
     unit_name,
 )
 from agentd.runtimes.systemd.unit_state import end_of, state_of
-from needs import require
+from support.needs import require
 
 
 def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> KernelPlan:

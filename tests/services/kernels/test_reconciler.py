@@ -14,8 +14,8 @@ from agentd.errors import (
 )
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.state import RuntimeState
-from fakes import FakeRuntime
 from services.node import Rig, running, settled
+from support.fakes import FakeRuntime
 
 
 async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> None:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from daemon import Daemon, gpus
-from engine import Engine
-from other_users import GROUP
-from slurm_cluster import SlurmCluster, gres_lines
+from support.daemon import Daemon, gpus
+from support.engine import Engine
+from support.other_users import GROUP
+from support.slurm_cluster import SlurmCluster, gres_lines
 
 BIN = Path(sys.executable).parent
 AGENTS = """

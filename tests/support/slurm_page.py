@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 
-from needs import ROOT
-from slurm_nodes import BIN, SlurmNodes
+from support.needs import ROOT
+from support.slurm_nodes import BIN, SlurmNodes
 
 PAGE = (ROOT / "docs/how-to/slurm.md").read_text()
 MARK = "console not-run with Slurm: tests/engines"

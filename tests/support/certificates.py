@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from needs import require
+from support.needs import require
 
 
 def certificate(folder: Path, *options: str) -> tuple[Path, Path]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import other_users
+from support import other_users
 
 ADDRESS = "10.99.0.1"
 CONTROLLER_PORT = 6817

@@ -29,9 +29,9 @@ from agentd.core.invariants import (
 )
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
-from daemon import AGENTS, Answer, Daemon, gpus
-from fork_server import PLUGIN
-from survival import changes
+from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.fork_server import PLUGIN
+from support.survival import changes
 
 SEED = int(os.environ["AGENTD_SEED"])
 """The seed of tests that choose at random; the run prints it."""

@@ -9,7 +9,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import Kernel, KernelState
 from agentd.core.slots import SlotKind
-from daemon import Daemon
+from support.daemon import Daemon
 
 ONE_BYTE = Allocation((Share(DeviceId("mem", "mem"), "mem", "mem", SlotKind.BYTES, 1),))
 

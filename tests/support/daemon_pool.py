@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from daemon import AGENTS, Daemon, gpus
-from engine import Engine
+from support.daemon import AGENTS, Daemon, gpus
+from support.engine import Engine
 
 MAX_IDLE = 6
 TWO_AGENTS = AGENTS + gpus()

@@ -16,10 +16,10 @@ from typing import Any
 
 import aiohttp
 
-import fork_server
 from agentd.host.processes import all_processes, read_env
 from agentd.host.systemd.availability import why_no_systemd
-from engine import Engine
+from support import fork_server
+from support.engine import Engine
 
 Process = subprocess.Popen[bytes] | fork_server.Forked
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[1] / "benchmarks" / "stand_in.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
 START_TIMEOUT_S = 30
 
 

@@ -19,7 +19,7 @@ import pytest
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.runtimes.systemd.bundle import static_busybox
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENGINE_26 = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))
 """Where Debian 13's docker.io and containerd are unpacked; `.ci/run` does it."""
 
