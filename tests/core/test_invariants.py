@@ -9,7 +9,7 @@ from agentd.core.invariants import (
     violations,
 )
 from agentd.core.kernel.states import KernelState
-from support.survival import changes
+from support.checked_node import lost_kernels
 
 RUNNING, ENDED = KernelState.RUNNING, KernelState.TERMINATED
 GOOD = NodeSnapshot(
@@ -224,10 +224,10 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
     ],
 )
 def test_live_kernels_must_survive_unchanged(after: NodeSnapshot, why: str) -> None:
-    assert changes(GOOD, GOOD) == []
-    assert changes(GOOD, after) == [("survival", why)]
-    assert changes(GOOD, after, touched={"k1"}) == []
+    assert lost_kernels(GOOD, GOOD) == []
+    assert lost_kernels(GOOD, after) == [("survival", why)]
+    assert lost_kernels(GOOD, after, touched={"k1"}) == []
 
 
 def test_ended_kernels_may_vanish() -> None:
-    assert changes(GOOD, replace(GOOD, present=present(k4=None))) == []
+    assert lost_kernels(GOOD, replace(GOOD, present=present(k4=None))) == []

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from support.checked_node import NODE, CheckedNode
 from support.daemon import Daemon
 from support.engine import NEEDS, Engine
 from support.needs import require
-from support.world import NODE, World
 
 
 @pytest.fixture(params=["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+async def node(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[CheckedNode]:
     """A node on either runtime; started where the test is marked `started`."""
     engine = request.getfixturevalue("engine") if request.param == "docker" else None
     async for made in _node(request, Daemon(folder, request.param, engine)):
@@ -20,14 +20,14 @@ async def world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[W
 
 
 @pytest.fixture
-async def plain_world(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[World]:
+async def process_node(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[CheckedNode]:
     """The same on the process runtime."""
     async for made in _node(request, Daemon(folder, "process")):
         yield made
 
 
-async def _node(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator[World]:
-    made = World(daemon)
+async def _node(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator[CheckedNode]:
+    made = CheckedNode(daemon)
     if request.node.get_closest_marker("started"):
         await made.start(text=NODE)
     yield made

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentd.core.kernel.plan import name_prefix
 from crash.points import POINTS
-from support.world import GROUPS, World, environments, started
+from support.checked_node import KERNEL_CGROUPS, CheckedNode, agentd_processes, start_time
 
 TIMES = ("_at", "start_time", "since", "until")
 """Suffixes of members whose values differ from one life to the next."""
@@ -30,25 +30,25 @@ def states_of(points: Iterable[str], runtime: str) -> dict[str, list[str]]:
     return states
 
 
-def left_behind(world: World) -> str:
+def left_behind(node: CheckedNode) -> str:
     """Return what a dead daemon's node consists of, one line for each thing.
 
     Times, pids and the node's name are left out; of a pid it stands there whether it lives.
     """
-    folder = world.daemon.folder
+    folder = node.daemon.folder
     lines = [f"file {line}" for line in _files(folder)]
-    for pid, env in environments():
-        if env.get("AGENTD_NODE") == world.node:
+    for pid, env in agentd_processes():
+        if env.get("AGENTD_NODE") == node.node_id:
             lines.append(f"process {env['AGENTD_KERNEL']} {_command(pid)}")
-        if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in world.dead:
+        if int(env.get("AGENTD_PLUGIN", "0").partition(".")[0]) in node.dead:
             lines.append("plugin")
-    for parent in GROUPS:
-        for group in parent.glob(f"{name_prefix(world.node)}*"):
+    for parent in KERNEL_CGROUPS:
+        for group in parent.glob(f"{name_prefix(node.node_id)}*"):
             members = (group / "cgroup.procs").read_text().split()
             lines.append(f"cgroup {parent.parent.name} {group.name} {len(members)}")
-    lines += [f"container {line}" for line in _containers(world)]
-    text = "\n".join(sorted(lines)).replace(name_prefix(world.node), "KERNEL-")
-    return text.replace(world.node, "NODE").replace(str(folder), "FOLDER")
+    lines += [f"container {line}" for line in _containers(node)]
+    text = "\n".join(sorted(lines)).replace(name_prefix(node.node_id), "KERNEL-")
+    return text.replace(node.node_id, "NODE").replace(str(folder), "FOLDER")
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _lasting(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: bool(started(member)) if name in PIDS else _lasting(member)
+        name: bool(start_time(member)) if name in PIDS else _lasting(member)
         for name, member in value.items()
         if not name.endswith(TIMES)
     }
@@ -86,12 +86,12 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _containers(world: World) -> Iterator[str]:
-    if world.engine is None:
+def _containers(node: CheckedNode) -> Iterator[str]:
+    if node.engine is None:
         return
-    for container in world.engine.containers():
-        if container["Labels"].get("io.agentd.node") == world.node:
-            shown = world.engine.call("GET", f"/containers/{container['Id']}/json")
+    for container in node.engine.containers():
+        if container["Labels"].get("io.agentd.node") == node.node_id:
+            shown = node.engine.call("GET", f"/containers/{container['Id']}/json")
             state = {m: shown["State"][m] for m in ("Status", "ExitCode", "Error", "OOMKilled")}
             labels = dict(container["Labels"])
             record = json.dumps(_lasting(json.loads(labels.pop("io.agentd.record"))))

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from crash.points import POINTS
+from support.checked_node import ONE, SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, gpus
-from support.world import ONE, SEED, SOAK_S, World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8)
 CLAIMS = 100_000 if SOAK_S else 2_000
@@ -19,25 +19,27 @@ AFTER_RECORD = {"claim.after_replace", "claim.before_drop"}
 """Points at which the record of a claim is in its place."""
 
 
-async def claim_ids(world: World) -> set[str]:
-    return {claim["claim_id"] for claim in await world.daemon.get("/v1/claims")}
+async def claim_ids(node: CheckedNode) -> set[str]:
+    return {claim["claim_id"] for claim in await node.daemon.get("/v1/claims")}
 
 
 @pytest.mark.parametrize("point", POINTS_OF_CLAIMS)
-async def test_claim_is_whole_or_absent_after_a_death(plain_world: World, point: str) -> None:
-    world = plain_world
-    await world.start(f"{point}=kill", NODE)
-    await world.claim("c1")
-    await world.release("c1")
-    assert await world.died() == -signal.SIGKILL
-    assert await world.start()
-    await world.check()
-    assert await claim_ids(world) == ({"c1"} if point in AFTER_RECORD else set())
-    again = await world.claim("c1")
+async def test_claim_is_whole_or_absent_after_a_death(
+    process_node: CheckedNode, point: str
+) -> None:
+    node = process_node
+    await node.start(f"{point}=kill", NODE)
+    await node.claim("c1")
+    await node.release("c1")
+    assert await node.wait_killed() == -signal.SIGKILL
+    assert await node.start()
+    await node.check()
+    assert await claim_ids(node) == ({"c1"} if point in AFTER_RECORD else set())
+    again = await node.claim("c1")
     assert again is not None
     assert again.status == (200 if point in AFTER_RECORD else 201)
-    await world.release("c1")
-    assert await world.daemon.free("cuda.device") == "8"
+    await node.release("c1")
+    assert await node.daemon.free("cuda.device") == "8"
 
 
 @pytest.mark.parametrize(
@@ -50,49 +52,53 @@ async def test_claim_is_whole_or_absent_after_a_death(plain_world: World, point:
     ],
 )
 async def test_create_from_claim_charges_once_after_a_death(
-    plain_world: World, point: str, keeps: bool
+    process_node: CheckedNode, point: str, keeps: bool
 ) -> None:
-    world = plain_world
-    await world.start(f"{point}=kill", NODE)
-    await world.claim("c1", slots={"cuda.device": 2})
+    node = process_node
+    await node.start(f"{point}=kill", NODE)
+    await node.claim("c1", slots={"cuda.device": 2})
     body = {"claim": "c1", **({"keep_claim": True} if keeps else {})}
-    answer = await world.create("k1", slots=ONE, **body)
+    answer = await node.create("k1", slots=ONE, **body)
     assert answer is None
-    await world.died()
-    assert await world.start()
-    await world.daemon.until("k1", "running")
-    await world.check()
-    assert await claim_ids(world) == ({"c1"} if keeps else set())
-    assert await world.daemon.free("cuda.device") == ("6" if keeps else "7")
+    await node.wait_killed()
+    assert await node.start()
+    await node.daemon.until("k1", "running")
+    await node.check()
+    assert await claim_ids(node) == ({"c1"} if keeps else set())
+    assert await node.daemon.free("cuda.device") == ("6" if keeps else "7")
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
-async def test_claim_fails_at_every_step_and_leaves_nothing(plain_world: World, error: str) -> None:
-    world = plain_world
+async def test_claim_fails_at_every_step_and_leaves_nothing(
+    process_node: CheckedNode, error: str
+) -> None:
+    node = process_node
     armed = ";".join(f"{point}=1*error({error})" for point in POINTS_OF_CLAIMS)
-    await world.start(armed, NODE)
+    await node.start(armed, NODE)
     statuses = []
     for _ in range(len(POINTS_OF_CLAIMS)):
-        answer = await world.claim("c1")
+        answer = await node.claim("c1")
         assert answer is not None
         statuses.append(answer.status)
         if answer.status == 201:
             break
-        await world.check()
+        await node.check()
     assert statuses[-1] == 201
     assert set(statuses[:-1]) <= {500, 503}
-    while (answer := await world.release("c1")) is not None and answer.status != 204:
+    while (answer := await node.release("c1")) is not None and answer.status != 204:
         assert answer.status == 503
-        assert await claim_ids(world) == {"c1"}
-    await world.check()
-    assert await world.daemon.free("cuda.device") == "8"
+        assert await claim_ids(node) == {"c1"}
+    await node.check()
+    assert await node.daemon.free("cuda.device") == "8"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300 + 2 * SOAK_S)
-async def test_random_kills_leak_no_claim_and_give_no_device_twice(plain_world: World) -> None:
-    world, chance = plain_world, random.Random(SEED)
-    assert await world.start(text=NODE)
+async def test_random_kills_leak_no_claim_and_give_no_device_twice(
+    process_node: CheckedNode,
+) -> None:
+    node, chance = process_node, random.Random(SEED)
+    assert await node.start(text=NODE)
     done, number, held = 0, 0, set()
     end = time.monotonic() + (SOAK_S or 150)
     while done < CLAIMS and time.monotonic() < end:
@@ -100,49 +106,49 @@ async def test_random_kills_leak_no_claim_and_give_no_device_twice(plain_world: 
         while done < until and done < CLAIMS:
             if held and (len(held) == 8 or chance.random() < 0.5):
                 claim_id = chance.choice(sorted(held))
-                answer = await world.release(claim_id)
+                answer = await node.release(claim_id)
                 assert answer is not None
                 assert answer.status == 204, answer.content
                 held.discard(claim_id)
             else:
                 number += 1
                 child = chance.random() < 0.1
-                answer = await world.claim(
+                answer = await node.claim(
                     f"c{number}", **({"holder": {"ttl": 600}} if child else {})
                 )
                 assert answer is not None
                 assert answer.status == 201, answer.content
                 held.add(f"c{number}")
             done += 1
-        dying = asyncio.create_task(world.claim("dying"))
+        dying = asyncio.create_task(node.claim("dying"))
         await asyncio.sleep(0)
-        await world.kill()
+        await node.kill()
         await dying
-        assert await world.start()
-        await world.release("dying")
-        await world.check()
-        assert await claim_ids(world) == held
+        assert await node.start()
+        await node.release("dying")
+        await node.check()
+        assert await claim_ids(node) == held
     for claim_id in held:
-        await world.release(claim_id)
-    assert await world.daemon.free("cuda.device") == "8"
-    assert not list((world.daemon.folder / "state/claims").iterdir())
-    print(f"\n{done} claims and releases, {world.deaths} deaths, seed {SEED}")
+        await node.release(claim_id)
+    assert await node.daemon.free("cuda.device") == "8"
+    assert not list((node.daemon.folder / "state/claims").iterdir())
+    print(f"\n{done} claims and releases, {node.deaths} deaths, seed {SEED}")
 
 
-async def test_process_that_ends_while_the_daemon_is_dead_frees(plain_world: World) -> None:
-    world = plain_world
-    assert await world.start(text=NODE)
+async def test_process_that_ends_while_the_daemon_is_dead_frees(process_node: CheckedNode) -> None:
+    node = process_node
+    assert await node.start(text=NODE)
     child = subprocess.Popen(["sleep", "1000"])
     try:
-        answer = await world.claim("c1", holder={"pid": child.pid})
+        answer = await node.claim("c1", holder={"pid": child.pid})
         assert answer is not None
         assert answer.status == 201
-        await world.kill()
+        await node.kill()
     finally:
         child.kill()
         child.wait()
-    assert await world.start()
+    assert await node.start()
     async with asyncio.timeout(5):
-        while await claim_ids(world):
+        while await claim_ids(node):
             await asyncio.sleep(0.01)
-    assert await world.daemon.free("cuda.device") == "8"
+    assert await node.daemon.free("cuda.device") == "8"

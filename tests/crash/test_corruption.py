@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.record import SCHEMA
+from support.checked_node import NODE, ONE, CheckedNode, start_time
 from support.daemon import Daemon
 from support.engine import Engine
-from support.world import NODE, ONE, World, started
 
 pytestmark = pytest.mark.started
 
@@ -29,10 +29,10 @@ def changed(path: Path, **members: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | members))
 
 
-INIT = {"pid": 1, "start_time": started(1)}
+INIT = {"pid": 1, "start_time": start_time(1)}
 
 
-KEPT_BY_INIT = {"shim_pid": 1, "shim_start_time": started(1)}
+KEPT_BY_INIT = {"shim_pid": 1, "shim_start_time": start_time(1)}
 
 
 MALFORMED = {
@@ -82,15 +82,15 @@ AS_BEFORE = (
 
 
 @pytest.mark.needs("cgroups")
-async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_a_damaged_kernel_harms_only_itself_and_is_charged(process_node: CheckedNode) -> None:
+    node, daemon = process_node, process_node.daemon
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in MALFORMED}
-    census, lives = await world.check(), world.lives()
-    await world.kill()
+    census, lives = await node.check(), node.live_commands()
+    await node.kill()
     for name, damage in MALFORMED.items():
         damage(daemon.folder / "state" / "kernels" / name)
-    await world.start()
-    assert world.lives() == lives
+    await node.start()
+    assert node.live_commands() == lives
     after = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
     for name, kernel in before.items():
         now = after[name]
@@ -100,14 +100,14 @@ async def test_a_damaged_kernel_harms_only_itself_and_is_charged(plain_world: Wo
         assert (now["reason"] == "") == (name in AS_BEFORE or "identity" in name), now
         assert REASONS.get(name, "") in now["reason"]
         assert now["created_at"] > "2000", name
-    looked = await world.look()
+    looked = await node.snapshot()
     assert looked.holdings == census.holdings
     assert (await daemon.create(slots={"cuda.device": 32 - len(MALFORMED) + 1})).status == 409
     assert (await daemon.create(slots={"cuda.device": 32 - len(MALFORMED)})).status == 201
     for name in MALFORMED:
-        assert (await world.remove(name)).status == 204, (name, daemon.log[-3000:])
-    assert not [name for name in world.lives() if name in MALFORMED]
-    await world.check()
+        assert (await node.remove(name)).status == 204, (name, daemon.log[-3000:])
+    assert not [name for name in node.live_commands() if name in MALFORMED]
+    await node.check()
 
 
 def edited(path: Path, **members: str) -> None:
@@ -141,13 +141,13 @@ FREED = {
 
 
 @pytest.mark.needs("cgroups")
-async def test_an_edited_record_frees_no_device(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_an_edited_record_frees_no_device(process_node: CheckedNode) -> None:
+    node, daemon = process_node, process_node.daemon
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in FREED}
-    await world.kill()
+    await node.kill()
     for name, (edit, _) in FREED.items():
         edit(daemon.folder / "state" / "kernels" / name / "record.json")
-    await world.start()
+    await node.start()
     devices = {d["id"]: d for d in await daemon.get("/v1/devices")}
     warnings = (await daemon.get("/v1/node"))["warnings"]
     for name, (_, said) in FREED.items():
@@ -176,17 +176,17 @@ STRANGERS = {
 }
 
 
-async def test_foreign_folder_is_left_alone(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_foreign_folder_is_left_alone(process_node: CheckedNode) -> None:
+    node, daemon = process_node, process_node.daemon
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
-    await world.kill()
+    await node.kill()
     folder = daemon.folder / "state" / "kernels"
     for name, put in STRANGERS.items():
         (folder / name).mkdir()
         put(folder / name)
     (folder / "link").symlink_to(folder / "k1")
     before = sorted(str(path) for path in folder.rglob("*"))
-    await world.start()
+    await node.start()
     assert await daemon.get("/v1/kernels") == [kernel]
     assert sorted(str(path) for path in folder.rglob("*")) == before
     assert await daemon.free("cuda.device") == "31"
@@ -198,23 +198,23 @@ exec env AGENTD_NODE={node} AGENTD_KERNEL=k1 AGENTD_SHIM=1 AGENTD_AGENT=agent-2 
 """
 
 
-async def test_claims_of_a_kernel_prove_nothing(world: World) -> None:
+async def test_claims_of_a_kernel_prove_nothing(node: CheckedNode) -> None:
     """A kernel calls itself another one, and a shim, and starts a shim.py."""
-    daemon = world.daemon
+    daemon = node.daemon
     await daemon.running("agent-2", kernel_id="k1", slots=ONE)
-    script = FORGERY.format(node=world.node)
+    script = FORGERY.format(node=node.node_id)
     await daemon.running(kernel_id="forger", command=["sh", "-c", script], slots=ONE)
     before = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
-    await world.kill()
+    await node.kill()
     (daemon.folder / "state" / "intents" / "k9.json").write_text("{")
-    await world.start()
+    await node.start()
     after = {k["kernel_id"]: k for k in await daemon.get("/v1/kernels")}
     assert after["k1"] == before["k1"]
     assert {m: after["forger"][m] for m in ("allocation", "agent_id", "state")} == {
         m: before["forger"][m] for m in ("allocation", "agent_id", "state")
     }
     assert after.keys() == {"k1", "forger", "k9"}
-    assert (await world.remove("forger")).status == 204
+    assert (await node.remove("forger")).status == 204
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
 
 
@@ -225,40 +225,40 @@ FILES = {
 }
 
 
-async def test_damaged_state_files_are_warnings(world: World) -> None:
-    daemon = world.daemon
+async def test_damaged_state_files_are_warnings(node: CheckedNode) -> None:
+    daemon = node.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
-    before, lives = await world.check(), world.lives()
-    await world.kill()
+    before, lives = await node.check(), node.live_commands()
+    await node.kill()
     state = daemon.folder / "state"
     for name, (_, text) in FILES.items():
         (state / name).write_text(text)
-    await world.start()
+    await node.start()
     warnings = (await daemon.get("/v1/node"))["warnings"]
     for name in ("devices.json", "node.json"):
         assert len([w for w in warnings if name in w and "set aside" in w]) == 1, warnings
         assert (state / f"{name}.unreadable").read_text() == FILES[name][1]
     gone = await daemon.get("/v1/kernels/gone")
     assert "its record cannot be read" in gone["reason"]
-    assert world.lives() == lives
+    assert node.live_commands() == lives
     refused = await daemon.create(slots=ONE)
     assert refused.status == 409, refused.content  # the devices of 'gone' are quarantined
-    await world.check(before)
+    await node.check(before)
     async with asyncio.timeout(20):
         while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
             await asyncio.sleep(0.1)
     assert (await daemon.create(slots=ONE)).status == 201
 
 
-async def test_newer_state_files_are_read_as_far_as_known(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_newer_state_files_are_read_as_far_as_known(process_node: CheckedNode) -> None:
+    node, daemon = process_node, process_node.daemon
     await daemon.call("POST", "/v1/devices/cuda/cuda7/drain")
-    await world.kill()
+    await node.kill()
     devices = daemon.folder / "state" / "devices.json"
     changed(devices, schema=99, colour="red")
     text = devices.read_text()
-    await world.start()
+    await node.start()
     assert (await daemon.device("cuda7"))["state"] == "drained"
     assert any("by a newer agentd" in w for w in (await daemon.get("/v1/node"))["warnings"])
     assert (daemon.folder / "state" / "devices.json.schema-99").read_text() == text
@@ -276,12 +276,12 @@ EDITS = {
 
 @pytest.mark.docker
 async def test_edited_labels_release_no_device(folder: Path, own_engine: Engine) -> None:
-    world = World(Daemon(folder, "docker", own_engine))
-    daemon = world.daemon
-    await world.start(text=NODE)
+    node = CheckedNode(Daemon(folder, "docker", own_engine))
+    daemon = node.daemon
+    await node.start(text=NODE)
     before = {name: await daemon.running(kernel_id=name, slots=ONE) for name in EDITS}
-    lives = set(world.lives().values())
-    await world.kill()
+    lives = set(node.live_commands().values())
+    await node.kill()
     own_engine.stop()
     for name, labels in EDITS.items():
         path = own_engine.folder / "data/containers" / before[name]["container_id"]
@@ -289,18 +289,18 @@ async def test_edited_labels_release_no_device(folder: Path, own_engine: Engine)
         content["Config"]["Labels"] |= labels
         (path / "config.v2.json").write_text(json.dumps(content))
     own_engine.start()
-    await world.start()
+    await node.start()
     after = {k["container_id"]: k for k in await daemon.get("/v1/kernels")}
     states = {name: after[kernel["container_id"]]["state"] for name, kernel in before.items()}
     assert states == dict.fromkeys(EDITS, "running") | {"all-wrong": "unreadable"}
     for name in states.keys() - {"all-wrong"}:
         held = after[before[name]["container_id"]]["allocation"]["cuda"]["cuda.device"]
         assert set(held) >= set(before[name]["allocation"]["cuda"]["cuda.device"])
-    assert {(pid, started(pid)) for pid, _ in lives} == lives
+    assert {(pid, start_time(pid)) for pid, _ in lives} == lives
     assert await daemon.free("cuda.device") == "0"
-    assert (await world.remove("all-wrong")).status == 204
+    assert (await node.remove("all-wrong")).status == 204
     assert await daemon.free("cuda.device") == str(32 - len(EDITS))
     for kernel in after.values():
-        await world.remove(kernel["kernel_id"])
+        await node.remove(kernel["kernel_id"])
     assert own_engine.containers() == []
     await daemon.close()

@@ -8,8 +8,8 @@ import pytest
 
 from agentd.core.invariants import NodeSnapshot
 from crash.points import POINTS
+from support.checked_node import ONE, CheckedNode
 from support.daemon import AGENTS, gpus
-from support.world import ONE, World
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
 TRIES = 25
@@ -21,9 +21,11 @@ def armed(*steps: str, error: str = "ENOSPC") -> str:
 
 
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EMFILE"])
-async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, error: str) -> None:
-    daemon = world.daemon
-    await world.start(armed("create", "intent", "record", error=error), NODE)
+async def test_a_create_fails_at_every_step_and_leaves_nothing(
+    node: CheckedNode, error: str
+) -> None:
+    daemon = node.daemon
+    await node.start(armed("create", "intent", "record", error=error), NODE)
     failures = []
     for number in range(TRIES):
         answer = await daemon.create(kernel_id=f"k{number}", slots=ONE)
@@ -31,7 +33,7 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, err
             break
         assert answer.status in (500, 502, 503), answer.content
         failures.append(answer.json["detail"])
-        await world.check()
+        await node.check()
     assert len(failures) >= 7, failures
     assert answer.status == 201
     assert daemon.process is not None
@@ -39,108 +41,108 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(world: World, err
     for number in range(len(failures)):
         again = await daemon.create(kernel_id=f"k{number}", slots=ONE)
         assert again.status in (200, 201, 503), again.content
-    await world.emptied()
-    await world.check()
+    await node.remove_kernels_except()
+    await node.check()
     assert await daemon.free("cuda.device") == "64"
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("shim.")])
 async def test_a_shim_that_dies_leaves_its_kernel_accounted_or_nothing(
-    point: str, plain_world: World
+    point: str, process_node: CheckedNode
 ) -> None:
-    world = plain_world
-    await world.start(f"{point}=kill", NODE)
-    ran = world.daemon.folder / "ran"
+    node = process_node
+    await node.start(f"{point}=kill", NODE)
+    ran = node.daemon.folder / "ran"
     ran.touch()
     ran.chmod(0o666)
     rest = "exit 0" if point.endswith("_exit") else "sleep 1000"
     command = ["sh", "-c", f"echo yes > {ran}; {rest}"]
-    answer = await world.daemon.create(kernel_id="k1", slots=ONE, command=command)
+    answer = await node.daemon.create(kernel_id="k1", slots=ONE, command=command)
     assert answer.status in (201, 502), answer.content
     assert (answer.status == 201) == point.endswith("_exit"), answer.content
     if point.endswith("_exit"):
-        ended = await world.daemon.until("k1", "terminated")
+        ended = await node.daemon.until("k1", "terminated")
         is_told = point == "shim.after_exit"
         assert (ended["exit_code"], "its shim was killed" in ended["reason"]) == (
             (0, False) if is_told else (None, True)
         )
-    await world.check()
+    await node.check()
     has_go = point not in ("shim.after_fork", "shim.before_identity", "shim.after_identity")
     assert has_go or ran.read_text() == "", "who it is stands on disk before the command runs"
-    await world.kill()
-    await world.start()
-    await world.check()
+    await node.kill()
+    await node.start()
+    await node.check()
 
 
-async def test_stop_and_delete_can_be_repeated_after_any_failure(world: World) -> None:
-    daemon = world.daemon
-    await world.start(armed("stop", "delete"), NODE)
+async def test_stop_and_delete_can_be_repeated_after_any_failure(node: CheckedNode) -> None:
+    daemon = node.daemon
+    await node.start(armed("stop", "delete"), NODE)
     await daemon.running(kernel_id="k1", slots=ONE)
     await daemon.running(kernel_id="k2", slots=ONE)
     for method, path in (("POST", "/v1/kernels/k1/stop"), ("DELETE", "/v1/kernels/k1?timeout=0")):
         for _ in range(TRIES):
             body = {"timeout": 0.1} if method == "POST" else None
             answer = await daemon.call(method, path, body)
-            await world.check()
+            await node.check()
             if answer.status in (200, 204, 404):
                 break
             assert answer.status in (500, 502, 503), answer.content
         assert answer.status in (200, 204, 404)
-    assert "k1" not in world.lives()
-    assert "k2" in world.lives()
-    await world.check()
+    assert "k1" not in node.live_commands()
+    assert "k2" in node.live_commands()
+    await node.check()
 
 
-async def test_a_look_that_fails_is_taken_again(world: World) -> None:
-    daemon = world.daemon
-    await world.start(armed("adopt", "reconcile"), NODE)
+async def test_a_look_that_fails_is_taken_again(node: CheckedNode) -> None:
+    daemon = node.daemon
+    await node.start(armed("adopt", "reconcile"), NODE)
     async with asyncio.timeout(30):
         while (await daemon.create(kernel_id="k1", slots=ONE)).status not in (200, 201):
             await asyncio.sleep(0.1)
     for number in range(4):
         await daemon.running(kernel_id=f"e{number}", slots=ONE)
-        os.kill(world.lives()[f"e{number}"][0], signal.SIGKILL)
+        os.kill(node.live_commands()[f"e{number}"][0], signal.SIGKILL)
     for number in range(4):
         await daemon.until(f"e{number}", "terminated")
-    await world.check()
+    await node.check()
     assert daemon.process is not None
     assert daemon.process.poll() is None
 
 
-async def test_a_plugin_that_cannot_be_started_is_tried_again(world: World) -> None:
-    daemon = world.daemon
-    await world.start(text=NODE)
+async def test_a_plugin_that_cannot_be_started_is_tried_again(node: CheckedNode) -> None:
+    daemon = node.daemon
+    await node.start(text=NODE)
     await daemon.running(kernel_id="k1", slots=ONE)
-    before, lives = await world.check(), world.lives()
-    await world.kill()
-    await world.start("plugin.before_spawn=2*error(EMFILE)->2*off->1*error(EMFILE)")
-    assert world.lives() == lives
-    await world.check(before)
-    await created_again(world, before)
+    before, lives = await node.check(), node.live_commands()
+    await node.kill()
+    await node.start("plugin.before_spawn=2*error(EMFILE)->2*off->1*error(EMFILE)")
+    assert node.live_commands() == lives
+    await node.check(before)
+    await created_again(node, before)
     for _ in range(2):
-        world.kill_plugins()
-        await created_again(world, before)
-    assert world.lives() == lives
+        node.kill_plugins()
+        await created_again(node, before)
+    assert node.live_commands() == lives
 
 
-async def created_again(world: World, before: NodeSnapshot) -> None:
+async def created_again(node: CheckedNode, before: NodeSnapshot) -> None:
     """Wait until a kernel gets a device, and remove it."""
     async with asyncio.timeout(40):
-        while (await world.daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
+        while (await node.daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
             await asyncio.sleep(0.2)
-    await world.check(before, {"k2"})
-    await world.remove("k2")
+    await node.check(before, {"k2"})
+    await node.remove("k2")
 
 
-async def test_drain_that_cannot_be_saved_is_refused(world: World) -> None:
-    daemon = world.daemon
-    await world.start(text=NODE)
-    await world.kill()
-    await world.start("devices.before_replace=1*off->1*error(ENOSPC)")
+async def test_drain_that_cannot_be_saved_is_refused(node: CheckedNode) -> None:
+    daemon = node.daemon
+    await node.start(text=NODE)
+    await node.kill()
+    await node.start("devices.before_replace=1*off->1*error(ENOSPC)")
     refused = await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")
     assert (refused.status, refused.json["code"]) == (503, "StateUnavailable")
     assert (await daemon.device("cuda0"))["state"] == "ok"
     assert (await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")).json["state"] == "drained"
-    await world.kill()
-    await world.start()
+    await node.kill()
+    await node.start()
     assert (await daemon.device("cuda0"))["state"] == "drained"

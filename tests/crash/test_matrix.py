@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 from agentd.core.invariants import NodeSnapshot
+from support.checked_node import SEED, SOAK_S, CheckedNode, until_soak_ends
 from support.daemon import BASE, Daemon, end
 from support.engine import Engine
-from support.world import SEED, SOAK_S, World, tried
 
 PARTS = 4
 """The number of tests that share the pairs."""
@@ -91,7 +91,7 @@ class Setup:
 class Scene:
     """One node through a pair of events."""
 
-    world: World
+    node: CheckedNode
     chance: random.Random
     setup: Setup = field(default_factory=Setup)
     ended: dict[str, set[int | None]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Scene:
 
     @property
     def daemon(self) -> Daemon:
-        return self.world.daemon
+        return self.node.daemon
 
     def change(self, **fields: Any) -> None:
         """Change the configuration; the next start, or event that needs one, reads it."""
@@ -112,7 +112,7 @@ class Scene:
 
     async def up_to_date(self) -> None:
         if self.is_stale:
-            await self.world.kill(self.chance.choice([signal.SIGTERM, signal.SIGKILL]))
+            await self.node.kill(self.chance.choice([signal.SIGTERM, signal.SIGKILL]))
             await self.start()
 
     async def start(self) -> None:
@@ -120,7 +120,7 @@ class Scene:
         base = BASE.replace('mem = "8g"', f'mem = "{self.setup.memory}"')
         self.daemon.configure(self.setup.text(), base)
         self.daemon.boot_id = self.setup.boot
-        assert await self.world.start()
+        assert await self.node.start()
 
     async def begin(self) -> None:
         await self.start()
@@ -132,11 +132,11 @@ class Scene:
         claimant = subprocess.Popen(["sleep", "1000"])
         self.claimants.append(claimant)
         body = {"holder": {"pid": claimant.pid}, "devices": {"cuda": [CLAIMED]}}
-        made = await self.world.claim("c1", slots={"cuda.device": 1}, **body)
+        made = await self.node.claim("c1", slots={"cuda.device": 1}, **body)
         assert made is not None
         assert made.status == 201, made.content
         self.is_claimed = True
-        self.lives = self.world.lives()
+        self.lives = self.node.live_commands()
         for kernel_id in self.lives:
             await self.said(kernel_id, "(ready)")  # before, a signal would be lost, or end it
             self.beats[kernel_id] = [await self.beat(kernel_id, 1)]
@@ -192,19 +192,19 @@ async def claim_is_released(scene: Scene) -> None:
 
 async def agentd_is_terminated(scene: Scene) -> None:
     await scene.up_to_date()
-    assert await scene.world.kill(signal.SIGTERM) == 0
+    assert await scene.node.kill(signal.SIGTERM) == 0
     await scene.start()
 
 
 async def agentd_is_killed(scene: Scene) -> None:
     await scene.up_to_date()
-    await scene.world.kill()
+    await scene.node.kill()
     await scene.start()
 
 
 async def engine_restarts(scene: Scene) -> None:
     await scene.up_to_date()
-    engine = scene.world.engine
+    engine = scene.node.engine
     assert engine is not None
     await asyncio.to_thread(engine.stop, scene.chance.choice([signal.SIGTERM, signal.SIGKILL]))
     await asyncio.to_thread(engine.start)
@@ -268,9 +268,9 @@ async def node_id_changes(scene: Scene) -> None:
     await scene.up_to_date()
     if len(scene.ended) == len(scene.lives):
         return
-    await scene.world.kill()
+    await scene.node.kill()
     text = scene.daemon.config_file.read_text()
-    scene.daemon.config_file.write_text(text.replace(scene.world.node, "another-node"))
+    scene.daemon.config_file.write_text(text.replace(scene.node.node_id, "another-node"))
     refused = scene.daemon.spawn()
     assert await asyncio.to_thread(refused.wait, 30) == EX_CONFIG
     await scene.start()
@@ -279,12 +279,12 @@ async def node_id_changes(scene: Scene) -> None:
 async def machine_reboots(scene: Scene) -> None:
     """End every kernel and the claim with their boot, and restart the engine."""
     await scene.up_to_date()
-    await scene.world.kill()
+    await scene.node.kill()
     scene.is_claimed = False
-    for kernel_id, (pid, _) in scene.world.lives().items():
+    for kernel_id, (pid, _) in scene.node.live_commands().items():
         if kernel_id not in scene.ended:
             scene.ended[kernel_id] = {None, 137}
-        for process in scene.world.session_of(pid):
+        for process in scene.node.session_members(pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     scene.change(boot=f"{scene.chance.getrandbits(128):032x}")
@@ -319,16 +319,16 @@ EVENTS: tuple[Event, ...] = (
 
 
 async def three_views_agree(scene: Scene, before: NodeSnapshot) -> None:
-    world, daemon = scene.world, scene.daemon
+    node, daemon = scene.node, scene.daemon
     allowed = {"capacity"} if scene.setup.memory != "8g" else set()
     for kernel_id in scene.ended:
         await daemon.until(kernel_id, "terminated")
     await claim_is_as_it_should(scene)
-    await world.check(before, scene.ended, allowed=allowed)
+    await node.check(before, scene.ended, allowed=allowed)
     for kernel_id, codes in scene.ended.items():
         assert (await daemon.get(f"/v1/kernels/{kernel_id}"))["exit_code"] in codes
     alive = {k: who for k, who in scene.lives.items() if k not in scene.ended}
-    assert world.lives() == alive
+    assert node.live_commands() == alive
     for kernel_id in alive:
         said = scene.beats[kernel_id]
         said.append(await scene.beat(kernel_id, len(said) + 1))
@@ -352,7 +352,7 @@ async def claim_is_as_it_should(scene: Scene) -> None:
 
 async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeSnapshot) -> None:
     """Give away all that can be had: nothing of it may be somebody's already."""
-    world, daemon = scene.world, scene.daemon
+    node, daemon = scene.node, scene.daemon
     slot = f"cuda.{scene.setup.slots}"
     await daemon.runtime_is("available")
     given = 0
@@ -362,7 +362,7 @@ async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeS
             answer = await daemon.create(agent, kernel_id=f"new-{given}", **body)
             assert answer.status in (201, 409, 422, 503), answer.content
             given += answer.status == 201
-    await world.check(before, scene.ended, allowed=allowed)
+    await node.check(before, scene.ended, allowed=allowed)
     healthy = not scene.setup.fault and "cuda" in scene.setup.plugins
     if healthy and scene.setup.memory == "8g" and len(scene.setup.agents) == 2:
         free = len(scene.setup.devices) - scene.is_claimed - sum(
@@ -384,14 +384,14 @@ def pairs(chance: random.Random) -> list[tuple[Event, Event]]:
 async def one_pair(scene: Scene, pair: tuple[Event, Event]) -> None:
     try:
         await scene.begin()
-        before = await scene.world.check()
+        before = await scene.node.check()
         for event in pair:
             await event(scene)
             if scene.chance.random() < 0.5:
                 await scene.up_to_date()
         await scene.up_to_date()
         await three_views_agree(scene, before)
-        await scene.world.emptied()
+        await scene.node.remove_kernels_except()
     finally:
         scene.end_claimant()
         await scene.daemon.close()
@@ -424,13 +424,13 @@ async def test_pair_of_events_keeps_three_views_equal(
     runtime: str, part: int, own_engine: Engine
 ) -> None:
     count, failed = 0, {}
-    for pair in tried(pairs_of(runtime, part), SOAK_S / PARTS):
+    for pair in until_soak_ends(pairs_of(runtime, part), SOAK_S / PARTS):
         count += 1
         folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
         folder.chmod(0o755)
         chance = random.Random(f"{SEED}{runtime}{names(pair)}")
         try:
-            await one_pair(Scene(World(Daemon(folder, runtime, own_engine)), chance), pair)
+            await one_pair(Scene(CheckedNode(Daemon(folder, runtime, own_engine)), chance), pair)
         except Exception:  # noqa: BLE001 - the next pair is tried as well
             failed[names(pair)] = traceback.format_exc()
             print(f"\n{runtime}, seed {SEED}: {names(pair)}\n{failed[names(pair)]}")

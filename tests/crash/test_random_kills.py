@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from support.checked_node import SEED, SOAK_S, CheckedNode, until_soak_ends
 from support.daemon import AGENTS, gpus
-from support.world import SEED, SOAK_S, World, tried
 
 DEATHS = 100_000 if SOAK_S else 12
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8, "shares")
@@ -18,8 +18,8 @@ LONGEST_LIFE_S = 1.5
 class Client:
     """Creates, stops and deletes kernels of its own, and remembers what it was told."""
 
-    def __init__(self, world: World, name: str, chance: random.Random) -> None:
-        self.world = world
+    def __init__(self, node: CheckedNode, name: str, chance: random.Random) -> None:
+        self.node = node
         self.name = name
         self.chance = chance
         self.bodies: dict[str, dict[str, Any]] = {}
@@ -41,7 +41,7 @@ class Client:
         elif choice < 0.65:
             kernel_id = self.chance.choice(mine)
             self.ending.add(kernel_id)
-            await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0})
+            await self.node.try_call("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0})
         elif choice < 0.75:
             await self.again(self.chance.choice(mine))
         else:
@@ -53,7 +53,7 @@ class Client:
         body = {"slots": {"cuda.shares": self.chance.choice(["0.3", "0.5", 1]), "cpu": 0,
                           "mem": "8m"}}  # fmt: skip
         self.bodies[kernel_id] = body
-        answer = await self.world.create(kernel_id, "agent-1", **body)
+        answer = await self.node.create(kernel_id, "agent-1", **body)
         if answer is not None and answer.status == 201:
             self.told[kernel_id] = answer.json
         elif answer is not None:
@@ -61,35 +61,35 @@ class Client:
 
     async def _delete(self, kernel_id: str) -> None:
         self.ending.add(kernel_id)
-        answer = await self.world.remove(kernel_id)
+        answer = await self.node.remove(kernel_id)
         if answer is not None and answer.status in (204, 404):
             self.told.pop(kernel_id)
             self.ending.discard(kernel_id)
 
     async def again(self, kernel_id: str) -> None:
         """The same create is the same kernel."""
-        answer = await self.world.create(kernel_id, **self.bodies[kernel_id])
+        answer = await self.node.create(kernel_id, **self.bodies[kernel_id])
         if answer is not None:
             assert answer.status == 200, answer.content
             same = ("container_id", "pid", "created_at")
             assert [answer.json[m] for m in same] == [self.told[kernel_id][m] for m in same]
 
 
-async def one_life(world: World, clients: list[Client], chance: random.Random) -> None:
+async def one_life(node: CheckedNode, clients: list[Client], chance: random.Random) -> None:
     """Run the clients until the daemon dies, restart it, and check everything."""
     work = [asyncio.create_task(client.run()) for client in clients]
     await asyncio.wait(work, timeout=chance.uniform(0.05, LONGEST_LIFE_S),
                        return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-    lived = world.lives()
-    await world.kill()
+    lived = node.live_commands()
+    await node.kill()
     for task in work:
         task.cancel()
     ends = await asyncio.gather(*work, return_exceptions=True)
     failed = [end for end in ends if isinstance(end, AssertionError)]
     assert not failed, failed
-    assert await world.start()
-    census = await world.check()
-    now = world.lives()
+    assert await node.start()
+    census = await node.check()
+    now = node.live_commands()
     for client in clients:
         for kernel_id in client.told.keys() - client.ending:
             assert now.get(kernel_id) == lived.get(kernel_id, now.get(kernel_id)), kernel_id
@@ -100,14 +100,14 @@ async def one_life(world: World, clients: list[Client], chance: random.Random) -
 
 @pytest.mark.long
 @pytest.mark.timeout(300 + 2 * SOAK_S)
-async def test_random_deaths_under_load_lose_nothing(world: World) -> None:
-    runtime = world.daemon.runtime
+async def test_random_deaths_under_load_lose_nothing(node: CheckedNode) -> None:
+    runtime = node.daemon.runtime
     chance = random.Random(SEED)
-    clients = [Client(world, f"c{n}", random.Random(SEED + n)) for n in range(CLIENTS)]
-    assert await world.start(text=NODE)
-    for _ in tried(range(DEATHS)):
-        await one_life(world, clients, chance)
-    await world.emptied()
-    await world.check()
+    clients = [Client(node, f"c{n}", random.Random(SEED + n)) for n in range(CLIENTS)]
+    assert await node.start(text=NODE)
+    for _ in until_soak_ends(range(DEATHS)):
+        await one_life(node, clients, chance)
+    await node.remove_kernels_except()
+    await node.check()
     calls = sum(client.calls for client in clients)
-    print(f"\n{runtime}, seed {SEED}: {world.deaths} deaths, {calls} calls, no violation")
+    print(f"\n{runtime}, seed {SEED}: {node.deaths} deaths, {calls} calls, no violation")

@@ -16,8 +16,8 @@ import pytest
 
 from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
 from native.libraries import built
+from support.checked_node import NODE, ONE, CheckedNode, session_id, start_time
 from support.daemon import Daemon
-from support.world import NODE, ONE, World, session, started
 
 ROOT_ONLY = pytest.mark.needs("root")
 
@@ -34,10 +34,10 @@ def mounted(*arguments: str, at: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 
-async def is_served_without_being_remembered(world: World) -> None:
+async def is_served_without_being_remembered(node: CheckedNode) -> None:
     """Operations without a state change work; the others are refused and leave nothing."""
-    daemon = world.daemon
-    before = await world.look()
+    daemon = node.daemon
+    before = await node.snapshot()
     refused = await daemon.create(kernel_id="k2", slots=ONE)
     assert (refused.status, refused.json["code"]) == (503, "StateUnavailable"), refused.content
     assert "cannot be written" in refused.json["detail"]
@@ -47,29 +47,29 @@ async def is_served_without_being_remembered(world: World) -> None:
     assert (await daemon.call("GET", "/v1/kernels/k1/logs")).status == 200
     stopped = await daemon.call("POST", "/v1/kernels/k0/stop", {"timeout": 0})
     assert (stopped.status, stopped.json["state"]) == (200, "terminated")
-    after = await world.look()
+    after = await node.snapshot()
     assert after.accounted.keys() == before.accounted.keys()
 
 
 @ROOT_ONLY
-async def test_daemon_serves_with_a_read_only_state_folder(world: World) -> None:
-    daemon = world.daemon
+async def test_daemon_serves_with_a_read_only_state_folder(node: CheckedNode) -> None:
+    daemon = node.daemon
     for name in ("k0", "k1"):
         await daemon.running(kernel_id=name, slots=ONE)
-    before, lives = await world.check(), world.lives()
-    await world.kill()
+    before, lives = await node.check(), node.live_commands()
+    await node.kill()
     state = daemon.folder / "state"
     with mounted("--bind", str(state), at=state):
         subprocess.run(["mount", "-o", "remount,ro,bind", str(state)], check=True)
-        await world.start()
-        assert world.lives() == lives
+        await node.start()
+        assert node.live_commands() == lives
         warnings = (await daemon.get("/v1/node"))["warnings"]
         assert [w for w in warnings if "the inventory is not saved" in w], warnings
-        await is_served_without_being_remembered(world)
-        assert await world.kill(signal.SIGTERM) == 0
-    await world.start()
+        await is_served_without_being_remembered(node)
+        assert await node.kill(signal.SIGTERM) == 0
+    await node.start()
     assert (await daemon.get("/v1/kernels/k0"))["state"] == "terminated"
-    await world.check(before, {"k0"})
+    await node.check(before, {"k0"})
     assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
 
 
@@ -77,26 +77,26 @@ async def test_daemon_serves_with_a_read_only_state_folder(world: World) -> None
 async def test_full_state_folder_recovers_when_there_is_room(
     folder: Path,
 ) -> None:
-    world, state = World(Daemon(folder, "process")), folder / "state"
-    daemon = world.daemon
+    node, state = CheckedNode(Daemon(folder, "process")), folder / "state"
+    daemon = node.daemon
     state.mkdir()
     with mounted("-t", "tmpfs", "-o", "size=512k,mode=711", "none", at=state):
-        await world.start(text=NODE)
+        await node.start(text=NODE)
         for name in ("k0", "k1"):
             await daemon.running(kernel_id=name, slots=ONE)
         fill(state / "filler")
-        await is_served_without_being_remembered(world)
-        lives = world.lives()
-        await world.kill()
-        await world.start()
-        assert world.lives() == lives
+        await is_served_without_being_remembered(node)
+        lives = node.live_commands()
+        await node.kill()
+        await node.start()
+        assert node.live_commands() == lives
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 503
         (state / "filler").unlink()
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
         async with asyncio.timeout(10):
             while any("not saved" in w for w in (await daemon.get("/v1/node"))["warnings"]):
                 await asyncio.sleep(0.05)
-        await world.check()
+        await node.check()
         await daemon.close()
 
 
@@ -107,35 +107,35 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.needs("cgroups")
-async def test_a_state_folder_that_is_gone_costs_no_kernel(world: World) -> None:
-    daemon, state = world.daemon, world.daemon.folder / "state"
+async def test_a_state_folder_that_is_gone_costs_no_kernel(node: CheckedNode) -> None:
+    daemon, state = node.daemon, node.daemon.folder / "state"
     for agent in ("agent-1", "agent-2"):
         await daemon.running(agent, kernel_id=f"k-{agent}", slots=ONE)
-    lives = world.lives()
+    lives = node.live_commands()
     shutil.rmtree(state)
     assert (await daemon.create(kernel_id="k3", slots=ONE)).status == 201
-    await world.check(allowed=["stray"])  # records are rewritten on the next event
+    await node.check(allowed=["stray"])  # records are rewritten on the next event
     shutil.rmtree(state)
-    await world.kill()
-    await world.start()
-    assert {k: v for k, v in world.lives().items() if k != "k3"} == lives
-    census = await world.check()
+    await node.kill()
+    await node.start()
+    assert {k: v for k, v in node.live_commands().items() if k != "k3"} == lives
+    census = await node.check()
     assert census.accounted.keys() == {"k-agent-1", "k-agent-2", "k3"}
     assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
         f"cuda/cuda{n}/cuda.device": {kernel_id: 10**6}
         for n, kernel_id in enumerate(("k-agent-1", "k-agent-2", "k3"))
     }
     for kernel_id in census.accounted:
-        assert (await world.remove(kernel_id)).status == 204
-    await world.check()
-    assert world.lives() == {}
+        assert (await node.remove(kernel_id)).status == 204
+    await node.check()
+    assert node.live_commands() == {}
 
 
-async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
-    daemon = world.daemon
+async def test_a_clock_that_is_set_back_moves_no_deadline(node: CheckedNode) -> None:
+    daemon = node.daemon
     await daemon.running(kernel_id="k1", slots=ONE)
-    before, lives = await world.check(), world.lives()
-    await world.kill()
+    before, lives = await node.check(), node.live_commands()
+    await node.kill()
     (daemon.folder / "state" / "intents" / "k2.json").write_text("{")
     offset = daemon.folder / "offset"
     offset.write_text("0")
@@ -146,12 +146,12 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(world: World) -> None:
     async with asyncio.timeout(20):
         while "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
             await asyncio.sleep(0.1)
-    assert world.lives() == lives
+    assert node.live_commands() == lives
     young = await daemon.running(kernel_id="k3", slots=ONE)
     old = await daemon.get("/v1/kernels/k1")
     assert young["created_at"] < old["created_at"], "the clock was set back for the daemon"
-    await world.check(before)
-    assert (await world.remove("k3")).status == 204
+    await node.check(before)
+    assert (await node.remove("k3")).status == 204
 
 
 @contextmanager
@@ -167,11 +167,11 @@ def few_descriptors(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
 
 
-async def test_kernel_survives_exhausted_descriptors(world: World) -> None:
-    daemon = world.daemon
+async def test_kernel_survives_exhausted_descriptors(node: CheckedNode) -> None:
+    daemon = node.daemon
     for name in ("k1", "k2"):
         await daemon.running(kernel_id=name, slots=ONE)
-    before, lives = await world.check(), world.lives()
+    before, lives = await node.check(), node.live_commands()
     assert daemon.process is not None
     with few_descriptors(daemon.process.pid):
         os.kill(lives["k2"][0], signal.SIGKILL)
@@ -179,17 +179,17 @@ async def test_kernel_survives_exhausted_descriptors(world: World) -> None:
             async with asyncio.timeout(2):
                 await daemon.create(kernel_id="k3", slots=ONE)
     await daemon.until("k2", "terminated")
-    await world.check(before, {"k2", "k3"})
-    assert world.lives()["k1"] == lives["k1"]
+    await node.check(before, {"k2", "k3"})
+    assert node.live_commands()["k1"] == lives["k1"]
     assert daemon.process.poll() is None
 
 
 @ROOT_ONLY
-async def test_reused_pid_is_another_process(plain_world: World) -> None:
-    world, daemon = plain_world, plain_world.daemon
+async def test_reused_pid_is_another_process(process_node: CheckedNode) -> None:
+    node, daemon = process_node, process_node.daemon
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kernel = await daemon.running(kernel_id="k1", slots=ONE)
-    await world.kill()
+    await node.kill()
     identity = daemon.folder / "state" / "kernels" / "k1" / "identity.json"
     shim = json.loads(identity.read_text())["shim_pid"]
     for pid in (shim, kernel["pid"]):
@@ -197,13 +197,13 @@ async def test_reused_pid_is_another_process(plain_world: World) -> None:
         os.waitpid(pid, 0)
     other = reincarnated(kernel["pid"])
     try:
-        await world.start()
+        await node.start()
         after = await daemon.get("/v1/kernels/k1")
         assert (after["state"], after["exit_code"]) == ("terminated", None)
         assert await daemon.free("cuda.device") == "32"
-        assert (await world.remove("k1")).status == 204
+        assert (await node.remove("k1")).status == 204
         assert other.poll() is None
-        await world.check()
+        await node.check()
     finally:
         other.kill()
         other.wait()
@@ -216,8 +216,8 @@ def reincarnated(pid: int) -> subprocess.Popen[bytes]:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
         made = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         if made.pid == pid:
-            assert session(pid) == pid
-            assert started(pid)
+            assert session_id(pid) == pid
+            assert start_time(pid)
             return made
         made.kill()
         made.wait()

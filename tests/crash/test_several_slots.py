@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from crash.test_sweep import A_DAY_S, Sweep, asked_of, at_start_of
+from support.checked_node import SEED, SOAK_S, CheckedNode, until_soak_ends
 from support.daemon import AGENTS
 from support.registry import Registry
-from support.world import SEED, SOAK_S, World, tried
 
 GIB = 2**30
 REQUESTS = (
@@ -26,7 +26,7 @@ LIVES = 4
 OF_KERNELS = ("intent", "record", "create", "shim", "stop", "delete", "reconcile")
 
 
-def node(*, has_memory: bool) -> str:
+def config(*, has_memory: bool) -> str:
     return (
         f'[plugins]\nallow = ["sim"]\n{AGENTS}[plugins.cuda]\nplugin = "sim"\ncount = 4\n'
         f'mode = "shares"\nmemory = "80g"\nmemory-slot = {str(has_memory).lower()}\n'
@@ -42,7 +42,7 @@ class TwoSlots(Sweep):
         for agent, (slots, _) in RESIDENTS.items():
             body = {"kernel_id": f"resident-{agent}", "slots": small(slots)}
             await self.daemon.running(agent, **body, command=["sleep", A_DAY_S])
-        self.lives = self.world.lives()
+        self.lives = self.node.live_commands()
 
     def body(self, point: str) -> dict:
         asked = [slots for slots in REQUESTS if self.has_memory or "cuda.mem" not in slots]
@@ -51,7 +51,7 @@ class TwoSlots(Sweep):
     async def provoke(self, point: str, kernel_id: str) -> set[str]:
         touched = await super().provoke(point, kernel_id)
         self.has_memory = not self.has_memory
-        self.daemon.configure(node(has_memory=self.has_memory))
+        self.daemon.configure(config(has_memory=self.has_memory))
         return touched
 
     async def same_again(self, kernel_id: str) -> None:
@@ -93,14 +93,16 @@ def lives(chance: random.Random) -> list[tuple[str, str]]:
 @pytest.mark.long
 @pytest.mark.needs("cgroups")
 @pytest.mark.timeout(100 + 2 * SOAK_S)
-async def test_dying_with_two_slots_loses_no_amount(plain_world: World, registry: Registry) -> None:
-    sweep = TwoSlots(plain_world, registry)
-    assert await plain_world.start(text=node(has_memory=True))
+async def test_dying_with_two_slots_loses_no_amount(
+    process_node: CheckedNode, registry: Registry
+) -> None:
+    sweep = TwoSlots(process_node, registry)
+    assert await process_node.start(text=config(has_memory=True))
     await sweep.residents()
-    await plain_world.kill()
-    for point, second in tried(lives(random.Random(SEED)), SOAK_S):
+    await process_node.kill()
+    for point, second in until_soak_ends(lives(random.Random(SEED)), SOAK_S):
         await sweep.life(point, second)
-    await plain_world.start()
-    await plain_world.emptied(*sweep.lives)
-    await plain_world.check()
+    await process_node.start()
+    await process_node.remove_kernels_except(*sweep.lives)
+    await process_node.check()
     await sweep.charged()

@@ -20,10 +20,18 @@ import pytest
 from agentd.core.kernel.plan import kernel_name
 from crash.points import POINTS
 from crash.states import left_behind, states_of
+from support.checked_node import (
+    ONE,
+    SEED,
+    SETTLE_TIMEOUT_S,
+    SOAK_S,
+    CheckedNode,
+    start_time,
+    until_soak_ends,
+)
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import Engine, rootfs
 from support.registry import Registry
-from support.world import ONE, SEED, SETTLES_WITHIN_S, SOAK_S, World, started, tried
 
 PARTS = 3
 """The number of tests that share the lives; each has a node of its own."""
@@ -108,9 +116,9 @@ def test_the_parts_together_die_in_every_state(runtime: str) -> None:
 
 
 class Sweep:
-    def __init__(self, world: World, registry: Registry) -> None:
-        self.world = world
-        self.daemon = world.daemon
+    def __init__(self, node: CheckedNode, registry: Registry) -> None:
+        self.node = node
+        self.daemon = node.daemon
         self.registry = registry
         self.reached: set[str] = set()
         self.runs = 0
@@ -120,32 +128,32 @@ class Sweep:
         for agent in ("agent-1", "agent-2"):
             body = {"kernel_id": f"resident-{agent}", "slots": ONE, "command": ["sleep", A_DAY_S]}
             await self.daemon.running(agent, **body)
-        self.lives = self.world.lives()
+        self.lives = self.node.live_commands()
 
     async def life(self, point: str, second: str) -> None:
         """One life that ends at a point, and one that ends at another, if any, while it starts."""
-        world = self.world
-        assert await world.start(f"{point}={action(point)}"), point
-        before = await world.check()
+        node = self.node
+        assert await node.start(f"{point}={action(point)}"), point
+        before = await node.check()
         self._number += 1
         kernel_id = f"k{self._number}"
         touched = {*await self.provoke(point, kernel_id), kernel_id}
         self.reached.add(point)
-        if not await world.start(f"{second}=kill" if second else ""):
+        if not await node.start(f"{second}=kill" if second else ""):
             self.reached.add(second)
-            assert await world.start()
-        await world.check(before, touched)
+            assert await node.start()
+        await node.check(before, touched)
         await self.same_again(kernel_id)
-        await world.release(f"c-{kernel_id}")
-        now = world.lives()
+        await node.release(f"c-{kernel_id}")
+        now = node.live_commands()
         assert {k: now.get(k) for k in self.lives} == self.lives, (point, second)
-        await world.kill()
+        await node.kill()
         self.runs += 1
 
     async def same_again(self, kernel_id: str) -> None:
         """The same create gives the same kernel, or another try, or word that it is not known."""
         known = {k["kernel_id"]: k for k in await self.daemon.get("/v1/kernels")}
-        answer = await self.world.create(kernel_id, **self._body)
+        answer = await self.node.create(kernel_id, **self._body)
         assert answer is not None
         if kernel_id not in known:
             assert answer.status in (201, 422), answer.content
@@ -155,7 +163,7 @@ class Sweep:
             assert answer.status == 200, answer.content
             assert answer.json["container_id"] == known[kernel_id]["container_id"]
             assert answer.json["pid"] == known[kernel_id]["pid"]
-        await self.world.remove(kernel_id)
+        await self.node.remove(kernel_id)
 
     async def provoke(self, point: str, kernel_id: str) -> set[str]:
         """Ask for what passes a point; return the kernels that may end over it.
@@ -166,7 +174,7 @@ class Sweep:
         self._body, is_early = self.body(point), False
         kind = "create" if point.endswith("_move") else point.partition(".")[0]
         if kind in ("create", "intent", "shim", "stop", "delete", "record", "reconcile"):
-            answer = await self.world.create(kernel_id, **self._body)
+            answer = await self.node.create(kernel_id, **self._body)
             assert answer is None or answer.status == 201, (point, answer.content)
             is_early = answer is None and kind not in ("create", "intent", "shim")
             if answer is not None and kind in ("stop", "reconcile"):
@@ -175,27 +183,27 @@ class Sweep:
             case _ if is_early:
                 pass
             case "stop":
-                await self.world.ask("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
+                await self.node.try_call("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0.2})
             case "delete" | "record":
                 if point.endswith("_replace"):  # written again if it is missing
                     (self.daemon.folder / "state" / "records" / f"{kernel_id}.json").unlink()
-                await self.world.remove(kernel_id)
+                await self.node.remove(kernel_id)
             case "reconcile":
-                os.kill(self.world.lives()[kernel_id][0], signal.SIGKILL)
+                os.kill(self.node.live_commands()[kernel_id][0], signal.SIGKILL)
             case "claim":
-                await self.world.claim(f"c-{kernel_id}")
-                await self.world.release(f"c-{kernel_id}")
+                await self.node.claim(f"c-{kernel_id}")
+                await self.node.release(f"c-{kernel_id}")
             case "engines":
-                await self.world.ask("PUT", "/v1/engines/test", {"ready": True})
+                await self.node.try_call("PUT", "/v1/engines/test", {"ready": True})
             case "drain":
                 is_drained = (await self.daemon.device("cuda15"))["state"] == "drained"
                 verb = "undrain" if is_drained else "drain"
-                await self.world.ask("POST", f"/v1/devices/cuda/cuda15/{verb}")
+                await self.node.try_call("POST", f"/v1/devices/cuda/cuda15/{verb}")
             case "shutdown":
                 self.daemon.process.send_signal(signal.SIGTERM)
             case "plugin":
-                self.world.kill_plugins()
-        status = await self.world.died()
+                self.node.kill_plugins()
+        status = await self.node.wait_killed()
         assert status == -signal.SIGKILL, (point, status, self.daemon.log[-3000:])
         intent = self.daemon.folder / "state" / "intents" / f"{kernel_id}.json"
         is_told = is_early or point.endswith("_exit")
@@ -234,7 +242,7 @@ def other_process(request: pytest.FixtureRequest) -> Callable[[], object]:
     marks = {"AGENTD_NODE": "another", "AGENTD_KERNEL": "k1"}
     process = subprocess.Popen(["sleep", A_DAY_S], env=marks, start_new_session=True)
     request.addfinalizer(process.kill)
-    return lambda: (process.poll(), started(process.pid))
+    return lambda: (process.poll(), start_time(process.pid))
 
 
 def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[[], object]:
@@ -252,33 +260,33 @@ def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[
 @pytest.mark.timeout(200 + 2 * SOAK_S)
 @pytest.mark.parametrize("part", range(PARTS))
 async def test_dying_at_every_point_loses_nothing(
-    part: int, world: World, registry: Registry, request: pytest.FixtureRequest
+    part: int, node: CheckedNode, registry: Registry, request: pytest.FixtureRequest
 ) -> None:
-    runtime, engine = world.daemon.runtime, world.engine
-    sweep = Sweep(world, registry)
-    assert await world.start(text=NODE)
+    runtime, engine = node.daemon.runtime, node.engine
+    sweep = Sweep(node, registry)
+    assert await node.start(text=NODE)
     await sweep.residents()
-    await world.kill()
+    await node.kill()
     others = [other_process(request), *([other_container(request, engine)] if engine else [])]
     seen = [other() for other in others]
     pairs = lives_of(runtime, part)
-    for point, second in tried(pairs, SOAK_S / PARTS):
+    for point, second in until_soak_ends(pairs, SOAK_S / PARTS):
         await sweep.life(point, second)
         if SOAK_S and sweep.runs % 10 == 0:
             # unresolved creates are held again at each start
-            await world.start()
-            await world.emptied(*sweep.lives)
-            await world.kill()
+            await node.start()
+            await node.remove_kernels_except(*sweep.lives)
+            await node.kill()
     assert SOAK_S or {point for pair in pairs for point in pair if point} == sweep.reached
-    await world.start()
-    await world.emptied(*sweep.lives)
-    await world.check()
-    assert world.lives() == sweep.lives
-    await world.emptied()
-    await world.check()
+    await node.start()
+    await node.remove_kernels_except(*sweep.lives)
+    await node.check()
+    assert node.live_commands() == sweep.lives
+    await node.remove_kernels_except()
+    await node.check()
     assert [other() for other in others] == seen
     print(f"\n{runtime}, part {part}, seed {SEED}: {len(sweep.reached)} points,"
-          f" {sweep.runs} runs, {world.deaths} deaths, no violation")  # fmt: skip
+          f" {sweep.runs} runs, {node.deaths} deaths, no violation")  # fmt: skip
 
 
 def shared_states(runtime: str) -> list[list[str]]:
@@ -307,30 +315,30 @@ async def test_deaths_in_one_state_leave_the_same(
         for point in points:
             own = folder / point
             own.mkdir(mode=0o755)
-            dead[point] = world = World(Daemon(own, runtime, engine))
-            world.daemon.node = f"{folder.name}-{point}"
-            await die(Sweep(world, registry), point)
+            dead[point] = node = CheckedNode(Daemon(own, runtime, engine))
+            node.daemon.node = f"{folder.name}-{point}"
+            await die(Sweep(node, registry), point)
         await until_same(dead)
-        for world in dead.values():
-            await world.daemon.close()
+        for node in dead.values():
+            await node.daemon.close()
 
 
 async def die(sweep: Sweep, point: str) -> None:
     """Kill a daemon at a point, during a request or at the start of a node with a kernel."""
-    world = sweep.world
+    node = sweep.node
     if point in AT_START:
-        assert await world.start(text=NODE)
+        assert await node.start(text=NODE)
         await sweep.daemon.running(kernel_id="k1", slots=ONE)
-        await world.kill()
-        assert not await world.start(f"{point}=kill")
+        await node.kill()
+        assert not await node.start(f"{point}=kill")
     else:
-        assert await world.start(f"{point}={action(point)}", NODE)
+        assert await node.start(f"{point}={action(point)}", NODE)
         await sweep.provoke(point, "k1")
 
 
-async def until_same(dead: dict[str, World]) -> None:
+async def until_same(dead: dict[str, CheckedNode]) -> None:
     """Wait until the nodes look the same: plugins and shims end after the daemon does."""
-    end = time.monotonic() + SETTLES_WITHIN_S
+    end = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         (first, looks), *others = [(point, left_behind(w).split("\n")) for point, w in dead.items()]
         differing = [(point, lines) for point, lines in others if lines != looks]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentd.host.processes import Proc, read_stat
+from support.checked_node import CheckedNode
 from support.daemon import AGENTS, Answer, Daemon, gpus
-from support.world import World
 
 WITHOUT_CGROUPS = """
 import ctypes, runpy
@@ -55,8 +55,8 @@ CGROUPS = [pytest.param(True, marks=pytest.mark.needs("cgroups")), False]
 
 
 @pytest.fixture
-def node(plain_world: World) -> Daemon:
-    return plain_world.daemon
+def node(process_node: CheckedNode) -> Daemon:
+    return process_node.daemon
 
 
 async def started(node: Daemon, *, has_cgroups: bool) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from agentd.core.kernel.record import SCHEMA
+from support.checked_node import CheckedNode, start_time
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import Engine
-from support.world import World, started
 
 ONE_AT_A_TIME = pytest.mark.xdist_group("recorded")
 """The node ids are those that were recorded."""
@@ -45,7 +45,7 @@ def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, An
     lives = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     identity = state / "kernels" / "lives" / "identity.json"
     who = json.loads(identity.read_text())
-    who |= {"pid": lives.pid, "start_time": started(lives.pid), "boot_id": BOOT_ID}
+    who |= {"pid": lives.pid, "start_time": start_time(lives.pid), "boot_id": BOOT_ID}
     who["has_cgroup"] = False  # this one stands beside any
     identity.write_text(json.dumps(who))
     yield content | {"pid": lives.pid}
@@ -76,7 +76,7 @@ async def test_processes_of_an_older_agentd_are_adopted(
     try:
         await are_adopted(daemon, left_behind, recorded["bodies"])
         assert (await daemon.get("/v1/kernels/lives"))["pid"] == left_behind["pid"]
-        assert started(left_behind["pid"])
+        assert start_time(left_behind["pid"])
     finally:
         await daemon.stop()
 
@@ -126,7 +126,7 @@ def restore(folder: Path, content: dict[str, Any], pids: dict[str, int]) -> None
             put(path, json.loads(text) | whereabouts(pid) | {"has_cgroup": False})
         elif path.parent.name == "claims" and (pid := pids.get(path.stem)):
             claim = json.loads(path.read_text())
-            claim["holder"] |= {"pid": pid, "start_time": started(pid)}
+            claim["holder"] |= {"pid": pid, "start_time": start_time(pid)}
             put(path, claim)
     (folder / "state").chmod(0o711)
 
@@ -136,7 +136,7 @@ def put(path: Path, content: Any) -> None:
 
 
 def whereabouts(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "start_time": started(pid), "boot_id": BOOT_ID}
+    return {"pid": pid, "start_time": start_time(pid), "boot_id": BOOT_ID}
 
 
 @pytest.fixture
@@ -216,9 +216,9 @@ agentd(sys.argv[1:])
 
 
 @pytest.mark.needs("cgroups")
-async def test_going_back_a_version_leaves_newer_kernels_alone(world: World) -> None:
+async def test_going_back_a_version_leaves_newer_kernels_alone(node: CheckedNode) -> None:
     """A kernel made by an agentd of the next schema, found by the one of today."""
-    daemon = world.daemon
+    daemon = node.daemon
     daemon.configure(AGENTS + gpus(3))
     daemon.program = ("-c", NEWER.format(schema=SCHEMA + 1))
     await daemon.start()
@@ -226,21 +226,21 @@ async def test_going_back_a_version_leaves_newer_kernels_alone(world: World) -> 
     ended = await daemon.create(kernel_id="over", command=["true"], slots={"cuda.device": 1})
     assert ended.status == 201
     await daemon.until("over", "terminated")
-    lives = world.lives()
-    await world.kill()
+    lives = node.live_commands()
+    await node.kill()
     daemon.program = ("-m", "agentd")
     await daemon.start()
     kernel = await daemon.get("/v1/kernels/new")
     assert kernel["state"] == "unreadable"
     assert f"schema {SCHEMA + 1} is newer than {SCHEMA}" in kernel["reason"]
     assert kernel["allocation"] == new["allocation"]
-    assert world.lives() == lives
+    assert node.live_commands() == lives
     assert await daemon.free("cuda.device") == "2"
     assert (await daemon.get("/v1/kernels/over"))["state"] == "terminated"
     checks = (await daemon.get("/v1/node?check=true"))["checks"]
     assert [check["check"] for check in checks if not check["passed"]] == []
-    await world.kill()
+    await node.kill()
     daemon.program = ("-c", NEWER.format(schema=SCHEMA + 1))
     await daemon.start()
     assert await daemon.get("/v1/kernels/new") == new
-    await world.check()
+    await node.check()

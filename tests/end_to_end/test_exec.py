@@ -15,9 +15,9 @@ import pytest
 from agentd.client import AsyncClient
 from agentd.errors import CommandNotFound, InvalidRequest, KernelConflict, UnknownKernel
 from agentd.host.processes import all_processes
-from support import hostile_names
 from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
+from support.host_faults import HOSTILE_NAMES, named_command
 
 SLEEPER = ["sleep", "100000"]
 
@@ -69,9 +69,9 @@ async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncCl
     assert (code, told) == (0, b"y\n/\n")
 
 
-@pytest.mark.parametrize("name", hostile_names.NAMES)
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
 async def test_exec_works_in_a_kernel_of_any_name(daemon, client, name: bytes) -> None:
-    await daemon.running(kernel_id="k1", command=hostile_names.command(name))
+    await daemon.running(kernel_id="k1", command=named_command(name))
     for _ in range(600):
         if b"named" in (await daemon.call("GET", "/v1/kernels/k1/logs")).content:
             break

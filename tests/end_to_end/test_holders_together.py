@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from agentd.host.systemd.availability import why_no_systemd
+from support.checked_node import SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.device_locks import COLLISION, DeviceLocks
-from support.world import SEED, SOAK_S, World
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = SOAK_S or 15.0
@@ -46,7 +46,7 @@ class Site:
         self.daemon = Daemon(folder, "process")
         self.daemon.node = f"{folder.parent.name}-{number}"
         self.devices = devices
-        self.world = World(self.daemon)
+        self.checked_node = CheckedNode(self.daemon)
         self.locks = DeviceLocks(folder, devices)
         self._is_up = asyncio.Event()
 
@@ -57,9 +57,9 @@ class Site:
     async def kill(self) -> float:
         """Kill agentd and start it again; return how long the start took (s)."""
         self._is_up.clear()
-        await self.world.kill()
+        await self.checked_node.kill()
         killed = time.monotonic()
-        assert await self.world.start()
+        assert await self.checked_node.start()
         self._is_up.set()
         return time.monotonic() - killed
 
@@ -67,7 +67,7 @@ class Site:
         """Repeat a call until it is answered, and not for want of a plugin after a start."""
         while True:
             await self._is_up.wait()
-            answer = await self.world.ask(method, path, body)
+            answer = await self.checked_node.try_call(method, path, body)
             if answer is not None and answer.status != 503:
                 return answer
             await asyncio.sleep(0.1)
@@ -231,4 +231,4 @@ async def test_kernels_notebook_and_gang_never_meet(sites: list[Site]) -> None:
         await site.until_free()
         assert await site.daemon.get("/v1/claims") == []
         assert await site.daemon.get("/v1/kernels") == []
-        await site.world.check()
+        await site.checked_node.check()

@@ -10,7 +10,7 @@ from agentd.stderr import NO_READER
 from end_to_end.conftest import ONE_GPU
 from end_to_end.test_reload import KILLED, WORK
 from support.daemon import Daemon
-from support.log_pipe import LogPipe
+from support.host_faults import LogPipe
 
 LOST = "lines lost since the start: "
 

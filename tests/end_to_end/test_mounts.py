@@ -11,8 +11,8 @@ from support.daemon import AGENTS, Daemon
 from support.daemon_pool import Serving
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
+from support.host_faults import hung_mount
 from support.needs import require
-from support.unanswering import unanswering
 
 
 async def test_mounts_are_read_only_below_allowed_folders(
@@ -119,7 +119,7 @@ async def test_unresponsive_mount_delays_no_other_request(dockered: Daemon, fold
     dead.mkdir(parents=True)
     dockered.deadlines = {"agentd.host.lookups.ANSWER_TIMEOUT_S": 0.5}
     await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
-    with unanswering(dead):
+    with hung_mount(dead):
         mounts = [{"source": f"{dead}/x", "target": "/data"}]
         creates = [asyncio.create_task(dockered.create(mounts=mounts)) for _ in range(6)]
         await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from agentd_slurm.node_client import NodeClient
 from end_to_end.browser import context, shown, visit
 from support.daemon import AGENTS, BASE, Daemon
 from support.fork_server import run
-from support.many import save_claims, save_kernels
+from support.saved_records import save_claims, save_kernels
 
 COUNT = MAX_PAGE + 1
 KERNELS = [f"k{number:04}" for number in range(COUNT)]

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agentd.host.cgroups.hierarchies import find_cgroups
 from support import fork_server
+from support.checked_node import SOAK_S
 from support.daemon import AGENTS, Daemon, gpus
 from support.needs import require
-from support.world import SOAK_S
 
 BUSY = "while :; do :; done"
 COUNTS = find_cgroups() is not None

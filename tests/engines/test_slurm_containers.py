@@ -13,8 +13,8 @@ from engines.test_slurm_kernels import devices_of, until_kernels
 from support.engine import Engine
 from support.other_users import ADA, EVE, home_of
 from support.slurm_cluster import make_device
+from support.slurm_howto import USERS_MARK, here, the_block, type_as
 from support.slurm_nodes import NodesOf, SlurmNodes
-from support.slurm_page import USERS_MARK, here, the_block, type_as
 
 TRAIN = """#!/bin/sh
 trap "exit 0" USR1

@@ -7,8 +7,8 @@ import signal
 
 from support.daemon import gpus
 from support.slurm_cluster import gres_lines, make_device
+from support.slurm_howto import Reader, here, the_block
 from support.slurm_nodes import NodesOf, SlurmNodes
-from support.slurm_page import Reader, here, the_block
 
 
 def page_config(nodes: SlurmNodes) -> str:

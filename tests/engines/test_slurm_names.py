@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.hostile_names import NAMES, named
+from support.host_faults import HOSTILE_NAMES, named_process
 from support.slurm_cluster import CGROUPS
 from support.slurm_nodes import NodesOf, SlurmNodes
 
@@ -86,10 +86,10 @@ async def test_colliding_component_requeues_its_job_and_no_other(slurm: NodesOf)
     await nodes.until_claims({}, second)
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", HOSTILE_NAMES[:2])
 async def test_names_of_processes_drain_no_node(slurm: NodesOf, name: bytes) -> None:
     nodes = await slurm(gpu_count=1)
-    with named(name) as process, in_cgroup(process.pid, os.fsdecode(name)):
+    with named_process(name) as process, in_cgroup(process.pid, os.fsdecode(name)):
         job = nodes.cluster.submit("--gres=gpu:1", "--no-requeue")
         await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
         done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)

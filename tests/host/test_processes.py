@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from agentd.host.processes import Proc, children, read_stat, read_uids, strike
-from support.hostile_names import NAMES, named
+from support.host_faults import HOSTILE_NAMES, named_process
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ async def test_a_successor_of_the_same_pid_is_not_signalled(started) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_process_of_any_name_is_read(name: bytes) -> None:
-    with named(name) as process:
+    with named_process(name) as process:
         stat = read_stat(process.pid)
         assert stat is not None
         assert stat.parent == os.getpid()

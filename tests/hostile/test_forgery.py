@@ -19,8 +19,8 @@ from agentd.core.kernel.plan import kernel_name
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.pluginhost.descendants import new_mark
 from native.libraries import built
+from support.checked_node import CheckedNode
 from support.daemon import AGENTS, Daemon, gpus
-from support.world import World
 
 pytestmark = pytest.mark.needs("root")
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(4)
@@ -30,9 +30,9 @@ ANSWERS_WITHIN_S = 5.0
 
 
 @pytest.fixture
-async def world(folder: Path) -> AsyncIterator[World]:
+async def node(folder: Path) -> AsyncIterator[CheckedNode]:
     """A node with a kernel of each agent, on the process runtime."""
-    made = World(Daemon(folder, "process"))
+    made = CheckedNode(Daemon(folder, "process"))
     await made.start(text=NODE)
     for agent in ("agent-1", "agent-2"):
         await made.daemon.running(agent, kernel_id=f"of-{agent}", slots=ONE)
@@ -84,9 +84,9 @@ def marks(node: str, kernel_id: str) -> dict[str, str]:
     }
 
 
-async def picture(world: World) -> dict[str, Any]:
+async def picture(node: CheckedNode) -> dict[str, Any]:
     """Everything that a forger would want to change."""
-    daemon = world.daemon
+    daemon = node.daemon
     return {
         "kernels": await daemon.get("/v1/kernels"),
         "devices": await daemon.get("/v1/devices"),
@@ -95,72 +95,72 @@ async def picture(world: World) -> dict[str, Any]:
     }
 
 
-async def is_sound(world: World) -> None:
+async def is_sound(node: CheckedNode) -> None:
     """The node by its own rules; what looks at it from outside believes environments."""
-    checks = (await world.daemon.get("/v1/node?check=true"))["checks"]
+    checks = (await node.daemon.get("/v1/node?check=true"))["checks"]
     assert [check for check in checks if not check["passed"]] == []
 
 
-async def restarted(world: World, number: int) -> None:
-    await world.kill(number)
-    await world.start()
+async def restarted(node: CheckedNode, number: int) -> None:
+    await node.kill(number)
+    await node.start()
 
 
 @pytest.mark.parametrize("kernel_id", ["ghost", "of-agent-1", "../../etc", "/tmp/x", "a b"])
-async def test_process_with_forged_marks_is_not_a_kernel(world, as_nobody, kernel_id) -> None:
-    before = await picture(world)
-    forger = as_nobody("sleep", "1000", **marks(world.node, kernel_id))
+async def test_process_with_forged_marks_is_not_a_kernel(node, as_nobody, kernel_id) -> None:
+    before = await picture(node)
+    forger = as_nobody("sleep", "1000", **marks(node.node_id, kernel_id))
     for number in (signal.SIGKILL, signal.SIGTERM):
-        await restarted(world, number)
-        assert await picture(world) == before
-        await is_sound(world)
+        await restarted(node, number)
+        assert await picture(node) == before
+        await is_sound(node)
     assert forger.poll() is None, "agentd ended a process that is none of its own"
 
 
-async def test_forged_container_does_not_block_its_kernel_id(world, as_nobody) -> None:
-    as_nobody("sleep", "1000", **marks(world.node, "ghost2"))
+async def test_forged_container_does_not_block_its_kernel_id(node, as_nobody) -> None:
+    as_nobody("sleep", "1000", **marks(node.node_id, "ghost2"))
     async with asyncio.timeout(ANSWERS_WITHIN_S):
-        kernel = await world.daemon.running(kernel_id="ghost2", slots=ONE)
-    assert (await world.remove("ghost2")).status == 204
+        kernel = await node.daemon.running(kernel_id="ghost2", slots=ONE)
+    assert (await node.remove("ghost2")).status == 204
     assert kernel["allocation"]["cuda"]
 
 
-async def test_exec_refuses_a_setuid_process(world, as_nobody, folder) -> None:
+async def test_exec_refuses_a_setuid_process(node, as_nobody, folder) -> None:
     """Its environment is its caller's and its process is root's: what 0.1.0 was taken in by."""
     program = built("setuid.c", folder / "theirs" / "setuid")
     os.chown(program, 0, 0)
     program.chmod(0o4755)
     (folder / "theirs" / "output.log").symlink_to("/etc/shadow")
-    before = await picture(world)
+    before = await picture(node)
     claimed = str(folder / "theirs")
-    daemon = world.daemon.process
+    daemon = node.daemon.process
     assert daemon is not None
     plugin = {"AGENTD_PLUGIN": f"999999.1.{new_mark().split('.', 2)[2]}"}
-    forger = as_nobody(str(program), **marks(world.node, claimed), **plugin)
+    forger = as_nobody(str(program), **marks(node.node_id, claimed), **plugin)
     assert forger.stdout is not None
     assert forger.stdout.readline() == b"euid 0\n"
-    await restarted(world, signal.SIGKILL)
-    assert await picture(world) == before
+    await restarted(node, signal.SIGKILL)
+    assert await picture(node) == before
     for path in (claimed, "theirs", "..%2Ftheirs"):
-        answer = await world.daemon.call("GET", f"/v1/kernels/{path.replace('/', '%2F')}/logs")
+        answer = await node.daemon.call("GET", f"/v1/kernels/{path.replace('/', '%2F')}/logs")
         assert answer.status == 404, answer.content
     assert forger.poll() is None, "a stranger's program was ended"
 
 
-async def test_the_name_of_a_kernel_s_cgroup_elsewhere_proves_nothing(world, folder) -> None:
+async def test_the_name_of_a_kernel_s_cgroup_elsewhere_proves_nothing(node, folder) -> None:
     """A subtree that was delegated can have groups of any name."""
     cgroups = find_cgroups()
     assert cgroups is not None
-    before = await picture(world)
+    before = await picture(node)
     delegated = [item.folder.with_name("agentd-test-delegated") for item in cgroups.hierarchies]
-    mine = [top / "agentd-kernels" / kernel_name(world.node, "ghost") for top in delegated]
+    mine = [top / "agentd-kernels" / kernel_name(node.node_id, "ghost") for top in delegated]
     sleeper = subprocess.Popen(["sleep", "1000"], user=NOBODY)
     try:
         for group in mine:
             group.mkdir(parents=True)
             (group / "cgroup.procs").write_text(str(sleeper.pid))
-        await restarted(world, signal.SIGKILL)
-        assert await picture(world) == before
+        await restarted(node, signal.SIGKILL)
+        assert await picture(node) == before
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -190,44 +190,44 @@ def _folder(path: Path, owner: int, mode: int) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE_BUNDLES)
-async def test_bundle_of_another_owner_is_not_trusted(world, folder, name) -> None:
+async def test_bundle_of_another_owner_is_not_trusted(node, folder, name) -> None:
     (folder / "theirs").mkdir()
-    before = await picture(world)
-    await world.kill()
+    before = await picture(node)
+    await node.kill()
     kernels = folder / "state" / "kernels"
     HOSTILE_BUNDLES[name](kernels, folder / "theirs")
     there = sorted(str(path) for path in kernels.rglob("*"))
-    await world.start()
-    assert await picture(world) == before
+    await node.start()
+    assert await picture(node) == before
     assert sorted(str(path) for path in kernels.rglob("*")) == there, "nothing of it was touched"
 
 
 @pytest.mark.parametrize("file", ["output.log", "record.json", "identity.json", "exit.json"])
-async def test_no_link_in_a_bundle_is_followed(world, folder, file) -> None:
+async def test_no_link_in_a_bundle_is_followed(node, folder, file) -> None:
     """Only root could put one there; a bug elsewhere must not become a way to root's files."""
     bundle = folder / "state" / "kernels" / "of-agent-1"
     (bundle / file).unlink(missing_ok=True)
     (bundle / file).symlink_to("/etc/passwd")
-    logs = await world.daemon.call("GET", "/v1/kernels/of-agent-1/logs")
+    logs = await node.daemon.call("GET", "/v1/kernels/of-agent-1/logs")
     assert b"root:" not in logs.content
-    await restarted(world, signal.SIGKILL)
-    kernel = await world.daemon.get("/v1/kernels/of-agent-1")
+    await restarted(node, signal.SIGKILL)
+    kernel = await node.daemon.get("/v1/kernels/of-agent-1")
     assert kernel["state"] == "running"
     assert kernel["allocation"]["cuda"] == {"cuda.device": {"cuda0": "1"}}
     assert Path("/etc/passwd").exists()
 
 
-async def test_state_is_writable_by_agentd_only(world, as_nobody, folder) -> None:
+async def test_state_is_writable_by_agentd_only(node, as_nobody, folder) -> None:
     """The state folder, bundles, locks, cgroups and their attributes, as another user."""
     bundle = folder / "state" / "kernels" / "of-agent-1"
     cgroups = find_cgroups()
     assert cgroups is not None
-    group = cgroups.group(kernel_name(world.node, "of-agent-1")).folders[0]
+    group = cgroups.group(kernel_name(node.node_id, "of-agent-1")).folders[0]
     tries = [
         f"ls {folder}/state/kernels",
         f"cat {bundle}/record.json",
         f"python3 -c \"import fcntl; fcntl.lockf(open('{bundle}/lock', 'w'), 2)\"",
-        f"mkdir {group.parent}/{kernel_name(world.node, 'ghost')}",
+        f"mkdir {group.parent}/{kernel_name(node.node_id, 'ghost')}",
         f"echo $$ > {group}/cgroup.procs",
         f"python3 -c \"import os; os.setxattr('{group}', 'trusted.agentd.devices', b'x')\"",
         f"python3 -c \"import os; os.setxattr('{group}', 'user.agentd.devices', b'x')\"",
@@ -237,49 +237,49 @@ async def test_state_is_writable_by_agentd_only(world, as_nobody, folder) -> Non
     for script in tries:
         forger = as_nobody("sh", "-c", script)
         assert await asyncio.to_thread(forger.wait, 20) != 0, script
-    await is_sound(world)
+    await is_sound(node)
 
 
-async def test_records_that_lie_rename_and_move_nothing(world, folder) -> None:
+async def test_records_that_lie_rename_and_move_nothing(node, folder) -> None:
     """Not even a record that is believed: it keeps devices back, and that is all."""
-    before = await picture(world)
+    before = await picture(node)
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
     text = record.read_text()
     lie = text.replace('"id":"cuda0"', '"id":"evil0"').replace('"agent-1"', '"agent-2"')
     assert lie != text
     for _ in range(2):
-        await world.kill()
+        await node.kill()
         record.write_text(lie)
-        await world.start()
-        after = await picture(world)
+        await node.start()
+        after = await picture(node)
         assert [(d["id"], d["stable_id"], d["agents"]) for d in after["devices"]] == [
             (d["id"], d["stable_id"], d["agents"]) for d in before["devices"]
         ]
-    await world.kill()
+    await node.kill()
     record.write_text(text)
-    await world.start()
-    assert await picture(world) == before
+    await node.start()
+    assert await picture(node) == before
 
 
-async def test_device_known_only_from_a_record_ends_with_it(world, folder) -> None:
+async def test_device_known_only_from_a_record_ends_with_it(node, folder) -> None:
     record = folder / "state" / "kernels" / "of-agent-1" / "record.json"
-    await world.kill()
-    lie = record.read_text().replace(f"SIM-{world.node}-cuda-cuda0", "SIM-nobody")
+    await node.kill()
+    lie = record.read_text().replace(f"SIM-{node.node_id}-cuda-cuda0", "SIM-nobody")
     record.write_text(lie)
-    await world.start()
-    devices = {d["stable_id"]: d for d in await world.daemon.get("/v1/devices")}
+    await node.start()
+    devices = {d["stable_id"]: d for d in await node.daemon.get("/v1/devices")}
     assert devices["SIM-nobody"]["state"] == "gone"
     assert "SIM-nobody" not in (folder / "state" / "devices.json").read_text()
-    await world.remove("of-agent-1")
-    await restarted(world, signal.SIGKILL)
-    stable_ids = {d["stable_id"] for d in await world.daemon.get("/v1/devices")}
+    await node.remove("of-agent-1")
+    await restarted(node, signal.SIGKILL)
+    stable_ids = {d["stable_id"] for d in await node.daemon.get("/v1/devices")}
     assert "SIM-nobody" not in stable_ids
 
 
-async def test_many_forged_kernels_do_not_delay_the_daemon(world, as_nobody) -> None:
+async def test_many_forged_kernels_do_not_delay_the_daemon(node, as_nobody) -> None:
     for number in range(50):
-        as_nobody("sleep", "1000", **marks(world.node, f"ghost{number}"))
-    await restarted(world, signal.SIGKILL)
+        as_nobody("sleep", "1000", **marks(node.node_id, f"ghost{number}"))
+    await restarted(node, signal.SIGKILL)
     async with asyncio.timeout(ANSWERS_WITHIN_S):
-        assert (await world.remove("of-agent-2")).status == 204
-    assert world.daemon.log.count("\n") < 100
+        assert (await node.remove("of-agent-2")).status == 204
+    assert node.daemon.log.count("\n") < 100

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from support.checked_node import start_time
 from support.daemon import AGENTS, Daemon, gpus
-from support.world import started
 
 NODE = (
     '[runtime.process]\nlog-max-size = "64k"\nlog-max-files = 2\n'
@@ -149,14 +149,14 @@ async def test_kernel_without_shim_is_charged_and_can_be_ended(node, folder) -> 
     shim = int(identity.partition('"shim_pid": ')[2].partition(",")[0])
     os.kill(shim, 9)
     async with asyncio.timeout(20):
-        while started(shim):
+        while start_time(shim):
             await asyncio.sleep(0.02)
     await node.restart(NODE)
     again = await node.get("/v1/kernels/k1")
     assert (again["state"], again["pid"]) == ("running", kernel["pid"])
     assert await node.free("cuda.device") == "3"
     assert (await node.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
-    assert not started(kernel["pid"])
+    assert not start_time(kernel["pid"])
 
 
 async def test_exit_status_space_is_reserved_before_the_command(node, folder) -> None:
@@ -179,6 +179,6 @@ async def test_kernels_of_agents_with_users_of_their_own_do_not_meet(node: Daemo
     ended = await node.until("attacker", "terminated")
     assert "separation" in ended["not_enforced"]
     assert ended["exit_code"] != 0
-    assert started(victim["pid"])
+    assert start_time(victim["pid"])
     text = (await node.call("GET", "/v1/kernels/attacker/logs")).content
     assert b"AGENTD" not in text

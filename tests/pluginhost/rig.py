@@ -21,7 +21,7 @@ PROCESS = Features("process")
 
 
 def point(name: str, target: str) -> EntryPoint:
-    return EntryPoint(name, f"zoo:{target}", "agentd.accelerators")
+    return EntryPoint(name, f"support.faulty_plugins:{target}", "agentd.accelerators")
 
 
 class Hosts:

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "write-a-plugin.md"
 
 
 async def failures(target: str, **settings) -> dict[str, str]:
-    wanted = Wanted("one", "one", f"zoo:{target}", settings)
+    wanted = Wanted("one", "one", f"support.faulty_plugins:{target}", settings)
     findings = await Conformance(wanted, PluginTimeouts(call_timeout_s=1)).run()
     return {finding.check: finding.detail for finding in findings if not finding.passed}
 

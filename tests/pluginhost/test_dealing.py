@@ -12,7 +12,7 @@ from agentd.services.protocols import PluginListing, PluginState
 from core.machines import gpus
 from pluginhost.rig import opened, states, until
 from support.fakes import FakeMemory
-from support.zoo import Deals
+from support.faulty_plugins import Deals
 
 FAIR = {"a": ("S-one0", "S-one2"), "b": ("S-one1", "S-one3")}
 ALONE = DealingRules(("a", "b"), FakeMemory())

@@ -26,7 +26,7 @@ from pluginhost.rig import (
     until_no_helpers,
     until_ready,
 )
-from support.unkillable import hold, let_go
+from support.host_faults import make_killable, make_unkillable
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
     for _ in range(2):
         await (until_ready(made, "one") if pids else opened(made))
         pids.append(pid_of(made, "one"))
-        hold(pids[-1])
+        make_unkillable(pids[-1])
         file.write_text("hang")
         await until(made, lambda: states(made)["one"] is PluginState.FAILED)
         reason = made.statuses()[0].reason
@@ -154,7 +154,7 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
     assert f"processes {pids[0]}, {pids[1]} cannot be killed" in made.statuses()[0].reason
     assert states(made)["two"] is PluginState.READY
     for pid in pids:
-        let_go(pid)
+        make_killable(pid)
     await until_ready(made, "one")
 
 

@@ -14,7 +14,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from agentd.pluginhost.process import PluginProcess
 async def main():
-    made = await PluginProcess.start("x", "zoo:Good", {}, lambda: None)
+    made = await PluginProcess.start("x", "support.faulty_plugins:Good", {}, lambda: None)
     await made.call("load", timeout_s=10)
     print(made.pid, flush=True)
     await asyncio.sleep(1000)

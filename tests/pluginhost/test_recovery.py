@@ -72,7 +72,7 @@ ROWS = (
 def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets what the plugin does the next time that it is opened."""
     mood = tmp_path / "mood"
-    monkeypatch.setenv("ZOO_MOOD", str(mood))
+    monkeypatch.setenv("PLUGIN_MOOD", str(mood))
     return mood.write_text
 
 

@@ -1,4 +1,4 @@
-"""A Docker Engine of the test run's own; a developer's engine is never touched."""
+"""A Docker Engine of the test run's own, or a stub; a developer's engine is never touched."""
 
 import http.client
 import json
@@ -6,9 +6,11 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import pytest
 
 IMAGE = "agentd-test:1"
 NEEDS = ("root", "docker")
+STUB = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
+STUB_TIMEOUT_S = 30
 
 
 class Engine:
@@ -180,3 +184,19 @@ def rootfs(programs: Mapping[str, str] | None = None) -> bytes:
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777
             tar.addfile(entry)
     return buffer.getvalue()
+
+
+@contextmanager
+def stub_engine(socket: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the engine of `benchmarks/stand_in.py`, which keeps containers in memory and counts."""
+    process = subprocess.Popen([sys.executable, STUB, socket])
+    try:
+        end = time.monotonic() + STUB_TIMEOUT_S
+        while not socket.exists():
+            assert process.poll() is None, f"{STUB.name} ended with status {process.returncode}"
+            assert time.monotonic() < end, f"{STUB.name} does not listen on {socket}"
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -10,7 +10,7 @@ import pytest
 
 from end_to_end.fleet.fleet_world import World
 from support.certificates import certificate_that_ends
-from support.log_pipe import LogPipe
+from support.host_faults import LogPipe
 
 KILLED = """
 import importlib, sys

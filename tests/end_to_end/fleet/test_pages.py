@@ -14,7 +14,7 @@ from agentd.http.queries import MAX_PAGE
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.daemon import AGENTS, BASE, Daemon
 from support.fork_server import run
-from support.many import save_claims, save_kernels
+from support.saved_records import save_claims, save_kernels
 
 KERNELS = [*(f"a{number:04}" for number in range(600)), *(f"b{number:04}" for number in range(401))]
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from end_to_end.fleet.fleet_world import GatewayProgram, Program, World
-from support.stand_in_node import ANSWERS, StandIn
+from support.stub_node import NODE_PAGES, StubNode
 
 DAMAGES: dict[str, Any] = {
     "/v1/node": {"id": "n1", "version": "9"},
@@ -21,8 +21,8 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.fixture
-async def stranger(folder: Path) -> AsyncIterator[StandIn]:
-    made = StandIn(folder / "stranger.sock")
+async def stranger(folder: Path) -> AsyncIterator[StubNode]:
+    made = StubNode(folder / "stranger.sock")
     await made.start()
     yield made
     await made.stop()
@@ -52,14 +52,14 @@ async def use(gateway: GatewayProgram, good: str, **placement: Any) -> None:
     assert deleted.status == 204, deleted.content
 
 
-async def damage_each(gateway: GatewayProgram, good: str, stranger: StandIn) -> None:
+async def damage_each(gateway: GatewayProgram, good: str, stranger: StubNode) -> None:
     """Damage the stranger in each way, and mend it again."""
     for path, answer in DAMAGES.items():
         stranger.answers[path] = answer
         stranger.end_streams()
         await until_reason(gateway, "n1", "unreadable: ")
         await use(gateway, good)
-        stranger.answers = copy.deepcopy(ANSWERS)
+        stranger.answers = copy.deepcopy(NODE_PAGES)
         stranger.end_streams()
         await until_reason(gateway, "n1", "")
     stranger.damage["/v1/node"] = web.StreamResponse
@@ -68,7 +68,7 @@ async def damage_each(gateway: GatewayProgram, good: str, stranger: StandIn) -> 
     await use(gateway, good)
 
 
-async def test_unreadable_node_ends_no_gateway(world: World, stranger: StandIn) -> None:
+async def test_unreadable_node_ends_no_gateway(world: World, stranger: StubNode) -> None:
     (good,) = await world.start_nodes("none")
     stranger.answers["/v1/slot-types"][0]["kind"] = "colour"
     nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
@@ -76,14 +76,14 @@ async def test_unreadable_node_ends_no_gateway(world: World, stranger: StandIn) 
     await gateway.until({good: "ready", "n1": "ready"})
     await until_reason(gateway, "n1", "unreadable: GET /v1/slot-types: Invalid enum value")
     await use(gateway, good)
-    stranger.answers = copy.deepcopy(ANSWERS)
+    stranger.answers = copy.deepcopy(NODE_PAGES)
     await until_reason(gateway, "n1", "")
     await damage_each(gateway, good, stranger)
     assert gateway.process is not None
     assert gateway.process.poll() is None
 
 
-async def test_unreadable_node_ends_no_publisher(world: World, stranger: StandIn) -> None:
+async def test_unreadable_node_ends_no_publisher(world: World, stranger: StubNode) -> None:
     await world.start_etcd()
     (good,) = await world.start_nodes("none")
     world.join(good)
@@ -96,7 +96,7 @@ async def test_unreadable_node_ends_no_publisher(world: World, stranger: StandIn
     gateway = world.gateway()
     await gateway.until({good: "ready", "n1": "ready"})
     await until_reason(gateway, "n1", "unreadable: GET /v1/agents: ")
-    stranger.answers = copy.deepcopy(ANSWERS)
+    stranger.answers = copy.deepcopy(NODE_PAGES)
     await until_reason(gateway, "n1", "")
     await damage_each(gateway, good, stranger)
     for program in (publisher, gateway):
@@ -132,7 +132,9 @@ async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
 
 
 @pytest.mark.parametrize("fault", ["locked", "full"])
-async def test_unwritable_file_ends_no_gateway(world: World, stranger: StandIn, fault: str) -> None:
+async def test_unwritable_file_ends_no_gateway(
+    world: World, stranger: StubNode, fault: str
+) -> None:
     (good,) = await world.start_nodes("none")
     nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
     gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")

@@ -15,7 +15,7 @@ from agentd.client.asynchronous import AsyncClient
 from agentd_fleet.nodes import reader
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.view.reports import NodeReading
-from support.stand_in_node import ANSWERS, StandIn
+from support.stub_node import NODE_PAGES, StubNode
 
 OPTIONAL = {"version", "exclusive_group", "unit", "model"}
 """Members without which a node can be read."""
@@ -44,19 +44,19 @@ class Heard:
 
 
 @pytest.fixture
-async def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StandIn]:
+async def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StubNode]:
     monkeypatch.setattr(reader, "BACKOFF_S", (0.005, 0.02))
     monkeypatch.setattr(reader, "PAUSE_S", 0.0)
     monkeypatch.setattr(reader, "LEAST_S", 0.0)
     monkeypatch.setattr(reader, "PROBE_PATIENCE_S", 1.0)
-    made = StandIn(folder / "node.sock")
+    made = StubNode(folder / "node.sock")
     await made.start()
     yield made
     await made.stop()
 
 
 @pytest.fixture
-async def heard(node: StandIn) -> AsyncIterator[Heard]:
+async def heard(node: StubNode) -> AsyncIterator[Heard]:
     made = Heard()
     async with AsyncClient(node.path, timeout_s=1.0, max_bytes=1 << 20) as client:
         reading = asyncio.create_task(NodeReader("unix:node", client, made.told).run())
@@ -77,7 +77,7 @@ def members(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-MEMBERS = [(path, *rest) for path, answer in ANSWERS.items() for rest in members(answer)]
+MEMBERS = [(path, *rest) for path, answer in NODE_PAGES.items() for rest in members(answer)]
 ODD: list[Any] = [None, 7, -1, 1.5, True, "", "x" * 300, "\ud800", [], {}, [[]], {"a": {}}, 10**30]
 
 
@@ -91,12 +91,12 @@ def is_bad(reading: NodeReading) -> bool:
 
 @pytest.mark.parametrize("place", MEMBERS, ids=lambda place: ".".join(map(str, place)))
 async def test_damaged_member_is_reported_and_ends_nothing(
-    node: StandIn, heard: Heard, place: tuple[Any, ...]
+    node: StubNode, heard: Heard, place: tuple[Any, ...]
 ) -> None:
     await heard.until(is_good)
     path, *between, last = place
     for odd in ("missing", *ODD):
-        node.answers = copy.deepcopy(ANSWERS)
+        node.answers = copy.deepcopy(NODE_PAGES)
         holder = node.answers[path]
         for key in between:
             holder = holder[key]
@@ -110,7 +110,7 @@ async def test_damaged_member_is_reported_and_ends_nothing(
         if odd == "missing" and isinstance(last, str) and last not in OPTIONAL | {"cpu"}:
             assert is_bad(reading), (place, reading)
         json.dumps(reading.reason).encode()
-        node.answers = copy.deepcopy(ANSWERS)
+        node.answers = copy.deepcopy(NODE_PAGES)
         node.end_streams()
         assert (await heard.until(is_good)).node_id == "n1"
 
@@ -145,10 +145,10 @@ WHOLE: dict[str, Callable[[], web.StreamResponse]] = {
 }
 
 
-@pytest.mark.parametrize("path", [*ANSWERS, "/v1/events"])
+@pytest.mark.parametrize("path", [*NODE_PAGES, "/v1/events"])
 @pytest.mark.parametrize("damage", WHOLE)
 async def test_damaged_answer_is_reported_and_ends_nothing(
-    node: StandIn, heard: Heard, path: str, damage: str
+    node: StubNode, heard: Heard, path: str, damage: str
 ) -> None:
     await heard.until(is_good)
     node.damage = {path: WHOLE[damage]}
@@ -170,7 +170,7 @@ EVENTS = {
 
 @pytest.mark.parametrize("event", EVENTS)
 async def test_damaged_event_is_reported_and_ends_nothing(
-    node: StandIn, heard: Heard, event: str
+    node: StubNode, heard: Heard, event: str
 ) -> None:
     node.damage = {"/v1/events": body(EVENTS[event])}
     await heard.until(lambda reading: reading.reason)
@@ -180,7 +180,7 @@ async def test_damaged_event_is_reported_and_ends_nothing(
 
 @pytest.mark.parametrize("backoff_s", [(0.005, 0.02), (0.0, 0.0)], ids=["fast", "slow"])
 async def test_unreadable_node_is_named_and_logged_once(
-    node: StandIn, monkeypatch: pytest.MonkeyPatch, backoff_s: tuple[float, float]
+    node: StubNode, monkeypatch: pytest.MonkeyPatch, backoff_s: tuple[float, float]
 ) -> None:
     """Its id is known, although it was never read; a slow answer outlasts every pause."""
     monkeypatch.setattr(reader, "BACKOFF_S", backoff_s)

@@ -17,7 +17,7 @@ from agentd.runtimes.host.exec_target import (
     status_of,
     target_of,
 )
-from support.hostile_names import NAMES, named
+from support.host_faults import HOSTILE_NAMES, named_process
 
 TAME = ("setpriv", "--no-new-privs")
 
@@ -100,9 +100,9 @@ def test_limits_are_those_that_the_system_tells(sleeper) -> None:
     assert lower(resource.RLIM_INFINITY, 5) == lower(5, 7) == lower(9, 5) == 5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_process_of_any_name_has_its_status(name: bytes) -> None:
-    with named(name) as process:
+    with named_process(name) as process:
         assert start_time(process.pid) > 0
         status = status_of(process.pid)
         assert status["Uid"].split() == [str(os.geteuid())] * 4

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 AMOUNTS = {"capacity": "8", "allocated": "0", "free": "8"}
-ANSWERS: dict[str, Any] = {
+NODE_PAGES: dict[str, Any] = {
     "/v1/node": {"id": "n1", "version": "1.0", "generation": 1},
     "/v1/slot-types": [
         {"name": "cpu", "kind": "count", "quantum": "1", "exclusive_group": None, "unit": "core"}
@@ -21,12 +21,12 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-class StandIn:
+class StubNode:
     """A server in a daemon's place; `damage` answers some paths in its own way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.answers = copy.deepcopy(ANSWERS)
+        self.answers = copy.deepcopy(NODE_PAGES)
         self.damage: dict[str, Callable[[], web.StreamResponse]] = {}
         self.events: set[asyncio.Event] = set()
         self.asked = 0

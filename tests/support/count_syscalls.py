@@ -1,4 +1,4 @@
-"""agentd with what it asks of the system counted: `counted.py FILE run …`.
+"""agentd with what it asks of the system counted: `count_syscalls.py FILE run …`.
 
 At each SIGUSR1 the counts so far replace those in FILE, in one step.
 """

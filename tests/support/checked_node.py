@@ -31,7 +31,6 @@ from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.fork_server import PLUGIN
-from support.survival import changes
 
 SEED = int(os.environ["AGENTD_SEED"])
 """The seed of tests that choose at random; the run prints it."""
@@ -46,7 +45,7 @@ Environment = tuple[int, dict[str, str]]
 """A process, and its environment."""
 
 
-def tried(items: Iterable[_T], soak_s: float = SOAK_S) -> Iterator[_T]:
+def until_soak_ends(items: Iterable[_T], soak_s: float = SOAK_S) -> Iterator[_T]:
     """Yield what is to be tried, for as long as a soak lasts."""
     end = time.monotonic() + (soak_s or math.inf)
     for item in items:
@@ -55,16 +54,16 @@ def tried(items: Iterable[_T], soak_s: float = SOAK_S) -> Iterator[_T]:
         yield item
 
 
-SETTLES_WITHIN_S = 20.0
-NEVER = {"capacity", "owner", "survival"}
+SETTLE_TIMEOUT_S = 20.0
+IMMEDIATE_RULES = {"capacity", "owner", "survival"}
 """Rules that must hold at every moment; the others follow events, which take their time."""
-GROUPS = [
+KERNEL_CGROUPS = [
     Path("/sys/fs/cgroup") / hierarchy / "agentd-kernels" for hierarchy in ("memory", "pids", ".")
 ]
 SIGKILLED = -9
 
 
-class World:
+class CheckedNode:
     """A daemon, its kernels, and everything that it has left behind so far."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -74,7 +73,7 @@ class World:
         self.deaths = 0
 
     @property
-    def node(self) -> str:
+    def node_id(self) -> str:
         return self.daemon.node
 
     async def start(self, points: str = "", text: str | None = None) -> bool:
@@ -85,11 +84,11 @@ class World:
             process = self.daemon.process
             if process is None or process.poll() != SIGKILLED:
                 raise
-            await self.died()
+            await self.wait_killed()
             return False
         return True
 
-    async def died(self) -> int:
+    async def wait_killed(self) -> int:
         """Wait for the daemon's death, and take note of it."""
         process, self.daemon.process = self.daemon.process, None
         assert process is not None
@@ -105,19 +104,21 @@ class World:
     async def kill(self, number: int = 9) -> int:
         assert self.daemon.process is not None
         self.daemon.process.send_signal(number)
-        return await self.died()
+        return await self.wait_killed()
 
     def kill_plugins(self) -> None:
         """Kill every process of the daemon's plugins."""
         assert self.daemon.process is not None
         mark = f"{self.daemon.process.pid}."
-        plugins = [p for p, env in environments() if env.get("AGENTD_PLUGIN", "").startswith(mark)]
+        plugins = [
+            p for p, env in agentd_processes() if env.get("AGENTD_PLUGIN", "").startswith(mark)
+        ]
         assert plugins
         for pid in plugins:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    async def ask(self, method: str, path: str, body: Any = None) -> Answer | None:
+    async def try_call(self, method: str, path: str, body: Any = None) -> Answer | None:
         """Call; None where the daemon dies over it."""
         try:
             return await self.daemon.call(method, path, body)
@@ -134,22 +135,22 @@ class World:
     async def claim(self, claim_id: str, **body: Any) -> Answer | None:
         """Claim a device by name; None where the daemon dies over it."""
         content = {"claim_id": claim_id, "holder": {"name": claim_id}, "slots": ONE, **body}
-        return await self.ask("POST", "/v1/agents/agent-1/claims", content)
+        return await self.try_call("POST", "/v1/agents/agent-1/claims", content)
 
     async def release(self, claim_id: str) -> Answer | None:
-        return await self.ask("DELETE", f"/v1/claims/{claim_id}")
+        return await self.try_call("DELETE", f"/v1/claims/{claim_id}")
 
     async def remove(self, kernel_id: str) -> Answer | None:
-        return await self.ask("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
+        return await self.try_call("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
 
-    async def look(self) -> NodeSnapshot:
+    async def snapshot(self) -> NodeSnapshot:
         """Make a snapshot of the node, from outside."""
         devices = await self.daemon.get("/v1/devices")
         kernels = await self.daemon.get("/v1/kernels")
         agents = await self.daemon.get("/v1/agents")
         by_stable_id = {d["stable_id"]: f"{d['device_name']}/{d['id']}" for d in devices}
         accounted = {k["kernel_id"]: _booked(k) for k in kernels}
-        processes = list(environments())
+        processes = list(agentd_processes())
         found = list(self._present(by_stable_id, processes))
         present = dict(found)
         assert len(present) == len(found), "two kernels of one name"
@@ -180,18 +181,18 @@ class World:
         allowed: Collection[str] = (),
     ) -> NodeSnapshot:
         """Fail unless every rule holds; what only takes a moment is given one."""
-        end = time.monotonic() + SETTLES_WITHIN_S
+        end = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
-            snapshot = await self.look()
-            found = self.judged(snapshot, before, touched, allowed)
+            snapshot = await self.snapshot()
+            found = self._violations(snapshot, before, touched, allowed)
             if not found:
                 return snapshot
-            if any(v.rule in NEVER for v in found) or time.monotonic() > end:
+            if any(v.rule in IMMEDIATE_RULES for v in found) or time.monotonic() > end:
                 raise AssertionError("\n".join(map(str, [*found, self.daemon.log[-6000:]])))
             await asyncio.sleep(0.05)
 
     @staticmethod
-    def judged(
+    def _violations(
         snapshot: NodeSnapshot,
         before: NodeSnapshot | None,
         touched: Collection[str],
@@ -199,12 +200,12 @@ class World:
     ) -> list[Violation]:
         found = violations(snapshot)
         if before is not None:
-            found += changes(before, snapshot, touched)
+            found += lost_kernels(before, snapshot, touched)
         return [v for v in found if v.rule not in allowed]
 
-    async def emptied(self, *keep: str) -> None:
+    async def remove_kernels_except(self, *keep: str) -> None:
         """Remove every kernel except some, and wait for unresolved ones."""
-        end = time.monotonic() + SETTLES_WITHIN_S
+        end = time.monotonic() + SETTLE_TIMEOUT_S
         while time.monotonic() < end:
             left = [k for k in await self.daemon.get("/v1/kernels") if k["kernel_id"] not in keep]
             if not left:
@@ -214,7 +215,7 @@ class World:
             await asyncio.sleep(0.1)
         raise AssertionError(f"not removed: {left}")
 
-    def lives(self) -> dict[str, tuple[int, int]]:
+    def live_commands(self) -> dict[str, tuple[int, int]]:
         """Return the pid and start time of every kernel's command, as the machine has them."""
         pids = {}
         if self.engine is not None:
@@ -222,25 +223,25 @@ class World:
                 kernel_id = container["Labels"]["io.agentd.kernel"]
                 shown = self.engine.call("GET", f"/containers/{container['Id']}/json")
                 pids[kernel_id] = shown.get("State", {}).get("Pid", 0)
-        pids |= self._leaders(environments())
-        return {k: (pid, started(pid)) for k, pid in pids.items() if started(pid)}
+        pids |= self._leaders(agentd_processes())
+        return {k: (pid, start_time(pid)) for k, pid in pids.items() if start_time(pid)}
 
-    def session_of(self, pid: int) -> list[int]:
+    def session_members(self, pid: int) -> list[int]:
         """Return the processes of a kernel, without its shim."""
         members = [path.name for path in Path("/proc").glob("[0-9]*")]
-        return [int(name) for name in members if session(int(name)) == pid] or [pid]
+        return [int(name) for name in members if session_id(int(name)) == pid] or [pid]
 
     def _containers(self) -> list[dict[str, Any]]:
         assert self.engine is not None
         return [
             container
             for container in self.engine.containers()
-            if container["Labels"].get("io.agentd.node") == self.node
+            if container["Labels"].get("io.agentd.node") == self.node_id
             and container["Names"] == [f"/{self._name(container['Labels'])}"]
         ]
 
     def _name(self, labels: dict[str, str]) -> str:
-        return f"{name_prefix(self.node)}{labels.get('io.agentd.kernel', '')}"
+        return f"{name_prefix(self.node_id)}{labels.get('io.agentd.kernel', '')}"
 
     def _present(
         self, by_stable_id: dict[str, str], processes: Iterable[Environment]
@@ -265,7 +266,7 @@ class World:
         return {
             env["AGENTD_KERNEL"]: pid
             for pid, env in processes
-            if env.get("AGENTD_NODE") == self.node and session(pid) == pid
+            if env.get("AGENTD_NODE") == self.node_id and session_id(pid) == pid
         }
 
     def _strays(
@@ -285,17 +286,36 @@ class World:
             if path.name.removeprefix(".removed-") not in accounted and not is_prepared:
                 yield f"left over {path.relative_to(state)}"
         for pid, env in processes:
-            if env.get("AGENTD_NODE") == self.node and env["AGENTD_KERNEL"] not in accounted:
+            if env.get("AGENTD_NODE") == self.node_id and env["AGENTD_KERNEL"] not in accounted:
                 yield f"process {pid} of {env['AGENTD_KERNEL']}"
             daemon = int(env.get("AGENTD_PLUGIN", "0").partition(".")[0])
             is_now = self.daemon.process is not None and daemon == self.daemon.process.pid
             if daemon in self.dead and not is_now:  # a pid comes again, in a long soak
                 yield f"process {pid} of a dead daemon's plugin"
-        kept = {kernel_name(self.node, kernel_id) for kernel_id in accounted}
-        for parent in GROUPS:
-            for group in parent.glob(f"{name_prefix(self.node)}*"):
+        kept = {kernel_name(self.node_id, kernel_id) for kernel_id in accounted}
+        for parent in KERNEL_CGROUPS:
+            for group in parent.glob(f"{name_prefix(self.node_id)}*"):
                 if group.name not in kept:
                     yield f"cgroup {group.name}"
+
+
+def lost_kernels(
+    before: NodeSnapshot, after: NodeSnapshot, touched: Collection[str] = ()
+) -> list[Violation]:
+    """Return the kernels that changed or vanished between two snapshots, except touched ones."""
+    lost = []
+    for kernel_id, lived in before.present.items():
+        if kernel_id in touched or not lived.is_alive:
+            continue
+        now, accounted = after.present.get(kernel_id), after.accounted.get(kernel_id)
+        if now is None or not now.is_alive or now.handle != lived.handle:
+            what = f"is {now.handle if now and now.is_alive else 'gone'}"
+            lost.append(Violation("survival", f"kernel {kernel_id} was {lived.handle}, {what}"))
+        elif accounted is None or accounted.state not in LIVE | STARTING:
+            lost.append(Violation("survival", f"kernel {kernel_id} is alive but not recorded"))
+        elif now.given != lived.given:
+            lost.append(Violation("survival", f"kernel {kernel_id} holds {now.given}"))
+    return lost
 
 
 def _booked(kernel: dict[str, Any]) -> RecordedKernel:
@@ -335,7 +355,7 @@ def units(slot: str, amount: str) -> int:
     return int(amount) if slot.rpartition(".")[2] == "mem" else int(Decimal(amount) * 10**6)
 
 
-def environments() -> Iterator[Environment]:
+def agentd_processes() -> Iterator[Environment]:
     """Yield the processes that agentd started, wherever their environment may be read.
 
     A forked plugin has the pid of its daemon in its name instead.
@@ -365,12 +385,12 @@ def _stat(pid: int) -> list[str]:
     return [] if fields[0] in "ZX" else fields
 
 
-def session(pid: int) -> int:
+def session_id(pid: int) -> int:
     fields = _stat(pid)
     return int(fields[3]) if fields else 0
 
 
-def started(pid: int) -> int:
+def start_time(pid: int) -> int:
     """Return when a process started, in ticks since boot; 0 if it does not live."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0

@@ -357,13 +357,13 @@ class MadeSlowly(Good):
 
 
 class Moody(Good):
-    """At `open` it does what the file in ZOO_MOOD says; no table is needed to tell it.
+    """At `open` it does what the file in PLUGIN_MOOD says; no table is needed to tell it.
 
     `slow` raises as soon as the file says something else.
     """
 
     def _mood(self) -> str:
-        return Path(os.environ["ZOO_MOOD"]).read_text().strip()
+        return Path(os.environ["PLUGIN_MOOD"]).read_text().strip()
 
     def open(self) -> None:
         mood = self._mood()
