@@ -20,11 +20,14 @@ from agentd.host.processes import all_processes, read_env
 from agentd.host.systemd.availability import why_no_systemd
 from support import fork_server
 from support.engine import Engine
+from support.waiting import until
 
 Process = subprocess.Popen[bytes] | fork_server.Forked
 
 READY_TIMEOUT_S = float(os.environ.get("AGENTD_TEST_READY_S", "30"))
 """The virtual machine of tests/node, whose processor is emulated, sets a longer one."""
+STOP_TIMEOUT_S = 40
+"""Longer than the product's deadline for a stop."""
 
 BASE = """
 [node]
@@ -54,6 +57,9 @@ class Answer:
     def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
         self.status, self.headers, self.content = status, headers, content
 
+    def __repr__(self) -> str:
+        return f"<{self.status} {self.content.decode(errors='replace')[:2000]}>"
+
     @property
     def json(self) -> Any:
         return json.loads(self.content)
@@ -76,9 +82,7 @@ def marked(marker: str) -> list[int]:
 
 async def gone(marker: str) -> None:
     """Wait until there are none of them."""
-    async with asyncio.timeout(15):
-        while marked(marker):
-            await asyncio.sleep(0.05)
+    await until(lambda: marked(marker), [], text=f"no process marked {marker}", within_s=15)
 
 
 @contextlib.contextmanager
@@ -197,11 +201,15 @@ class Daemon:
                 with _end_noted(self.process, notes):
                     while "READY=1" not in (note := await notes.get()):
                         if not note:
-                            await asyncio.to_thread(self.process.wait, READY_TIMEOUT_S)
-                            raise AssertionError(self.log)
+                            status = await asyncio.to_thread(self.process.wait, READY_TIMEOUT_S)
+                            raise AssertionError(
+                                f"expected agentd to start; it exited with {status}:\n{self.log}"
+                            )
         except TimeoutError:
             await self.stop(signal.SIGKILL)
-            raise AssertionError(f"not ready in {READY_TIMEOUT_S} s:\n{self.log}") from None
+            raise AssertionError(
+                f"expected READY=1 from agentd within {READY_TIMEOUT_S:g} s:\n{self.log}"
+            ) from None
         finally:
             loop.remove_reader(self.notes)
 
@@ -210,7 +218,13 @@ class Daemon:
         if process is None:
             return 0
         process.send_signal(number)
-        return await asyncio.to_thread(process.wait, 40)
+        try:
+            return await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            sent = signal.Signals(number).name
+            raise AssertionError(
+                f"expected agentd to end within {STOP_TIMEOUT_S} s of {sent}:\n{self.log[-6000:]}"
+            ) from None
 
     async def restart(self, text: str | None = None, number: int = signal.SIGTERM) -> None:
         await self.stop(number)
@@ -235,7 +249,7 @@ class Daemon:
 
     async def get(self, path: str) -> Any:
         answer = await self.call("GET", path)
-        assert answer.status == 200, answer.content
+        assert answer.status == 200, f"GET {path}: expected 200, got {answer}"
         return answer.json
 
     async def create(self, agent: str = "agent-1", **body: Any) -> Answer:
@@ -248,9 +262,9 @@ class Daemon:
 
     async def running(self, agent: str = "agent-1", **body: Any) -> dict[str, Any]:
         answer = await self.create(agent, **body)
-        assert answer.status == 201, answer.content
+        assert answer.status == 201, f"create: expected 201, got {answer}"
         kernel = answer.json
-        assert kernel["state"] == "running", kernel
+        assert kernel["state"] == "running", f"create: expected state running, got {kernel}"
         return kernel
 
     async def trapping(self, trap: str, **body: Any) -> dict[str, Any]:
@@ -258,9 +272,7 @@ class Daemon:
         script = f"{trap}; echo ready; while :; do sleep 0.05; done"
         kernel = await self.running(command=["sh", "-c", script], **body)
         path = f"/v1/kernels/{kernel['kernel_id']}/logs"
-        async with asyncio.timeout(20):
-            while (await self.call("GET", path)).content != b"ready\n":
-                await asyncio.sleep(0.02)
+        await until(lambda: self.call("GET", path), lambda answer: answer.content == b"ready\n")
         return kernel
 
     async def device(self, device_id: str) -> dict[str, Any]:
@@ -271,18 +283,20 @@ class Daemon:
 
     async def until(self, kernel_id: str, state: str) -> dict[str, Any]:
         """Wait for a kernel to be in a state."""
-        async with asyncio.timeout(20):
-            while True:
-                kernel = await self.get(f"/v1/kernels/{kernel_id}")
-                if kernel["state"] == state:
-                    return kernel
-                await asyncio.sleep(0.02)
+        return await until(
+            lambda: self.get(f"/v1/kernels/{kernel_id}"),
+            lambda kernel: kernel["state"] == state,
+            text=f"kernel {kernel_id} is {state}",
+        )
 
     async def runtime_is(self, state: str, within_s: float = 20) -> None:
         """Wait for the runtime to be in a state."""
-        async with asyncio.timeout(within_s):
-            while (await self.get("/v1/node"))["runtime"]["state"] != state:
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: self.get("/v1/node"),
+            lambda node: node["runtime"]["state"] == state,
+            text=f"runtime {self.runtime} is {state}",
+            within_s=within_s,
+        )
 
     def main_pid(self, kernel: Mapping[str, Any], engine: Any = None) -> int:
         """The pid of a kernel's command, as the machine sees it."""

@@ -3,7 +3,6 @@
 The log of a program can be a pipe, whose reader stops and comes back.
 """
 
-import asyncio
 import ctypes
 import os
 import signal
@@ -11,6 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from support.waiting import until
 
 HOSTILE_NAMES = (b"\xff", "12345678901234\u00e9".encode(), b"\rUid:\t4711", b") R 1 (\n")
 """Not UTF-8, one that Linux cuts within a character, a forged line, a forged end of the name."""
@@ -124,9 +125,10 @@ class LogPipe:
 
     async def until(self, text: str) -> str:
         """Read until a text arrives."""
-        found = ""
-        async with asyncio.timeout(20):
-            while text not in found:
-                found += self.read()
-                await asyncio.sleep(0.02)
-        return found
+        parts: list[str] = []
+
+        def read() -> str:
+            parts.append(self.read())
+            return "".join(parts)
+
+        return await until(read, lambda log: text in log, text=f"{text!r} in the log")
