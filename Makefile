@@ -36,6 +36,7 @@ demo-fleet: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(CHAOS:%=--ignore=%) $(ARGS)
+	@echo "not run: $(CHAOS); run it with: make test-chaos"
 
 test-chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(CHAOS) $(ARGS)
@@ -73,12 +74,15 @@ wheels: $(VENV)/bin/python
 
 check: lint
 	$(MAKE) --no-print-directory unit
+	@echo "not run: what needs Docker, $(filter-out $(CHAOS),$(WHOLE)); run it with: make test"
+	@echo "not run: $(filter $(CHAOS),$(WHOLE)); run it with: make test-chaos"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/lint.py
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not docker" $(WHOLE:%=--ignore=%) $(ARGS)

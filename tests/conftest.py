@@ -33,11 +33,7 @@ MOST_UNSTEADY = 5
 TIMEOUT_REPEAT_S = 30.0
 """Seconds between raises of one test's timeout."""
 OF_OTHER_TARGETS = {"tests/node": "test-node", "tests/engines": "test-engines"}
-IGNORED = {
-    "tests/end_to_end": ("whole programs", "test"),
-    "tests/crash": ("kills, damage and hostile callers", "test-chaos"),
-}
-"""The tests that a target leaves out with a folder that it ignores."""
+"""The tests of these folders are skipped by all targets but one."""
 
 # A shell without job control ignores it in `make test &`, and programs of the tests would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,9 +50,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     config = terminalreporter.config
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        ignored = [what for path, what in IGNORED.items() if path in (config.option.ignore or ())]
-        for tests, target in [*ignored, *OF_OTHER_TARGETS.items()]:
-            terminalreporter.write_line(f"not run: {tests}; enable with: make {target}")
+        for tests, target in OF_OTHER_TARGETS.items():
+            terminalreporter.write_line(f"not run: {tests}; run it with: make {target}")
     for test, failure in unsteady(terminalreporter).items():
         terminalreporter.write_line(f"run again: {test}: {failure}")
     terminalreporter.write_line(f"AGENTD_SEED={os.environ['AGENTD_SEED']}")

@@ -1,6 +1,6 @@
 """Documents are true and readable: configurations are accepted, links lead somewhere.
 
-Generated pages follow the code, and the text keeps the rules for plain English.
+Generated pages follow the code, and every route, error code, event and command is documented.
 
 A block of TOML is a whole `agent.toml` unless the word after `toml` says otherwise:
 `fragment` (of a node that has the agents agent-1 and agent-2), `fleet` and `fleet-fragment` (of a
@@ -15,19 +15,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+import lint
+from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentd.main import agentd
 from agentd.http.problems import STATUSES
+from agentd.rpc.routes import ROUTES
+from agentd_fleet.cli import agentd_fleet
+from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 from support import fork_server
-from support.plain_english import FORBIDDEN, FORBIDDEN_FIRST
 
 ROOT = Path(__file__).parents[1]
-RECORDS = set((ROOT / "docs/contributing/hardware").glob("2*.md"))
-"""What programs printed on real hardware."""
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted({*(ROOT / "docs").glob("*/**/*.md")} - RECORDS)]
-PAGES.append(ROOT / "docs" / "README.md")
+PAGES = lint.pages(ROOT)
 AGENTS = "".join(f'[[agents]]\nid = "agent-{number}"\n' for number in (1, 2))
 FLEET = '[fleet]\nnodes = ["https://node-1:6001"]\n'
 KINDS = {
@@ -47,10 +50,6 @@ NOT_HERE = (
     "agentd is not root and runs kernels as its own user",
 )
 """Ends of refusals that depend on the test's host and not on the document."""
-
-LINE = 100
-CELL = 2 * LINE
-"""Characters of a line of prose, and of a table cell: two such lines."""
 
 
 class Block(NamedTuple):
@@ -141,54 +140,6 @@ def test_dead_anchors_and_images_are_found(tmp_path: Path) -> None:
         assert dead(page, link), link
 
 
-def prose_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a page that stand neither in code, a table nor an address."""
-    parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text())
-    kinds = ("fence", "code_block", "table_open", "html_block")
-    skipped = {n for t in parsed if t.type in kinds and t.map for n in range(*t.map)}
-    for number, line in enumerate(page.read_text().splitlines()):
-        if number not in skipped and not re.fullmatch(r"\[\w+\]: \S+", line):
-            yield number + 1, line
-
-
-def texts(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the text of each block of a page, without code."""
-    parsed = MarkdownIt("commonmark").enable("table").parse(page.read_text())
-    for before, token in itertools.pairwise(parsed):
-        if token.type == "inline":
-            parts = ("`" if t.type == "code_inline" else t.content for t in token.children or ())
-            yield before.type, " ".join("".join(part or " " for part in parts).split())
-
-
-def breaches(page: Path) -> list[str]:
-    """Return the lines, cells and phrases of a page that break the rules for text."""
-    found = [f"line {n}: {len(line)} long" for n, line in prose_lines(page) if len(line) > LINE]
-    for kind, text in texts(page):
-        if kind in ("td_open", "th_open") and len(text) > CELL:
-            found.append(f"cell of {len(text)} characters: {text[:60]}")
-        if phrase := FORBIDDEN.search(text):
-            found.append(f"{phrase[0]!r} in {text[max(phrase.start() - 30, 0) :][:80]!r}")
-        if FORBIDDEN_FIRST.match(text):
-            found.append(f"begins with a forbidden word: {text[:60]}")
-    return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_is_in_plain_english(page: Path) -> None:
-    assert breaches(page) == []
-
-
-def test_breaches_of_plain_english_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    good = "There is no `keeper` here.\n\n```\n" + "anew " * 30 + "\n```\n\nIt is no longer so.\n"
-    page.write_text(good)
-    assert breaches(page) == []
-    bad = ["It is no device.", "The books agree.", "# What it does", "x" * 101, "Is begun\nanew."]
-    for text in (*bad, f"| a |\n|---|\n| {'x' * 201} |"):
-        page.write_text(f"{good}\n{text}\n")
-        assert len(breaches(page)) == 1, text
-
-
 spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
 assert spec is not None
 assert spec.loader is not None
@@ -221,3 +172,43 @@ def test_index_of_the_documents_has_every_page() -> None:
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page != index}
     decisions = {page for page in pages if page.parent.name == "adr"}
     assert pages - decisions - linked == set()
+
+
+def test_architecture_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text()
+    named = set(re.findall(r"[a-z_]+(?:/[a-z_*]+)+\.(?:py|toml)", page))
+    folders = [ROOT / "src/agentd", ROOT / "fleet/src/agentd_fleet", ROOT]
+    assert len(named) > 40
+    assert [name for name in named if not any(list(at.glob(name)) for at in folders)] == []
+
+
+def commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from commands(below, f"{path} {name}")
+
+
+PROGRAMS = [agentctl, agentd, agentd_fleet, agentctl_slurm, agentd_slurm]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda it: it.name)
+def test_help_fits_its_line_and_every_option_has_a_text(program: click.Group) -> None:
+    for path, command in commands(program, program.name or ""):
+        assert len((command.help or "").split("\n")[0]) in range(1, 46), path
+        options = [item for item in command.params if isinstance(item, click.Option)]
+        assert [option.opts for option in options if not option.help] == [], path
+
+
+def test_every_route_code_and_command_is_documented() -> None:
+    reference = ROOT / "docs" / "reference"
+    rpc = (reference / "rpc.md").read_text()
+    for route in ROUTES:
+        path = route.path.removesuffix("/undrain")
+        assert path in rpc, route.path
+    for code in STATUSES:
+        assert f"`{code}`" in rpc, code
+    commands = (reference / "commands.md").read_text()
+    for group in (agentd, agentctl):
+        for name in group.commands:
+            assert name in commands, name
