@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import pytest
 
 from support.device_locks import DeviceLocks
 from support.slurm_nodes import NodesOf, SlurmNodes
+from support.waiting import until
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = 600 if "AGENTD_SOAK" in os.environ else 120
@@ -155,10 +155,13 @@ class Traffic:
         self.count_claimants()
         for row in await daemon.get("/v1/kernels"):
             path = f"/v1/kernels/{row['kernel_id']}?timeout=0"
-            async with asyncio.timeout(30):  # a create that a kill cut off is unresolved at first
-                while (removed := await daemon.call("DELETE", path)).status == HTTPStatus.CONFLICT:
-                    await asyncio.sleep(0.2)
-            assert removed.status in (204, 404), removed.content
+            await until(  # a create that a kill cut off is unresolved at first
+                lambda path=path: daemon.call("DELETE", path),
+                lambda answer: answer.status in (204, 404),
+                text=f"the node deletes kernel {row['kernel_id']}",
+                within_s=30,
+                every_s=0.2,
+            )
 
 
 @pytest.mark.long
