@@ -4,10 +4,9 @@ They guard growth. Times are measured in `benchmarks/`. The daemon was started c
 of `benchmarks/stand_in.py`, without event readers.
 """
 
-import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import stub_engine
+from support.waiting import until
 
 COUNTED = Path(__file__).parent / "support" / "count_syscalls.py"
 PAIRS, KERNELS, CLAIMS = 50, 20, 50
@@ -32,6 +32,10 @@ MOST_LOOKS = 3
 and for commands that an earlier daemon left in containers."""
 MOST_START_FILES, MOST_START_FSYNCS = 12, 8
 """Of a start: locks, the node and its runtimes, the inventory, what is served, the socket."""
+
+Call = tuple[str, str, Any, int]
+"""A method, a path, a body, and the status of the answer."""
+SMALL = {"image": "any:1", "command": ["sleep", "1000"], "slots": {"cpu": 0, "mem": "16m"}}
 
 
 class Counted(Daemon):
@@ -49,9 +53,7 @@ class Counted(Daemon):
         self._file.unlink(missing_ok=True)
         assert self.process is not None
         self.process.send_signal(signal.SIGUSR1)
-        async with asyncio.timeout(20):
-            while not self._file.exists():
-                await asyncio.sleep(0.02)
+        await until(self._file.exists)
         return json.loads(self._file.read_text())
 
     async def engine_calls(self) -> Any:
@@ -63,34 +65,27 @@ class Counted(Daemon):
         ):
             return await response.json()
 
-    async def create_and_delete(self, names: list[str], *, only_create: bool = False) -> None:
-        """Create kernels one after the other, over one connection."""
+    async def calls(self, calls: Iterable[Call]) -> None:
+        """Make calls one after the other, over one connection."""
         connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
         async with aiohttp.ClientSession("http://agentd", connector=connector) as session:
-            for name in names:
-                body = {
-                    "kernel_id": name,
-                    "image": "any:1",
-                    "command": ["sleep", "1000"],
-                    "slots": {"cpu": 0, "mem": "16m"},
-                }
-                async with session.post("/v1/agents/agent-1/kernels", json=body) as response:
-                    assert response.status == 201, await response.text()
-                if not only_create:
-                    path = f"/v1/kernels/{name}"
-                    async with session.delete(path, params={"timeout": "0"}) as response:
-                        assert response.status == 204, await response.text()
+            for method, path, body, status in calls:
+                async with session.request(method, path, json=body) as response:
+                    assert response.status == status, await response.text()
 
-    async def claim_and_release(self, names: list[str]) -> None:
-        """Claim a device and release it, one after the other, over one connection."""
-        connector = aiohttp.UnixConnector(str(self.folder / "agentd.sock"))
-        async with aiohttp.ClientSession("http://agentd", connector=connector) as session:
-            for name in names:
-                body = {"claim_id": name, "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
-                async with session.post("/v1/agents/agent-1/claims", json=body) as response:
-                    assert response.status == 201, await response.text()
-                async with session.delete(f"/v1/claims/{name}") as response:
-                    assert response.status == 204, await response.text()
+
+def create(name: str) -> Call:
+    return "POST", "/v1/agents/agent-1/kernels", {"kernel_id": name, **SMALL}, 201
+
+
+def create_and_delete(name: str) -> list[Call]:
+    return [create(name), ("DELETE", f"/v1/kernels/{name}?timeout=0", None, 204)]
+
+
+def claim_and_release(name: str) -> list[Call]:
+    body = {"claim_id": name, "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
+    path = "/v1/agents/agent-1/claims"
+    return [("POST", path, body, 201), ("DELETE", f"/v1/claims/{name}", None, 204)]
 
 
 @asynccontextmanager
@@ -108,10 +103,10 @@ async def counted(folder: Path) -> AsyncIterator[Counted]:
 @pytest.mark.long
 async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
-        await daemon.create_and_delete(["warm"])
+        await daemon.calls(create_and_delete("warm"))
         await daemon.engine_calls()
         before = await daemon.counts()
-        await daemon.create_and_delete([f"k{n}" for n in range(PAIRS)])
+        await daemon.calls(c for n in range(PAIRS) for c in create_and_delete(f"k{n}"))
         after = await daemon.counts()
         asked = await daemon.engine_calls()
     assert after["fsyncs"] == before["fsyncs"]
@@ -123,9 +118,9 @@ async def test_create_with_delete_stays_below_its_ceilings(tmp_path: Path) -> No
 
 async def test_claim_with_release_stays_below_its_ceilings(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
-        await daemon.claim_and_release(["warm"])
+        await daemon.calls(claim_and_release("warm"))
         before = await daemon.counts()
-        await daemon.claim_and_release([f"c{n}" for n in range(PAIRS)])
+        await daemon.calls(c for n in range(PAIRS) for c in claim_and_release(f"c{n}"))
         after = await daemon.counts()
     assert after["fsyncs"] == before["fsyncs"]
     assert after["files"] - before["files"] <= PAIRS + MOST_OTHER_FILES
@@ -134,7 +129,7 @@ async def test_claim_with_release_stays_below_its_ceilings(tmp_path: Path) -> No
 async def test_start_costs_the_same_reads_with_many_kernels(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
         empty = await daemon.counts()
-        await daemon.create_and_delete([f"k{n}" for n in range(KERNELS)], only_create=True)
+        await daemon.calls(create(f"k{n}") for n in range(KERNELS))
         await daemon.engine_calls()
         await daemon.restart()
         asked = await daemon.engine_calls()
@@ -154,10 +149,8 @@ async def test_start_reads_each_claim_once(tmp_path: Path) -> None:
     async with counted(tmp_path) as daemon:
         await daemon.restart()
         empty = await daemon.counts()
-        for number in range(CLAIMS):
-            body = {"holder": {"name": f"n{number}"}, "slots": {"mem": "1m"}}
-            made = await daemon.call("POST", "/v1/agents/agent-1/claims", body)
-            assert made.status == 201, made.content
+        body = {"holder": {"name": "x"}, "slots": {"mem": "1m"}}
+        await daemon.calls([("POST", "/v1/agents/agent-1/claims", body, 201)] * CLAIMS)
         await daemon.restart()
         full = await daemon.counts()
         assert len(await daemon.get("/v1/claims")) == CLAIMS

@@ -9,7 +9,7 @@ import pytest
 
 from agentd import failpoints
 from agentd.failpoints import hit, reach
-from crash.points import POINTS, RUNTIMES
+from crash.points import PASSED_BY, POINTS, RUNTIMES, SAME_AS
 
 SOURCE = Path(failpoints.__file__).parent
 KINDS = ("intent", "record", "claim", "engines", "devices", "node")
@@ -26,7 +26,8 @@ def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
     assert {"{what}.before_replace", "{what}.after_replace"} <= named
     named = {name for name in named if "{" not in name}
     named |= {f"{kind}.{when}_replace" for kind in KINDS for when in ("before", "after")}
-    assert named == failpoints.POINTS == set(POINTS)
+    assert named == failpoints.POINTS
+    assert {*SAME_AS, *(name for names in PASSED_BY.values() for name in names)} <= named
 
 
 def named_in(folder: Path) -> set[str]:

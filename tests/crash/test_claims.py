@@ -9,18 +9,15 @@ import time
 import pytest
 
 from crash.points import POINTS
-from support.checked_node import ONE, SEED, SOAK_S, CheckedNode
+from support.checked_node import NO_ANSWER, ONE, SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, gpus
+from support.waiting import until
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8)
 CLAIMS = 100_000 if SOAK_S else 2_000
 POINTS_OF_CLAIMS = [point for point in POINTS if point.startswith("claim.")]
 AFTER_RECORD = {"claim.after_replace", "claim.before_drop"}
 """Points at which the record of a claim is in its place."""
-
-
-async def claim_ids(node: CheckedNode) -> set[str]:
-    return {claim["claim_id"] for claim in await node.daemon.get("/v1/claims")}
 
 
 @pytest.mark.parametrize("point", POINTS_OF_CLAIMS)
@@ -34,10 +31,8 @@ async def test_claim_is_whole_or_absent_after_a_death(
     assert await node.wait_killed() == -signal.SIGKILL
     assert await node.start()
     await node.check()
-    assert await claim_ids(node) == ({"c1"} if point in AFTER_RECORD else set())
-    again = await node.claim("c1")
-    assert again is not None
-    assert again.status == (200 if point in AFTER_RECORD else 201)
+    assert await node.claim_ids() == ({"c1"} if point in AFTER_RECORD else set())
+    assert (await node.claim("c1")).status == (200 if point in AFTER_RECORD else 201)
     await node.release("c1")
     assert await node.daemon.free("cuda.device") == "8"
 
@@ -58,13 +53,12 @@ async def test_create_from_claim_charges_once_after_a_death(
     await node.start(f"{point}=kill", NODE)
     await node.claim("c1", slots={"cuda.device": 2})
     body = {"claim": "c1", **({"keep_claim": True} if keeps else {})}
-    answer = await node.create("k1", slots=ONE, **body)
-    assert answer is None
+    assert await node.create("k1", slots=ONE, **body) is NO_ANSWER
     await node.wait_killed()
     assert await node.start()
     await node.daemon.until("k1", "running")
     await node.check()
-    assert await claim_ids(node) == ({"c1"} if keeps else set())
+    assert await node.claim_ids() == ({"c1"} if keeps else set())
     assert await node.daemon.free("cuda.device") == ("6" if keeps else "7")
 
 
@@ -77,17 +71,15 @@ async def test_claim_fails_at_every_step_and_leaves_nothing(
     await node.start(armed, NODE)
     statuses = []
     for _ in range(len(POINTS_OF_CLAIMS)):
-        answer = await node.claim("c1")
-        assert answer is not None
-        statuses.append(answer.status)
-        if answer.status == 201:
+        statuses.append((await node.claim("c1")).status)
+        if statuses[-1] == 201:
             break
         await node.check()
     assert statuses[-1] == 201
     assert set(statuses[:-1]) <= {500, 503}
-    while (answer := await node.release("c1")) is not None and answer.status != 204:
+    while (answer := await node.release("c1")).status != 204:
         assert answer.status == 503
-        assert await claim_ids(node) == {"c1"}
+        assert await node.claim_ids() == {"c1"}
     await node.check()
     assert await node.daemon.free("cuda.device") == "8"
 
@@ -106,18 +98,12 @@ async def test_random_kills_leak_no_claim_and_give_no_device_twice(
         while done < until and done < CLAIMS:
             if held and (len(held) == 8 or chance.random() < 0.5):
                 claim_id = chance.choice(sorted(held))
-                answer = await node.release(claim_id)
-                assert answer is not None
-                assert answer.status == 204, answer.content
+                assert (await node.release(claim_id)).status == 204
                 held.discard(claim_id)
             else:
                 number += 1
-                child = chance.random() < 0.1
-                answer = await node.claim(
-                    f"c{number}", **({"holder": {"ttl": 600}} if child else {})
-                )
-                assert answer is not None
-                assert answer.status == 201, answer.content
+                body = {"holder": {"ttl": 600}} if chance.random() < 0.1 else {}
+                assert (await node.claim(f"c{number}", **body)).status == 201
                 held.add(f"c{number}")
             done += 1
         dying = asyncio.create_task(node.claim("dying"))
@@ -127,7 +113,7 @@ async def test_random_kills_leak_no_claim_and_give_no_device_twice(
         assert await node.start()
         await node.release("dying")
         await node.check()
-        assert await claim_ids(node) == held
+        assert await node.claim_ids() == held
     for claim_id in held:
         await node.release(claim_id)
     assert await node.daemon.free("cuda.device") == "8"
@@ -140,15 +126,11 @@ async def test_process_that_ends_while_the_daemon_is_dead_frees(process_node: Ch
     assert await node.start(text=NODE)
     child = subprocess.Popen(["sleep", "1000"])
     try:
-        answer = await node.claim("c1", holder={"pid": child.pid})
-        assert answer is not None
-        assert answer.status == 201
+        assert (await node.claim("c1", holder={"pid": child.pid})).status == 201
         await node.kill()
     finally:
         child.kill()
         child.wait()
     assert await node.start()
-    async with asyncio.timeout(5):
-        while await claim_ids(node):
-            await asyncio.sleep(0.01)
+    await until(node.claim_ids, set(), within_s=5)
     assert await node.daemon.free("cuda.device") == "8"

@@ -4,7 +4,6 @@ The daemon starts, says what is wrong in one line each, touches nothing that it 
 of, and serves everything else.
 """
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ from agentd.core.kernel.record import SCHEMA
 from support.checked_node import NODE, ONE, CheckedNode, start_time
 from support.daemon import Daemon
 from support.engine import Engine
+from support.waiting import until
 
 pytestmark = pytest.mark.started
 
@@ -149,7 +149,7 @@ async def test_an_edited_record_frees_no_device(process_node: CheckedNode) -> No
         edit(daemon.folder / "state" / "kernels" / name / "record.json")
     await node.start()
     devices = {d["id"]: d for d in await daemon.get("/v1/devices")}
-    warnings = (await daemon.get("/v1/node"))["warnings"]
+    warnings = await daemon.warnings()
     for name, (_, said) in FREED.items():
         kernel = await daemon.get(f"/v1/kernels/{name}")
         assert (kernel["state"], kernel["pid"]) == ("running", before[name]["pid"])
@@ -235,7 +235,7 @@ async def test_damaged_state_files_are_warnings(node: CheckedNode) -> None:
     for name, (_, text) in FILES.items():
         (state / name).write_text(text)
     await node.start()
-    warnings = (await daemon.get("/v1/node"))["warnings"]
+    warnings = await daemon.warnings()
     for name in ("devices.json", "node.json"):
         assert len([w for w in warnings if name in w and "set aside" in w]) == 1, warnings
         assert (state / f"{name}.unreadable").read_text() == FILES[name][1]
@@ -245,9 +245,7 @@ async def test_damaged_state_files_are_warnings(node: CheckedNode) -> None:
     refused = await daemon.create(slots=ONE)
     assert refused.status == 409, refused.content  # the devices of 'gone' are quarantined
     await node.check(before)
-    async with asyncio.timeout(20):
-        while "gone" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
-            await asyncio.sleep(0.1)
+    await until(daemon.kernel_ids, {"k1"})
     assert (await daemon.create(slots=ONE)).status == 201
 
 
@@ -260,7 +258,7 @@ async def test_newer_state_files_are_read_as_far_as_known(process_node: CheckedN
     text = devices.read_text()
     await node.start()
     assert (await daemon.device("cuda7"))["state"] == "drained"
-    assert any("by a newer agentd" in w for w in (await daemon.get("/v1/node"))["warnings"])
+    assert any("by a newer agentd" in w for w in await daemon.warnings())
     assert (daemon.folder / "state" / "devices.json.schema-99").read_text() == text
 
 

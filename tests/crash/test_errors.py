@@ -1,6 +1,5 @@
 """Every step fails once: the client gets an error, the daemon lives, and the ledger is right."""
 
-import asyncio
 import os
 import signal
 
@@ -10,6 +9,7 @@ from agentd.core.invariants import NodeSnapshot
 from crash.points import POINTS
 from support.checked_node import ONE, CheckedNode
 from support.daemon import AGENTS, gpus
+from support.waiting import until
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(64)
 TRIES = 25
@@ -96,9 +96,11 @@ async def test_stop_and_delete_can_be_repeated_after_any_failure(node: CheckedNo
 async def test_a_look_that_fails_is_taken_again(node: CheckedNode) -> None:
     daemon = node.daemon
     await node.start(armed("adopt", "reconcile"), NODE)
-    async with asyncio.timeout(30):
-        while (await daemon.create(kernel_id="k1", slots=ONE)).status not in (200, 201):
-            await asyncio.sleep(0.1)
+    await until(
+        lambda: daemon.create(kernel_id="k1", slots=ONE),
+        lambda value: value.status in (200, 201),
+        within_s=30,
+    )
     for number in range(4):
         await daemon.running(kernel_id=f"e{number}", slots=ONE)
         os.kill(node.live_commands()[f"e{number}"][0], signal.SIGKILL)
@@ -127,9 +129,11 @@ async def test_a_plugin_that_cannot_be_started_is_tried_again(node: CheckedNode)
 
 async def created_again(node: CheckedNode, before: NodeSnapshot) -> None:
     """Wait until a kernel gets a device, and remove it."""
-    async with asyncio.timeout(40):
-        while (await node.daemon.create(kernel_id="k2", slots=ONE)).status not in (200, 201):
-            await asyncio.sleep(0.2)
+    await until(
+        lambda: node.daemon.create(kernel_id="k2", slots=ONE),
+        lambda value: value.status in (200, 201),
+        within_s=40,
+    )
     await node.check(before, {"k2"})
     await node.remove("k2")
 

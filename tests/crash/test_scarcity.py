@@ -18,6 +18,7 @@ from agentd.runtimes.process.shim import PR_SET_CHILD_SUBREAPER
 from native.libraries import built
 from support.checked_node import NODE, ONE, CheckedNode, session_id, start_time
 from support.daemon import Daemon
+from support.waiting import until
 
 ROOT_ONLY = pytest.mark.needs("root")
 
@@ -63,7 +64,7 @@ async def test_daemon_serves_with_a_read_only_state_folder(node: CheckedNode) ->
         subprocess.run(["mount", "-o", "remount,ro,bind", str(state)], check=True)
         await node.start()
         assert node.live_commands() == lives
-        warnings = (await daemon.get("/v1/node"))["warnings"]
+        warnings = await daemon.warnings()
         assert [w for w in warnings if "the inventory is not saved" in w], warnings
         await is_served_without_being_remembered(node)
         assert await node.kill(signal.SIGTERM) == 0
@@ -93,9 +94,7 @@ async def test_full_state_folder_recovers_when_there_is_room(
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 503
         (state / "filler").unlink()
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
-        async with asyncio.timeout(10):
-            while any("not saved" in w for w in (await daemon.get("/v1/node"))["warnings"]):
-                await asyncio.sleep(0.05)
+        await until(daemon.warnings, lambda them: not any("not saved" in w for w in them))
         await node.check()
         await daemon.close()
 
@@ -141,11 +140,9 @@ async def test_a_clock_that_is_set_back_moves_no_deadline(node: CheckedNode) -> 
     offset.write_text("0")
     library = built("clock.c", daemon.folder / "clock.so")
     await daemon.start(LD_PRELOAD=str(library), CLOCK_OFFSET=str(offset))
-    assert "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]
+    assert await daemon.kernel_ids() == {"k1", "k2"}
     offset.write_text("-86400")
-    async with asyncio.timeout(20):
-        while "k2" in [k["kernel_id"] for k in await daemon.get("/v1/kernels")]:
-            await asyncio.sleep(0.1)
+    await until(daemon.kernel_ids, {"k1"})
     assert node.live_commands() == lives
     young = await daemon.running(kernel_id="k3", slots=ONE)
     old = await daemon.get("/v1/kernels/k1")

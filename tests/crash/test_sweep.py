@@ -4,12 +4,10 @@ One node lives through all of it: each life has a point set, at which it dies ov
 asked of it, and the next one dies at a point of its start. Two kernels live through it all.
 """
 
-import asyncio
 import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from difflib import unified_diff
 from itertools import product
@@ -21,6 +19,7 @@ from agentd.core.kernel.plan import kernel_name
 from crash.points import POINTS
 from crash.states import left_behind, states_of
 from support.checked_node import (
+    NO_ANSWER,
     ONE,
     SEED,
     SETTLE_TIMEOUT_S,
@@ -32,6 +31,7 @@ from support.checked_node import (
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import Engine, rootfs
 from support.registry import Registry
+from support.waiting import until
 
 PARTS = 3
 """The number of tests that share the lives; each has a node of its own."""
@@ -154,13 +154,12 @@ class Sweep:
         """The same create gives the same kernel, or another try, or word that it is not known."""
         known = {k["kernel_id"]: k for k in await self.daemon.get("/v1/kernels")}
         answer = await self.node.create(kernel_id, **self._body)
-        assert answer is not None
         if kernel_id not in known:
-            assert answer.status in (201, 422), answer.content
+            assert answer.status in (201, 422)
         elif known[kernel_id]["state"] == "creating":
-            assert answer.status == 503, answer.content
+            assert answer.status == 503
         else:
-            assert answer.status == 200, answer.content
+            assert answer.status == 200
             assert answer.json["container_id"] == known[kernel_id]["container_id"]
             assert answer.json["pid"] == known[kernel_id]["pid"]
         await self.node.remove(kernel_id)
@@ -175,10 +174,10 @@ class Sweep:
         kind = "create" if point.endswith("_move") else point.partition(".")[0]
         if kind in ("create", "intent", "shim", "stop", "delete", "record", "reconcile"):
             answer = await self.node.create(kernel_id, **self._body)
-            assert answer is None or answer.status == 201, (point, answer.content)
-            is_early = answer is None and kind not in ("create", "intent", "shim")
-            if answer is not None and kind in ("stop", "reconcile"):
-                assert answer.json["state"] == "running", answer.content
+            assert answer is NO_ANSWER or answer.status == 201, point
+            is_early = answer is NO_ANSWER and kind not in ("create", "intent", "shim")
+            if answer is not NO_ANSWER and kind in ("stop", "reconcile"):
+                assert answer.json["state"] == "running"
         match kind:
             case _ if is_early:
                 pass
@@ -338,13 +337,11 @@ async def die(sweep: Sweep, point: str) -> None:
 
 async def until_same(dead: dict[str, CheckedNode]) -> None:
     """Wait until the nodes look the same: plugins and shims end after the daemon does."""
-    end = time.monotonic() + SETTLE_TIMEOUT_S
-    while True:
-        (first, looks), *others = [(point, left_behind(w).split("\n")) for point, w in dead.items()]
-        differing = [(point, lines) for point, lines in others if lines != looks]
-        if not differing:
-            return
-        if time.monotonic() > end:
-            point, lines = differing[0]
-            raise AssertionError("\n".join(unified_diff(looks, lines, first, point, n=0)))
-        await asyncio.sleep(0.05)
+
+    def differences() -> str:
+        (first, looks), *others = [(p, left_behind(n).split("\n")) for p, n in dead.items()]
+        return "\n".join(
+            line for p, lines in others for line in unified_diff(looks, lines, first, p, n=0)
+        )
+
+    await until(differences, "", text="nodes that look the same", within_s=SETTLE_TIMEOUT_S)

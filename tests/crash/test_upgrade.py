@@ -21,36 +21,11 @@ from support.engine import Engine
 ONE_AT_A_TIME = pytest.mark.xdist_group("recorded")
 """The node ids are those that were recorded."""
 RECORDED = Path(__file__).parents[1] / "recorded"
-VERSIONS = ["0.2.0"]
+OLDEST = json.loads((RECORDED / "0.2.0.json").read_text())
+"""A kernel that runs, and one that has ended."""
 NODE = json.loads((RECORDED / "427f930.json").read_text())
 """A drain, a replaced device, dealings, claims of each kind of holder, and a ready engine."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@pytest.fixture(params=VERSIONS)
-def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The files of one version."""
-    return json.loads((RECORDED / f"{request.param}.json").read_text())
-
-
-@pytest.fixture
-def left_behind(folder: Path, recorded: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The state folder of that version, with a process under the record of the one that runs."""
-    content, state = recorded["process"], folder / "state"
-    for name, text in content["files"].items():
-        path = state / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_text(text)
-    state.chmod(0o711)
-    lives = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    identity = state / "kernels" / "lives" / "identity.json"
-    who = json.loads(identity.read_text())
-    who |= {"pid": lives.pid, "start_time": start_time(lives.pid), "boot_id": BOOT_ID}
-    who["has_cgroup"] = False  # this one stands beside any
-    identity.write_text(json.dumps(who))
-    yield content | {"pid": lives.pid}
-    lives.kill()
-    lives.wait()
 
 
 async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str, Any]) -> None:
@@ -69,28 +44,28 @@ async def are_adopted(daemon: Daemon, content: dict[str, Any], bodies: dict[str,
 
 @ONE_AT_A_TIME
 async def test_processes_of_an_older_agentd_are_adopted(
-    folder: Path, recorded: dict[str, Any], left_behind: dict[str, Any]
+    folder: Path, processes: dict[str, int]
 ) -> None:
+    content = OLDEST["process"]
+    restore(folder, content, processes)
     daemon = Daemon(folder, "process")
-    daemon.node = left_behind["node"]
+    daemon.node = content["node"]
     try:
-        await are_adopted(daemon, left_behind, recorded["bodies"])
-        assert (await daemon.get("/v1/kernels/lives"))["pid"] == left_behind["pid"]
-        assert start_time(left_behind["pid"])
+        await are_adopted(daemon, content, OLDEST["bodies"])
+        assert (await daemon.get("/v1/kernels/lives"))["pid"] == processes["lives"]
+        assert start_time(processes["lives"])
     finally:
         await daemon.stop()
 
 
 @ONE_AT_A_TIME
 @pytest.mark.docker
-async def test_containers_of_an_older_agentd_are_adopted(
-    folder: Path, recorded: dict[str, Any], engine: Engine
-) -> None:
-    content = recorded["docker"]
-    ids = create_containers(engine, content["containers"], recorded["bodies"])
+async def test_containers_of_an_older_agentd_are_adopted(folder: Path, engine: Engine) -> None:
+    content = OLDEST["docker"]
+    ids = create_containers(engine, content["containers"], OLDEST["bodies"])
     daemon = Daemon(folder, "docker", engine)
     daemon.node = content["node"]
-    await are_adopted(daemon, content, recorded["bodies"])
+    await are_adopted(daemon, content, OLDEST["bodies"])
     assert {k["kernel_id"]: k["container_id"] for k in await daemon.get("/v1/kernels")} == ids
     await daemon.close()
 
@@ -123,7 +98,8 @@ def restore(folder: Path, content: dict[str, Any], pids: dict[str, int]) -> None
         if name == "engines.json":
             path.write_text(json.dumps({"ready": {"slurm": BOOT_ID}, "schema": 1}))
         elif (pid := pids.get(path.parent.name)) and path.name == "identity.json":
-            put(path, json.loads(text) | whereabouts(pid) | {"has_cgroup": False})
+            who = {"pid": pid, "start_time": start_time(pid), "boot_id": BOOT_ID}
+            put(path, json.loads(text) | who | {"has_cgroup": False})
         elif path.parent.name == "claims" and (pid := pids.get(path.stem)):
             claim = json.loads(path.read_text())
             claim["holder"] |= {"pid": pid, "start_time": start_time(pid)}
@@ -133,10 +109,6 @@ def restore(folder: Path, content: dict[str, Any], pids: dict[str, int]) -> None
 
 def put(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content))
-
-
-def whereabouts(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "start_time": start_time(pid), "boot_id": BOOT_ID}
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ class Site:
         while True:
             await self._is_up.wait()
             answer = await self.checked_node.try_call(method, path, body)
-            if answer is not None and answer.status != 503:
+            if answer.status not in (0, 503):
                 return answer
             await asyncio.sleep(0.1)
 

@@ -11,7 +11,6 @@ import os
 import resource
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -24,9 +23,10 @@ import pytest
 
 from end_to_end.test_events import DROPPED
 from hostile.attacks import FRAMES, SLEEP, Client
+from support.certificates import certificate
 from support.daemon import AGENTS, BASE, Daemon, gpus
 from support.daemon_pool import Serving
-from support.needs import require
+from support.waiting import until
 
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
@@ -37,21 +37,6 @@ DEADLINES = {
     "agentd.http.connections.connection.HEADER_TIMEOUT_S": 3.0,
     "agentd.http.connections.connection.READ_TIMEOUT_S": 1.5,
 }
-
-
-def certificate(folder: Path) -> None:
-    """Make a key and a certificate of its own."""
-    require("openssl")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += [
-        "-subj",
-        "/CN=localhost",
-        "-keyout",
-        str(folder / "key"),
-        "-out",
-        str(folder / "cert"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 class Node:
@@ -86,9 +71,39 @@ class Node:
 
     async def back_to(self, descriptors: int, within_s: float = 20) -> None:
         """Wait until no more descriptors are open than before."""
-        async with asyncio.timeout(within_s):
-            while self.descriptors > descriptors + 2:
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: self.descriptors,
+            lambda count: count <= descriptors + 2,
+            text=f"agentd has {descriptors} descriptors",
+            within_s=within_s,
+        )
+
+    async def are_dropped(self, count: int, sent: bytes) -> None:
+        """Connect many clients that send no more, and wait until agentd has dropped them all."""
+        before = self.descriptors
+        async with AsyncExitStack() as stack:
+            readers = []
+            for _ in range(count):
+                reader, writer = await self.connected()
+                stack.callback(writer.close)
+                writer.write(sent)
+                readers.append(reader)
+            assert (await self.daemon.call("GET", "/v1/node")).status == 200
+            assert self.descriptors <= before + MOST + 40  # with those about to be dropped
+            async with asyncio.timeout(30):
+                for reader in readers:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+        await self.back_to(before)
+        assert self.daemon.log.count("\n") < 200
+
+    async def deaf_client(self, stack: AsyncExitStack) -> socket.socket:
+        """Connect a client that takes little of an answer."""
+        sock = stack.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        return sock
 
     def watched(self, is_over: threading.Event) -> None:
         """Ask for `/livez` on the unix socket again and again, and note the time to each answer.
@@ -136,22 +151,7 @@ async def node(plain: Daemon, request: pytest.FixtureRequest) -> AsyncIterator[N
 
 
 async def test_half_requests_do_not_block_other_clients(node: Node) -> None:
-    before = node.descriptors
-    async with AsyncExitStack() as stack:
-        half = []
-        for _ in range(HALF):
-            reader, writer = await node.connected()
-            stack.callback(writer.close)
-            writer.write(b"GET /v1/node HTTP/1.1\r\nHost: ")
-            half.append(reader)
-        assert (await node.daemon.call("GET", "/v1/node")).status == 200
-        assert node.descriptors <= before + MOST + 40
-        async with asyncio.timeout(30):
-            for reader in half:
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-    await node.back_to(before)
-    assert node.daemon.log.count("\n") < 200
+    await node.are_dropped(HALF, b"GET /v1/node HTTP/1.1\r\nHost: ")
 
 
 @pytest.mark.parametrize("node", [READERS + 100], indirect=True, ids=["room for all"])
@@ -165,18 +165,12 @@ async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
     async with AsyncExitStack() as stack:
         readers = []
         for _ in range(READERS):
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", node.port))
-            stack.callback(sock.close)
+            sock = await node.deaf_client(stack)
             await asyncio.get_running_loop().sock_sendall(
                 sock, node.request("/v1/kernels/loud/logs?follow=true")
             )
             readers.append(sock)
-        async with asyncio.timeout(30):
-            while not DROPPED.search(node.daemon.log):
-                await asyncio.sleep(0.1)
+        await until(lambda: DROPPED.search(node.daemon.log), within_s=30)
         for sock in readers:
             head = await asyncio.get_running_loop().sock_recv(sock, 12)
             refused += head.endswith(b"429")
@@ -211,15 +205,9 @@ async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
     before = node.descriptors
     async with AsyncExitStack() as stack:
         for _ in range(10):
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", node.port))
-            stack.callback(sock.close)
+            sock = await node.deaf_client(stack)
             sock.send(8 * node.request("/v1/kernels"))
-        async with asyncio.timeout(60):
-            while node.daemon.log.count("connection.stalled") < 1:
-                await asyncio.sleep(0.1)
+        await until(lambda: "connection.stalled" in node.daemon.log, within_s=60)
         await node.back_to(before, within_s=40)
 
 
@@ -227,21 +215,7 @@ async def test_silent_tls_clients_do_not_block_others(plain: Daemon) -> None:
     certificate(plain.folder)
     made = Node(plain, f'tls-cert = "{plain.folder}/cert"\ntls-key = "{plain.folder}/key"\n')
     await plain.start()
-    before = made.descriptors
-    async with AsyncExitStack() as stack:
-        silent = []
-        for _ in range(HALF):
-            reader, writer = await made.connected()
-            stack.callback(writer.close)
-            silent.append(reader)
-        assert (await plain.call("GET", "/v1/node")).status == 200
-        assert made.descriptors <= before + MOST + 40  # those accepted and about to be dropped, too
-        async with asyncio.timeout(30):
-            for reader in silent:
-                with contextlib.suppress(ConnectionResetError):
-                    assert await reader.read() == b""
-    await made.back_to(before)
-    assert plain.log.count("\n") < 200
+    await made.are_dropped(HALF, b"")
     context = ssl.create_default_context(cafile=plain.folder / "cert")
     context.check_hostname = False
     headers = {"Authorization": "Bearer secret"}

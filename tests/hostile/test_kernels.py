@@ -11,6 +11,7 @@ import pytest
 
 from support.checked_node import start_time
 from support.daemon import AGENTS, Daemon, gpus
+from support.waiting import until
 
 NODE = (
     '[runtime.process]\nlog-max-size = "64k"\nlog-max-files = 2\n'
@@ -148,9 +149,7 @@ async def test_kernel_without_shim_is_charged_and_can_be_ended(node, folder) -> 
     identity = (folder / "state/kernels/k1/identity.json").read_text()
     shim = int(identity.partition('"shim_pid": ')[2].partition(",")[0])
     os.kill(shim, 9)
-    async with asyncio.timeout(20):
-        while start_time(shim):
-            await asyncio.sleep(0.02)
+    await until(lambda: start_time(shim), 0)
     await node.restart(NODE)
     again = await node.get("/v1/kernels/k1")
     assert (again["state"], again["pid"]) == ("running", kernel["pid"])

@@ -1,6 +1,5 @@
 """Containers made by hand: what their labels may claim, and what comes of it."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import IMAGE, Engine
+from support.waiting import until
 
 pytestmark = pytest.mark.docker
 NODE = AGENTS + gpus(2)
@@ -52,16 +52,14 @@ def files(folder: Path) -> set[str]:
 
 
 async def warnings(daemon: Daemon) -> list[str]:
-    return [w for w in (await daemon.get("/v1/node"))["warnings"] if "is ignored" in w]
+    return [w for w in await daemon.warnings() if "is ignored" in w]
 
 
 async def test_a_label_that_is_a_path_is_a_warning_and_holds_nothing(node, engine, folder) -> None:
     before, free = files(folder), await node.free("cuda.device")
     for kernel_id in PATHS:
         engine.call("POST", f"/containers/{made(engine, node, kernel_id)}/start")
-    async with asyncio.timeout(20):
-        while len(await warnings(node)) < len(PATHS):  # by events alone
-            await asyncio.sleep(0.05)
+    await until(lambda: warnings(node), lambda found: len(found) == len(PATHS))  # by events alone
     for _ in range(2):
         assert await node.get("/v1/kernels") == []
         assert await node.free("cuda.device") == free
@@ -75,9 +73,7 @@ async def test_a_label_that_is_a_path_is_a_warning_and_holds_nothing(node, engin
         assert (answer.status, answer.json["code"]) == (404, "UnknownKernel")
     assert len(engine.containers()) == len(PATHS)
     engine.clean()
-    async with asyncio.timeout(20):
-        while await warnings(node):
-            await asyncio.sleep(0.05)
+    await until(lambda: warnings(node), [])
 
 
 async def test_a_file_outside_of_the_state_folder_is_never_removed(node, engine, folder) -> None:
@@ -95,14 +91,7 @@ async def test_a_file_outside_of_the_state_folder_is_never_removed(node, engine,
 async def test_an_agent_that_is_a_path_is_an_unknown_agent(node, engine) -> None:
     container = made(engine, node, "k1", agent="../../PWNED")
     engine.call("POST", f"/containers/{container}/start")
-    await known(node, "k1")
+    await until(node.kernel_ids, {"k1"})
     kernel = await node.until("k1", "unreadable")
     assert kernel["agent_id"] == ""
     assert await node.free("cuda.device") == "0", "nobody can tell what it holds"
-
-
-async def known(daemon: Daemon, kernel_id: str) -> None:
-    """Wait until a kernel is known."""
-    async with asyncio.timeout(20):
-        while (await daemon.call("GET", f"/v1/kernels/{kernel_id}")).status != 200:
-            await asyncio.sleep(0.05)

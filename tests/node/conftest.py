@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 
 from node import images
 from node.machine import Machine, MachineError
+from support.waiting import until_blocking
 
 collect_ignore_glob = [] if os.environ.get("AGENTD_TEST_NODE") else ["test_*.py"]
 """`make test-node` sets it: the machine takes minutes, and QEMU."""
@@ -95,11 +95,13 @@ class Node:
 
     def until(self, kernel_id: str, state: str, within_s: float = 60) -> Any:
         """Wait until a kernel is in a state; return it."""
-        end = time.monotonic() + within_s
-        while (kernel := self.kernel(kernel_id))["state"] != state:
-            assert time.monotonic() < end, kernel
-            time.sleep(0.2)  # the answer costs the one processor that the kernel waits for
-        return kernel
+        return until_blocking(
+            lambda: self.kernel(kernel_id),
+            lambda kernel: kernel["state"] == state,
+            text=f"kernel {kernel_id} is {state}",
+            within_s=within_s,
+            every_s=0.2,  # an answer costs the one processor that the kernel waits for
+        )
 
     def logs(self, kernel_id: str, query: str = "") -> str:
         """Return what a kernel printed."""
@@ -147,6 +149,10 @@ class Node:
         assert not re.search("failed|error", summary), done.output
         return done.output
 
+    def restarts(self) -> str:
+        """Return how often systemd has restarted agentd."""
+        return self.must("systemctl show agentd -p NRestarts --value").strip()
+
     def unit(self, kernel_id: str) -> str:
         """Return the unit of a kernel."""
         listed = self.must(
@@ -161,10 +167,11 @@ class Node:
 
 
 def until_ready(node: Node, within_s: float = 120) -> None:
-    end = time.monotonic() + within_s
-    while node.machine.request("GET", "/readyz", "", 30)[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until_blocking(
+        lambda: node.machine.request("GET", "/readyz", "", 30),
+        lambda answer: answer[0] == 200,
+        within_s=within_s,
+    )
 
 
 CONFIG = """

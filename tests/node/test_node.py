@@ -6,11 +6,11 @@ One machine, in the order in which the tests stand.
 import json
 import os
 import re
-import time
 from itertools import pairwise
 
 from node.conftest import CONFIG, Node, until_ready
 from node.machine import Machine
+from support.waiting import until_blocking
 
 STEAL = """
 import ctypes, os, sys
@@ -63,15 +63,11 @@ def test_limits_hold(node: Node) -> None:
         "except OSError as error: print(error)"
     )
     node.create("many", "python3", "-c", fork, pids_limit=10)
-    end = time.monotonic() + 30
-    while "Resource temporarily unavailable" not in node.logs("many"):
-        assert time.monotonic() < end
+    until_blocking(lambda: node.logs("many"), lambda log: "temporarily unavailable" in log)
     seen = node.create("one", "sh", "-c", "nproc; sleep 999", slots={"cpu": 1, "mem": "32m"})
     core = next(iter(seen["allocation"]["cpu"]["cpu"]))
     assert node.must(f"systemctl show {node.unit('one')} -p AllowedCPUs --value").strip() == core
-    end = time.monotonic() + 30
-    while node.logs("one") != "1":
-        assert time.monotonic() < end
+    until_blocking(lambda: node.logs("one"), "1")
     node.remove("big", "many", "one")
 
 
@@ -83,9 +79,7 @@ def test_a_kernel_opens_its_own_devices_and_no_others(node: Node) -> None:
     mine = next(iter(has["allocation"]["tpu"]["tpu.device"]))
     number = re.search(r"\d+$", mine)[0]
     other = {"0": "1", "1": "0"}[number]
-    end = time.monotonic() + 30
-    while "open /dev/null" not in (text := node.logs("has")):
-        assert time.monotonic() < end, text
+    text = until_blocking(lambda: node.logs("has"), lambda log: "open /dev/null" in log)
     assert f"open /dev/tpu{number}" in text or "No such device" in text
     assert f"open /dev/tpu{other}" not in text
     assert f"/dev/tpu{other}: Operation not permitted" in text, text
@@ -102,9 +96,7 @@ def test_a_kernel_cannot_take_another_s_descriptor(node: Node) -> None:
 def test_orphaned_child_keeps_the_kernel_alive(node: Node) -> None:
     slots = {"cpu": 0, "mem": "32m", "tpu.device": 1}
     node.create("parent", "sh", "-c", "sleep 999 & echo gone; exit 3", slots=slots)
-    end = time.monotonic() + 30
-    while node.logs("parent") != "gone":
-        assert time.monotonic() < end
+    until_blocking(lambda: node.logs("parent"), "gone")
     kernel = node.kernel("parent")
     assert kernel["state"] == "running"
     assert kernel["allocation"]["tpu"]
@@ -202,10 +194,7 @@ def test_hanging_daemon_is_restarted(node: Node) -> None:
     node.must(f"mkdir -p {drop_in} && printf '[Service]\\nWatchdogSec=8\\n' >{drop_in}/w.conf")
     node.must("systemctl daemon-reload && systemctl restart agentd", 300)
     node.must("systemctl kill -s STOP --kill-whom=main agentd")
-    end = time.monotonic() + 120
-    while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
-        assert time.monotonic() < end
-        time.sleep(1)
+    until_blocking(node.restarts, lambda count: count != "0", within_s=120, every_s=1)
     node.must(f"rm -r {drop_in} && systemctl daemon-reload")
     until_ready(node)
     assert node.kernel("talks")["state"] == "running"

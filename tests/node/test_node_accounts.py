@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from node.conftest import ASK, CONFIG, Node, until_ready
+from support.waiting import until_blocking
 
 MIB = 1 << 20
 WRITTEN, HELD, SENT = 32 * MIB, 24 * MIB, 2 * MIB
@@ -95,9 +96,8 @@ def test_uncounted_usage_is_unknown(node: Node) -> None:
     node.create("busy", "sh", "-c", busy)
     unit = node.unit("busy")
     node.must("systemctl stop agentd.socket agentd.service", 300)
-    end = time.monotonic() + 120
-    while node.must(f"systemctl show {unit} -p SubState --value").strip() != "exited":
-        assert time.monotonic() < end
+    show = f"systemctl show {unit} -p SubState --value"
+    until_blocking(lambda: node.must(show).strip(), "exited", within_s=120)
     node.must(f"systemctl stop {unit}; systemctl start agentd.socket agentd.service", 300)
     until_ready(node)
     assert node.until("busy", "terminated")["exit_code"] == 0
@@ -112,9 +112,9 @@ def loaded(node: Node, runtime: str, also: str = ":", **options: Any) -> Any:
     kernel_id = f"of-{runtime}"
     load = LOAD.format(name=kernel_id, also=also)
     node.create(kernel_id, "sh", "-c", load, slots={"cpu": 1, "mem": "128m"}, **options)
-    end = time.monotonic() + 120
-    while not (printed := node.logs(kernel_id)).endswith("loaded"):
-        assert time.monotonic() < end, printed
+    printed = until_blocking(
+        lambda: node.logs(kernel_id), lambda printed: printed.endswith("loaded"), within_s=120
+    )
     time.sleep(1.1)  # figures are read once a second at most
     used = node.ask("GET", f"/v1/kernels/{kernel_id}/stats")[1]
     own = sum(60 * int(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", printed))

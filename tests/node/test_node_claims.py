@@ -1,9 +1,9 @@
 """Claims on a machine with systemd: a scope holds for the children of a command, too."""
 
-import time
 from typing import Any
 
 from node.conftest import CONFIG, Node, until_ready
+from support.waiting import until_blocking
 
 LEFT_BEHIND = (
     "echo $TPU_VISIBLE_DEVICES; setsid sleep 9999 >/dev/null 2>&1 </dev/null & echo $! >/tmp/child"
@@ -22,9 +22,7 @@ def held(node: Node) -> list[Any]:
 
 
 def until_free(node: Node) -> None:
-    end = time.monotonic() + 30
-    while claims(node):
-        assert time.monotonic() < end, claims(node)
+    until_blocking(lambda: claims(node), lambda listed: not listed)
     assert held(node) == []
 
 

@@ -3,12 +3,12 @@
 import json
 import os
 import shlex
-import time
 
 import pytest
 
 from crash.points import POINTS
 from node.conftest import CONFIG, Node, until_ready
+from support.waiting import until_blocking
 
 DROP_IN = "/run/systemd/system/agentd.service.d"
 FAILPOINTS = "/run/agentd-failpoints"
@@ -72,9 +72,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     for method, path in asked:
         body = BODY if path == CREATE[1] else {"timeout": 0.2} if path == STOP[1] else None
         node.machine.request(method, path, json.dumps(body) if body else "", 120)
-    end = time.monotonic() + 60
-    while node.must("systemctl show agentd -p NRestarts --value").strip() == "0":
-        assert time.monotonic() < end, f"{point} was not reached"
+    until_blocking(node.restarts, lambda count: count != "0", text=f"{point} kills", within_s=60)
     until_ready(node)
     kernels = node.ask("GET", "/v1/kernels")[1]
     assert {k["kernel_id"] for k in kernels if k["state"] == "running"} == living(node).keys()

@@ -1,10 +1,10 @@
 """The same node when the machine goes down: reboots, power cuts; and its users, and its end."""
 
 import json
-import time
 
 from node.conftest import ASK, CONFIG, Node, until_ready
 from node.machine import Machine
+from support.waiting import until_blocking
 
 POLITE = "while :; do sleep 1; done"
 LIMIT = "/etc/systemd/system.conf.d/limit.conf"
@@ -94,10 +94,12 @@ def test_a_user_s_daemon_beside_the_system_s(node: Node) -> None:
         f"{as_user} systemd-run --user --unit agentd agentd run --config /home/mallory/agent.toml"
     )
     ask = f"{as_user} AGENTD_SOCKET=/home/mallory/a.sock {ASK}"
-    end = time.monotonic() + 120
-    while not node.run(f"{ask} GET /readyz").output.startswith("200"):
-        assert time.monotonic() < end, node.run("journalctl -n 40").output
-        time.sleep(0.5)
+    until_blocking(
+        lambda: node.run(f"{ask} GET /readyz").output,
+        lambda answer: answer.startswith("200"),
+        within_s=120,
+        every_s=0.5,
+    )
     body = {"kernel_id": "u1", "command": ["sleep", "999"], "slots": {"cpu": 0, "mem": "16m"}}
     made = node.must(f"{ask} POST /v1/agents/main/kernels '{json.dumps(body)}'")
     assert made.startswith("201"), made

@@ -91,136 +91,79 @@ def test_prolog_claims_nothing_when(changes: dict[str, Any], wanted: type) -> No
 OWN = {"claim_id": "slurm-7", "labels": {"engine": "slurm", "job": "7"}}
 KERNEL = {"kernel_id": "k1", "claim_id": "slurm-7", "state": "running"}
 SYNC = SyncFacts("n1", MAP, (OWN,), (), ROWS, (JOB,), frozenset({7}), frozenset({7}))
-OTHER = {"kernel_id": "k1", "amount": "1"}
+USED_BY_KERNEL = {"devices": (row(1), row(3, {"kernel_id": "k1", "amount": "1"}))}
+BLOCKED = {"jobs": (JOB, PLACEHOLDER)}
+OVER = {"jobs": (), "alive": frozenset()}
+UNCLAIMED = {"claims": (), "unclaimed": frozenset({7})}
+SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "in step": ({}, []),
+    "a kernel": (USED_BY_KERNEL, [StartPlaceholder("cuda3", "k1")]),
+    "a claim": (
+        {"devices": (row(1), row(3, {"claim_id": "c-1"}))},
+        [StartPlaceholder("cuda3", "c-1")],
+    ),
+    "the job's claim": ({"devices": (row(1, {"claim_id": "slurm-7"}), row(3))}, []),
+    "a kernel of the job's claim": (USED_BY_KERNEL | {"kernels": (KERNEL,)}, []),
+    "blocked": (USED_BY_KERNEL | BLOCKED, []),
+    "another holder": (
+        BLOCKED | {"devices": (row(1), row(3, {"kernel_id": "k2"}))},
+        [RenamePlaceholder(9, "k2")],
+    ),
+    "free again": (BLOCKED, [EndPlaceholder(9)]),
+    "blocked twice": (
+        USED_BY_KERNEL
+        | {"jobs": (JOB, PLACEHOLDER, replace(PLACEHOLDER, job_id=10, state="PENDING"))},
+        [EndPlaceholder(10)],
+    ),
+    "a placeholder of another node": (
+        {"jobs": (JOB, replace(PLACEHOLDER, required_nodes="n2", nodes=("n2",)))},
+        [],
+    ),
+    "ending already": ({"jobs": (JOB, replace(PLACEHOLDER, state="COMPLETING"))}, []),
+    "drained": (
+        {"devices": (row(1), row(3, state="drained"))},
+        [StartPlaceholder("cuda3", "drained")],
+    ),
+    "missing": ({"devices": (row(1),)}, [StartPlaceholder("cuda3", "missing")]),
+    "unknown to slurmctld, alive": ({"jobs": ()}, []),
+    "known to slurmctld, no process yet": ({"alive": frozenset()}, []),
+    "unknown, and gone": (OVER, [EndClaim(7)]),
+    "ended, and gone": (OVER | {"jobs": (replace(JOB, state="COMPLETED"),)}, [EndClaim(7)]),
+    "a job without a claim, for the first time": ({"claims": ()}, []),
+    "a job without a claim, still": (UNCLAIMED, [ClaimRunningJob(7)]),
+    "a job without a claim or a process": (UNCLAIMED | {"running": frozenset()}, []),
+    "a job whose claim a kernel took over": (UNCLAIMED | {"kernels": (KERNEL,)}, []),
+    "a job with an ended kernel of an earlier claim": (
+        UNCLAIMED | {"kernels": (KERNEL | {"state": "terminated"},)},
+        [ClaimRunningJob(7)],
+    ),
+    "a claim with another id": (
+        UNCLAIMED | {"claims": (OWN | {"claim_id": "slurm-7-2"},)},
+        [],
+    ),
+    "two claims of a job that is over": (
+        OVER | {"claims": (OWN, OWN | {"claim_id": "slurm-7-2"})},
+        [EndClaim(7)],
+    ),
+    "a job in its prolog": (UNCLAIMED | {"jobs": (replace(JOB, state="CONFIGURING"),)}, []),
+    "claims of others": (
+        OVER
+        | {
+            "claims": (
+                OWN | {"labels": {}},
+                OWN | {"labels": {"engine": "slurm", "job": "8"}},
+                OWN | {"claim_id": "x"},
+                OWN | {"claim_id": "slurm-7-x"},
+            )
+        },
+        [],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        pytest.param({}, [], id="in step"),
-        pytest.param(
-            {"devices": (row(1), row(3, OTHER))}, [StartPlaceholder("cuda3", "k1")], id="a kernel"
-        ),
-        pytest.param(
-            {"devices": (row(1), row(3, {"claim_id": "c-1"}))},
-            [StartPlaceholder("cuda3", "c-1")],
-            id="a claim",
-        ),
-        pytest.param(
-            {"devices": (row(1, {"claim_id": "slurm-7"}), row(3))}, [], id="the job's claim"
-        ),
-        pytest.param(
-            {
-                "devices": (row(1), row(3, OTHER)),
-                "kernels": (KERNEL,),
-            },
-            [],
-            id="a kernel of the job's claim",
-        ),
-        pytest.param(
-            {"devices": (row(1), row(3, OTHER)), "jobs": (JOB, PLACEHOLDER)}, [], id="blocked"
-        ),
-        pytest.param(
-            {"devices": (row(1), row(3, {"kernel_id": "k2"})), "jobs": (JOB, PLACEHOLDER)},
-            [RenamePlaceholder(9, "k2")],
-            id="another holder",
-        ),
-        pytest.param({"jobs": (JOB, PLACEHOLDER)}, [EndPlaceholder(9)], id="free again"),
-        pytest.param(
-            {
-                "devices": (row(1), row(3, OTHER)),
-                "jobs": (JOB, PLACEHOLDER, replace(PLACEHOLDER, job_id=10, state="PENDING")),
-            },
-            [EndPlaceholder(10)],
-            id="blocked twice",
-        ),
-        pytest.param(
-            {"jobs": (JOB, replace(PLACEHOLDER, required_nodes="n2", nodes=("n2",)))},
-            [],
-            id="a placeholder of another node",
-        ),
-        pytest.param(
-            {"jobs": (JOB, replace(PLACEHOLDER, state="COMPLETING"))}, [], id="ending already"
-        ),
-        pytest.param(
-            {"devices": (row(1), row(3, state="drained"))},
-            [StartPlaceholder("cuda3", "drained")],
-            id="drained",
-        ),
-        pytest.param({"devices": (row(1),)}, [StartPlaceholder("cuda3", "missing")], id="missing"),
-        pytest.param({"jobs": ()}, [], id="unknown to slurmctld, alive"),
-        pytest.param({"alive": frozenset()}, [], id="known to slurmctld, no process yet"),
-        pytest.param({"jobs": (), "alive": frozenset()}, [EndClaim(7)], id="unknown, and gone"),
-        pytest.param(
-            {"jobs": (replace(JOB, state="COMPLETED"),), "alive": frozenset()},
-            [EndClaim(7)],
-            id="ended, and gone",
-        ),
-        pytest.param({"claims": ()}, [], id="a job without a claim, for the first time"),
-        pytest.param(
-            {"claims": (), "unclaimed": frozenset({7})},
-            [ClaimRunningJob(7)],
-            id="a job without a claim, still",
-        ),
-        pytest.param(
-            {"claims": (), "unclaimed": frozenset({7}), "running": frozenset()},
-            [],
-            id="a job without a claim or a process",
-        ),
-        pytest.param(
-            {
-                "claims": (),
-                "unclaimed": frozenset({7}),
-                "kernels": (KERNEL,),
-            },
-            [],
-            id="a job whose claim a kernel took over",
-        ),
-        pytest.param(
-            {
-                "claims": (),
-                "unclaimed": frozenset({7}),
-                "kernels": (KERNEL | {"state": "terminated"},),
-            },
-            [ClaimRunningJob(7)],
-            id="a job with an ended kernel of an earlier claim",
-        ),
-        pytest.param(
-            {"claims": (OWN | {"claim_id": "slurm-7-2"},), "unclaimed": frozenset({7})},
-            [],
-            id="a claim with another id",
-        ),
-        pytest.param(
-            {"claims": (OWN, OWN | {"claim_id": "slurm-7-2"}), "jobs": (), "alive": frozenset()},
-            [EndClaim(7)],
-            id="two claims of a job that is over",
-        ),
-        pytest.param(
-            {
-                "claims": (),
-                "unclaimed": frozenset({7}),
-                "jobs": (replace(JOB, state="CONFIGURING"),),
-            },
-            [],
-            id="a job in its prolog",
-        ),
-        pytest.param(
-            {
-                "claims": (
-                    OWN | {"labels": {}},
-                    OWN | {"labels": {"engine": "slurm", "job": "8"}},
-                    OWN | {"claim_id": "x"},
-                    OWN | {"claim_id": "slurm-7-x"},
-                ),
-                "jobs": (),
-                "alive": frozenset(),
-            },
-            [],
-            id="claims of others",
-        ),
-    ],
-)
-def test_sync_when(changes: dict[str, Any], wanted: list[Any]) -> None:
+@pytest.mark.parametrize("case", SYNC_CASES)
+def test_sync_when(case: str) -> None:
+    changes, wanted = SYNC_CASES[case]
     assert decide_sync(replace(SYNC, **changes)) == wanted
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Awaitable, Collection, Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ KERNEL_CGROUPS = [
     Path("/sys/fs/cgroup") / hierarchy / "agentd-kernels" for hierarchy in ("memory", "pids", ".")
 ]
 SIGKILLED = -9
+NO_ANSWER = Answer(0, {}, b"no answer, as the daemon died")
 
 
 class CheckedNode:
@@ -118,29 +119,26 @@ class CheckedNode:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    async def try_call(self, method: str, path: str, body: Any = None) -> Answer | None:
-        """Call; None where the daemon dies over it."""
-        try:
-            return await self.daemon.call(method, path, body)
-        except (aiohttp.ClientError, OSError):
-            return None
+    async def try_call(self, method: str, path: str, body: Any = None) -> Answer:
+        """Call; `NO_ANSWER` where the daemon dies over it."""
+        return await _try(self.daemon.call(method, path, body))
 
-    async def create(self, kernel_id: str, agent: str = "agent-1", **body: Any) -> Answer | None:
+    async def create(self, kernel_id: str, agent: str = "agent-1", **body: Any) -> Answer:
         body.setdefault("slots", {"cuda.device": 1})
-        try:
-            return await self.daemon.create(agent, kernel_id=kernel_id, **body)
-        except (aiohttp.ClientError, OSError):
-            return None
+        return await _try(self.daemon.create(agent, kernel_id=kernel_id, **body))
 
-    async def claim(self, claim_id: str, **body: Any) -> Answer | None:
-        """Claim a device by name; None where the daemon dies over it."""
+    async def claim(self, claim_id: str, **body: Any) -> Answer:
+        """Claim a device by name."""
         content = {"claim_id": claim_id, "holder": {"name": claim_id}, "slots": ONE, **body}
         return await self.try_call("POST", "/v1/agents/agent-1/claims", content)
 
-    async def release(self, claim_id: str) -> Answer | None:
+    async def claim_ids(self) -> set[str]:
+        return {claim["claim_id"] for claim in await self.daemon.get("/v1/claims")}
+
+    async def release(self, claim_id: str) -> Answer:
         return await self.try_call("DELETE", f"/v1/claims/{claim_id}")
 
-    async def remove(self, kernel_id: str) -> Answer | None:
+    async def remove(self, kernel_id: str) -> Answer:
         return await self.try_call("DELETE", f"/v1/kernels/{kernel_id}?timeout=0")
 
     async def snapshot(self) -> NodeSnapshot:
@@ -316,6 +314,13 @@ def lost_kernels(
         elif now.given != lived.given:
             lost.append(Violation("survival", f"kernel {kernel_id} holds {now.given}"))
     return lost
+
+
+async def _try(call: Awaitable[Answer]) -> Answer:
+    try:
+        return await call
+    except (aiohttp.ClientError, OSError):
+        return NO_ANSWER
 
 
 def _booked(kernel: dict[str, Any]) -> RecordedKernel:

@@ -275,6 +275,12 @@ class Daemon:
         await until(lambda: self.call("GET", path), lambda answer: answer.content == b"ready\n")
         return kernel
 
+    async def kernel_ids(self) -> set[str]:
+        return {kernel["kernel_id"] for kernel in await self.get("/v1/kernels")}
+
+    async def warnings(self) -> list[str]:
+        return (await self.get("/v1/node"))["warnings"]
+
     async def device(self, device_id: str) -> dict[str, Any]:
         return next(d for d in await self.get("/v1/devices") if d["id"] == device_id)
 

@@ -18,7 +18,6 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import faulthandler
 import functools
 import gc
@@ -260,24 +259,21 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _set(deadlines: Mapping[str, float]) -> None:
-    """Replace constants wherever they were imported, and defaults of dataclasses."""
+    """Replace constants wherever they were imported, and defaults of classes with timeouts."""
     for path, seconds in deadlines.items():
         owner, _, name = path.rpartition(".")
         module, _, kind = owner.rpartition(".")
+        new: Any = seconds
         if kind[0].isupper():
-            _set_default(getattr(importlib.import_module(module), kind), name, seconds)
-            continue
-        value = getattr(importlib.import_module(owner), name)
+            old = getattr(importlib.import_module(module), kind)
+            new = functools.partial(old, **{name: seconds})
+            new()  # it has such a field
+            name = kind
+        else:
+            old = getattr(importlib.import_module(owner), name)
         for loaded in [found for at, found in sys.modules.items() if at.startswith("agentd")]:
-            if vars(loaded).get(name) is value:
-                setattr(loaded, name, seconds)
-
-
-def _set_default(kind: Any, name: str, value: float) -> None:
-    """Replace the default of a field; each field of the dataclass has one."""
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    assert name in defaults, name
-    kind.__init__.__defaults__ = tuple({**defaults, name: value}.values())
+            if vars(loaded).get(name) is old:
+                setattr(loaded, name, new)
 
 
 def _see_another_boot(boot_id: str) -> None:

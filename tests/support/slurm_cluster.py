@@ -263,7 +263,7 @@ class SlurmCluster:
         end = time.monotonic() + within_s
         while not holds():
             if time.monotonic() > end:
-                raise AssertionError(f"{text}\n{self.logs()}")
+                raise AssertionError(f"after {within_s:g} s: {text}\n{self.logs()}")
             time.sleep(0.1)
 
     def logs(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,36 @@ async def until(
                 value = read()
                 if inspect.isawaitable(value):
                     value = await value
-                if expected(value) if callable(expected) else value == expected:
+                if _is_as(expected, value):
                     return value
                 await asyncio.sleep(every_s)
     except TimeoutError:
-        wanted = text or " ".join(inspect.getsource(read).split())
-        shown = repr(value)
-        raise AssertionError(
-            f"expected within {within_s:g} s: {wanted}; last seen: {shown[:2000]}"
-        ) from None
+        raise _failure(read, text, within_s, value) from None
+
+
+def until_blocking(
+    read: Callable[[], Any],
+    expected: Any = bool,
+    *,
+    text: str = "",
+    within_s: float = 30,
+    every_s: float = 0.1,
+) -> Any:
+    """Do the same in a test without an event loop."""
+    end = time.monotonic() + within_s
+    while not _is_as(expected, value := read()):
+        if time.monotonic() > end:
+            raise _failure(read, text, within_s, value)
+        time.sleep(every_s)
+    return value
+
+
+def _is_as(expected: Any, value: Any) -> bool:
+    return bool(expected(value) if callable(expected) else value == expected)
+
+
+def _failure(read: Callable[[], Any], text: str, within_s: float, value: Any) -> AssertionError:
+    wanted = text or " ".join(inspect.getsource(read).split())
+    return AssertionError(
+        f"expected within {within_s:g} s: {wanted}; last seen: {repr(value)[:2000]}"
+    )
