@@ -20,9 +20,9 @@ __all__ = ["tokens"]
 WORK = {
     "claims": "agentd.services.claims.lifecycle:ClaimService.run",
     "reconciler": "agentd.services.kernels.reconciler:Loops.run",
-    "reload": "agentd.daemon.lifecycle:Daemon._reloading",
+    "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",
     "retention": "agentd.services.kernels.retention:Retention.run",
-    "status": "agentd.daemon.lifecycle:Daemon._telling",
+    "status": "agentd.daemon.lifecycle:Daemon._update_status",
     "unclaimed": "agentd.services.unclaimed:UnclaimedProcesses.run",
 }
 """The work of each background task."""

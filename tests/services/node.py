@@ -13,10 +13,12 @@ from agentd.events import EventLog
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.records import recall_claims
+from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, remember
+from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, PluginListing
 from agentd.services.state import NodeState
@@ -51,33 +53,29 @@ class Rig:
         self.devices = NodeDevices(self.plugins, self.memory, rules, (CPU, MEM), host, events)
         self.devices.discover()
         slots, real = {"cpu": 1, "mem": "256m"}, frozenset("0123")
-        node = NodeRules("n", AllocationPolicy(), slots, real, PortRange(), lambda *_: True)
-        planner = Planner(self.devices, self.plugins, node)
-        self.clock = Clock(lambda: self.now, lambda: self.now)
+        node_rules = NodeRules("n", AllocationPolicy(), slots, real, PortRange(), lambda *_: True)
+        planner = Planner(self.devices, self.plugins, node_rules)
+        self.clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
         self.runtimes = {"fake": self.runtime}
         self.state = NodeState([*self.runtimes, *others], events)
         self.state.listen(planner.notify_plugins)
         remember(self.state, self.memory, "n")
+        counts = NodeCounts(self.clock.steady), ClaimCounts()
+        self.node = Node(self.state, self.devices, events, *counts)
         common = (self.runtimes, "fake", self.memory, self.clock)
-        self.service = KernelService(self.state, self.devices, planner, *common)
+        self.service = KernelService(self.node, planner, *common)
         self.holders = FakeHolders()
         self.events = events
         self.claims = ClaimService(
-            self.state,
-            self.devices,
+            self.node,
+            NodeContext("n", "boot-1", self.clock),
             planner,
             self.plugins,
             self.memory,
             self.holders,
-            self.clock,
-            lambda: self.now,
-            "n",
-            "boot-1",
-            events,
-            ClaimCounts(),
         )
         self.state.listen(self.claims.note_kernel)
-        self.reconciler = Reconciler(self.state, self.devices, *common)
+        self.reconciler = Reconciler(self.node, *common)
         self.reconciler._following.add("fake")
 
     def recall(self) -> None:
@@ -112,15 +110,15 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    made = Loops(rig.reconciler, rig.state, rig.devices, rig.runtimes, rig.plugins)
-    loops = asyncio.create_task(made.run())
+    loops = Loops(rig.reconciler, rig.node, rig.runtimes, rig.plugins)
+    task = asyncio.create_task(loops.run())
     try:
         async with asyncio.timeout(5):
             while not rig.runtime._followers:
                 await asyncio.sleep(0)
         yield rig
     finally:
-        loops.cancel()
+        task.cancel()
 
 
 async def settled(rig: Rig, kernel_id: str, state: str) -> None:

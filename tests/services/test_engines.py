@@ -58,9 +58,7 @@ async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
 
 @pytest.mark.parametrize("withholds", [True, False])
 async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool) -> None:
-    watch = UnclaimedProcesses(
-        rig.state, rig.devices, rig.plugins, rig.clock.steady, withholds=withholds
-    )
+    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=withholds)
     rig.devices.suspend_by(lambda found: found.with_suspended({}, watch.busy))
     device = rig.devices.inventory.by_name["cuda"][0]
     use = Measurement(device.stable_id, processes=[ProcessUse(17)])
@@ -79,9 +77,7 @@ async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool)
 
 
 async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:
-    watch = UnclaimedProcesses(
-        rig.state, rig.devices, rig.plugins, rig.clock.steady, withholds=True
-    )
+    watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=True)
     await rig.create(cuda_device=2)
     devices = rig.devices.inventory.by_name["cuda"]
     rig.plugins.measured = {

@@ -16,7 +16,7 @@ MINE, OTHERS = ":/agentd.slice/k1.service", ":/agentd.slice/k1.service-of-anothe
 def statistics(rig: Rig, groups: dict[int, str] | None = None) -> Statistics:
     members = groups or {}
     return Statistics(
-        rig.state, rig.devices, rig.runtimes, rig.plugins, rig.clock,
+        rig.node, rig.runtimes, rig.plugins, rig.clock,
         lambda pid: [members[pid]] if pid in members else [],
     )  # fmt: skip
 

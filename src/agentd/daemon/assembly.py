@@ -1,43 +1,31 @@
-"""Assembly of the parts of a node, bottom up: state, services, site. Nothing runs yet."""
+"""The parts of a node, and what each is given. Nothing runs yet."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
-import structlog
+import msgspec
 
-from agentd.config.loading import Loaded
 from agentd.config.settings import Settings
 from agentd.core.claim.claim import Claim
-from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
-from agentd.daemon.problems import Problems
-from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.claim_holders import HostHolders
-from agentd.host.probe import Host, derived_node_id, is_port_free
+from agentd.host.probe import Host, is_port_free
 from agentd.http.route import Route
-from agentd.plugin_api import NODE_ID_VARIABLE, Features
-from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.host import PluginHost
-from agentd.pluginhost.instance import PluginTimeouts
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
 from agentd.rpc.metrics import Metrics
-from agentd.rpc.node import NodeHandlers
-from agentd.rpc.rendering import node_view, status_line
+from agentd.rpc.node import NodeHandlers, RuntimeHandlers
+from agentd.rpc.rendering import node_view
 from agentd.rpc.routes import routes
 from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
-from agentd.service.boot_id import boot_id
 from agentd.services.access import Access
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.claims.lifecycle import ClaimService
@@ -49,149 +37,28 @@ from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import recall, remember
+from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Clock, Runtime
+from agentd.services.protocols import Runtime
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 from agentd.services.unclaimed import UnclaimedProcesses
 from agentd.state.folder import StateFolder
-from agentd.state.host_lock import HostLock, run_folder
+from agentd.state.host_lock import HostLock
 from agentd.state.schemas import SavedRecord
 
-log = structlog.get_logger()
 
-
-def pace_of(settings: Settings) -> PluginTimeouts:
-    """Return the deadlines and intervals of plugins."""
-    return PluginTimeouts(settings.plugins.call_timeout, settings.plugins.health_interval)
-
-
-def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
-    """Return the configured plugins, not started.
-
-    In auto-split they may deal their devices, unless the store has a dealing already. They find
-    the node's id in their environment, which is this process's.
-    """
-    with contextlib.suppress(ConfigRefused):
-        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
-    plugins, features = settings.plugins, Features(settings.node.runtime)
-    rules = settings.split_rules()
-    agents = tuple(rule.agent_id for rule in rules.agents)
-    return PluginHost(
-        plugins.tables,
-        plugins.allow,
-        plugins.block,
-        features=features,
-        pace=pace_of(settings),
-        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
-    )
-
-
-@contextlib.asynccontextmanager
-async def opened_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[PluginHost]:
-    """Open the configured plugins for a command, and close them afterwards."""
-    plugins = plugin_host(settings, store)
-    try:
-        await plugins.open(settings.plugins.open_timeout)
-        yield plugins
-    finally:
-        await plugins.close()
-
-
-async def discover(
-    settings: Settings,
-    host: Host,
-    plugins: PluginHost,
-    store: StateFolder,
-    events: EventLog,
-    problems: Problems,
-) -> NodeDevices:
-    """Discover the devices of open plugins and divide them; this is the second step of a start.
-
-    Adds every problem of the plugins' tables, the partition and the host to `problems`. If there
-    are any, the devices cannot be used.
-    """
-    with problems.collecting():
-        runtime_factory.refuse_unfit(settings)
-    with problems.collecting():
-        await runtime_factory.refuse_changed_id(settings, node_id_of(settings), store)
-    problems.found += plugins.problems()
-    declared = settings.host
-    devices = NodeDevices(
-        plugins,
-        store,
-        settings.split_rules(),
-        BUILT_IN,
-        host.devices(declared.cpus, declared.mem),
-        events,
-    )
-    with problems.collecting():
-        devices.discover()
-    return devices
-
-
-def refuse_failed_required(plugins: PluginHost) -> None:
-    """Refuse a start without a required plugin.
-
-    Raises:
-        StartRefused: a required plugin is not ready.
-    """
-    if missing := plugins.failed_required():
-        raise StartRefused("; ".join(missing.values()))
-
-
-def host_lock(settings: Settings) -> HostLock:
-    """Return the lock of this host, not acquired.
-
-    Raises:
-        ConfigRefused: there is no node id.
-    """
-    is_user = os.geteuid() != 0
-    return HostLock(run_folder(), node_id_of(settings), boot_id(), is_user=is_user)
-
-
-def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
-    """Withhold the accelerators that another agentd serves, and return the warnings about it.
-
-    Without a node id, this agentd could not be told apart from another one.
-    """
-    with contextlib.suppress(ConfigRefused):
-        lock = host_lock(settings)
-        lock.read()
-        devices.suspend_by(lambda inventory: inventory.with_withheld(lock.reason))
-        return lock.warnings()
-    return []
-
-
-def node_id_of(settings: Settings) -> str:
-    """Return the configured node id, or one derived from the machine id.
-
-    Raises:
-        ConfigRefused: there is neither.
-    """
-    if settings.node.id is not None:
-        return settings.node.id
-    try:
-        return derived_node_id()
-    except OSError as error:
-        why = f"not set and not derivable: {error}"
-        raise ConfigRefused([Problem("node.id", why)]) from None
-
-
-class Recalled(NamedTuple):
+class Recalled(msgspec.Struct, frozen=True):
     """The recorded node, before any runtime was called."""
 
-    events: EventLog
-    devices: NodeDevices
-    state: NodeState
+    node: Node
     planner: Planner
-    counts: NodeCounts
     claims: Sequence[Claim]
 
 
-class Services(NamedTuple):
+class Services(msgspec.Struct, frozen=True):
     """The services of a node."""
 
     kernels: KernelService
@@ -203,33 +70,29 @@ class Services(NamedTuple):
     statistics: Statistics
     execs: Execs
     claims: ClaimService
-    claim_counts: ClaimCounts
     engines: Engines
     unclaimed: UnclaimedProcesses
     holders: HostHolders
 
 
 class Assembly:
-    """The parts of one node, built from its settings and its host."""
+    """The parts of one node, built from its settings and its host, bottom up."""
 
     def __init__(
         self,
-        loaded: Loaded,
-        node_id: str,
+        settings: Settings,
+        context: NodeContext,
         store: StateFolder,
         lock: HostLock,
         plugins: PluginHost,
         host: Host,
-        clock: Clock,
     ) -> None:
-        self._loaded = loaded
-        self._settings = loaded.settings
-        self._node_id = node_id
+        self._settings = settings
+        self._context = context
         self._store = store
         self._lock = lock
         self._plugins = plugins
         self._host = host
-        self._clock = clock
 
     def recalled(
         self,
@@ -240,135 +103,140 @@ class Assembly:
         claim_records: Mapping[str, str],
     ) -> Recalled:
         """Return the node's state with its recorded kernels and claims."""
-        state, clock = NodeState(runtimes, events), self._clock
-        planner = Planner(devices, self._plugins, self._rules())
-        claims = recall_claims(state, devices, claim_records, clock.wall())
-        remember(state, self._store, self._node_id)
-        recall(state, devices, records, self._settings.node.runtime, clock)
-        state.listen(planner.notify_plugins)
-        counts = NodeCounts(clock.steady)
-        state.listen(counts.note)
-        return Recalled(events, devices, state, planner, counts, claims)
-
-    def services(self, node: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
-        """Return the services on top of a node's state."""
-        state, devices = node.state, node.devices
-        default, store, clock = self._settings.node.runtime, self._store, self._clock
-        reconciler = Reconciler(state, devices, runtimes, default, store, clock)
-        holders, claim_counts = HostHolders(), ClaimCounts()
-        engines = Engines(devices, store, boot_id(), self._settings.resource.engine_devices)
-        unclaimed = UnclaimedProcesses(
-            state,
-            devices,
-            self._plugins,
-            clock.steady,
-            withholds=self._settings.resource.withhold_busy,
+        node_id, clock = self._context.node_id, self._context.clock
+        node = Node(
+            state=NodeState(runtimes, events),
+            devices=devices,
+            events=events,
+            counts=NodeCounts(clock.steady),
+            claim_counts=ClaimCounts(),
         )
-        devices.suspend_by(
+        rules = NodeRules(
+            node_id=node_id,
+            policy=self._settings.policy(),
+            default_slots=self._settings.resource.default_slots,
+            real_cores=self._host.real_cores,
+            ports=self._settings.runtime.docker.ports,
+            is_port_free=is_port_free,
+        )
+        planner = Planner(devices=devices, plugins=self._plugins, rules=rules)
+        claims = recall_claims(node.state, devices, claim_records, clock.wall())
+        remember(node.state, self._store, node_id)
+        recall(node.state, devices, records, self._settings.node.runtime, clock)
+        node.state.listen(planner.notify_plugins)
+        node.state.listen(node.counts.note)
+        return Recalled(node, planner, claims)
+
+    def services(self, recalled: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
+        """Return the services on top of a node's state."""
+        node, planner = recalled.node, recalled.planner
+        plugins, store, clock = self._plugins, self._store, self._context.clock
+        default, resource = self._settings.node.runtime, self._settings.resource
+        holders = HostHolders()
+        reconciler = Reconciler(
+            node=node, runtimes=runtimes, default=default, store=store, clock=clock
+        )
+        engines = Engines(
+            devices=node.devices,
+            store=store,
+            boot_id=self._context.boot_id,
+            wanted=resource.engine_devices,
+        )
+        unclaimed = UnclaimedProcesses(
+            node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
+        )
+        node.devices.suspend_by(
             lambda inventory: inventory.with_withheld(self._lock.reason).with_suspended(
                 engines.awaited(inventory), unclaimed.busy
             )
         )
-        claims = ClaimService(
-            state,
-            devices,
-            node.planner,
-            self._plugins,
-            store,
-            holders,
-            clock,
-            partial(time.clock_gettime, time.CLOCK_BOOTTIME),
-            self._node_id,
-            boot_id(),
-            node.events,
-            claim_counts,
-        )
         return Services(
-            KernelService(state, devices, node.planner, runtimes, default, store, clock),
-            reconciler,
-            Loops(reconciler, state, devices, runtimes, self._plugins),
-            Access(state, devices),
-            Refusals(node.counts, node.events, clock.wall),
-            SelfCheck(state, devices, runtimes, store, holders),
-            Statistics(state, devices, runtimes, self._plugins, clock, groups_of),
-            Execs(state, runtimes, self._plugins),
-            claims,
-            claim_counts,
-            engines,
-            unclaimed,
-            holders,
+            kernels=KernelService(
+                node=node,
+                planner=planner,
+                runtimes=runtimes,
+                default=default,
+                store=store,
+                clock=clock,
+            ),
+            reconciler=reconciler,
+            loops=Loops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
+            access=Access(node),
+            refusals=Refusals(counts=node.counts, events=node.events, now=clock.wall),
+            check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
+            statistics=Statistics(
+                node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=groups_of
+            ),
+            execs=Execs(state=node.state, runtimes=runtimes, plugins=plugins),
+            claims=ClaimService(
+                node=node,
+                context=self._context,
+                planner=planner,
+                plugins=plugins,
+                store=store,
+                holders=holders,
+            ),
+            engines=engines,
+            unclaimed=unclaimed,
+            holders=holders,
         )
 
     def site(
         self,
-        node: Recalled,
+        node: Node,
         services: Services,
         reload: Callable[[], Awaitable[list[str]]],
         warnings: Callable[[], Sequence[str]],
-    ) -> tuple[NodeSite, Sequence[Route], Callable[[], str]]:
-        """Return the site, its routes, and the status line for systemd.
-
-        `warnings` are those of the running daemon.
-        """
-        settings, plugins = self._settings, self._plugins
-        state, devices, access = node.state, node.devices, services.access
-        visibility = Visibility(state, devices, access)
-        site = NodeSite(state, devices, access, node.events, services.refusals)
-        metrics = Metrics(
-            self._node_id,
-            state,
-            devices,
-            plugins,
-            access,
-            services.statistics,
-            node.counts,
-            services.claim_counts,
-            services.unclaimed,
-            is_per_kernel=settings.metrics.per_kernel,
-        )
+    ) -> tuple[NodeSite, Sequence[Route]]:
+        """Return the site and its routes; `warnings` are those of the running daemon."""
+        settings, plugins, node_id = self._settings, self._plugins, self._context.node_id
+        access, refusals, unclaimed = services.access, services.refusals, services.unclaimed
+        visibility = Visibility(node, access)
+        site = NodeSite(node, access, refusals)
         lasting = runtime_factory.settings_warnings(settings)
-        handlers = NodeHandlers(
-            partial(node_view, self._node_id, settings.node.runtime, state, devices, plugins),
-            state,
-            access,
-            plugins,
-            services.reconciler,
-            services.check,
-            metrics,
-            reload,
-            lambda: [*lasting, *services.unclaimed.warnings(), *warnings()],
-            partial(runtime_factory.runtime_warnings, settings, plugins),
-        )
-        kernels = KernelHandlers(
-            site,
-            state,
-            devices,
-            access,
-            services.kernels,
-            services.execs,
-            services.statistics,
-        )
         table = routes(
-            site,
-            handlers,
-            DeviceHandlers(state, devices, access, visibility, services.engines),
-            kernels,
-            EventHandlers(node.events, services.refusals, visibility, site.streams),
-            ClaimHandlers(
-                devices,
-                services.claims,
-                services.holders,
-                lambda: list(state),
+            site=site,
+            node=NodeHandlers(
+                view=lambda: node_view(
+                    node_id=node_id,
+                    default_runtime=settings.node.runtime,
+                    node=node,
+                    plugins=plugins,
+                    warnings=[*lasting, *unclaimed.warnings(), *warnings()],
+                ),
+                host_warnings=partial(runtime_factory.runtime_warnings, settings, plugins),
+                state=node.state,
+                access=access,
+                check=services.check,
+                metrics=Metrics(
+                    node_id=node_id,
+                    node=node,
+                    plugins=plugins,
+                    access=access,
+                    statistics=services.statistics,
+                    unclaimed=unclaimed,
+                    is_per_kernel=settings.metrics.per_kernel,
+                ),
+                reload=reload,
             ),
+            runtimes=RuntimeHandlers(node.state, services.reconciler, plugins),
+            devices=DeviceHandlers(
+                node=node, access=access, visibility=visibility, engines=services.engines
+            ),
+            kernels=KernelHandlers(
+                site=site,
+                node=node,
+                access=access,
+                service=services.kernels,
+                execs=services.execs,
+                statistics=services.statistics,
+            ),
+            events=EventHandlers(
+                events=node.events,
+                refusals=refusals,
+                visibility=visibility,
+                streams=site.streams,
+            ),
+            claims=ClaimHandlers(node=node, service=services.claims, holders=services.holders),
         )
-        return site, table, partial(status_line, self._node_id, state, devices)
-
-    def _rules(self) -> NodeRules:
-        return NodeRules(
-            self._node_id,
-            self._settings.policy(),
-            self._settings.resource.default_slots,
-            self._host.real_cores,
-            self._settings.runtime.docker.ports,
-            is_port_free,
-        )
+        return site, table

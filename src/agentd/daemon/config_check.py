@@ -17,7 +17,7 @@ from agentd import failpoints
 from agentd.config.loading import load, source_of
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
-from agentd.daemon import assembly
+from agentd.daemon import discovery
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem
 from agentd.events import EventLog
@@ -66,7 +66,7 @@ async def check(path: Path | None) -> Checked:
         raise ConfigRefused(problems.found, source_of(path))
     settings = loaded.settings
     store = StateFolder(settings.node.state_dir.absolute())
-    async with assembly.opened_plugins(settings, store) as plugins:
+    async with discovery.opened_plugins(settings, store) as plugins:
         return await _checked(settings, store, plugins, loaded.source)
 
 
@@ -83,11 +83,11 @@ async def _checked(
     patience_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
     unvalidated = await plugins.unvalidated(patience_s)
     refused = Problems()
-    devices = await assembly.discover(settings, probe(), plugins, store, EventLog(), refused)
+    devices = await discovery.discover(settings, probe(), plugins, store, EventLog(), refused)
     with refused.collecting():
         endpoint(settings.rpc)
     add(ExitStatus.CONFIG, refused.found)
-    shared = assembly.withhold_if_served(settings, devices) if not refused.found else ()
+    shared = discovery.withhold_if_served(settings, devices) if not refused.found else ()
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}
     for name, why in plugins.failed_required().items():
         if name not in reported:

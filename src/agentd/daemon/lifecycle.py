@@ -11,9 +11,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -21,9 +23,8 @@ from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import Loaded
 from agentd.daemon import runtime_factory
-from agentd.daemon.assembly import (
-    Assembly,
-    Services,
+from agentd.daemon.assembly import Assembly, Services
+from agentd.daemon.discovery import (
     discover,
     host_lock,
     node_id_of,
@@ -41,17 +42,18 @@ from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
 from agentd.pluginhost.host import PluginHost
+from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
 from agentd.service.background import Background
+from agentd.service.boot_id import boot_id
 from agentd.service.sd_listen import passed_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.service.weaknesses import Weaknesses
-from agentd.services.devices import NodeDevices
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
+from agentd.services.node import Node, NodeContext
 from agentd.services.protocols import Clock, Runtime
-from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import SavedRecord
 from agentd.stderr import LOST
@@ -71,10 +73,12 @@ class Daemon:
         self._loaded = loaded
         self._settings = loaded.settings
         self._node_id = node_id_of(loaded.settings)
+        uptime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+        clock = Clock(wall=time.time, steady=time.monotonic, uptime=uptime)
+        self._context = NodeContext(self._node_id, boot_id(), clock)
         state_dir = loaded.settings.node.state_dir.absolute()
         self._store = StateFolder(state_dir, self._node_id)
         self._host_lock = host_lock(loaded.settings)
-        self._clock = Clock(time.time, time.monotonic)
         self._notifier = Notifier()
         self._shutdown, self._hung_up = Shutdown(), asyncio.Event()
         self._reload: Reload | None = None
@@ -95,15 +99,15 @@ class Daemon:
         cancelled: dict[str, list[str]] = {}
         try:
             async with contextlib.AsyncExitStack() as stack:
-                node = await self._unless_stopped(self._start(stack, cancelled))
-                if node is not None:
+                parts = await self._unless_stopped(self._start(stack, cancelled))
+                if parts is not None:
                     await self._notifier.keep_alive_until(shutdown.asked)
                 self._notifier.stopping()
                 log.info("daemon.stopping")
                 await reach("shutdown.before_drain")
-                if node is not None:
-                    node.events.close()
-                    drained = await node.services.kernels.creates.drain(
+                if parts is not None:
+                    parts.node.events.close()
+                    drained = await parts.services.kernels.creates.drain(
                         shutdown.deadline.earlier(AFTER_DRAIN_S)
                     )
                     cancelled["creates"], cancelled["unresolved"] = drained
@@ -117,7 +121,7 @@ class Daemon:
         if shutdown.failure:
             raise DaemonFailed(shutdown.failure)
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, _Node]) -> _Node | None:
+    async def _unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
         """Return the started parts, None if a stop comes first."""
         starting = asyncio.create_task(start)
         asked = asyncio.create_task(self._shutdown.asked.wait())
@@ -135,7 +139,7 @@ class Daemon:
 
     async def _start(
         self, stack: contextlib.AsyncExitStack, cancelled: dict[str, list[str]]
-    ) -> _Node:
+    ) -> _Parts:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
         self._store.open(runtime_factory.lock_folder())
@@ -152,11 +156,17 @@ class Daemon:
         events, background = EventLog(), Background(self._shutdown.fail)
         problems = Problems()
         with problems.collecting():
-            where = replace(endpoint(self._settings.rpc), passed=self._passed)
-        node = await self._assembled(stack, plugins, events, background, problems)
+            server_endpoint = replace(endpoint(self._settings.rpc), passed=self._passed)
+        parts = await self._assembled(stack, plugins, events, background, problems)
+        node, services = parts.node, parts.services
         self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
-            "agentd", node.routes, node.site, where, self._node_id, Pages({HOME: "agentd"})
+            title="agentd",
+            routes=parts.routes,
+            site=parts.site,
+            endpoint=server_endpoint,
+            node_id=self._node_id,
+            pages=Pages({HOME: "agentd"}),
         )
         cancelled["requests"] = server.cancelled
         stack.push_async_callback(reach, "shutdown.after_server")
@@ -166,24 +176,24 @@ class Daemon:
         stack.push_async_callback(
             step, "background tasks", lambda _: background.close(), AFTER_SERVER_S
         )
-        background.run("reconciler", node.services.loops.run())
-        background.run("claims", node.services.claims.run())
-        background.run("unclaimed", node.services.unclaimed.run())
+        background.run("reconciler", services.loops.run())
+        background.run("claims", services.claims.run())
+        background.run("unclaimed", services.unclaimed.run())
         if self._host_lock.is_user:
             background.run("host-lock", self._host_lock.watch(node.devices.update_suspended))
-        await self._until_listed(node)
+        await self._wait_listed(parts)
         await reach("start.before_ready")
-        self._reload = Reload(self._loaded, server, node.runtimes, self._weaknesses)
-        node.site.open()
+        self._reload = Reload(self._loaded, server, parts.runtimes, self._weaknesses)
+        parts.site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
-        self._status = node.status()
+        self._status = status_line(self._node_id, node)
         self._notifier.ready(self._status)
-        retention = Retention(node.state, node.services.kernels, self._settings.node.keep_ended)
+        retention = Retention(node.state, services.kernels, self._settings.node.keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_heard:
-            background.run("status", self._telling(node))
-        background.run("reload", self._reloading())
-        return node
+            background.run("status", self._update_status(node))
+        background.run("reload", self._reload_on_hangup())
+        return parts
 
     async def _assembled(
         self,
@@ -192,7 +202,7 @@ class Daemon:
         events: EventLog,
         background: Background,
         problems: Problems,
-    ) -> _Node:
+    ) -> _Parts:
         """Build the parts and restore the records.
 
         Raises:
@@ -203,22 +213,30 @@ class Daemon:
         devices = await discover(self._settings, host, plugins, store, events, problems)
         problems.refuse()
         refuse_failed_required(plugins)
-        _log_what_is_not_ready(plugins)
+        _log_unready_plugins(plugins)
         records = store.load_records()
         names = self._used_runtimes(records)
         runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
         await reach("start.after_discover")
-        lock, clock = self._host_lock, self._clock
-        parts = Assembly(self._loaded, self._node_id, store, lock, plugins, host, clock)
-        node = parts.recalled(devices, events, names, records, store.load_claims())
+        lock = self._host_lock
+        assembly = Assembly(
+            settings=self._settings,
+            context=self._context,
+            store=store,
+            lock=lock,
+            plugins=plugins,
+            host=host,
+        )
+        recalled = assembly.recalled(devices, events, names, records, store.load_claims())
+        node = recalled.node
         await reach("start.after_recall")
-        services = parts.services(node, runtimes)
+        services = assembly.services(recalled, runtimes)
         node.state.listen(services.claims.note_kernel)
-        services.claims.resume(node.claims)
-        stack.callback(self._note_use, node.state, devices)
+        services.claims.resume(recalled.claims)
+        stack.callback(self._note_use, node)
         for warning in (*devices.warnings, *lock.warnings()):
             log.warning("node.warned", warning=warning)
-        served = parts.site(
+        site, routes = assembly.site(
             node,
             services,
             self._reload_now,
@@ -229,22 +247,23 @@ class Daemon:
                 *LOST.warnings(),
             ],
         )
-        return _Node(devices, node.state, events, services, runtimes, *served)
+        return _Parts(node, services, runtimes, site, routes)
 
-    def _note_use(self, state: NodeState, devices: NodeDevices) -> None:
+    def _note_use(self, node: Node) -> None:
         """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
-        by_id, held = devices.inventory.by_id, state.ledger.held
+        by_id, held = node.devices.inventory.by_id, node.state.ledger.held
         is_used = any(i not in by_id or by_id[i].is_real_accelerator for i in held)
-        self._host_lock.note_use(is_used=is_used, is_known=state.is_listed)
+        self._host_lock.note_use(is_used=is_used, is_known=node.state.is_listed)
 
-    async def _until_listed(self, node: _Node) -> None:
+    async def _wait_listed(self, parts: _Parts) -> None:
         """Wait until every runtime has returned its first list or failed to."""
+        state, reconciler = parts.node.state, parts.services.reconciler
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
-                await node.services.reconciler.first_try()
-        node.services.reconciler.give_up_waiting(f"no list within {FIRST_LIST_TIMEOUT_S:g} s")
-        used = {kernel.runtime for kernel in node.state}
-        used |= {name for name, status in node.state.runtimes.items() if not status.is_listed}
+                await reconciler.first_try()
+        reconciler.give_up_waiting(f"no list within {FIRST_LIST_TIMEOUT_S:g} s")
+        used = {kernel.runtime for kernel in state}
+        used |= {name for name, status in state.runtimes.items() if not status.is_listed}
         self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
     async def _reload_now(self) -> list[str]:
@@ -262,7 +281,7 @@ class Daemon:
         finally:
             self._notifier.ready(self._status)
 
-    async def _reloading(self) -> None:
+    async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
         while True:
             await self._hung_up.wait()
@@ -270,11 +289,11 @@ class Daemon:
             with contextlib.suppress(ConfigRefused):  # it was logged
                 await self._reload_now()
 
-    async def _telling(self, node: _Node) -> None:
+    async def _update_status(self, node: Node) -> None:
         """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""
         while True:
             await asyncio.sleep(STATUS_PAUSE_S)
-            if (status := node.status()) != self._status:
+            if (status := status_line(self._node_id, node)) != self._status:
                 self._status = status
                 self._notifier.status(status)
 
@@ -292,29 +311,26 @@ class Daemon:
         return sorted(used)
 
     def _runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
-        made = runtime_factory.runtime(name, self._settings, self._node_id, self._store.bundles)
+        runtime = runtime_factory.runtime(name, self._settings, self._node_id, self._store.bundles)
         step = f"runtime {name}"
         stack.push_async_callback(
-            self._shutdown.step, step, lambda _: made.close(), AFTER_RUNTIMES_S
+            self._shutdown.step, step, lambda _: runtime.close(), AFTER_RUNTIMES_S
         )
-        return made
+        return runtime
 
 
-class _Node(NamedTuple):
+class _Parts(msgspec.Struct, frozen=True):
     """The parts that a daemon drives."""
 
-    devices: NodeDevices
-    state: NodeState
-    events: EventLog
+    node: Node
     services: Services
     runtimes: Mapping[str, Runtime]
     site: NodeSite
     routes: Sequence[Route]
-    status: Callable[[], str]
 
 
-def _log_what_is_not_ready(plugins: PluginHost) -> None:
+def _log_unready_plugins(plugins: PluginHost) -> None:
     for status in plugins.statuses():
         if status.reason:
-            tell = log.warning if status.has_table else log.info
-            tell("plugin.unavailable", plugin=status.name, reason=status.reason)
+            write = log.warning if status.has_table else log.info
+            write("plugin.unavailable", plugin=status.name, reason=status.reason)

@@ -46,20 +46,33 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
         from agentd.runtimes.docker.runtime import DockerRuntime
 
         last_seen = LastSeen(bundles[name] / "last_seen.json", boot_id())
-        return DockerRuntime(node_id, settings.runtime.docker, last_seen)
+        return DockerRuntime(node_id=node_id, settings=settings.runtime.docker, last_seen=last_seen)
     folder, accounts = bundles[name], user_accounts(settings, name)
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
-        return SystemdRuntime(folder, node_id, boot_id(), settings.runtime.systemd, accounts)
+        return SystemdRuntime(
+            folder=folder,
+            node_id=node_id,
+            boot_id=boot_id(),
+            settings=settings.runtime.systemd,
+            accounts=accounts,
+        )
     from agentd.host.systemd.dbus import Manager
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     # Units of a user's manager end at logout, unless the user lingers.
     stays = os.geteuid() == 0 or lingers(os.geteuid())
     manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
-    process = settings.runtime.process
-    return ProcessRuntime(folder, node_id, boot_id(), process, accounts, find_cgroups(), manager)
+    return ProcessRuntime(
+        folder=folder,
+        node_id=node_id,
+        boot_id=boot_id(),
+        settings=settings.runtime.process,
+        accounts=accounts,
+        cgroups=find_cgroups(),
+        manager=manager,
+    )
 
 
 def renewal(runtime: Any, settings: Settings) -> Callable[[], object]:

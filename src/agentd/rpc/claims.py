@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from agentd.core.claim.claim import (
     NameHolder,
     TimeHolder,
 )
-from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.host.claim_holders import HostHolders, NoSuchHolder
 from agentd.http.answers import answer
@@ -33,27 +31,17 @@ from agentd.rpc.requests import (
     RenewRequest,
 )
 from agentd.services.claims.lifecycle import ClaimService
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.views import ClaimView
 
 
 class ClaimHandlers:
-    """Claims of the node.
+    """Claims of the node. No claim ends with a cgroup of a kernel."""
 
-    `kernels` returns the kernels: no claim ends with a cgroup of theirs.
-    """
-
-    def __init__(
-        self,
-        devices: NodeDevices,
-        service: ClaimService,
-        holders: HostHolders,
-        kernels: Callable[[], Collection[Kernel]],
-    ) -> None:
-        self._devices = devices
+    def __init__(self, node: Node, service: ClaimService, holders: HostHolders) -> None:
+        self._state, self._devices = node.state, node.devices
         self._service = service
         self._holders = holders
-        self._kernels = kernels
 
     async def create_claim(self, request: web.Request) -> web.Response:
         """Take devices for work of an engine, or return the claim that the same request made."""
@@ -90,9 +78,8 @@ class ClaimHandlers:
             raise InvalidRequest([Problem(f"holder.{where}", why)])
         try:
             if wanted.cgroup is not None:
-                kernels = self._kernels()
-                pids = [kernel.pid for kernel in kernels if kernel.pid is not None]
-                containers = [k.handle for k in kernels if k.runtime == "docker" and k.handle]
+                pids = [kernel.pid for kernel in self._state if kernel.pid is not None]
+                containers = [k.handle for k in self._state if k.runtime == "docker" and k.handle]
                 return self._holders.cgroup(wanted.cgroup, pids, containers)
             return self._holders.process(
                 wanted.pid or 0,

@@ -12,9 +12,8 @@ from agentd.rpc import rendering
 from agentd.rpc.requests import EngineRequest
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
-from agentd.services.devices import NodeDevices
 from agentd.services.engines import Engines
-from agentd.services.state import NodeState
+from agentd.services.node import Node
 
 
 class DeviceHandlers:
@@ -22,14 +21,12 @@ class DeviceHandlers:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         access: Access,
         visibility: Visibility,
         engines: Engines,
     ) -> None:
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._access = access
         self._visibility = visibility
         self._engines = engines

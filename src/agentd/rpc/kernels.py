@@ -20,11 +20,10 @@ from agentd.rpc.pages import answer_page
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.services.access import Access
-from agentd.services.devices import NodeDevices
 from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.node import Node
 from agentd.services.protocols import Session
-from agentd.services.state import NodeState
 from agentd.services.statistics import Statistics
 
 
@@ -34,16 +33,14 @@ class KernelHandlers:
     def __init__(
         self,
         site: Site,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         access: Access,
         service: KernelService,
         execs: Execs,
         statistics: Statistics,
     ) -> None:
         self._site = site
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._access = access
         self._service = service
         self._execs = execs

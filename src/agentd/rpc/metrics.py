@@ -21,7 +21,7 @@ from agentd.rpc import rendering
 from agentd.services.access import Access
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.counts import CREATED, FAILED, REFUSED, NodeCounts
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.protocols import Plugins, PluginState
 from agentd.services.state import NodeState, RuntimeState
 from agentd.services.statistics import KernelUse, Statistics
@@ -64,26 +64,21 @@ class Metrics:
     def __init__(
         self,
         node_id: str,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         plugins: Plugins,
         access: Access,
         statistics: Statistics,
-        counts: NodeCounts,
-        claim_counts: ClaimCounts,
         unclaimed: UnclaimedProcesses,
         *,
         is_per_kernel: bool,
     ) -> None:
         """Create the collector; `is_per_kernel` adds series for each kernel."""
         self._node_id = node_id
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._plugins = plugins
         self._access = access
         self._statistics = statistics
-        self._counts = counts
-        self._claim_counts = claim_counts
+        self._counts, self._claim_counts = node.counts, node.claim_counts
         self._unclaimed = unclaimed
         self._is_per_kernel = is_per_kernel
 

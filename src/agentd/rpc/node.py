@@ -26,35 +26,28 @@ from agentd.views import NodeView
 
 
 class NodeHandlers:
-    """The node with its plugins and runtimes: views, warnings, self-check, metrics and reload.
+    """The node: its view with its warnings, self-check, metrics and reload.
 
-    `warnings` are those of the configuration and the daemon. `host_warnings` are those of the host
-    for the runtimes that have kernels.
+    `host_warnings` are those of the host for the runtimes that have kernels.
     """
 
     def __init__(
         self,
         view: Callable[[], NodeView],
+        host_warnings: Callable[[Collection[str]], Sequence[str]],
         state: NodeState,
         access: Access,
-        plugins: Plugins,
-        reconciler: Reconciler,
         check: SelfCheck,
         metrics: Metrics,
         reload: Callable[[], Awaitable[list[str]]],
-        warnings: Callable[[], Sequence[str]],
-        host_warnings: Callable[[Collection[str]], Sequence[str]],
     ) -> None:
         self._view = view
+        self._host_warnings = host_warnings
         self._state = state
         self._access = access
-        self._plugins = plugins
-        self._reconciler = reconciler
         self._check = check
         self._metrics = metrics
         self._reload = reload
-        self._warnings = warnings
-        self._host_warnings = host_warnings
         self._checking = asyncio.Lock()
         self._lookups = Lookups(most=1)
 
@@ -87,6 +80,21 @@ class NodeHandlers:
         """Reload the configuration, or refuse it with all of its problems."""
         return answer({"needs_restart": await self._reload()})
 
+    def _node(self, caller: Caller) -> NodeView:
+        """Return the node without warnings about agents that the caller cannot see."""
+        node = self._view()
+        node["warnings"] = self._access.about_nobody_else(caller, node["warnings"])
+        return node
+
+
+class RuntimeHandlers:
+    """The runtimes and plugins of the node."""
+
+    def __init__(self, state: NodeState, reconciler: Reconciler, plugins: Plugins) -> None:
+        self._state = state
+        self._reconciler = reconciler
+        self._plugins = plugins
+
     async def list_runtimes(self, _: web.Request) -> web.Response:
         """List the runtimes that may have kernels of this node, with their status."""
         runtimes = self._state.runtimes.values()
@@ -105,10 +113,3 @@ class NodeHandlers:
         """Retry a plugin that is not ready, and return its new status."""
         status = await self._plugins.retry(request.match_info["plugin"])
         return answer(rendering.plugin_view(status))
-
-    def _node(self, caller: Caller) -> NodeView:
-        """Return the node without warnings about agents that the caller cannot see."""
-        node = self._view()
-        warnings = [*node["warnings"], *self._warnings()]
-        node["warnings"] = self._access.about_nobody_else(caller, warnings)
-        return node

@@ -26,8 +26,8 @@ from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
 from agentd.events import Audit, Event, EventKind
-from agentd.services.devices import NodeDevices
 from agentd.services.engines import EngineStatus
+from agentd.services.node import Node
 from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
@@ -436,9 +436,10 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
 
 
 def node_view(
-    node_id: str, default_runtime: str, state: NodeState, devices: NodeDevices, plugins: Plugins
+    node_id: str, default_runtime: str, node: Node, plugins: Plugins, warnings: Iterable[str]
 ) -> NodeView:
-    """Return the node with its parts and warnings."""
+    """Return the node with its parts, their warnings, and those of the daemon."""
+    state, devices = node.state, node.devices
     runtimes = {name: runtime_view(status) for name, status in state.runtimes.items()}
     return {
         "id": node_id,
@@ -453,6 +454,7 @@ def node_view(
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
             *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
             *_collisions(state, devices.split),
+            *warnings,
         ],
         "generation": devices.generation,
     }
@@ -500,8 +502,9 @@ def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str,
     }
 
 
-def status_line(node_id: str, state: NodeState, devices: NodeDevices) -> str:
+def status_line(node_id: str, node: Node) -> str:
     """Return the node's status in one line: kernels, devices and problems."""
+    state, devices = node.state, node.devices
     living = sum(kernel.state in LIVE for kernel in state)
     ended = sum(kernel.state in ENDED for kernel in state)
     found = [

@@ -11,7 +11,7 @@ from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
 from agentd.rpc.kernels import KernelHandlers
-from agentd.rpc.node import NodeHandlers
+from agentd.rpc.node import NodeHandlers, RuntimeHandlers
 from agentd.rpc.queries import (
     ClaimsQuery,
     CreateQuery,
@@ -62,6 +62,7 @@ METRICS = Media("text/plain", "The Prometheus exposition format.")
 def routes(
     site: NodeSite | type[NodeSite],
     node: NodeHandlers | type[NodeHandlers],
+    runtimes: RuntimeHandlers | type[RuntimeHandlers],
     devices: DeviceHandlers | type[DeviceHandlers],
     kernels: KernelHandlers | type[KernelHandlers],
     events: EventHandlers | type[EventHandlers],
@@ -76,10 +77,10 @@ def routes(
     return (
         get("/v1/node", node.get_node, NodeView, query=NodeQuery),
         post("/v1/reload", node.reload, ReloadView, right=change),
-        get("/v1/runtimes", node.list_runtimes, list[RuntimeView]),
-        delete("/v1/runtimes/{runtime}", node.forget_runtime, right=change),
-        get("/v1/plugins", node.list_plugins, list[PluginView]),
-        post("/v1/plugins/{plugin}/retry", node.retry_plugin, PluginView, right=change),
+        get("/v1/runtimes", runtimes.list_runtimes, list[RuntimeView]),
+        delete("/v1/runtimes/{runtime}", runtimes.forget_runtime, right=change),
+        get("/v1/plugins", runtimes.list_plugins, list[PluginView]),
+        post("/v1/plugins/{plugin}/retry", runtimes.retry_plugin, PluginView, right=change),
         get("/v1/slot-types", devices.list_slot_types, list[SlotTypeView]),
         get("/v1/devices", devices.list_devices, list[DeviceView]),
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
@@ -130,11 +131,12 @@ def routes(
 
 
 ROUTES = routes(
-    NodeSite,
-    NodeHandlers,
-    DeviceHandlers,
-    KernelHandlers,
-    EventHandlers,
-    ClaimHandlers,
+    site=NodeSite,
+    node=NodeHandlers,
+    runtimes=RuntimeHandlers,
+    devices=DeviceHandlers,
+    kernels=KernelHandlers,
+    events=EventHandlers,
+    claims=ClaimHandlers,
 )
 """The unbound table, for documents."""

@@ -11,32 +11,22 @@ from agentd.concurrency import is_set_within
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.errors import NotReady
-from agentd.events import EventLog
 from agentd.http.answers import answer
 from agentd.http.audit import AuditedCall, audited
 from agentd.http.site import Site
 from agentd.services.access import Access
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.refusals import Refusals
-from agentd.services.state import NodeState
 
 
 class NodeSite(Site):
     """A node's site: requests below /v1 wait until it is opened."""
 
-    def __init__(
-        self,
-        state: NodeState,
-        devices: NodeDevices,
-        access: Access,
-        events: EventLog,
-        refusals: Refusals,
-    ) -> None:
+    def __init__(self, node: Node, access: Access, refusals: Refusals) -> None:
         super().__init__()
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._access = access
-        self._events = events
+        self._events = node.events
         self._refusals = refusals
         self._opened = asyncio.Event()
 

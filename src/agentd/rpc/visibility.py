@@ -10,18 +10,16 @@ from agentd.core.kernel.states import Kernel
 from agentd.events import Audit, Event, EventKind
 from agentd.rpc import rendering
 from agentd.services.access import Access
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.refusals import Refusal
-from agentd.services.state import NodeState
 from agentd.views import DeviceView
 
 
 class Visibility:
     """The views of a node, restricted for each caller."""
 
-    def __init__(self, state: NodeState, devices: NodeDevices, access: Access) -> None:
-        self._state = state
-        self._devices = devices
+    def __init__(self, node: Node, access: Access) -> None:
+        self._state, self._devices = node.state, node.devices
         self._access = access
 
     def device(self, device: Device, caller: Caller) -> DeviceView:

@@ -10,16 +10,14 @@ from agentd.core.claim.claim import Claim
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
-from agentd.services.devices import NodeDevices
-from agentd.services.state import NodeState
+from agentd.services.node import Node
 
 
 class Access:
     """The rules of `agentd.core.access`, applied to this node's agents, kernels and devices."""
 
-    def __init__(self, state: NodeState, devices: NodeDevices) -> None:
-        self._state = state
-        self._devices = devices
+    def __init__(self, node: Node) -> None:
+        self._state, self._devices = node.state, node.devices
 
     def require(
         self,

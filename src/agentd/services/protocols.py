@@ -297,8 +297,12 @@ class Runtime(Protocol):
         ...
 
 
-class Clock(NamedTuple):
-    """Clocks. `wall`: seconds since the epoch. `steady`: monotonic seconds."""
+class Clock(msgspec.Struct, frozen=True):
+    """Clocks. `wall`: seconds since the epoch. `steady`: monotonic seconds.
+
+    `uptime`: seconds since the boot, a suspend included.
+    """
 
     wall: Callable[[], float]
     steady: Callable[[], float]
+    uptime: Callable[[], float]

@@ -29,9 +29,8 @@ from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
 from agentd.host.claim_holders import HostHolders
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.protocols import Runtime
-from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 
 SECOND_LOOK_S = 0.5
@@ -50,14 +49,12 @@ class SelfCheck:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         runtimes: Mapping[str, Runtime],
         store: StateFolder,
         holders: HostHolders,
     ) -> None:
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
         self._store = store
         self._holders = holders

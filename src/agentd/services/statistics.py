@@ -18,9 +18,8 @@ from agentd.core.kernel.usage import UNKNOWN, Usage, UsageReading
 from agentd.core.slots import CPU, MEM
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.plugin_api import Measurement
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
-from agentd.services.state import NodeState
 
 FRESH_S = 1.0
 """Maximum age in seconds of cached usage, which concurrent clients share."""
@@ -78,16 +77,14 @@ class Statistics:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         runtimes: Mapping[str, Runtime],
         plugins: Plugins,
         clock: Clock,
         groups_of: Callable[[int], Collection[str]],
     ) -> None:
         """Create the reader; `groups_of` returns a process's cgroups like `UsageReading.groups`."""
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
         self._plugins = plugins
         self._clock = clock

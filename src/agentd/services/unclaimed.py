@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import structlog
 
 from agentd.core.devices import DeviceId
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node
 from agentd.services.protocols import Plugins
-from agentd.services.state import NodeState
 
 log = structlog.get_logger()
 
@@ -29,16 +28,14 @@ class UnclaimedProcesses:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         plugins: Plugins,
         clock: Callable[[], float],
         *,
         withholds: bool,
     ) -> None:
         """With `withholds` their devices are not allocated."""
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._plugins = plugins
         self._clock = clock
         self._withholds = withholds

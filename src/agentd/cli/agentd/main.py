@@ -156,7 +156,7 @@ def _split(config_file: str | None) -> Any:
     """Return the partition that the daemon would make, and further warnings; change nothing."""
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import assembly
+    from agentd.daemon import discovery
     from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
@@ -165,13 +165,13 @@ def _split(config_file: str | None) -> Any:
     async def divided() -> Any:
         settings, problems = loaded.settings, Problems()
         memory = StateFolder(settings.node.state_dir)
-        async with assembly.opened_plugins(settings, memory) as plugins:
-            devices = await assembly.discover(
+        async with discovery.opened_plugins(settings, memory) as plugins:
+            devices = await discovery.discover(
                 settings, probe(), plugins, memory, EventLog(), problems
             )
             problems.refuse()
-            assembly.refuse_failed_required(plugins)
-            warnings = assembly.withhold_if_served(settings, devices)
+            discovery.refuse_failed_required(plugins)
+            warnings = discovery.withhold_if_served(settings, devices)
             return devices.split, warnings
 
     return _run(divided(), loaded.source)
@@ -212,12 +212,12 @@ def plugins(config_file: str | None) -> None:
     """Open the plugins as the daemon does."""
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import assembly
+    from agentd.daemon import discovery
     from agentd.state.folder import StateFolder
 
     async def look() -> list[dict[str, Any]]:
         memory = StateFolder(loaded.settings.node.state_dir)
-        async with assembly.opened_plugins(loaded.settings, memory) as plugins:
+        async with discovery.opened_plugins(loaded.settings, memory) as plugins:
             return [asdict(status) for status in plugins.statuses(everything=True)]
 
     rows = _run(look(), loaded.source)
@@ -242,17 +242,17 @@ def check(config_file: str | None, name: str) -> None:
     """
     loaded = _settings(config_file)
     _log_from("error")
-    from agentd.daemon import assembly
+    from agentd.daemon import discovery
     from agentd.pluginhost.conformance import Conformance
     from agentd.state.folder import StateFolder
 
     memory = StateFolder(loaded.settings.node.state_dir)
-    host = assembly.plugin_host(loaded.settings, memory)
+    host = discovery.plugin_host(loaded.settings, memory)
     try:
         wanted = host.wanted(name)
     except LookupError as error:
         raise CommandError(str(error)) from None
-    findings = _run(Conformance(wanted, assembly.pace_of(loaded.settings)).run(), loaded.source)
+    findings = _run(Conformance(wanted, discovery.pace_of(loaded.settings)).run(), loaded.source)
     rows = [asdict(finding) for finding in findings]
     print_answer(rows, ["check", "passed", "detail"], _finding_row)
     sys.exit(0 if all(row["passed"] for row in rows) else 1)

@@ -37,15 +37,13 @@ from agentd.core.claim.record import encode
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
-from agentd.events import EventKind, EventLog
+from agentd.events import EventKind
 from agentd.failpoints import reach
 from agentd.host.claim_holders import HostHolders
 from agentd.plugin_api import Features
-from agentd.services.claims.counts import ClaimCounts
-from agentd.services.devices import NodeDevices
+from agentd.services.node import Node, NodeContext
 from agentd.services.planner import Planner
-from agentd.services.protocols import Clock, Plugins
-from agentd.services.state import NodeState
+from agentd.services.protocols import Plugins
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -66,32 +64,21 @@ class ClaimService:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
+        context: NodeContext,
         planner: Planner,
         plugins: Plugins,
         store: StateFolder,
         holders: HostHolders,
-        clock: Clock,
-        uptime: Callable[[], float],
-        node_id: str,
-        boot_id: str,
-        events: EventLog,
-        counts: ClaimCounts,
     ) -> None:
-        """`uptime` counts seconds since the boot, a suspend included."""
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._planner = planner
         self._plugins = plugins
         self._store = store
         self._holders = holders
-        self._clock = clock
-        self._uptime = uptime
-        self._node_id = node_id
-        self._boot_id = boot_id
-        self._events = events
-        self._counts = counts
+        self._node_id, self._boot_id = context.node_id, context.boot_id
+        self._clock = context.clock
+        self._events, self._counts = node.events, node.claim_counts
         self._pending: set[str] = set()
         self._deadlines: dict[str, float] = {}
         self._watches: dict[str, Callable[[], None]] = {}
@@ -122,7 +109,7 @@ class ClaimService:
         deadline = self._deadlines.get(claim.claim_id)
         expires = None
         if deadline is not None:
-            expires = self._clock.wall() + max(0.0, deadline - self._uptime())
+            expires = self._clock.wall() + max(0.0, deadline - self._clock.uptime())
         return ClaimStatus(claim, bool(self._state.users_of(claim.claim_id)), expires)
 
     def existing(self, spec: ClaimSpec) -> Claim | None:
@@ -248,7 +235,7 @@ class ClaimService:
         claim = replace(claim, holder=TimeHolder(ttl))
         self._save(claim)
         self._state.put_claim(claim)
-        self._deadlines[claim_id] = self._uptime() + ttl
+        self._deadlines[claim_id] = self._clock.uptime() + ttl
         self._woken.set()
         self._publish(claim_id, is_of_shares=False)
         return self.status(claim)
@@ -277,7 +264,7 @@ class ClaimService:
         claim_id = claim.claim_id
         self._state.open_claim(claim_id)
         if isinstance(claim.holder, TimeHolder):
-            self._deadlines[claim_id] = self._uptime() + claim.holder.ttl
+            self._deadlines[claim_id] = self._clock.uptime() + claim.holder.ttl
             self._woken.set()
         elif type(claim.holder) in _WATCHED:
             self._watch(claim)
@@ -385,7 +372,7 @@ class ClaimService:
             await is_set_within(self._woken, IDLE_S if is_idle else PERIOD_S)
 
     def _end_due(self) -> None:
-        now = self._uptime()
+        now = self._clock.uptime()
         for claim_id, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self._holder_ended(claim_id, EndReason.TIME)

@@ -24,11 +24,10 @@ from agentd.errors import (
     UnknownKernel,
 )
 from agentd.failpoints import reach
-from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import Creates, is_unresolved
+from agentd.services.node import Node
 from agentd.services.planner import Asked, Decision, Planner
 from agentd.services.protocols import Clock, LogQuery, Runtime
-from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -46,22 +45,20 @@ class KernelService:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         planner: Planner,
         runtimes: Mapping[str, Runtime],
         default: str,
         store: StateFolder,
         clock: Clock,
     ) -> None:
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self.planner = planner
         self._runtimes = runtimes
         self._default = runtimes[default]
         self._store = store
         self._clock = clock
-        self.creates = Creates(state, clock)
+        self.creates = Creates(node.state, clock)
 
     async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return the decision that a create would make now, with its explanation; changes nothing.

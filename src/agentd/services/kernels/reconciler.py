@@ -23,11 +23,11 @@ from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, reach
 from agentd.services.claims.records import located_claim
-from agentd.services.devices import NodeDevices
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_found
+from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
-from agentd.services.state import NodeState, RuntimeState
+from agentd.services.state import RuntimeState
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
@@ -44,15 +44,13 @@ class Reconciler:
 
     def __init__(
         self,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         runtimes: Mapping[str, Runtime],
         default: str,
         store: StateFolder,
         clock: Clock,
     ) -> None:
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
         self._default = default
         self._store = store
@@ -314,14 +312,12 @@ class Loops:
     def __init__(
         self,
         reconciler: Reconciler,
-        state: NodeState,
-        devices: NodeDevices,
+        node: Node,
         runtimes: Mapping[str, Runtime],
         plugins: Plugins,
     ) -> None:
         self._reconciler = reconciler
-        self._state = state
-        self._devices = devices
+        self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
         self._plugins = plugins
 

@@ -1,0 +1,142 @@
+"""The steps of a start that a check of the configuration takes, too: plugins and devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+from agentd.config.settings import Settings
+from agentd.core.slots import BUILT_IN
+from agentd.daemon import runtime_factory
+from agentd.daemon.problems import Problems
+from agentd.errors import ConfigRefused, Problem, StartRefused
+from agentd.events import EventLog
+from agentd.host.probe import Host, derived_node_id
+from agentd.plugin_api import NODE_ID_VARIABLE, Features
+from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.host import PluginHost
+from agentd.pluginhost.instance import PluginTimeouts
+from agentd.service.boot_id import boot_id
+from agentd.services.devices import NodeDevices
+from agentd.state.folder import StateFolder
+from agentd.state.host_lock import HostLock, run_folder
+
+
+def pace_of(settings: Settings) -> PluginTimeouts:
+    """Return the deadlines and intervals of plugins."""
+    return PluginTimeouts(
+        call_timeout_s=settings.plugins.call_timeout,
+        health_interval_s=settings.plugins.health_interval,
+    )
+
+
+def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
+    """Return the configured plugins, not started.
+
+    In auto-split they may deal their devices, unless the store has a dealing already. They find
+    the node's id in their environment, which is this process's.
+    """
+    with contextlib.suppress(ConfigRefused):
+        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
+    plugins, features = settings.plugins, Features(settings.node.runtime)
+    rules = settings.split_rules()
+    agents = tuple(rule.agent_id for rule in rules.agents)
+    return PluginHost(
+        tables=plugins.tables,
+        allow=plugins.allow,
+        block=plugins.block,
+        features=features,
+        pace=pace_of(settings),
+        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
+    )
+
+
+@contextlib.asynccontextmanager
+async def opened_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[PluginHost]:
+    """Open the configured plugins for a command, and close them afterwards."""
+    plugins = plugin_host(settings, store)
+    try:
+        await plugins.open(settings.plugins.open_timeout)
+        yield plugins
+    finally:
+        await plugins.close()
+
+
+async def discover(
+    settings: Settings,
+    host: Host,
+    plugins: PluginHost,
+    store: StateFolder,
+    events: EventLog,
+    problems: Problems,
+) -> NodeDevices:
+    """Discover the devices of open plugins and divide them; this is the second step of a start.
+
+    Adds every problem of the plugins' tables, the partition and the host to `problems`. If there
+    are any, the devices cannot be used.
+    """
+    with problems.collecting():
+        runtime_factory.refuse_unfit(settings)
+    with problems.collecting():
+        await runtime_factory.refuse_changed_id(settings, node_id_of(settings), store)
+    problems.found += plugins.problems()
+    devices = NodeDevices(
+        plugins=plugins,
+        store=store,
+        rules=settings.split_rules(),
+        host_types=BUILT_IN,
+        host_devices=host.devices(settings.host.cpus, settings.host.mem),
+        events=events,
+    )
+    with problems.collecting():
+        devices.discover()
+    return devices
+
+
+def refuse_failed_required(plugins: PluginHost) -> None:
+    """Refuse a start without a required plugin.
+
+    Raises:
+        StartRefused: a required plugin is not ready.
+    """
+    if missing := plugins.failed_required():
+        raise StartRefused("; ".join(missing.values()))
+
+
+def host_lock(settings: Settings) -> HostLock:
+    """Return the lock of this host, not acquired.
+
+    Raises:
+        ConfigRefused: there is no node id.
+    """
+    is_user = os.geteuid() != 0
+    return HostLock(run_folder(), node_id_of(settings), boot_id(), is_user=is_user)
+
+
+def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
+    """Withhold the accelerators that another agentd serves, and return the warnings about it.
+
+    Without a node id, this agentd could not be told apart from another one.
+    """
+    with contextlib.suppress(ConfigRefused):
+        lock = host_lock(settings)
+        lock.read()
+        devices.suspend_by(lambda inventory: inventory.with_withheld(lock.reason))
+        return lock.warnings()
+    return []
+
+
+def node_id_of(settings: Settings) -> str:
+    """Return the configured node id, or one derived from the machine id.
+
+    Raises:
+        ConfigRefused: there is neither.
+    """
+    if settings.node.id is not None:
+        return settings.node.id
+    try:
+        return derived_node_id()
+    except OSError as error:
+        reason = f"not set and not derivable: {error}"
+        raise ConfigRefused([Problem("node.id", reason)]) from None
