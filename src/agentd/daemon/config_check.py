@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd import failpoints
 from agentd.config.loading import load, source_of
@@ -37,7 +38,7 @@ VALIDATION_TIMEOUT_S = 60.0
 """Maximum seconds to wait for the plugins' `validate`, whatever `call-timeout` is."""
 
 
-class Checked(NamedTuple):
+class Checked(msgspec.Struct, frozen=True):
     """The problems and warnings of a configuration, and the exit status of a start."""
 
     problems: tuple[Problem, ...]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import structlog
 from pydantic import BaseModel
 
@@ -64,7 +65,7 @@ APPLIED: Mapping[str, tuple[str, ...]] = {
 """The keys that each step applies; a step of a runtime has its name."""
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True):
     """Applies the keys of an entry of `APPLIED`; cannot fail."""
 
     keys: tuple[str, ...]

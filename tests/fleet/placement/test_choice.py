@@ -1,11 +1,11 @@
 """Candidates are exactly the suitable agents, in the promised order; others have a reason."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd.core.slots import ONE, ResourceSlots
 from agentd.errors import InsufficientResource

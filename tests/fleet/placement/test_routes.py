@@ -1,13 +1,13 @@
 """Routes tell the truth: two gateways, a simulated store and nodes, many interleavings."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agentd_fleet.nodes.calls import PATIENCE_S
 from agentd_fleet.placement.deleter import _patience

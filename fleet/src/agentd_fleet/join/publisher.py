@@ -131,8 +131,7 @@ class Publisher:
 
         Raises:
             Taken: another install has it, or this one had it before a reboot; then it is free once
-                that
-                lease has ended.
+                that lease has ended.
         """
         key = self._key("nodes", reading)
         before = await self._etcd.get(key)

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from agentd.client.errors import error_in
@@ -40,7 +41,7 @@ GATEWAY = Caller("fleet", Role.ADMIN)
 """The caller of the gateway's own calls."""
 
 
-class NodeAnswer(NamedTuple):
+class NodeAnswer(msgspec.Struct, frozen=True):
     """The answer of a node."""
 
     status: int

@@ -6,10 +6,9 @@ import asyncio
 import json
 import secrets
 import time
-from dataclasses import dataclass
-from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
@@ -27,8 +26,7 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 
-@dataclass(frozen=True)
-class PlacementTimeouts:
+class PlacementTimeouts(msgspec.Struct, frozen=True):
     """Time limits of placements in seconds; tests use shorter ones."""
 
     insist_s: float = 10.0
@@ -48,7 +46,7 @@ class PlacementTimeouts:
     """
 
 
-class Tried(NamedTuple):
+class Tried(msgspec.Struct, frozen=True):
     """A node's answer, the current route, and whether the node was called only once."""
 
     answer: NodeAnswer
@@ -107,8 +105,7 @@ class Asker:
         Raises:
             NeverAsked: the node cannot be called and was not called.
             PlacementUnknown: the node was called and does not answer, or this gateway was suspended
-                and
-                others may have resolved the route.
+                and others may have resolved the route.
         """
         route, end = kept.route, now() + self._pace.insist_s
         node, is_certain = self.known(route), True

@@ -13,10 +13,11 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.slots import ResourceSlots, SlotReading, read_slots
 from agentd.errors import UnsupportedResource
@@ -30,8 +31,7 @@ class PlacementPolicy(StrEnum):
     PACK = "pack"
 
 
-@dataclass(frozen=True, slots=True)
-class Constraints:
+class Constraints(msgspec.Struct, frozen=True):
     """Constraints on the target of a request; None means no constraint.
 
     An agent must have a device of at least one of `models`.
@@ -39,7 +39,7 @@ class Constraints:
 
     nodes: frozenset[str] | None = None
     agents: frozenset[str] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = {}
     models: frozenset[str] | None = None
 
 
@@ -50,8 +50,7 @@ class Candidate(NamedTuple):
     agent_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unfit:
+class Unfit(msgspec.Struct, frozen=True):
     """A class of unsuitable agents: the reason, their number and some of their nodes."""
 
     reason: str

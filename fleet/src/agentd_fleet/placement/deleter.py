@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ STOP_PATIENCE_S = 150.0
 """Seconds that a node may take beyond a kernel's stop timeout."""
 
 
-class _Call(NamedTuple):
+class _Call(msgspec.Struct, frozen=True):
     """A call to a node and its time limit."""
 
     path: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
 
 import msgspec
@@ -38,7 +38,7 @@ AT_ONCE = 32
 """Nodes that are called concurrently for lists."""
 
 
-class NodeList(NamedTuple):
+class NodeList(msgspec.Struct, frozen=True):
     """The page of a node's list: its rows, its bytes, and `after` of the next page, if any."""
 
     rows: list[dict[str, Any]]
@@ -46,7 +46,7 @@ class NodeList(NamedTuple):
     after: str
 
 
-class KernelLocation(NamedTuple):
+class KernelLocation(msgspec.Struct, frozen=True):
     """The node of a kernel, and its route if the fleet placed it."""
 
     node: FleetNode
@@ -188,9 +188,8 @@ class FleetKernels:
         found: list[KernelRoute] = []
         if nodes:
             async for page in self._store.routes():
-                for route, _ in page:
-                    if route.node_id in nodes and caller.sees(route.agent_id):
-                        found.append(route)
+                routes = (kept.route for kept in page)
+                found += [r for r in routes if r.node_id in nodes and caller.sees(r.agent_id)]
         ordered = sorted(found, key=lambda route: (route.node_id, route.kernel_id))
         return [route for route in ordered if (route.node_id, route.kernel_id) > past]
 

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -47,7 +47,7 @@ MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
 """Errors after which the node may have the kernel, or get it."""
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True):
     """A node's answer to a create, and the agent that it came from."""
 
     answer: NodeAnswer
@@ -87,9 +87,8 @@ class Placer:
         """Create a kernel, or return the one that the same request created before.
 
         Raises:
-            AgentdError: no node can have it now, or a node refuses it. It is `OutcomeUnknown` if
-                the
-                outcome is unknown.
+            AgentdError: no node can have it now, or a node refuses it. If the outcome is unknown,
+                it is `PlacementUnknown`, or a node's `OutcomeUnknown`.
         """
         request = self._asked_for(order, view)
         async with self.alone(order.kernel_id):
@@ -343,4 +342,4 @@ def _found(answer: NodeAnswer, route: KernelRoute) -> Placed:
     if answer.is_error:
         raise answer.error()
     status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
-    return Placed(answer._replace(status=status), route.node_id, route.agent_id)
+    return Placed(replace(answer, status=status), route.node_id, route.agent_id)

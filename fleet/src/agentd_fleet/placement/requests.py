@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any
 
@@ -35,8 +34,7 @@ class FleetKernelRequest(CreateKernelRequest):
     placement: Placement = Placement()
 
 
-@dataclass(frozen=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True):
     """A request for a kernel as the fleet handles it, once for its `kernel_id`."""
 
     kernel_id: str
@@ -48,7 +46,7 @@ class PlacementRequest:
     body: bytes
     is_new: bool
     """Whether the gateway generated the kernel id, so that it cannot be in use."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
 
 def order_of(

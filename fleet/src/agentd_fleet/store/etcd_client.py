@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from agentd_fleet.store.etcd_transport import Compacted, EtcdCredentials, EtcdTransport
 
@@ -23,8 +24,7 @@ _TXN = "/v3/kv/txn"
 _ONE_KEY: Mapping[str, object] = {"limit": "1", "keys_only": True}
 
 
-@dataclass(frozen=True, slots=True)
-class KeyValue:
+class KeyValue(msgspec.Struct, frozen=True):
     """A key at one revision; `lease` is 0 without one."""
 
     key: str
@@ -34,8 +34,7 @@ class KeyValue:
     lease: int
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """A written key; `value` is None if it was deleted."""
 
     key: str

@@ -7,10 +7,10 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
@@ -107,10 +107,10 @@ class EtcdStore:
             key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
         async for page in self.routes():  # first, so that a forget that ends early can be repeated
-            for route, revision in page:
-                if route.node_id == node.node_id:
-                    key = key_of(self._prefix, "routes", route.kernel_id)
-                    await self._etcd.delete_if(key, expected=revision, without=nodes)
+            for kept in page:
+                if kept.route.node_id == node.node_id:
+                    key = key_of(self._prefix, "routes", kept.route.kernel_id)
+                    await self._etcd.delete_if(key, expected=kept.revision, without=nodes)
         # A gateway may know of a node without this key, and a deletion of nothing causes no event.
         await self._etcd.put_if(known, b"{}", expected=0)
         if not await self._etcd.delete_without(nodes, known, free):

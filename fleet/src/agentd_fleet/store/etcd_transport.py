@@ -14,11 +14,11 @@ import math
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from agentd.errors import AgentdError, Unavailable
 
@@ -73,8 +73,7 @@ class _TokenRefused(_NeverSent):
     """
 
 
-@dataclass(frozen=True)
-class EtcdCredentials:
+class EtcdCredentials(msgspec.Struct, frozen=True):
     """Endpoints of etcd as `https://host:port`, and credentials; without a user no login."""
 
     endpoints: tuple[str, ...]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -83,7 +83,7 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     created_by: str = ""
 
 
-class Kept(NamedTuple):
+class Kept(msgspec.Struct, frozen=True):
     """A stored route and its revision, required to replace it."""
 
     route: KernelRoute

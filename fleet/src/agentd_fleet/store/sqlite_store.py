@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import msgspec.structs
 import structlog
+from msgspec.structs import replace
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.concurrency import run_endless
@@ -100,7 +99,7 @@ class SqliteStore:
             if is_name(node_id):
                 self._known[node_id] = _bytes(value)
                 node = known_in(node_id, self._known[node_id])
-                self._state.note(dataclasses.replace(node, seen_at=time.time()))
+                self._state.note(replace(node, seen_at=time.time()))
 
     async def close(self) -> None:
         """Close the file."""
@@ -213,7 +212,7 @@ class SqliteStore:
         self._state.note(node)
         before = self._known.get(node_id)
         seen = first_seen(before)
-        value = msgspec.json.encode(msgspec.structs.replace(KnownNode.of(node), first_seen=seen))
+        value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen))
         if value != before and not reading.reason:
             self._known[node_id] = value
             self._write_soon("known", node_id, value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus

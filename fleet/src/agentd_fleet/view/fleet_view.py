@@ -12,9 +12,11 @@ change of the slot types counts all nodes again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.devices import natural_key
 from agentd.core.slots import ResourceSlots, SlotName, SlotType, derived_amount
@@ -33,8 +35,7 @@ class NodeStatus(StrEnum):
 NOTHING = ResourceSlots()
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """The amounts of an agent in base units: capacity, free and allocated.
 
     Agents that share devices each count all of them, and all of their free amounts.
@@ -45,8 +46,7 @@ class Offer:
     allocated: ResourceSlots = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class FleetNode:
+class FleetNode(msgspec.Struct, frozen=True):
     """A node as last reported; `offers` and the `models` of devices by agent.
 
     `whole` is the total of all agents, each device counted once; None if no two agents share one. A
@@ -58,11 +58,11 @@ class FleetNode:
     offers: Mapping[str, Offer]
     status: NodeStatus = NodeStatus.READY
     url: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = {}
     generation: int = 0
     seen_at: float = 0.0
     remark: str = ""
-    models: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    models: Mapping[str, frozenset[str]] = {}
     whole: Offer | None = None
 
     @property
@@ -75,8 +75,7 @@ class FleetNode:
         return all(self.labels.get(key) == value for key, value in labels.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """The usage of a slot over many nodes, in base units; the sums are exact.
 
     Amounts that are neither allocated nor free are unavailable, for example drained.
@@ -101,16 +100,15 @@ class Use:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
     """All nodes and slot types at one revision; compared by identity."""
 
     revision: int = 0
-    slot_types: Mapping[SlotName, SlotType] = field(default_factory=dict)
-    nodes: Mapping[str, FleetNode] = field(default_factory=dict)
-    conflicts: Mapping[str, frozenset[SlotName]] = field(default_factory=dict)
+    slot_types: Mapping[SlotName, SlotType] = {}
+    nodes: Mapping[str, FleetNode] = {}
+    conflicts: Mapping[str, frozenset[SlotName]] = {}
     """The slots that a node defines differently from the fleet, by node."""
-    uses: Mapping[SlotName, Use] = field(default_factory=dict)
+    uses: Mapping[SlotName, Use] = {}
     """The sums over all nodes; a slot without any amount may be missing."""
 
     def with_slot_types(self, slots: Mapping[SlotName, SlotType], revision: int) -> FleetView:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.names import checked, is_name, shortened
 from agentd.core.slots import (
@@ -285,7 +285,7 @@ def _whole(
     }
 
 
-class Published(NamedTuple):
+class Published(msgspec.Struct, frozen=True):
     """The published capacity of a node, parsed once for all of its free amounts."""
 
     node: FleetNode
@@ -299,7 +299,7 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
         if header.schema > SCHEMA:
             why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
             listed = _listed(node_id, why, url=header.url, seen_at=seen_at)
-            return listed._replace(node=replace(listed.node, status=NodeStatus.NEWER))
+            return replace(listed, node=replace(listed.node, status=NodeStatus.NEWER))
         said = msgspec.json.decode(report, type=NodeReport)
         node = _node(node_id, said, seen_at)
         return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
