@@ -236,8 +236,8 @@ class SimulatedGateway:
         for name in NODES:
             offers = {"main": Offer(amounts, amounts)}
             self.state.note(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
-        self.placer = Placer(store, self.state, nodes, pace=pace)
-        self.placer._choice = world.rng
+        self.placer = Placer(store, self.state, nodes, timeouts=pace)
+        self.placer._random = world.rng
         kernels = FleetKernels(store, self.state, nodes, self.placer)
         self.deleter = Deleter(store, nodes, self.placer, kernels)
         self.sweep = Sweep(store, self.state, nodes, self.placer, pace)

@@ -32,7 +32,7 @@ def agentd_fleet() -> None:
     """
 
 
-_refused = partial(end_refused, "agentd-fleet")
+_end_refused = partial(end_refused, "agentd-fleet")
 
 
 @agentd_fleet.command()
@@ -53,7 +53,7 @@ def gateway(config_file: str | None) -> None:
 
         asyncio.run(daemon())
     except AgentdError as error:
-        _refused(error)
+        _end_refused(error)
 
 
 @agentd_fleet.command()
@@ -73,32 +73,32 @@ def join(config_file: str | None) -> None:
 
     try:
         settings = load(config_file)
-        fleet, mine = settings.fleet, settings.join
+        fleet, join_settings = settings.fleet, settings.join
         if not fleet.etcd:
             raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
-        access = etcd_access(fleet)
+        credentials = etcd_access(fleet)
     except AgentdError as error:
-        _refused(error)
+        _end_refused(error)
     options = JoinOptions(
         fleet=fleet.name,
-        endpoints=access.endpoints,
-        user=access.user,
-        password=access.password,
+        endpoints=credentials.endpoints,
+        user=credentials.user,
+        password=credentials.password,
         ca=str(fleet.ca) if fleet.ca else None,
         cert=str(fleet.cert) if fleet.cert else None,
         key=str(fleet.key) if fleet.key else None,
-        socket=str(mine.socket),
-        url=mine.url,
-        labels=dict(mine.labels),
-        lease_s=mine.lease,
-        state_dir=str(mine.state_dir),
+        socket=str(join_settings.socket),
+        url=join_settings.url,
+        labels=dict(join_settings.labels),
+        lease_s=join_settings.lease,
+        state_dir=str(join_settings.state_dir),
         weaknesses=tuple(pair_weaknesses(fleet.cert, fleet.key)),
     )
-    handed = os.memfd_create("join", 0)
-    os.write(handed, msgspec.json.encode(options))
-    os.lseek(handed, 0, os.SEEK_SET)
+    descriptor = os.memfd_create("join", 0)
+    os.write(descriptor, msgspec.json.encode(options))
+    os.lseek(descriptor, 0, os.SEEK_SET)
     os.execv(  # noqa: S606 - what read the settings takes 15 MiB that a publisher does not need
-        sys.executable, [sys.executable, "-m", "agentd_fleet.join.publisher", str(handed)]
+        sys.executable, [sys.executable, "-m", "agentd_fleet.join.publisher", str(descriptor)]
     )
 
 
@@ -113,7 +113,7 @@ def check_config(config_file: str | None) -> None:
         settings = load(config_file)
         refuse_unusable(settings)
     except AgentdError as error:
-        _refused(error)
+        _end_refused(error)
     for weakness in weak_credentials(settings):
         if weakness.holds_at(time.time()):
             click.echo(f"agentd-fleet: warning: {weakness.text}", err=True)

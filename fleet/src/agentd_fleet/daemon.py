@@ -62,7 +62,7 @@ def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
     Raises:
         ConfigRefused: the password or a certificate is unusable.
     """
-    password = _secret("fleet.etcd-password-file", fleet.etcd_password_file)
+    password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
     return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
 
 
@@ -83,7 +83,7 @@ def tls_of(fleet: FleetSettings) -> ssl.SSLContext:
     return context
 
 
-def _secret(where: str, file: Path | None) -> str:
+def _read_secret(where: str, file: Path | None) -> str:
     if file is None:
         return ""
     try:
@@ -101,12 +101,12 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
     gateway, rpc = settings.gateway, settings.rpc
     try:
         shared = gateway.model_dump(include=set(RpcSettings.model_fields))
-        given = {**shared, "token_file": rpc.token_file, "tokens": rpc.tokens}
-        return RpcSettings.model_validate(given, by_name=True)
+        values = {**shared, "token_file": rpc.token_file, "tokens": rpc.tokens}
+        return RpcSettings.model_validate(values, by_name=True)
     except ValidationError as error:
-        found = [problem_of(dict(item), {}, RpcSettings) for item in error.errors()]
+        problems = [problem_of(dict(item), {}, RpcSettings) for item in error.errors()]
         raise ConfigRefused(
-            [Problem(f"gateway.{p.where}".rstrip("."), p.why) for p in found]
+            [Problem(f"gateway.{p.where}".rstrip("."), p.why) for p in problems]
         ) from None
 
 
@@ -144,11 +144,11 @@ class GatewayDaemon:
         self,
         settings: FleetFile,
         reread: Callable[[], FleetFile],
-        pace: PlacementTimeouts | None = None,
+        timeouts: PlacementTimeouts | None = None,
     ) -> None:
         self._settings = settings
         self._reread = reread
-        self._pace = pace or PlacementTimeouts()
+        self._timeouts = timeouts or PlacementTimeouts()
         self._shutdown, self._reload = Shutdown(), asyncio.Event()
         self._notifier = Notifier()
         self._weaknesses = Weaknesses()
@@ -175,12 +175,12 @@ class GatewayDaemon:
         """Start the parts in order and serve until the stop."""
         step = self._shutdown.step
         settings = self._settings
-        where = endpoint(rpc_settings(settings), "gateway")
-        token = _secret("gateway.node-token-file", settings.gateway.node_token_file)
+        server_endpoint = endpoint(rpc_settings(settings), "gateway")
+        token = _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
         state, tls = FleetState(), tls_of(settings.fleet)
         nodes = await stack.enter_async_context(Nodes(state, token, tls))
-        store = await self._store(stack, state, token, tls)
-        placer = Placer(store, state, nodes, settings.gateway.policy, self._pace)
+        store = await self._open_store(stack, state, token, tls)
+        placer = Placer(store, state, nodes, settings.gateway.policy, self._timeouts)
         stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
         gateway = Gateway(store, state, nodes, placer)
         background = Background(self._shutdown.fail)
@@ -192,24 +192,24 @@ class GatewayDaemon:
             "agentd-fleet",
             routes(gateway),
             gateway,
-            where,
+            server_endpoint,
             pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
-        sweep = Sweep(store, state, nodes, placer, self._pace)
+        sweep = Sweep(store, state, nodes, placer, self._timeouts)
         background.run("sweep", sweep.run())
         certificates = certificate_weaknesses(settings)
-        background.run("reload", self._reloading(server, certificates))
+        background.run("reload", self._reload_on_hangup(server, certificates))
         self._weaknesses.replace([*token_weaknesses(rpc_settings(settings)), *certificates])
         background.run("credentials", self._weaknesses.log_daily())
-        await self._until_seen(store)
+        await self._wait_first_view(store)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
         self._notifier.ready(f"fleet {settings.fleet.name}")
         await self._notifier.keep_alive_until(self._shutdown.asked)
         self._notifier.stopping()
 
-    async def _store(
+    async def _open_store(
         self,
         stack: contextlib.AsyncExitStack,
         state: FleetState,
@@ -221,23 +221,23 @@ class GatewayDaemon:
             etcd = await stack.enter_async_context(Etcd(etcd_access(fleet)))
             return EtcdStore(etcd, fleet.name, state)
         if not fleet.nodes:
-            why = 'set etcd = ["https://…"], or nodes = ["unix:/…"] for a few nodes'
-            raise ConfigRefused([Problem("fleet", why)])
-        clients = [(item, _client(item, token, tls)) for item in fleet.nodes]
+            reason = 'set etcd = ["https://…"], or nodes = ["unix:/…"] for a few nodes'
+            raise ConfigRefused([Problem("fleet", reason)])
+        clients = [(item, _node_client(item, token, tls)) for item in fleet.nodes]
         store = SqliteStore(self._settings.gateway.state_dir / "fleet.sqlite", clients, state)
         await store.open()
         stack.push_async_callback(store.close)
         return store
 
-    async def _until_seen(self, store: Store) -> None:
+    async def _wait_first_view(self, store: Store) -> None:
         """Wait for the first view, for a limited time: without it every create would be refused."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + FIRST_VIEW_S
-        while store.why_not_live() and (left_s := end - loop.time()) > 0:
-            if await is_set_within(self._shutdown.asked, min(left_s, LOOK_S)):
+        deadline = loop.time() + FIRST_VIEW_S
+        while store.why_not_live() and (remaining_s := deadline - loop.time()) > 0:
+            if await is_set_within(self._shutdown.asked, min(remaining_s, LOOK_S)):
                 return
 
-    async def _reloading(self, server: Server, certificates: Sequence[Weakness]) -> None:
+    async def _reload_on_hangup(self, server: Server, certificates: Sequence[Weakness]) -> None:
         """Reload the tokens on SIGHUP; an unreadable file changes nothing.
 
         The certificates that were read at the start stay in use, and so do their weaknesses.
@@ -247,17 +247,17 @@ class GatewayDaemon:
             self._reload.clear()
             try:
                 rpc = rpc_settings(await asyncio.to_thread(self._reread))
-                found = await asyncio.to_thread(tokens, rpc)
-                weak = await asyncio.to_thread(token_weaknesses, rpc)
-                server.renew_tokens(found)
-                self._weaknesses.replace([*weak, *certificates])
+                new_tokens = await asyncio.to_thread(tokens, rpc)
+                weaknesses = await asyncio.to_thread(token_weaknesses, rpc)
+                server.renew_tokens(new_tokens)
+                self._weaknesses.replace([*weaknesses, *certificates])
             except ConfigRefused as error:
                 log.warning("gateway.reload_refused", reasons=error.lines())
             else:
                 log.info("gateway.reloaded")
 
 
-def _client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:
+def _node_client(address: str, token: str, tls: ssl.SSLContext | None) -> AsyncClient:
     if address.startswith(UNIX):
         return AsyncClient(address.removeprefix(UNIX), timeout_s=10.0, max_bytes=MAX_ANSWER)
     return AsyncClient(url=address, token=token, tls=tls, timeout_s=10.0, max_bytes=MAX_ANSWER)

@@ -37,11 +37,11 @@ def address(value: str, *schemes: str) -> str:
         is_plain = parts.username is None and not parts.path.strip("/") and (parts.port or 1)
         if parts.scheme in schemes and parts.hostname and is_plain:
             return value.rstrip("/")
-    shown = " or ".join(
+    expected = " or ".join(
         "unix:/path/of/a/socket" if scheme == "unix" else f"{scheme}://host:port"
         for scheme in schemes
     )
-    raise ValueError(f"invalid address {value!r}: expected {shown}")
+    raise ValueError(f"invalid address {value!r}: expected {expected}")
 
 
 class FleetSettings(Section):
@@ -69,10 +69,10 @@ class FleetSettings(Section):
     @field_validator("nodes")
     @classmethod
     def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        found = tuple(address(item, "https", "http", "unix") for item in value)
-        if twice := repeated(found):
+        addresses = tuple(address(item, "https", "http", "unix") for item in value)
+        if twice := repeated(addresses):
             raise ValueError(f"duplicate address {', '.join(twice)}")
-        return found
+        return addresses
 
     @model_validator(mode="after")
     def _one_of_them(self) -> FleetSettings:
@@ -158,8 +158,8 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFi
     Raises:
         ConfigRefused: the file is unreadable or its settings are unusable.
     """
-    named = option or environ.get("AGENTD_FLEET_CONFIG")
-    path = Path(named) if named else (SEARCHED if SEARCHED.exists() else None)
+    file = option or environ.get("AGENTD_FLEET_CONFIG")
+    path = Path(file) if file else (SEARCHED if SEARCHED.exists() else None)
     source = str(path or "defaults")
     settings, _ = parse(FleetFile, read_text(path), source, environ, ENV_PREFIX)
     return settings

@@ -117,7 +117,9 @@ async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) 
     assert {item.value for item in items} == {b"before"}
     now, revision = await etcd.range("nodes/", page=7)
     assert (len(now), revision) == (26, await etcd.revision())
-    assert [page async for page in etcd.pages("nodes/", page=100, at=before)] == [(items, before)]
+    assert [page async for page in etcd.pages("nodes/", page=100, revision=before)] == [
+        (items, before)
+    ]
     assert await etcd.range("none/") == ([], revision)
 
 
@@ -259,7 +261,7 @@ async def test_write_with_a_lost_answer_is_recognized(
     async with Etcd(EtcdCredentials((proxy.endpoint, *servers.endpoints))) as lossy:
 
         def lost() -> Etcd:
-            lossy._gateway._preferred = 0
+            lossy._transport._preferred = 0
             proxy.loses = b"POST /v3/kv"
             return lossy
 

@@ -124,7 +124,7 @@ async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar
     async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes(FleetState()) as nodes:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
-        placer = Placer(store, state, nodes, pace=PACE)
+        placer = Placer(store, state, nodes, timeouts=PACE)
         await tell(etcd, "liar", f"unix:{liar.path}")
         await tell(etcd, "typo", "https://node-9:abc")
         await etcd.put("/agentd/main/routes/bad", b"garbage")

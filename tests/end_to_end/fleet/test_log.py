@@ -25,7 +25,7 @@ agentd_fleet()
 PARTS = {
     "store": "agentd_fleet.store.sqlite_store:SqliteStore.run",
     "sweep": "agentd_fleet.placement.sweep:Sweep.run",
-    "reload": "agentd_fleet.daemon:GatewayDaemon._reloading",
+    "reload": "agentd_fleet.daemon:GatewayDaemon._reload_on_hangup",
 }
 
 

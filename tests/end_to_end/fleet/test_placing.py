@@ -48,7 +48,7 @@ class Rig:
             SqliteStore(world.folder / "fleet.sqlite", (), state) for state in self.states
         ]
         self.placers = [
-            Placer(store, state, self.nodes, pace=PACE)
+            Placer(store, state, self.nodes, timeouts=PACE)
             for store, state in zip(self.stores, self.states, strict=True)
         ]
 

@@ -133,9 +133,9 @@ async def test_calls_succeed_after_the_token_has_expired(
     await running[0].require_logins(PASSWORD, a=(KEY,))
     async with Etcd(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
         await use(etcd)
-        first, pause_s = etcd._gateway._token, 1.0
+        first, pause_s = etcd._transport._token, 1.0
         async with asyncio.timeout(20):
-            while etcd._gateway._token == first:
+            while etcd._transport._token == first:
                 await asyncio.sleep(pause_s)  # each use of a simple token starts its time again
                 pause_s *= 2
                 await use(etcd)
@@ -149,9 +149,9 @@ async def test_calls_succeed_after_the_signed_token_has_expired(
     await running[0].require_logins(PASSWORD, a=(KEY,))
     async with Etcd(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
         await use(etcd)
-        first = etcd._gateway._token
+        first = etcd._transport._token
         async with asyncio.timeout(20):
-            while etcd._gateway._token == first:
+            while etcd._transport._token == first:
                 await use(etcd)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd_fleet.nodes.calls import PATIENCE_S
-from agentd_fleet.placement.deleter import _patience
+from agentd_fleet.placement.deleter import _call_timeout
 from agentd_fleet.store.route import KernelRoute, RouteProgress
 from agentd_fleet.view.fleet_view import NodeStatus
 from fleet.simulated import NODES, Fleet, run
@@ -217,4 +217,4 @@ def test_kernel_of_a_node_that_was_not_heard_of_is_not_unknown(monkeypatch) -> N
     [("0", 150), ("30", 180), ("-1", 150), ("1e9", 3600), ("nan", 150), ("x", 3600), (None, 3600)],
 )
 def test_delete_gives_a_node_the_timeout_and_a_margin(timeout, patience_s) -> None:
-    assert _patience({} if timeout is None else {"timeout": timeout}) == patience_s
+    assert _call_timeout({} if timeout is None else {"timeout": timeout}) == patience_s

@@ -42,11 +42,11 @@ def swept(node: PagedNode) -> Sweep:
 
 async def test_sweep_reads_all_pages_of_a_node() -> None:
     node = PagedNode(1001)
-    states = await swept(node)._states(NODE)
+    states = await swept(node)._read_states(NODE)
     assert states == dict.fromkeys((f"k{number}" for number in range(1001)), "running")
     assert node.paths == ["/v1/kernels", "/v1/kernels?after=1000"]
 
 
 async def test_list_without_an_end_counts_as_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "PATIENCE_S", 0.05)
-    assert await swept(PagedNode(10**9))._states(NODE) is None
+    assert await swept(PagedNode(10**9))._read_states(NODE) is None

@@ -93,12 +93,12 @@ async def full(store: SqliteStore) -> AsyncIterator[None]:
     def limit(pages: int) -> None:
         store._rows(f"PRAGMA max_page_count = {pages}")
 
-    pages = await store._do(lambda: store._rows("PRAGMA page_count")[0][0])
-    await store._do(lambda: limit(pages))
+    pages = await store._transact(lambda: store._rows("PRAGMA page_count")[0][0])
+    await store._transact(lambda: limit(pages))
     try:
         yield
     finally:
-        await store._do(lambda: limit(1 << 20))
+        await store._transact(lambda: limit(1 << 20))
 
 
 async def keep_many(store: SqliteStore, route: KernelRoute) -> None:
@@ -165,7 +165,7 @@ async def test_forgotten_node_is_not_written_later(
     monkeypatch.setattr(sqlite_store, "AGAIN_S", 0.05)
     store, state = await opened(tmp_path / "fleet.sqlite")
     await store.heard("unix:/1", reading("n1", "chip.unit"))
-    store._address.clear()  # it has moved away
+    store._address_by_node.clear()  # it has moved away
     node = state.node("n1")
     assert node is not None
     assert await store.forget(node)
@@ -200,7 +200,7 @@ async def test_file_that_was_read_only_is_opened_again(tmp_path: Path) -> None:
     """SQLite's connections to a read-only file never write, also after the file is writable."""
     store, _ = await opened(tmp_path / "new/fleet.sqlite")
     route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
-    await store._do(lambda: store._rows("PRAGMA query_only = 1"))
+    await store._transact(lambda: store._rows("PRAGMA query_only = 1"))
     with pytest.raises(StateUnavailable, match="readonly"):
         await store.keep(route, 0)
     assert await store.route("k1") is None

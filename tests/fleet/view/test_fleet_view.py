@@ -237,7 +237,9 @@ def test_debit_lasts_until_the_node_reports() -> None:
 
 def test_last_report_of_a_batch_counts() -> None:
     view = fleet(node("a"), node("b")).changed(
-        [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)], gone=["a", "b", "x"], revision=7
+        [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)],
+        forgotten=["a", "b", "x"],
+        revision=7,
     )
     assert {each: view.statistics([each])["cpu"].free // ONE for each in view.nodes} == {
         "a": 3,

@@ -39,34 +39,34 @@ class Lists:
         """
         return self._kernels.seen(caller, node_id)
 
-    def _nodes(self, caller: Caller, named: Sequence[str]) -> list[FleetNode]:
+    def _nodes(self, caller: Caller, node_ids: Sequence[str]) -> list[FleetNode]:
         """Return the named nodes, or all that a caller sees.
 
         The agents of a lost node may be unknown: a caller sees it by its kernels.
         """
         nodes = self._state.view.nodes
-        if named:
+        if node_ids:
             return [
                 nodes[node_id]
-                if node_id in nodes and _is_forgetful(nodes[node_id])
+                if node_id in nodes and _has_unknown_agents(nodes[node_id])
                 else self.node(caller, node_id)
-                for node_id in sorted(set(named))
+                for node_id in sorted(set(node_ids))
             ]
         return [
             nodes[node_id]
             for node_id in sorted(nodes)
             if caller.agents is None
-            or _is_forgetful(nodes[node_id])
+            or _has_unknown_agents(nodes[node_id])
             or not caller.agents.isdisjoint(nodes[node_id].offers)
         ]
 
     async def devices(self, request: web.Request) -> web.Response:
         """Return the devices of nodes."""
         caller, missing = caller_of(request), list[str]()
-        named = query_of(request, NodesQuery).node
-        shown = await self._kernels.devices(caller, self._nodes(caller, named), missing)
-        told = self._told(caller, missing, (), named)
-        return answer(shown, headers=_missing(told))
+        node_ids = query_of(request, NodesQuery).node
+        rows = await self._kernels.devices(caller, self._nodes(caller, node_ids), missing)
+        visible = self._visible_missing(caller, missing, (), node_ids)
+        return answer(rows, headers=_missing_header(visible))
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Return the kernels of nodes, by node and then by creation."""
@@ -78,7 +78,9 @@ class Lists:
             raise InvalidRequest([Problem("after", "requires after_node; use the URL in Link")])
         page = KernelPage(self._kernels, caller, query)
         await page.read(nodes)
-        headers = _missing(self._told(caller, page.missing, page.routes or (), query.node))
+        headers = _missing_header(
+            self._visible_missing(caller, page.missing, page.routes or (), query.node)
+        )
         if page.following is not None:
             node_id, after = page.following
             names = {"after_node": node_id} | ({"after": after} if after else {})
@@ -86,46 +88,46 @@ class Lists:
             headers["Link"] = f'<{url}>; rel="next"'
         return answer(page.rows, headers=headers)
 
-    def _told(
+    def _visible_missing(
         self,
         caller: Caller,
         missing: list[str],
         routes: Iterable[KernelRoute],
-        named: Sequence[str],
+        node_ids: Sequence[str],
     ) -> list[str]:
         """Return the missing nodes that a caller may see.
 
         Raises:
             UnknownNode: the request names a node that the caller must not see.
         """
-        seen = {route.node_id for route in routes}
-        told = []
+        routed = {route.node_id for route in routes}
+        visible = []
         for node_id in missing:
             try:
                 self.node(caller, node_id)
             except UnknownNode:
-                if node_id not in seen:
-                    if node_id in named:
+                if node_id not in routed:
+                    if node_id in node_ids:
                         raise
                     continue
-            told.append(node_id)
-        return told
+            visible.append(node_id)
+        return visible
 
     def stats(self, view: FleetView, caller: Caller, query: StatsQuery) -> views.StatsView:
         """Return the sums of slots, also by node."""
-        named = [self.node(caller, node_id).node_id for node_id in query.node] or None
+        node_ids = [self.node(caller, node_id).node_id for node_id in query.node] or None
         agents = frozenset(query.agent) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents
         labels = dict(query.labels)
-        sums = view.statistics(named, agents=agents, labels=labels)
+        sums = view.statistics(node_ids, agents=agents, labels=labels)
         nodes = {
-            node_id: views.uses_view(view.slot_types, part)
-            for node_id in named or view.nodes
+            node_id: views.uses_view(view.slot_types, usages)
+            for node_id in node_ids or view.nodes
             if node_id in view.nodes
             and view.nodes[node_id].has(labels)
             and (agents is None or not agents.isdisjoint(view.nodes[node_id].offers))
-            and (part := view.statistics([node_id], agents=agents)) is not None
+            and (usages := view.statistics([node_id], agents=agents)) is not None
         }
         return {
             "revision": view.revision,
@@ -166,15 +168,15 @@ class KernelPage:
             if not lists:
                 chunk = nodes[index : index + AT_ONCE]
                 lists = [*reversed(await asyncio.gather(*map(self._list, chunk)))]
-            found = lists.pop()
-            if found is not None and len(found.rows) > room:
-                found = await self._list(node)
-            if found is None:
-                found = await self._routed(node, nodes, room)
-            self.rows += found.rows[:room]
-            size += found.size
-            if found.after and found.rows:
-                self.following = node.node_id, found.after
+            page = lists.pop()
+            if page is not None and len(page.rows) > room:
+                page = await self._list(node)
+            if page is None:
+                page = await self._list_routed(node, nodes, room)
+            self.rows += page.rows[:room]
+            size += page.size
+            if page.after and page.rows:
+                self.following = node.node_id, page.after
                 return
 
     async def _list(self, node: FleetNode) -> NodeList | None:
@@ -183,7 +185,9 @@ class KernelPage:
             query.append(("after", self._after))
         return await self._kernels.list_of(self._caller, node, query)
 
-    async def _routed(self, node: FleetNode, nodes: Sequence[FleetNode], room: int) -> NodeList:
+    async def _list_routed(
+        self, node: FleetNode, nodes: Sequence[FleetNode], room: int
+    ) -> NodeList:
         """Return the kernels that are routed to a node without an answer, by id.
 
         Their cursor has the time 0: once the node answers, all of its kernels come after it.
@@ -192,23 +196,23 @@ class KernelPage:
         if self._filters:
             return NodeList([], 0, "")
         if self.routes is None:
-            time, _, last = self._after.partition("~")
-            past = self._first, last if time == "0" else ""
+            time, _, last_id = self._after.partition("~")
+            position = self._first, last_id if time == "0" else ""
             self.routes = await self._kernels.routed_to(
-                self._caller, frozenset(node.node_id for node in nodes), past
+                self._caller, frozenset(node.node_id for node in nodes), position
             )
         routes = [route for route in self.routes if route.node_id == node.node_id]
         after = f"0~{routes[room - 1].kernel_id}" if len(routes) > room else ""
         return NodeList([unknown_kernel(route) for route in routes[:room]], 0, after)
 
 
-def _is_forgetful(node: FleetNode) -> bool:
+def _has_unknown_agents(node: FleetNode) -> bool:
     """Return whether a node is lost and its agents are unknown."""
     return node.status is NodeStatus.LOST and not node.offers
 
 
-def _missing(nodes: list[str]) -> dict[str, str]:
+def _missing_header(nodes: list[str]) -> dict[str, str]:
     """Return the header that names the nodes without an answer."""
-    shown = ",".join(sorted(nodes)[:MOST_NAMED])
-    more = f",… {len(nodes)} in total" if len(nodes) > MOST_NAMED else ""
-    return {MISSING: (shown + more).replace("…", "...")} if nodes else {}
+    names = ",".join(sorted(nodes)[:MOST_NAMED])
+    rest = f",… {len(nodes)} in total" if len(nodes) > MOST_NAMED else ""
+    return {MISSING: (names + rest).replace("…", "...")} if nodes else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -26,6 +27,11 @@ SENT = ("Content-Type", "Last-Event-ID", "Prefer", "Accept")
 KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Preference-Applied")
 
 
+def picked_headers(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return those of the named headers that there are."""
+    return {name: headers[name] for name in names if name in headers}
+
+
 async def pass_on(
     nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
@@ -35,22 +41,24 @@ async def pass_on(
         NodeUnavailable: the node does not answer.
     """
     body = await body_of(request) if request.body_exists else None
-    headers = {name: request.headers[name] for name in SENT if name in request.headers}
-    asked = nodes.opened(node, caller_of(request), request.method, path, body=body, headers=headers)
+    headers = picked_headers(request.headers, SENT)
+    opening = nodes.opened(
+        node, caller_of(request), request.method, path, body=body, headers=headers
+    )
     patience_s = PATIENCE_S if request.method == "GET" else CREATE_PATIENCE_S
     async with AsyncExitStack() as stack:
         try:
             async with state.patience(node.node_id, patience_s, PATIENCE_S):
-                given = await stack.enter_async_context(asked)
+                node_response = await stack.enter_async_context(opening)
         except TimeoutError:
             raise NodeUnavailable(f"node {node.node_id} does not answer") from None
-        kept = {name: given.headers[name] for name in KEPT if name in given.headers}
-        if (query := next_query(kept.pop("Link", None))) is not None:
-            kept["Link"] = f'<{request.rel_url.raw_path}?{query}>; rel="next"'
-        response = web.StreamResponse(status=given.status, headers=kept)
+        response_headers = picked_headers(node_response.headers, KEPT)
+        if (query := next_query(response_headers.pop("Link", None))) is not None:
+            response_headers["Link"] = f'<{request.rel_url.raw_path}?{query}>; rel="next"'
+        response = web.StreamResponse(status=node_response.status, headers=response_headers)
         await response.prepare(request)
         try:
-            async for chunk in given.content.iter_any():
+            async for chunk in node_response.content.iter_any():
                 await response.write(chunk)
         except aiohttp.ClientError as error:
             raise ConnectionResetError(str(error)) from None  # the stream is cut here, too
@@ -68,52 +76,56 @@ async def pass_socket(
     Raises:
         NodeUnavailable: the node does not answer.
     """
-    near = LimitedSocket()
-    far = None
-    if near.can_prepare(request).ok:
-        far = await nodes.connected(node, caller_of(request), path)
-    if far is None:
+    client_socket = LimitedSocket()
+    node_socket = None
+    if client_socket.can_prepare(request).ok:
+        node_socket = await nodes.connected(node, caller_of(request), path)
+    if node_socket is None:
         return await pass_on(nodes, state, node, request, path)
     flood: TooManyControlFrames | None = None
     try:
-        await near.prepare(request)
-        given = asyncio.create_task(_pass_to_node(near, far))
-        told = asyncio.create_task(_pass_to_caller(far, near))
-        probing = asyncio.create_task(probe(near))
+        await client_socket.prepare(request)
+        to_node = asyncio.create_task(_copy_to_node(client_socket, node_socket))
+        to_client = asyncio.create_task(_copy_to_client(node_socket, client_socket))
+        probing = asyncio.create_task(probe(client_socket))
         try:
-            await asyncio.wait([given, told, probing], return_when=asyncio.FIRST_COMPLETED)
-            if given.done():
-                error = given.exception()
+            await asyncio.wait([to_node, to_client, probing], return_when=asyncio.FIRST_COMPLETED)
+            if to_node.done():
+                error = to_node.exception()
                 flood = error if isinstance(error, TooManyControlFrames) else None
                 if error is not None and flood is None:
-                    await asyncio.wait([told])  # the reason may still arrive
+                    await asyncio.wait([to_client])  # the reason may still arrive
         finally:
-            for task in (given, told, probing):
+            for task in (to_node, to_client, probing):
                 task.cancel()
-            await asyncio.gather(given, told, probing, return_exceptions=True)
-        if far.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+            await asyncio.gather(to_node, to_client, probing, return_exceptions=True)
+        if node_socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
             flood = TooManyControlFrames()
         if flood is not None:
             log.warning("exec.aborted", path=request.path, reason=str(flood))
-        await near.end(flood)
+        await client_socket.end(flood)
     finally:
-        await to_the_end(hang_up(far))
-    return near
+        await to_the_end(hang_up(node_socket))
+    return client_socket
 
 
-async def _pass_to_node(near: LimitedSocket, far: aiohttp.ClientWebSocketResponse) -> None:
-    async for frame in near.frames():
+async def _copy_to_node(
+    client_socket: LimitedSocket, node_socket: aiohttp.ClientWebSocketResponse
+) -> None:
+    async for frame in client_socket.frames():
         if frame.type is aiohttp.WSMsgType.BINARY:
-            await far.send_bytes(frame.data)
+            await node_socket.send_bytes(frame.data)
         else:
-            await far.send_str(frame.data)
+            await node_socket.send_str(frame.data)
 
 
-async def _pass_to_caller(far: aiohttp.ClientWebSocketResponse, near: LimitedSocket) -> None:
-    async for frame in far:
+async def _copy_to_client(
+    node_socket: aiohttp.ClientWebSocketResponse, client_socket: LimitedSocket
+) -> None:
+    async for frame in node_socket:
         if frame.type is aiohttp.WSMsgType.BINARY:
-            await near.send_bytes(frame.data)
+            await client_socket.send_bytes(frame.data)
         elif frame.type is aiohttp.WSMsgType.TEXT:
-            await near.send_str(frame.data)
+            await client_socket.send_str(frame.data)
         elif frame.type is aiohttp.WSMsgType.PING:
-            await far.pong(frame.data)
+            await node_socket.pong(frame.data)

@@ -31,9 +31,9 @@ _SHOWN = _KERNEL | views.UnknownKernelView
 _ANY, _AT_NODE = "/v1/nodes/{node}/{rest}", "/v1/nodes/{node}"
 
 
-def _passed(method: str, handler: Handler) -> Route:
+def _proxy_route(method: str, handler: Handler) -> Route:
     """Return the proxy route of a method, with the node's routes that it covers."""
-    known = [
+    covered = [
         replace(
             route,
             path=_AT_NODE + route.path.removeprefix("/v1"),
@@ -43,7 +43,7 @@ def _passed(method: str, handler: Handler) -> Route:
         if route.method == method and route.path.startswith("/v1/")
         if not (method == "POST" and route.path.endswith("/kernels"))  # see `Gateway.pass_to_node`
     ]
-    return Route(method, _ANY, handler, {200: Any}, passes=tuple(known))
+    return Route(method, _ANY, handler, {200: Any}, passes=tuple(covered))
 
 
 def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
@@ -87,7 +87,7 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
             right=Right.OUTPUT,
         ),
         get(f"{kernel}/stats", site.get_use, views.FleetKernelUseView, query=KernelQuery),
-        *(_passed(method, site.pass_to_node) for method in ("GET", "POST", "PUT", "DELETE")),
+        *(_proxy_route(method, site.pass_to_node) for method in ("GET", "POST", "PUT", "DELETE")),
         get("/v1/whoami", site.whoami, CallerView),
         get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),
         get("/metrics", site.get_metrics, METRICS),

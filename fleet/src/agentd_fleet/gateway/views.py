@@ -82,8 +82,8 @@ class StatsView(TypedDict):
 
 def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -> FleetNodeView:
     """Return a node as a caller sees it, with the caller's agents."""
-    strange = view.conflicts.get(node.node_id, frozenset())
-    shown = {
+    conflicting = view.conflicts.get(node.node_id, frozenset())
+    agent_views = {
         agent: uses_view(
             node.slot_types,
             {n: Use(offer.capacity[n], offer.free[n], offer.allocated[n]) for n in node.slot_types},
@@ -96,9 +96,9 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
         "state": view.state_of(node.node_id),  # type: ignore[typeddict-item]
         "url": node.url,
         "labels": dict(node.labels),
-        "agents": shown,
+        "agents": agent_views,
         "slot_types": sorted(node.slot_types),
-        "conflicting": sorted(strange),
+        "conflicting": sorted(conflicting),
         "generation": node.generation,
         "seen_at": datetime.fromtimestamp(node.seen_at, UTC).isoformat(),
         "reason": node.remark,
@@ -106,18 +106,18 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
 
 
 def uses_view(
-    types: Mapping[SlotName, SlotType], uses: Mapping[SlotName, Use]
+    slot_types: Mapping[SlotName, SlotType], uses: Mapping[SlotName, Use]
 ) -> dict[str, SlotUseView]:
     """Return the usage of slots."""
-    shown: dict[str, SlotUseView] = {}
-    for name, use in uses.items():
-        kind = types[name].kind
-        shown[name] = {
-            "capacity": format_amount(use.capacity, kind),
-            "allocated": format_amount(use.allocated, kind),
-            "free": format_amount(use.free, kind),
+    views: dict[str, SlotUseView] = {}
+    for name, usage in uses.items():
+        kind = slot_types[name].kind
+        views[name] = {
+            "capacity": format_amount(usage.capacity, kind),
+            "allocated": format_amount(usage.allocated, kind),
+            "free": format_amount(usage.free, kind),
         }
-    return shown
+    return views
 
 
 def slot_type_view(slot: SlotType) -> SlotTypeView:

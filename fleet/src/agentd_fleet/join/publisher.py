@@ -85,11 +85,11 @@ class Publisher:
         self._changed = asyncio.Event()
         self._lease = 0
         self._revision = 0
-        self._said: tuple[bytes, bytes] = (b"", b"")
+        self._published_values: tuple[bytes, bytes] = (b"", b"")
         self._known = b""
-        self._free_at = 0.0
+        self._free_publish_at = 0.0
         self._notifier = Notifier()
-        self._quiet_until = 0.0
+        self._next_log_at = 0.0
 
     async def told(self, reading: NodeReading) -> None:
         """Take the node's latest reading."""
@@ -100,23 +100,23 @@ class Publisher:
         """Publish until cancelled, retrying after every error."""
         self._notifier.ready("not in the fleet yet")
         loop = asyncio.get_running_loop()
-        keep_at = 0.0
+        keepalive_at = 0.0
         while True:
-            await is_set_within(self._changed, max(keep_at - loop.time(), 0.01))
+            await is_set_within(self._changed, max(keepalive_at - loop.time(), 0.01))
             self._changed.clear()
             if self._reading is None:
-                keep_at = loop.time() + 1.0
+                keepalive_at = loop.time() + 1.0
                 continue
             try:
-                if self._lease and loop.time() >= keep_at:
-                    keep_at = loop.time() + self._options.lease_s / 3
+                if self._lease and loop.time() >= keepalive_at:
+                    keepalive_at = loop.time() + self._options.lease_s / 3
                     await self._keep_alive()
                 if not self._lease:
-                    keep_at = loop.time() + self._options.lease_s / 3
+                    keepalive_at = loop.time() + self._options.lease_s / 3
                     await self._join(self._reading)
                 await self._publish(self._reading)
             except AgentdError as error:
-                self._complain(error)
+                self._log_error(error)
                 if isinstance(error, (LeaseGone, Taken)):
                     self._lease = 0
                 self._changed.set()
@@ -134,95 +134,96 @@ class Publisher:
                 that lease has ended.
         """
         key = self._key("nodes", reading)
-        before = await self._etcd.get(key)
-        if before is not None and not self._is_mine(before.value):
-            raise Taken(_taken(reading.node_id, before.value, self._options.url))
+        published = await self._etcd.get(key)
+        if published is not None and not self._is_own_report(published.value):
+            raise Taken(_taken_text(reading.node_id, published.value, self._options.url))
         lease = await self._etcd.grant(self._options.lease_s)
-        value = self._report(reading)
-        expected = before.mod_revision if before is not None else 0
+        value = self._encode_report(reading)
+        expected = published.mod_revision if published is not None else 0
         revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
         if revision is None:
             raise Taken(f"node id {reading.node_id} was claimed concurrently by another node")
-        self._lease, self._revision, self._said = lease, revision, (value, b"")
+        self._lease, self._revision, self._published_values = lease, revision, (value, b"")
         self._known = b""
         log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
         self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
-    def _is_mine(self, value: bytes) -> bool:
+    def _is_own_report(self, value: bytes) -> bool:
         try:
-            said = msgspec.json.decode(value, type=NodeReport)
+            report = msgspec.json.decode(value, type=NodeReport)
         except UNREADABLE:
             return False
-        return (said.install_id, said.boot_id) == (self._install_id, self._boot_id)
+        return (report.install_id, report.boot_id) == (self._install_id, self._boot_id)
 
     async def _publish(self, reading: NodeReading) -> None:
         """Write the changes since the last write."""
-        report, free = self._report(reading), msgspec.json.encode(reading.free)
-        if report != self._said[0]:
+        report, free = self._encode_report(reading), msgspec.json.encode(reading.free)
+        if report != self._published_values[0]:
             key = self._key("nodes", reading)
             revision = await self._etcd.put_if(
                 key, report, expected=self._revision, lease=self._lease
             )
             if revision is None:
                 raise Taken(f"node id {reading.node_id} is published by another node")
-            self._revision, self._said = revision, (report, self._said[1])
+            self._revision, self._published_values = revision, (report, self._published_values[1])
         if not reading.reason:
-            await self._make_known(reading)
-        if free != self._said[1]:
+            await self._record_node(reading)
+        if free != self._published_values[1]:
             loop = asyncio.get_running_loop()
-            if (wait_s := self._free_at - loop.time()) > 0:
+            if (wait_s := self._free_publish_at - loop.time()) > 0:
                 loop.call_later(wait_s, self._changed.set)
                 return
             await self._etcd.put(self._key("free", reading), free, lease=self._lease)
-            self._free_at, self._said = loop.time() + FREE_PAUSE_S, (report, free)
+            self._free_publish_at = loop.time() + FREE_PAUSE_S
+            self._published_values = report, free
 
-    async def _make_known(self, reading: NodeReading) -> None:
+    async def _record_node(self, reading: NodeReading) -> None:
         """Record the node and its slots permanently, beyond its lease."""
-        what = msgspec.json.encode([self._options.url, reading.slot_types])
-        if what == self._known:
+        content = msgspec.json.encode([self._options.url, reading.slot_types])
+        if content == self._known:
             return
         key = self._key("known", reading)
         try:
-            before = await self._etcd.get(key)
+            stored = await self._etcd.get(key)
             known = KnownNode(
-                first_seen=first_seen(before.value if before is not None else None),
+                first_seen=first_seen(stored.value if stored is not None else None),
                 url=self._options.url,
                 slot_types=reading.slot_types,
             )
             await self._etcd.put(key, msgspec.json.encode(known))
         except EtcdRefused as error:  # a missing right; the node is in the fleet anyway
             log.warning("node.record_failed", key=key, reason=str(error))
-        self._known = what
+        self._known = content
 
-    def _report(self, reading: NodeReading) -> bytes:
+    def _encode_report(self, reading: NodeReading) -> bytes:
         options = self._options
-        said = reading.reported(
+        report = reading.reported(
             install_id=self._install_id,
             boot_id=self._boot_id,
             url=options.url,
             labels=options.labels,
         )
-        return msgspec.json.encode(said)
+        return msgspec.json.encode(report)
 
     def _key(self, part: str, reading: NodeReading) -> str:
         return key_of(prefix_of(self._options.fleet), part, reading.node_id)
 
-    def _complain(self, error: AgentdError) -> None:
+    def _log_error(self, error: AgentdError) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._quiet_until:
+        if now >= self._next_log_at:
             log.error("node.publish_failed", code=error.code, reason=str(error))
             self._notifier.status(f"not in the fleet: {error}")
-            self._quiet_until = now + COMPLAINT_S
+            self._next_log_at = now + COMPLAINT_S
 
 
-def _taken(node_id: str, value: bytes, mine: str) -> str:
+def _taken_text(node_id: str, value: bytes, own_url: str) -> str:
     try:
-        other = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
+        owner = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
     except UNREADABLE:
-        other = "an unreadable report"
+        owner = "an unreadable report"
     return (
-        f"node id {node_id} is taken by {other}; this one is at {mine or 'no address'}. If that was"
-        " this host before a reboot or reinstallation, the id is free in a few seconds;"
+        f"node id {node_id} is taken by {owner}; this one is at {own_url or 'no address'}."
+        " If that was this host before a reboot or reinstallation, the id is free in a few seconds;"
         " otherwise change one of the ids"
     )
 
@@ -233,13 +234,13 @@ def install_id(folder: Path) -> str:
     Raises:
         OSError: it cannot be saved.
     """
-    file = folder / "install-id"
+    path = folder / "install-id"
     folder.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        fresh = file.with_suffix(".new")
-        fresh.write_text(f"{uuid.uuid4().hex}\n")
-        fresh.replace(file)
-    return file.read_text().strip()
+    if not path.exists():
+        new_path = path.with_suffix(".new")
+        new_path.write_text(f"{uuid.uuid4().hex}\n")
+        new_path.replace(path)
+    return path.read_text().strip()
 
 
 def tls_of(options: JoinOptions) -> ssl.SSLContext:
@@ -259,18 +260,18 @@ async def publish(options: JoinOptions) -> None:
         DaemonFailed: a part of the publisher has ended.
     """
     endpoints = random.sample(options.endpoints, len(options.endpoints))
-    access = EtcdCredentials(tuple(endpoints), options.user, options.password, tls_of(options))
-    stop = asyncio.Event()
+    credentials = EtcdCredentials(tuple(endpoints), options.user, options.password, tls_of(options))
+    stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with Etcd(access) as etcd:
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with Etcd(credentials) as etcd:
         publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
 
             def fail(reason: str) -> None:
                 failures.append(reason)
-                stop.set()
+                stopped.set()
 
             background = Background(fail)
             weaknesses = Weaknesses()
@@ -278,7 +279,7 @@ async def publish(options: JoinOptions) -> None:
             background.run("credentials", weaknesses.log_daily())
             background.run("publisher", publisher.run())
             background.run("reader", NodeReader(options.socket, client, publisher.told).run())
-            await stop.wait()
+            await stopped.wait()
             await background.close()
     if failures:
         raise DaemonFailed(failures[0])

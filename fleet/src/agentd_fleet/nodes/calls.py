@@ -113,18 +113,20 @@ class Nodes:
             NeverAsked: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        opened = self.opened(node, caller, method, path, body=body, headers=headers)
+        opening = self.opened(node, caller, method, path, body=body, headers=headers)
         try:
             async with (
                 self._state.patience(node.node_id, patience_s, unheard_s),
-                opened as response,
+                opening as response,
             ):
-                answer = NodeAnswer(response.status, response.headers, await _whole(node, response))
+                answer = NodeAnswer(
+                    response.status, response.headers, await _read_body(node, response)
+                )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise NodeAnswerLost(_text(node, error)) from None
+            raise NodeAnswerLost(_error_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
-            why = "does not accept the token as a gateway's (gateway = true)"
-            raise NeverAsked(f"node {node.node_id} {why}")
+            reason = "does not accept the token as a gateway's (gateway = true)"
+            raise NeverAsked(f"node {node.node_id} {reason}")
         return answer
 
     @asynccontextmanager
@@ -145,15 +147,15 @@ class Nodes:
             NodeAnswerLost: there is no answer.
         """
         session, url, identity = self._target(node, caller, path)
-        sent = {**(headers or {}), **identity}
-        content: dict[str, Any] = {"data": body} if body is not None else {}
+        request_headers = {**(headers or {}), **identity}
+        data: dict[str, Any] = {"data": body} if body is not None else {}
         with _translated_errors(node):
             response = await session.request(
-                method, url, headers=sent, allow_redirects=False, **content
+                method, url, headers=request_headers, allow_redirects=False, **data
             )
         async with response:
-            if (why := REFUSED.get(response.status)) is not None:
-                raise NeverAsked(f"node {node.node_id} {why}")
+            if (reason := REFUSED.get(response.status)) is not None:
+                raise NeverAsked(f"node {node.node_id} {reason}")
             if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
                 raise NodeAnswerLost(f"node {node.node_id}: another server answers at its address")
             yield response
@@ -208,44 +210,44 @@ class Nodes:
                 timeout=timeout,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trace_configs=[_watch_of_sockets()],
+                trace_configs=[_trace_websockets()],
             )
             self._sessions[path] = session
         return session, "http://node" if path else url.rstrip("/")
 
 
-class _Elsewhere(aiohttp.ClientError):
+class _WrongServer(aiohttp.ClientError):
     """Another server answers at the node's address."""
 
     strerror = "another server answers at its address"
 
 
-def _watch_of_sockets() -> aiohttp.TraceConfig:
+def _trace_websockets() -> aiohttp.TraceConfig:
     """Return a trace that checks redirects and the node id, which `ws_connect` hides."""
 
-    async def redirected(*_: object) -> None:
-        raise _Elsewhere
+    async def on_redirect(*_: object) -> None:
+        raise _WrongServer
 
-    async def answered(_: object, __: object, done: aiohttp.TraceRequestEndParams) -> None:
-        is_socket = done.response.status == HTTPStatus.SWITCHING_PROTOCOLS
-        if is_socket and done.response.headers.get(NODE) != done.headers.get(NODE):
-            done.response.close()
-            raise _Elsewhere
+    async def on_end(_: object, __: object, params: aiohttp.TraceRequestEndParams) -> None:
+        is_socket = params.response.status == HTTPStatus.SWITCHING_PROTOCOLS
+        if is_socket and params.response.headers.get(NODE) != params.headers.get(NODE):
+            params.response.close()
+            raise _WrongServer
 
-    watch = aiohttp.TraceConfig()
-    watch.on_request_redirect.append(redirected)
-    watch.on_request_end.append(answered)
-    return watch
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(on_redirect)
+    trace.on_request_end.append(on_end)
+    return trace
 
 
-def _impatient(info: aiohttp.AddrInfoType) -> socket.socket:
+def _impatient(address_info: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket with a short TCP timeout for dead peers (tcp(7))."""
-    family, kind, protocol, _, _ = info
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    enable_keepalive(made)
-    return made
+    family, kind, protocol, _, _ = address_info
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    enable_keepalive(sock)
+    return sock
 
 
 @contextmanager
@@ -256,12 +258,12 @@ def _translated_errors(node: FleetNode) -> Iterator[None]:
     except aiohttp.WSServerHandshakeError:
         raise
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
-        raise NeverAsked(_text(node, error)) from None
+        raise NeverAsked(_error_text(node, error)) from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise NodeAnswerLost(_text(node, error)) from None
+        raise NodeAnswerLost(_error_text(node, error)) from None
 
 
-async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
+async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
@@ -270,8 +272,8 @@ async def _whole(node: FleetNode, response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _text(node: FleetNode, error: Exception) -> str:
+def _error_text(node: FleetNode, error: Exception) -> str:
     """Return the error text for an unavailable node, without its address."""
     os_error = getattr(error, "os_error", error)
-    why = getattr(os_error, "strerror", None) or type(error).__name__
-    return f"node {node.node_id} does not answer: {why}"
+    reason = getattr(os_error, "strerror", None) or type(error).__name__
+    return f"node {node.node_id} does not answer: {reason}"

@@ -39,22 +39,25 @@ class NodeReader:
     """
 
     def __init__(
-        self, address: str, client: AsyncClient, told: Callable[[NodeReading], Awaitable[None]]
+        self,
+        address: str,
+        client: AsyncClient,
+        on_reading: Callable[[NodeReading], Awaitable[None]],
     ) -> None:
         self._address = address
         self._client = client
-        self._told = told
+        self._on_reading = on_reading
         self._last: NodeReading | None = None
         self._logged = ""
 
     async def run(self) -> None:
         """Follow until cancelled; the client must be open."""
         loop = asyncio.get_running_loop()
-        pause_s, most_s = BACKOFF_S
+        pause_s, max_pause_s = BACKOFF_S
         while True:
             read_at, reason = math.inf, ""
             try:
-                await self._identify()
+                await self._read_node_id()
                 async with self._client.listening() as events:
                     await self._read()
                     read_at = loop.time()
@@ -63,20 +66,20 @@ class NodeReader:
                 pass
             except Exception as error:  # noqa: BLE001 - a node may answer anything
                 reason = unreadable(error)
-            pause_s = min(pause_s * 2, most_s)
-            if loop.time() - read_at > most_s:
+            pause_s = min(pause_s * 2, max_pause_s)
+            if loop.time() - read_at > max_pause_s:
                 pause_s, self._logged = BACKOFF_S[0], ""
-            await self._fail(reason)
+            await self._report_failure(reason)
             await asyncio.sleep(pause_s)
 
-    async def _identify(self) -> None:
+    async def _read_node_id(self) -> None:
         """Learn the node's id, so that a node whose other answers cannot be read is listed."""
         node: object = await self._client.node()
         node_id = name_or_empty(node.get("id")) if isinstance(node, dict) else ""
         if node_id and (self._last is None or self._last.node_id != node_id):
             self._last = NodeReading(node_id=node_id, is_down=True)
 
-    async def _fail(self, reason: str) -> None:
+    async def _report_failure(self, reason: str) -> None:
         """Report that the node is unreadable for this reason, or down without one."""
         if reason and reason != self._logged:
             self._logged = reason
@@ -87,7 +90,7 @@ class NodeReader:
         reading = replace(self._last, is_down=not reason, reason=reason)
         if reading != self._last:
             self._last = reading
-            await self._told(reading)
+            await self._on_reading(reading)
 
     async def _read(self) -> None:
         client = self._client
@@ -97,35 +100,35 @@ class NodeReader:
             if node_in(await client.node()).generation != node_in(node).generation:
                 raise TimeoutError("the node changed during the reading")
         self._last = reading_of(node, slot_types, agents, devices)
-        await self._told(self._last)
+        await self._on_reading(self._last)
 
     async def _follow(self, events: AsyncIterator[NodeEvent]) -> None:
         """Read again after events, until the stream ends or the daemon does not answer."""
         changed = asyncio.Event()
-        hearing = asyncio.create_task(_hear(events, changed))
-        hearing.add_done_callback(lambda _: changed.set())
+        listening = asyncio.create_task(_set_on_events(events, changed))
+        listening.add_done_callback(lambda _: changed.set())
         loop = asyncio.get_running_loop()
         read_at = loop.time()
         try:
-            while not hearing.done():
+            while not listening.done():
                 if await is_set_within(changed, PROBE_S):
                     pause_s = max(PAUSE_S, read_at + LEAST_S - loop.time())
-                    await asyncio.wait([hearing], timeout=pause_s)
+                    await asyncio.wait([listening], timeout=pause_s)
                 else:
                     async with asyncio.timeout(PROBE_PATIENCE_S):
                         await self._client.alive()
-                if hearing.done() or not (changed.is_set() or loop.time() - read_at > AGAIN_S):
+                if listening.done() or not (changed.is_set() or loop.time() - read_at > AGAIN_S):
                     continue
                 changed.clear()
                 await self._read()
                 read_at = loop.time()
-            hearing.result()
+            listening.result()
         finally:
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
 
-async def _hear(events: AsyncIterator[NodeEvent], changed: asyncio.Event) -> None:
+async def _set_on_events(events: AsyncIterator[NodeEvent], changed: asyncio.Event) -> None:
     async for event in events:
         if event.kind != "audit":
             changed.set()

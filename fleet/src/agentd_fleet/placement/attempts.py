@@ -57,10 +57,10 @@ class Tried(msgspec.Struct, frozen=True):
 class PlacementUnknown(NodeUnavailable):
     """It is unknown whether a node has a kernel; repeating the request resolves it."""
 
-    def __init__(self, kernel_id: str, node_id: str, why: str) -> None:
+    def __init__(self, kernel_id: str, node_id: str, reason: str) -> None:
         self.kernel_id, self.node_id = kernel_id, node_id
         super().__init__(
-            f"unknown whether kernel {kernel_id} was created ({why}); retry with this"
+            f"unknown whether kernel {kernel_id} was created ({reason}); retry with this"
             " kernel_id, or inspect the node once it is available"
         )
 
@@ -76,12 +76,12 @@ class Asker:
     """Calls nodes for kernels, each under its route."""
 
     def __init__(
-        self, store: Store, state: FleetState, nodes: Nodes, pace: PlacementTimeouts
+        self, store: Store, state: FleetState, nodes: Nodes, timeouts: PlacementTimeouts
     ) -> None:
         self._store = store
         self._state = state
         self._nodes = nodes
-        self._pace = pace
+        self._timeouts = timeouts
 
     def known(self, route: KernelRoute) -> FleetNode:
         """Return the node of a route.
@@ -96,42 +96,44 @@ class Asker:
             )
         return node
 
-    async def ask(self, caller: Caller, order: PlacementRequest, kept: Kept, began: float) -> Tried:
+    async def ask(
+        self, caller: Caller, request: PlacementRequest, stored: Kept, began_at: float
+    ) -> Tried:
         """Call a node for a kernel until it answers.
 
         Before each repetition the route is written again: a gateway that resolved it meanwhile, or
-        took it over, must not miss the call. `began` is when the route was about to be written.
+        took it over, must not miss the call. `began_at` is when the route was about to be written.
 
         Raises:
             NeverAsked: the node cannot be called and was not called.
             PlacementUnknown: the node was called and does not answer, or this gateway was suspended
                 and others may have resolved the route.
         """
-        route, end = kept.route, now() + self._pace.insist_s
+        route, deadline = stored.route, now() + self._timeouts.insist_s
         node, is_certain = self.known(route), True
         while True:
-            if now() - began > self._pace.fresh_s:
+            if now() - began_at > self._timeouts.fresh_s:
                 raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was suspended")
             try:
-                answer = await self._once(caller, order, route, node)
-                return Tried(answer, kept, is_certain=is_certain)
+                answer = await self._call_node(caller, request, route, node)
+                return Tried(answer, stored, is_certain=is_certain)
             except NeverAsked as error:
                 if is_certain:
                     raise
-                why = str(error)
+                reason = str(error)
             except NodeAnswerLost as error:
-                is_certain, why = False, str(error)
-            if now() > end:
-                raise PlacementUnknown(route.kernel_id, route.node_id, why)
-            await asyncio.sleep(self._pace.again_s)
-            mine, began = replace(route, owner=secrets.token_hex(8)), now()
-            revision = await self._store.keep(mine, kept.revision)
+                is_certain, reason = False, str(error)
+            if now() > deadline:
+                raise PlacementUnknown(route.kernel_id, route.node_id, reason)
+            await asyncio.sleep(self._timeouts.again_s)
+            own_route, began_at = replace(route, owner=secrets.token_hex(8)), now()
+            revision = await self._store.keep(own_route, stored.revision)
             if revision is None:
                 raise Overtaken(route.kernel_id, route.node_id, "another gateway works on it")
-            kept = Kept(mine, revision)
+            stored = Kept(own_route, revision)
 
-    async def _once(
-        self, caller: Caller, order: PlacementRequest, route: KernelRoute, node: FleetNode
+    async def _call_node(
+        self, caller: Caller, request: PlacementRequest, route: KernelRoute, node: FleetNode
     ) -> NodeAnswer:
         """Call the node once, for as long as it is ready: a pull may take a while."""
         answer = await self._nodes.ask(
@@ -139,15 +141,15 @@ class Asker:
             caller,
             "POST",
             path_of(route.agent_id),
-            body=order.body,
-            headers=order.headers,
+            body=request.body,
+            headers=request.headers,
             patience_s=CREATE_PATIENCE_S,
-            unheard_s=self._pace.again_s,
+            unheard_s=self._timeouts.again_s,
         )
-        return _readable(answer, route)
+        return _require_kernel_id(answer, route)
 
 
-def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
+def _require_kernel_id(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     """Check that an answer names the kernel, or is a problem.
 
     Raises:
@@ -156,10 +158,10 @@ def _readable(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     if answer.is_error:
         return answer
     try:
-        is_it = json.loads(answer.body)["kernel_id"] == route.kernel_id
+        is_valid = json.loads(answer.body)["kernel_id"] == route.kernel_id
     except (ValueError, KeyError, TypeError, RecursionError):
-        is_it = False
-    if not is_it:
+        is_valid = False
+    if not is_valid:
         raise NodeAnswerLost(f"node {route.node_id} returned a malformed answer")
     return answer
 

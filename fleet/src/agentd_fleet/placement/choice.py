@@ -82,90 +82,103 @@ def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
 
 def candidates(
     view: FleetView,
-    request: ResourceSlots,
+    requested: ResourceSlots,
     constraints: Constraints,
     policy: PlacementPolicy,
-    choice: random.Random,
-    most: int = 8,
+    generator: random.Random,
+    limit: int = 8,
 ) -> list[Candidate]:
-    """Return at most `most` suitable agents in the order in which to try them.
+    """Return at most `limit` suitable agents in the order in which to try them.
 
     `random` keeps gateways with slightly outdated views from crowding one node. `pack` leaves whole
     nodes free: it begins with the agent that has the least left over, of the scarcest requested
     slot, then of the other requested ones by name.
     """
-    drawn = _drawn(_nodes(view, constraints), choice)
-    found = list(_suitable(view, request, constraints, islice(drawn, SAMPLES[policy])))
-    further = _suitable(view, request, constraints, drawn)
-    found += islice(further, max(0, most - len(found))) if found else further
+    random_nodes = _shuffle_lazily(_nodes(view, constraints), generator)
+    suitable = list(
+        _find_suitable(view, requested, constraints, islice(random_nodes, SAMPLES[policy]))
+    )
+    further = _find_suitable(view, requested, constraints, random_nodes)
+    suitable += islice(further, max(0, limit - len(suitable))) if suitable else further
     if policy is PlacementPolicy.RANDOM:
-        choice.shuffle(found)
+        generator.shuffle(suitable)
     else:
-        found = _packed(view, request, found)
-    return found[:most]
+        suitable = _sort_packed(view, requested, suitable)
+    return suitable[:limit]
 
 
-def _drawn(nodes: list[FleetNode], choice: random.Random) -> Iterator[FleetNode]:
+def _shuffle_lazily(nodes: list[FleetNode], generator: random.Random) -> Iterator[FleetNode]:
     """Yield nodes in random order; the list is used up."""
     while nodes:
-        at = int(choice.random() * len(nodes))
-        nodes[at], nodes[-1] = nodes[-1], nodes[at]
+        index = int(generator.random() * len(nodes))
+        nodes[index], nodes[-1] = nodes[-1], nodes[index]
         yield nodes.pop()
 
 
-def _suitable(
-    view: FleetView, request: ResourceSlots, constraints: Constraints, nodes: Iterable[FleetNode]
+def _find_suitable(
+    view: FleetView, requested: ResourceSlots, constraints: Constraints, nodes: Iterable[FleetNode]
 ) -> Iterator[Candidate]:
-    amounts = dict(request).items()
+    amounts = dict(requested).items()
     for node in nodes:
         for agent in _agents(node, constraints):
             free = node.offers[agent].free
             if (
                 all(free[name] >= amount for name, amount in amounts)
-                and not _why_not(view, node, request)
-                and not _why_not_of(view, node, agent, request, constraints.models)
+                and not _node_rejection_reason(view, node, requested)
+                and not _agent_rejection_reason(view, node, agent, requested, constraints.models)
             ):
                 yield Candidate(node.node_id, agent)
 
 
-def _packed(
-    view: FleetView, request: ResourceSlots, found: Collection[Candidate]
+def _sort_packed(
+    view: FleetView, requested: ResourceSlots, suitable: Collection[Candidate]
 ) -> list[Candidate]:
     """Sort candidates by their free amounts, of the scarcest requested slot first.
 
     The scarcest slot has the smallest ratio of free to requested amounts over all candidates.
     """
-    free = {each: view.nodes[each.node_id].offers[each.agent_id].free for each in found}
-    times = {name: sum(slots[name] for slots in free.values()) / request[name] for name in request}
-    names = sorted(request, key=lambda name: (times[name], name))
-    return sorted(found, key=lambda each: ([free[each][name] for name in names], each))
+    free = {
+        candidate: view.nodes[candidate.node_id].offers[candidate.agent_id].free
+        for candidate in suitable
+    }
+    abundance = {
+        name: sum(slots[name] for slots in free.values()) / amount
+        for name, amount in requested.items()
+    }
+    names = sorted(requested, key=lambda name: (abundance[name], name))
+    return sorted(
+        suitable, key=lambda candidate: ([free[candidate][name] for name in names], candidate)
+    )
 
 
-def unfit(view: FleetView, request: ResourceSlots, constraints: Constraints) -> list[Unfit]:
+def unfit(view: FleetView, requested: ResourceSlots, constraints: Constraints) -> list[Unfit]:
     """Return why agents cannot serve a request, by class, the largest first."""
     counts: Counter[str] = Counter()
-    named: defaultdict[str, set[str]] = defaultdict(set)
+    nodes_by_reason: defaultdict[str, set[str]] = defaultdict(set)
     for node in sorted(_nodes(view, constraints), key=lambda node: node.node_id):
-        if (hidden := HIDDEN.get(node.status)) and not node.offers:
-            counts[hidden] += 1
-            if constraints.agents is None and len(named[hidden]) < MOST_NAMED:
-                named[hidden].add(node.node_id)
+        if (reason_unknown := HIDDEN.get(node.status)) and not node.offers:
+            counts[reason_unknown] += 1
+            if constraints.agents is None and len(nodes_by_reason[reason_unknown]) < MOST_NAMED:
+                nodes_by_reason[reason_unknown].add(node.node_id)
             continue
-        why_not = _why_not(view, node, request)
+        node_reason = _node_rejection_reason(view, node, requested)
         for agent in _agents(node, constraints):
-            reason = why_not or _why_not_of(view, node, agent, request, constraints.models)
+            reason = node_reason or _agent_rejection_reason(
+                view, node, agent, requested, constraints.models
+            )
             if reason:
                 counts[reason] += 1
-                if len(nodes := named[reason]) < MOST_NAMED:
-                    nodes.add(node.node_id)
+                if len(node_ids := nodes_by_reason[reason]) < MOST_NAMED:
+                    node_ids.add(node.node_id)
     return [
-        Unfit(reason, count, tuple(sorted(named[reason]))) for reason, count in counts.most_common()
+        Unfit(reason, count, tuple(sorted(nodes_by_reason[reason])))
+        for reason, count in counts.most_common()
     ]
 
 
 def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
-    chosen = view.nodes if constraints.nodes is None else constraints.nodes & view.nodes.keys()
-    nodes = [view.nodes[node_id] for node_id in chosen]
+    node_ids = view.nodes if constraints.nodes is None else constraints.nodes & view.nodes.keys()
+    nodes = [view.nodes[node_id] for node_id in node_ids]
     if not constraints.labels:
         return nodes
     return [node for node in nodes if node.has(constraints.labels)]
@@ -177,36 +190,36 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
     return [agent for agent in node.offers if agent in constraints.agents]
 
 
-def _why_not(view: FleetView, node: FleetNode, request: ResourceSlots) -> str:
+def _node_rejection_reason(view: FleetView, node: FleetNode, requested: ResourceSlots) -> str:
     """Return why no agent of a node can serve a request, empty if one can."""
     if node.status is not NodeStatus.READY:
         return node.status.value
     if node.remark:
         return node.remark
-    strange = view.conflicts.get(node.node_id, ())
-    for name in request:
-        if name in strange:
+    conflicting = view.conflicts.get(node.node_id, ())
+    for name in requested:
+        if name in conflicting:
             return "conflicting"
         if name not in node.slot_types or name not in view.slot_types:
             return f"lack {name}"
     return ""
 
 
-def _why_not_of(
+def _agent_rejection_reason(
     view: FleetView,
     node: FleetNode,
     agent: str,
-    request: ResourceSlots,
+    requested: ResourceSlots,
     models: frozenset[str] | None,
 ) -> str:
     """Return why an agent cannot serve a request, the most permanent reason first."""
     offer = node.offers[agent]
     is_full = False
-    charged = view.charged(node, agent, request)
-    for name in charged:
-        if offer.free[name] < charged[name]:
+    needed = view.charged(node, agent, requested)
+    for name in needed:
+        if offer.free[name] < needed[name]:
             is_full = True
-            if offer.capacity[name] < charged[name]:
+            if offer.capacity[name] < needed[name]:
                 return f"too small for {name}"
     if not _has_model(node, agent, models):
         return f"no device of model {', '.join(sorted(models or ()))}"

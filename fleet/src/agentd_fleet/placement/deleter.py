@@ -33,7 +33,7 @@ class _Call(msgspec.Struct, frozen=True):
     patience_s: float
 
 
-def _patience(query: Mapping[str, str]) -> float:
+def _call_timeout(query: Mapping[str, str]) -> float:
     """Return the time limit of a node: by the requested timeout, else by its own setting."""
     try:
         return min(CREATE_PATIENCE_S, max(0.0, float(query["timeout"])) + STOP_PATIENCE_S)
@@ -66,56 +66,62 @@ class Deleter:
                 answer.
             UnknownKernel: there is no route, and no node is named.
         """
-        call = _Call(path_of(kernel_id, query=query), _patience(query))
+        call = _Call(path_of(kernel_id, query=query), _call_timeout(query))
         await self._placer.noted(kernel_id)
         while True:
             try:
-                return await self._by_route(caller, kernel_id, node_id, call)
-            except RouteUnreadable as unread:
+                return await self._delete_by_route(caller, kernel_id, node_id, call)
+            except RouteUnreadable as unreadable:
                 if node_id is None:
                     raise
                 node = self._kernels.seen(caller, node_id)
-                if (answer := await self._by_name(caller, unread, node, call)) is not None:
+                if (
+                    answer := await self._delete_unreadable(caller, unreadable, node, call)
+                ) is not None:
                     return answer
 
-    async def _by_route(
+    async def _delete_by_route(
         self, caller: Caller, kernel_id: str, node_id: str | None, call: _Call
     ) -> NodeAnswer:
-        given: NodeAnswer | None = None
+        first_answer: NodeAnswer | None = None
         while True:
-            stored = kept = await self._store.route(kernel_id)
-            if kept is not None and not caller.sees(kept.route.agent_id):
-                kept = None
-            if given is not None and (kept is None or kept.route.progress is RouteProgress.PLACING):
-                return given  # the id was free, and may be in use again
-            if kept is None or node_id not in (None, kept.route.node_id):
+            stored = visible = await self._store.route(kernel_id)
+            if visible is not None and not caller.sees(visible.route.agent_id):
+                visible = None
+            if first_answer is not None and (
+                visible is None or visible.route.progress is RouteProgress.PLACING
+            ):
+                return first_answer  # the id was free, and may be in use again
+            if visible is None or node_id not in (None, visible.route.node_id):
                 if node_id is None:
                     raise unknown(kernel_id)
                 node = self._kernels.seen(caller, node_id)
                 if stored is not None:
-                    return await self._asked(node, caller, call)
-                if (missing := await self._routed(caller, kernel_id, node)) is not None:
-                    return missing
+                    return await self._call_delete(node, caller, call)
+                if (refusal := await self._write_route(caller, kernel_id, node)) is not None:
+                    return refusal
                 continue
-            answer, is_settled = await self._once(caller, kept, call)
-            given = given or answer
-            if is_settled and given is not None:
-                return given
+            answer, is_complete = await self._delete_routed(caller, visible, call)
+            first_answer = first_answer or answer
+            if is_complete and first_answer is not None:
+                return first_answer
 
-    async def _routed(self, caller: Caller, kernel_id: str, node: FleetNode) -> NodeAnswer | None:
+    async def _write_route(
+        self, caller: Caller, kernel_id: str, node: FleetNode
+    ) -> NodeAnswer | None:
         """Write a route to a kernel that the fleet did not place, so that it can be deleted.
 
         Returns:
             The node's answer if it has no such kernel, otherwise None.
         """
-        found = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
-        if found.is_error:
-            return found
+        answer = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
+        if answer.is_error:
+            return answer
         try:
-            agent_id = msgspec.json.decode(found.body, type=_Owned).agent_id
+            agent_id = msgspec.json.decode(answer.body, type=_Owned).agent_id
         except msgspec.MsgspecError as error:
-            why = f"malformed answer of node {node.node_id} about kernel {kernel_id}: {error}"
-            raise NodeUnavailable(why) from None
+            reason = f"malformed answer of node {node.node_id} about kernel {kernel_id}: {error}"
+            raise NodeUnavailable(reason) from None
         route = KernelRoute(
             kernel_id=kernel_id,
             node_id=node.node_id,
@@ -127,49 +133,49 @@ class Deleter:
         await self._store.keep(route, 0)  # if another gateway wrote one, that one is used next
         return None
 
-    async def _once(
-        self, caller: Caller, kept: Kept, call: _Call
+    async def _delete_routed(
+        self, caller: Caller, stored: Kept, call: _Call
     ) -> tuple[NodeAnswer | None, bool]:
         """Return the node's answer, None if it was not called, and whether the delete is complete.
 
         A kernel that is being placed is looked up first: if its node has none, a request for it may
         be in progress, and the sweep resolves that.
         """
-        node = self._kernels.routed(kept.route)
-        mine = await self._taken(kept, kept.route.progress)
-        if mine is not None and mine.route.progress is RouteProgress.PLACING:
-            kernel = path_of(mine.route.kernel_id)
-            found = await self._nodes.ask(node, caller, "GET", kernel)
-            if found.is_error:
-                return found, True
-            mine = await self._taken(mine, RouteProgress.PLACED)
-        if mine is None:
+        node = self._kernels.routed(stored.route)
+        taken = await self._take_over(stored, stored.route.progress)
+        if taken is not None and taken.route.progress is RouteProgress.PLACING:
+            kernel = path_of(taken.route.kernel_id)
+            kernel_answer = await self._nodes.ask(node, caller, "GET", kernel)
+            if kernel_answer.is_error:
+                return kernel_answer, True
+            taken = await self._take_over(taken, RouteProgress.PLACED)
+        if taken is None:
             return None, False
-        answer = await self._asked(node, caller, call)
+        answer = await self._call_delete(node, caller, call)
         if answer.is_error and not answer.is_unknown_kernel:
             return answer, True
-        return answer, await self._store.drop(mine.route.kernel_id, mine.revision)
+        return answer, await self._store.drop(taken.route.kernel_id, taken.revision)
 
-    async def _by_name(
-        self, caller: Caller, unread: RouteUnreadable, node: FleetNode, call: _Call
+    async def _delete_unreadable(
+        self, caller: Caller, unreadable: RouteUnreadable, node: FleetNode, call: _Call
     ) -> NodeAnswer | None:
         """Delete a kernel with an unreadable route; None if the route has changed.
 
         A route written by a newer gateway is left alone.
         """
-        if (revision := await self._store.rewrite(unread)) is None:
+        if (revision := await self._store.rewrite(unreadable)) is None:
             return None
-        answer = await self._asked(node, caller, call)
-        is_its = unread.node_id in ("", node.node_id) and not unread.is_newer
-        if is_its and not answer.is_error:
-            await self._store.drop(unread.kernel_id, revision)
+        answer = await self._call_delete(node, caller, call)
+        is_own_route = unreadable.node_id in ("", node.node_id) and not unreadable.is_newer
+        if is_own_route and not answer.is_error:
+            await self._store.drop(unreadable.kernel_id, revision)
         return answer
 
-    async def _asked(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
+    async def _call_delete(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
         return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=call.patience_s)
 
-    async def _taken(self, kept: Kept, progress: RouteProgress) -> Kept | None:
+    async def _take_over(self, stored: Kept, progress: RouteProgress) -> Kept | None:
         """Take over a route; None if it has changed."""
-        mine = replace(kept.route, owner=secrets.token_hex(8), progress=progress)
-        revision = await self._store.keep(mine, kept.revision)
-        return None if revision is None else Kept(mine, revision)
+        route = replace(stored.route, owner=secrets.token_hex(8), progress=progress)
+        revision = await self._store.keep(route, stored.revision)
+        return None if revision is None else Kept(route, revision)

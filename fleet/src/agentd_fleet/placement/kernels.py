@@ -81,8 +81,8 @@ class FleetKernels:
             StoreAway: the node is unknown and the store is unavailable.
         """
         node = self._state.node(node_id)
-        if node is None and (why := self._store.why_not_live()):
-            raise StoreAway(f"nodes are unknown while the store is unavailable: {why}")
+        if node is None and (reason := self._store.why_not_live()):
+            raise StoreAway(f"nodes are unknown while the store is unavailable: {reason}")
         if node is None or (caller.agents is not None and caller.agents.isdisjoint(node.offers)):
             raise UnknownNode(f"unknown node {node_id}")
         return node
@@ -96,25 +96,25 @@ class FleetKernels:
         """
         try:
             await self._placer.noted(kernel_id)
-            kept = await self._store.route(kernel_id)
+            stored = await self._store.route(kernel_id)
         except Unavailable:
             if node_id is None:
                 raise
-            kept = None
-        if kept is not None and not caller.sees(kept.route.agent_id):
-            kept = None
+            stored = None
+        if stored is not None and not caller.sees(stored.route.agent_id):
+            stored = None
         if node_id is not None:
-            if kept is None or kept.route.node_id != node_id:
+            if stored is None or stored.route.node_id != node_id:
                 return KernelLocation(self.seen(caller, node_id), None)
-            return KernelLocation(self.routed(kept.route), kept)
-        if kept is None:
+            return KernelLocation(self.routed(stored.route), stored)
+        if stored is None:
             raise unknown(kernel_id)
-        return KernelLocation(self.routed(kept.route), kept)
+        return KernelLocation(self.routed(stored.route), stored)
 
     async def ask(
         self,
         caller: Caller,
-        place: KernelLocation,
+        location: KernelLocation,
         method: str,
         path: str,
         body: bytes | None = None,
@@ -126,25 +126,25 @@ class FleetKernels:
         """
         patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
         answer = await self._nodes.ask(
-            place.node, caller, method, path, body=body, patience_s=patience_s
+            location.node, caller, method, path, body=body, patience_s=patience_s
         )
-        kept = place.kept
+        stored = location.kept
         if (
             answer.is_unknown_kernel
-            and kept is not None
-            and kept.route.progress is RouteProgress.PLACED
+            and stored is not None
+            and stored.route.progress is RouteProgress.PLACED
         ):
-            await self._store.drop(kept.route.kernel_id, kept.revision)
+            await self._store.drop(stored.route.kernel_id, stored.revision)
         return answer
 
     async def devices(
         self, caller: Caller, nodes: Sequence[FleetNode], missing: list[str]
     ) -> list[dict[str, Any]]:
         """Return the devices of nodes in order; nodes without an answer are added to `missing`."""
-        turn = asyncio.Semaphore(AT_ONCE)
+        semaphore = asyncio.Semaphore(AT_ONCE)
 
         async def devices_of(node: FleetNode) -> NodeList | None:
-            async with turn:
+            async with semaphore:
                 return await self._list(caller, node, "/v1/devices")
 
         rows: list[dict[str, Any]] = []
@@ -177,20 +177,20 @@ class FleetKernels:
             rows = LIST.decode(answer.body)
         except UNREADABLE:
             return None
-        following = parse_qs(next_query(answer.headers.get("Link")) or "").get("after", [""])
+        after = parse_qs(next_query(answer.headers.get("Link")) or "").get("after", [""])
         rows = [{**row, "node_id": node.node_id} for row in rows]
-        return NodeList(rows, len(answer.body), following[0])
+        return NodeList(rows, len(answer.body), after[0])
 
     async def routed_to(
         self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
     ) -> list[KernelRoute]:
         """Return the routes to unavailable nodes, by node and id."""
-        found: list[KernelRoute] = []
+        matching: list[KernelRoute] = []
         if nodes:
             async for page in self._store.routes():
-                routes = (kept.route for kept in page)
-                found += [r for r in routes if r.node_id in nodes and caller.sees(r.agent_id)]
-        ordered = sorted(found, key=lambda route: (route.node_id, route.kernel_id))
+                routes = (stored.route for stored in page)
+                matching += [r for r in routes if r.node_id in nodes and caller.sees(r.agent_id)]
+        ordered = sorted(matching, key=lambda route: (route.node_id, route.kernel_id))
         return [route for route in ordered if (route.node_id, route.kernel_id) > past]
 
 

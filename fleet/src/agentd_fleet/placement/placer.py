@@ -64,16 +64,16 @@ class Placer:
         state: FleetState,
         nodes: Nodes,
         policy: PlacementPolicy = PlacementPolicy.RANDOM,
-        pace: PlacementTimeouts | None = None,
+        timeouts: PlacementTimeouts | None = None,
     ) -> None:
         self._store = store
         self._state = state
         self._nodes = nodes
         self._policy = policy
-        self._pace = pace or PlacementTimeouts()
-        self._asker = Asker(store, state, nodes, self._pace)
-        self._choice = random.Random()  # noqa: S311 - spreads load, no secret
-        self._noting: dict[str, asyncio.Task[None]] = {}
+        self._timeouts = timeouts or PlacementTimeouts()
+        self._attempts = Asker(store, state, nodes, self._timeouts)
+        self._random = random.Random()  # noqa: S311 - spreads load, no secret
+        self._confirming: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -83,173 +83,177 @@ class Placer:
         async with lock:
             yield
 
-    async def create(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
+    async def create(self, caller: Caller, request: PlacementRequest, view: FleetView) -> Placed:
         """Create a kernel, or return the one that the same request created before.
 
         Raises:
             AgentdError: no node can have it now, or a node refuses it. If the outcome is unknown,
                 it is `PlacementUnknown`, or a node's `OutcomeUnknown`.
         """
-        request = self._asked_for(order, view)
-        async with self.alone(order.kernel_id):
-            kept, end = None, now() + self._pace.insist_s
-            if not order.is_new:
-                kept = await self._store.route(order.kernel_id)
+        requested = self._parse_amounts(request, view)
+        async with self.alone(request.kernel_id):
+            stored, deadline = None, now() + self._timeouts.insist_s
+            if not request.is_new:
+                stored = await self._store.route(request.kernel_id)
             while True:
                 try:
-                    if kept is None:
-                        return await self._place(caller, order, view, request)
-                    if found := await self._again(caller, order, kept):
-                        return found
+                    if stored is None:
+                        return await self._place(caller, request, view, requested)
+                    if placed := await self._again(caller, request, stored):
+                        return placed
                 except Overtaken:
-                    if now() > end:
+                    if now() > deadline:
                         raise
-                kept = await self._store.route(order.kernel_id)
+                stored = await self._store.route(request.kernel_id)
 
-    async def explain(self, caller: Caller, order: PlacementRequest, view: FleetView) -> Placed:
+    async def explain(self, caller: Caller, request: PlacementRequest, view: FleetView) -> Placed:
         """Return the decision that a create would get; changes nothing.
 
         Raises:
             AgentdError: see `create`.
         """
-        request = self._asked_for(order, view)
-        choices = self._choices(order, view, request)
-        answers = await self._looks(caller, order, choices)
-        for candidate, answer in zip(choices, answers, strict=True):
+        requested = self._parse_amounts(request, view)
+        candidates = self._candidates(request, view, requested)
+        answers = await self._request_decisions(caller, request, candidates)
+        for candidate, answer in zip(candidates, answers, strict=True):
             if isinstance(answer, NodeAnswer) and not answer.is_error:
                 return Placed(answer, candidate.node_id, candidate.agent_id)
-        raise refusal(view, request, order.constraints, _refusals(choices, answers))
+        raise refusal(view, requested, request.constraints, _refusals(candidates, answers))
 
-    def _asked_for(self, order: PlacementRequest, view: FleetView) -> ResourceSlots:
+    def _parse_amounts(self, request: PlacementRequest, view: FleetView) -> ResourceSlots:
         """Return the requested amounts in the fleet's slots.
 
         Raises:
             StoreAway: the view of the fleet is not current.
             AgentdError: no node of the fleet can ever serve it.
         """
-        if why := self._store.why_not_live():
-            raise StoreAway(f"cannot place kernels without a current view of the fleet: {why}")
-        return read(view, order.slots).accepted()
+        if reason := self._store.why_not_live():
+            raise StoreAway(f"cannot place kernels without a current view of the fleet: {reason}")
+        return read(view, request.slots).accepted()
 
-    def _choices(
-        self, order: PlacementRequest, view: FleetView, request: ResourceSlots
+    def _candidates(
+        self, request: PlacementRequest, view: FleetView, requested: ResourceSlots
     ) -> list[Candidate]:
-        policy = order.policy or self._policy
-        return candidates(view, request, order.constraints, policy, self._choice, TRIES)
+        policy = request.policy or self._policy
+        return candidates(view, requested, request.constraints, policy, self._random, TRIES)
 
     async def _place(
-        self, caller: Caller, order: PlacementRequest, view: FleetView, request: ResourceSlots
+        self, caller: Caller, request: PlacementRequest, view: FleetView, requested: ResourceSlots
     ) -> Placed:
         """Try candidates in order, each after the previous one refused for certain."""
-        choices = self._choices(order, view, request)
-        queue = deque(choices or self._choices(order, self._state.undebited(), request))
+        candidates = self._candidates(request, view, requested)
+        queue = deque(candidates or self._candidates(request, self._state.undebited(), requested))
         refused: list[tuple[str, AgentdError]] = []
         revision = 0
         while queue:
             candidate = queue.popleft()
             began = now()
             route = KernelRoute(
-                kernel_id=order.kernel_id,
+                kernel_id=request.kernel_id,
                 node_id=candidate.node_id,
                 agent_id=candidate.agent_id,
-                request_hash=order.request_hash,
+                request_hash=request.request_hash,
                 owner=secrets.token_hex(8),
                 created_by=caller.name,
             )
             written = await self._store.keep(route, revision)
             if written is None:  # another gateway got the same request
-                why = "another gateway works on it"
-                raise Overtaken(order.kernel_id, candidate.node_id, why)
+                reason = "another gateway works on it"
+                raise Overtaken(request.kernel_id, candidate.node_id, reason)
             revision = written
-            self._state.debit(*candidate, request)
+            self._state.debit(*candidate, requested)
             try:
-                tried = await self._asker.ask(caller, order, Kept(route, revision), began)
-            except NeverAsked as error:
+                result = await self._attempts.ask(caller, request, Kept(route, revision), began)
+            except NeverAsked as not_called:
                 self._state.undebit(candidate.node_id)
-                refused.append((candidate.node_id, error))
+                refused.append((candidate.node_id, not_called))
                 continue
-            if not tried.answer.is_error:
-                self._note_soon(tried.kept)
-                return Placed(tried.answer, *candidate)
-            refusal_here = tried.answer.error()
-            if not tried.is_certain or refusal_here.code in MAY_YET:
-                raise refusal_here
+            if not result.answer.is_error:
+                self._confirm_soon(result.kept)
+                return Placed(result.answer, *candidate)
+            error = result.answer.error()
+            if not result.is_certain or error.code in MAY_YET:
+                raise error
             self._state.undebit(candidate.node_id)
-            refused.append((candidate.node_id, refusal_here))
-            if refusal_here.code not in ELSEWHERE:
+            refused.append((candidate.node_id, error))
+            if error.code not in ELSEWHERE:
                 break
             if len(refused) == 1 and queue:
-                answers = await self._looks(caller, order, queue)
+                answers = await self._request_decisions(caller, request, queue)
                 refused += _refusals(queue, answers)
                 looked = zip(queue, answers, strict=True)
                 queue = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
         if revision:
-            await self._store.drop(order.kernel_id, revision)
+            await self._store.drop(request.kernel_id, revision)
         if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
             raise refused[-1][1]
-        raise refusal(view, request, order.constraints, refused)
+        raise refusal(view, requested, request.constraints, refused)
 
-    async def _looks(
-        self, caller: Caller, order: PlacementRequest, choices: Sequence[Candidate]
+    async def _request_decisions(
+        self, caller: Caller, request: PlacementRequest, candidates: Sequence[Candidate]
     ) -> list[NodeAnswer | NodeUnavailable]:
         """Request decisions of all candidates concurrently."""
 
-        async def look(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
+        async def request_decision(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
             node = self._state.node(candidate.node_id)
             path = f"{path_of(candidate.agent_id)}?dry_run=true"
             if node is None:
                 return NodeUnavailable(f"node {candidate.node_id} is unavailable")
             try:
                 return await self._nodes.ask(
-                    node, caller, "POST", path, body=order.body, patience_s=LOOK_PATIENCE_S
+                    node, caller, "POST", path, body=request.body, patience_s=LOOK_PATIENCE_S
                 )
             except NodeUnavailable as error:
                 return error
 
-        return list(await asyncio.gather(*(look(candidate) for candidate in choices)))
+        return list(
+            await asyncio.gather(*(request_decision(candidate) for candidate in candidates))
+        )
 
-    async def _again(self, caller: Caller, order: PlacementRequest, kept: Kept) -> Placed | None:
+    async def _again(
+        self, caller: Caller, request: PlacementRequest, stored: Kept
+    ) -> Placed | None:
         """Return the outcome of an earlier request for a kernel id; None if the id is free.
 
         Raises:
             KernelConflict: the id belongs to another request.
             AgentdError: the node refused it, or does not answer.
         """
-        route = kept.route
-        if why := _why_other(caller, order, route):
-            if await self._is_gone(kept):
+        route = stored.route
+        if reason := _conflict_reason(caller, request, route):
+            if await self._free_if_missing(stored):
                 return None
-            raise KernelConflict(why)
+            raise KernelConflict(reason)
         if route.progress is RouteProgress.PLACED:
-            node = self._asker.known(route)
+            node = self._attempts.known(route)
             answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_unknown_kernel:
-                await self._store.drop(route.kernel_id, kept.revision)
+                await self._store.drop(route.kernel_id, stored.revision)
                 return None
-            return _found(answer, route)
-        if not await self._stands_still(kept):
+            return _placed_or_raise(answer, route)
+        if not await self._stands_still(stored):
             return None
-        mine, began = replace(route, owner=secrets.token_hex(8)), now()
-        revision = await self._store.keep(mine, kept.revision)
+        own_route, began_at = replace(route, owner=secrets.token_hex(8)), now()
+        revision = await self._store.keep(own_route, stored.revision)
         if revision is None:
             return None
-        tried = await self._asker.ask(caller, order, Kept(mine, revision), began)
-        if not tried.answer.is_error:
-            self._note_soon(tried.kept)
-        return _found(tried.answer, route)
+        result = await self._attempts.ask(caller, request, Kept(own_route, revision), began_at)
+        if not result.answer.is_error:
+            self._confirm_soon(result.kept)
+        return _placed_or_raise(result.answer, route)
 
-    async def _stands_still(self, kept: Kept) -> bool:
+    async def _stands_still(self, stored: Kept) -> bool:
         """Wait until a route's owner may count as dead; False if the route has changed."""
-        end = now() + self._pace.join_s
-        while now() < end:
-            await asyncio.sleep(self._pace.again_s)
-            if await self._store.route(kept.route.kernel_id) != kept:
+        deadline = now() + self._timeouts.join_s
+        while now() < deadline:
+            await asyncio.sleep(self._timeouts.again_s)
+            if await self._store.route(stored.route.kernel_id) != stored:
                 return False
         return True
 
-    async def _is_gone(self, kept: Kept) -> bool:
+    async def _free_if_missing(self, stored: Kept) -> bool:
         """Return whether a placed kernel is missing on its node, so that its id is free."""
-        route = kept.route
+        route = stored.route
         node = self._state.node(route.node_id)
         if route.progress is not RouteProgress.PLACED or node is None or not node.is_asked:
             return False
@@ -260,24 +264,24 @@ class Placer:
             return False
         if not answer.is_unknown_kernel:
             return False
-        await self._store.drop(route.kernel_id, kept.revision)
+        await self._store.drop(route.kernel_id, stored.revision)
         return True
 
-    def _note_soon(self, kept: Kept) -> None:
+    def _confirm_soon(self, stored: Kept) -> None:
         """Mark a route as placed in the background, after the caller got its answer.
 
         Later requests for the kernel at this gateway wait for that. If it fails, the sweep does it.
         """
-        kernel_id = kept.route.kernel_id
-        task = asyncio.create_task(self._note(kept))
-        self._noting[kernel_id] = task
-        task.add_done_callback(lambda _: self._noting.pop(kernel_id, None))
+        kernel_id = stored.route.kernel_id
+        task = asyncio.create_task(self._note(stored))
+        self._confirming[kernel_id] = task
+        task.add_done_callback(lambda _: self._confirming.pop(kernel_id, None))
 
-    async def _note(self, kept: Kept) -> None:
-        placed = replace(kept.route, progress=RouteProgress.PLACED)
+    async def _note(self, stored: Kept) -> None:
+        placed = replace(stored.route, progress=RouteProgress.PLACED)
         async with self.alone(placed.kernel_id):
             try:
-                if await self._store.keep(placed, kept.revision) is None:
+                if await self._store.keep(placed, stored.revision) is None:
                     await self._reconcile(placed)
             except AgentdError as error:
                 log.warning("route.confirm_failed", kernel_id=placed.kernel_id, reason=str(error))
@@ -289,11 +293,11 @@ class Placer:
         node by now, this kernel is surplus and is removed.
         """
         kernel_id = placed.kernel_id
-        kept = await self._store.route(kernel_id)
-        if kept is None and await self._store.keep(placed, 0) is None:
-            kept = await self._store.route(kernel_id)
+        stored = await self._store.route(kernel_id)
+        if stored is None and await self._store.keep(placed, 0) is None:
+            stored = await self._store.route(kernel_id)
         node = self._state.node(placed.node_id)
-        if kept is None or kept.route.node_id == placed.node_id or node is None:
+        if stored is None or stored.route.node_id == placed.node_id or node is None:
             return
         path = f"/v1/kernels/{kernel_id}"
         if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
@@ -302,11 +306,11 @@ class Placer:
 
     async def close(self) -> None:
         """Wait until all routes are marked as placed."""
-        await asyncio.gather(*self._noting.values())
+        await asyncio.gather(*self._confirming.values())
 
     async def noted(self, kernel_id: str) -> None:
         """Wait until the route of a kernel is marked as placed, if that is in progress."""
-        if (task := self._noting.get(kernel_id)) is not None:
+        if (task := self._confirming.get(kernel_id)) is not None:
             await asyncio.wait([task])
 
     def is_busy(self, kernel_id: str) -> bool:
@@ -316,29 +320,29 @@ class Placer:
 
 
 def _refusals(
-    choices: Sequence[Candidate], answers: Sequence[NodeAnswer | NodeUnavailable]
+    candidates: Sequence[Candidate], answers: Sequence[NodeAnswer | NodeUnavailable]
 ) -> list[tuple[str, AgentdError]]:
     """Return the refusing nodes with their errors."""
     return [
         (candidate.node_id, answer.error() if isinstance(answer, NodeAnswer) else answer)
-        for candidate, answer in zip(choices, answers, strict=True)
+        for candidate, answer in zip(candidates, answers, strict=True)
         if not isinstance(answer, NodeAnswer) or answer.is_error
     ]
 
 
-def _why_other(caller: Caller, order: PlacementRequest, route: KernelRoute) -> str:
+def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRoute) -> str:
     """Return why another request owns the kernel id, empty if none does.
 
     A caller that must not see that kernel learns only that it exists.
     """
     if not caller.sees(route.agent_id):
         return f"kernel {route.kernel_id} already exists"
-    if route.request_hash != order.request_hash:
+    if route.request_hash != request.request_hash:
         return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
     return ""
 
 
-def _found(answer: NodeAnswer, route: KernelRoute) -> Placed:
+def _placed_or_raise(answer: NodeAnswer, route: KernelRoute) -> Placed:
     if answer.is_error:
         raise answer.error()
     status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status

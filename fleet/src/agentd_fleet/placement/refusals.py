@@ -29,10 +29,10 @@ class NoNode(NodeUnavailable):
 
     def __init__(self, classes: Sequence[Unfit]) -> None:
         self.classes = tuple(classes)
-        super().__init__(f"no suitable node answers: {_told(classes)}")
+        super().__init__(f"no suitable node answers: {_classes_text(classes)}")
 
     def facts(self) -> Mapping[str, object]:
-        return {"classes": _wire(self.classes)}
+        return {"classes": _class_views(self.classes)}
 
 
 class NoPlace(InsufficientResource):
@@ -50,68 +50,70 @@ class NoPlace(InsufficientResource):
     ) -> None:
         """Create the error; `readable` is the requested amount for people."""
         rows = explain if isinstance(explain, (list, tuple)) else ()
-        amounts = f"requested {readable or requested}; {_told(classes)}"
+        amounts = f"requested {readable or requested}; {_classes_text(classes)}"
         super().__init__(slot, requested, free, rows, amounts=amounts)
         self.classes = tuple(classes)
 
     def facts(self) -> Mapping[str, object]:
-        return {**super().facts(), "classes": _wire(self.classes)}
+        return {**super().facts(), "classes": _class_views(self.classes)}
 
 
-def _told(classes: Sequence[Unfit]) -> str:
+def _classes_text(classes: Sequence[Unfit]) -> str:
     return ", ".join(f"{row.count} {row.reason}" for row in classes)
 
 
-def _wire(classes: Sequence[Unfit]) -> list[dict[str, object]]:
+def _class_views(classes: Sequence[Unfit]) -> list[dict[str, object]]:
     return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
 
 
 def refusal(
     view: FleetView,
-    request: ResourceSlots,
+    requested: ResourceSlots,
     constraints: Constraints,
     refused: Sequence[tuple[str, AgentdError]],
 ) -> AgentdError:
     """Return why the fleet cannot serve a request: the nodes' answers, and the view of others."""
-    asked = {node_id for node_id, _ in refused}
-    classes = [*_said(refused), *_others(view, request, constraints, asked)]
+    called = {node_id for node_id, _ in refused}
+    classes = [*_called_classes(refused), *_other_classes(view, requested, constraints, called)]
     if not classes:
         return _nowhere(view, constraints)
     if {row.reason for row in classes} <= PASSING:
         return NoNode(classes)
-    slot, free = _scarcest(view, request, constraints)
+    slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind
     explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
     return NoPlace(
         slot,
-        format_amount(request[slot], kind),
+        format_amount(requested[slot], kind),
         format_amount(free, kind),
         classes,
         explain,
-        readable=readable_amount(request[slot], kind),
+        readable=readable_amount(requested[slot], kind),
     )
 
 
-def _said(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
+def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
     """Return the classes of the called nodes."""
-    counts = Counter(_class(error) for _, error in refused)
+    counts = Counter(_class_of_error(error) for _, error in refused)
     return [
-        Unfit(reason, count, tuple(n for n, e in refused if _class(e) == reason)[:MOST_NAMED])
+        Unfit(
+            reason, count, tuple(n for n, e in refused if _class_of_error(e) == reason)[:MOST_NAMED]
+        )
         for reason, count in counts.most_common()
     ]
 
 
-def _class(error: AgentdError) -> str:
+def _class_of_error(error: AgentdError) -> str:
     return "full when asked" if error.code == "InsufficientResource" else f"said {error.code}"
 
 
-def _others(
-    view: FleetView, request: ResourceSlots, constraints: Constraints, asked: set[str]
+def _other_classes(
+    view: FleetView, requested: ResourceSlots, constraints: Constraints, called: set[str]
 ) -> list[Unfit]:
-    if asked:
-        left = (constraints.nodes or view.nodes.keys()) - asked
-        constraints = replace(constraints, nodes=frozenset(left))
-    return unfit(view, request, constraints)
+    if called:
+        remaining = (constraints.nodes or view.nodes.keys()) - called
+        constraints = replace(constraints, nodes=frozenset(remaining))
+    return unfit(view, requested, constraints)
 
 
 def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
@@ -126,15 +128,17 @@ def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
     )
 
 
-def _scarcest(view: FleetView, request: ResourceSlots, constraints: Constraints) -> tuple[str, int]:
+def _scarcest(
+    view: FleetView, requested: ResourceSlots, constraints: Constraints
+) -> tuple[str, int]:
     """Return the slot that is furthest from sufficient, and the most that one agent has free."""
-    names = list(request) or ["cpu"]
-    most = dict.fromkeys(names, 0)
+    names = list(requested) or ["cpu"]
+    max_free = dict.fromkeys(names, 0)
     for node_id in constraints.nodes or view.nodes:
         node = view.nodes.get(node_id)
         for agent, offer in node.offers.items() if node is not None else ():
             if constraints.agents is None or agent in constraints.agents:
                 for name in names:
-                    most[name] = max(most[name], offer.free[name])
-    slot = min(names, key=lambda name: (most[name] / (request[name] or 1), name))
-    return slot, most[slot]
+                    max_free[name] = max(max_free[name], offer.free[name])
+    slot = min(names, key=lambda name: (max_free[name] / (requested[name] or 1), name))
+    return slot, max_free[slot]

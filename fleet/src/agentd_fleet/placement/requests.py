@@ -59,38 +59,38 @@ def order_of(
         Forbidden: only an engine may choose its kernel id.
     """
     require_id(caller, request.kernel_id)
-    wanted = request.placement
-    for member, given in (("devices", request.devices), ("claim", request.claim)):
-        if given and (wanted.nodes is None or len(wanted.nodes) != 1):
-            why = f"{member} belong{'s' * (member == 'claim')} to one node"
-            why += ": name exactly that node in placement.nodes"
-            raise InvalidRequest([Problem(member, why)])
-    agents = None if wanted.agents is None else frozenset(wanted.agents)
+    placement = request.placement
+    for member, value in (("devices", request.devices), ("claim", request.claim)):
+        if value and (placement.nodes is None or len(placement.nodes) != 1):
+            reason = f"{member} belong{'s' * (member == 'claim')} to one node"
+            reason += ": name exactly that node in placement.nodes"
+            raise InvalidRequest([Problem(member, reason)])
+    agents = None if placement.agents is None else frozenset(placement.agents)
     if caller.agents is not None:
         agents = caller.agents if agents is None else agents & caller.agents
     kernel_id = request.kernel_id or f"k-{uuid.uuid4().hex[:12]}"
     content = request.model_dump(mode="json", exclude_unset=True, exclude={"placement", "slots"})
     content |= {"kernel_id": kernel_id, "slots": dict(request.slots)}
-    where = wanted.model_dump(mode="json", exclude_defaults=True)
-    said = msgspec.json.encode([request.digest(), where], order="deterministic")
+    placement_members = placement.model_dump(mode="json", exclude_defaults=True)
+    hashed = msgspec.json.encode([request.digest(), placement_members], order="deterministic")
     return PlacementRequest(
         kernel_id=kernel_id,
-        request_hash=sha256(said).hexdigest()[:32],
+        request_hash=sha256(hashed).hexdigest()[:32],
         slots={} if request.claim else request.slots,
         constraints=Constraints(
-            nodes=None if wanted.nodes is None else frozenset(wanted.nodes),
+            nodes=None if placement.nodes is None else frozenset(placement.nodes),
             agents=agents,
-            labels=wanted.labels,
-            models=None if wanted.models is None else frozenset(wanted.models),
+            labels=placement.labels,
+            models=None if placement.models is None else frozenset(placement.models),
         ),
-        policy=wanted.policy,
-        body=msgspec.json.encode(content, enc_hook=_text),
+        policy=placement.policy,
+        body=msgspec.json.encode(content, enc_hook=_encode_amount),
         is_new=request.kernel_id is None,
         headers=headers or {},
     )
 
 
-def _text(amount: Any) -> str:
+def _encode_amount(amount: Any) -> str:
     """Return an amount of `slots` as it was written."""
     if isinstance(amount, WrittenFloat):
         return amount.text

@@ -51,15 +51,20 @@ class Sweep:
     """
 
     def __init__(
-        self, store: Store, state: FleetState, nodes: Nodes, placer: Placer, pace: PlacementTimeouts
+        self,
+        store: Store,
+        state: FleetState,
+        nodes: Nodes,
+        placer: Placer,
+        timeouts: PlacementTimeouts,
     ) -> None:
         self._store = store
         self._state = state
         self._nodes = nodes
         self._placer = placer
-        self._pace = pace
-        self._seen: dict[_Key, float] = {}
-        self._absent: dict[_Key, float] = {}
+        self._timeouts = timeouts
+        self._first_seen_at: dict[_Key, float] = {}
+        self._absent_since: dict[_Key, float] = {}
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -68,51 +73,53 @@ class Sweep:
                 await self.once()
             except AgentdError as error:
                 log.info("sweep.postponed", reason=str(error))
-            await asyncio.sleep(self._pace.sweep_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await asyncio.sleep(self._timeouts.sweep_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     async def once(self) -> None:
         """Check every route once."""
         now = asyncio.get_running_loop().time()
         routes: defaultdict[str, list[Kept]] = defaultdict(list)
         async for page in self._store.routes():
-            for kept in page:
-                routes[kept.route.node_id].append(kept)
-        keys = [_key(kept) for some in routes.values() for kept in some]
-        self._seen = {key: self._seen.get(key, now) for key in keys}
-        self._absent = {key: at for key, at in self._absent.items() if key in self._seen}
-        turn = asyncio.Semaphore(AT_ONCE)
+            for stored in page:
+                routes[stored.route.node_id].append(stored)
+        keys = [_key(stored) for node_routes in routes.values() for stored in node_routes]
+        self._first_seen_at = {key: self._first_seen_at.get(key, now) for key in keys}
+        self._absent_since = {
+            key: since for key, since in self._absent_since.items() if key in self._first_seen_at
+        }
+        semaphore = asyncio.Semaphore(AT_ONCE)
 
-        async def settled(node_id: str, some: Sequence[Kept]) -> None:
-            async with turn:
-                await self._settled(node_id, some, now)
+        async def check(node_id: str, node_routes: Sequence[Kept]) -> None:
+            async with semaphore:
+                await self._check_node(node_id, node_routes, now)
 
-        await asyncio.gather(*(settled(*item) for item in routes.items()))
+        await asyncio.gather(*(check(*item) for item in routes.items()))
 
-    async def _settled(self, node_id: str, some: Sequence[Kept], now: float) -> None:
+    async def _check_node(self, node_id: str, node_routes: Sequence[Kept], now: float) -> None:
         """Check the routes to a node; an error affects no other node's routes."""
         node = self._state.node(node_id)
-        grown = [
-            kept
-            for kept in some
-            if kept.route.progress is RouteProgress.PLACED
-            or now - self._seen[_key(kept)] >= 2 * self._pace.insist_s
+        due = [
+            stored
+            for stored in node_routes
+            if stored.route.progress is RouteProgress.PLACED
+            or now - self._first_seen_at[_key(stored)] >= 2 * self._timeouts.insist_s
         ]
-        if node is None or not grown:
+        if node is None or not due:
             return
         try:
-            states = await self._states(node)
+            states = await self._read_states(node)
             if states is None:
-                for kept in some:
-                    self._absent.pop(_key(kept), None)
+                for stored in node_routes:
+                    self._absent_since.pop(_key(stored), None)
                 return
-            for kept in grown:
-                await self._settle(kept, states)
+            for stored in due:
+                await self._settle(stored, states)
         except AgentdError as error:
             log.info("sweep.postponed", node_id=node_id, reason=str(error))
         except UNREADABLE as error:
             log.warning("route.resolve_failed", node_id=node_id, reason=repr(error))
 
-    async def _states(self, node: FleetNode) -> Mapping[str, str] | None:
+    async def _read_states(self, node: FleetNode) -> Mapping[str, str] | None:
         """Return the states of a node's kernels, None if it does not answer.
 
         Raises:
@@ -137,25 +144,25 @@ class Sweep:
             return None
         return states
 
-    async def _settle(self, kept: Kept, states: Mapping[str, str]) -> None:
-        route, key = kept.route, _key(kept)
+    async def _settle(self, stored: Kept, states: Mapping[str, str]) -> None:
+        route, key = stored.route, _key(stored)
         if self._placer.is_busy(route.kernel_id):
             return
         async with self._placer.alone(route.kernel_id):
             if (state := states.get(route.kernel_id)) is not None:
-                self._absent.pop(key, None)
+                self._absent_since.pop(key, None)
                 if route.progress is RouteProgress.PLACING and state not in COMING:
                     await self._store.keep(
-                        replace(route, progress=RouteProgress.PLACED), kept.revision
+                        replace(route, progress=RouteProgress.PLACED), stored.revision
                     )
                     log.info("route.confirmed", kernel_id=route.kernel_id, node_id=route.node_id)
                 return
             now = asyncio.get_running_loop().time()
-            since = self._absent.setdefault(key, now)
-            if now - since >= self._pace.settled_s:
-                await self._store.drop(route.kernel_id, kept.revision)
+            since = self._absent_since.setdefault(key, now)
+            if now - since >= self._timeouts.settled_s:
+                await self._store.drop(route.kernel_id, stored.revision)
                 log.info("route.dropped", kernel_id=route.kernel_id, node_id=route.node_id)
 
 
-def _key(kept: Kept) -> _Key:
-    return kept.route.kernel_id, kept.revision
+def _key(stored: Kept) -> _Key:
+    return stored.route.kernel_id, stored.revision

@@ -48,11 +48,11 @@ class Etcd:
     Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested.
     """
 
-    def __init__(self, access: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
-        self._gateway = EtcdTransport(access, timeout_s)
+    def __init__(self, credentials: EtcdCredentials, *, timeout_s: float = 3.0) -> None:
+        self._transport = EtcdTransport(credentials, timeout_s)
 
     async def __aenter__(self) -> Self:
-        await self._gateway.open()
+        await self._transport.open()
         return self
 
     async def __aexit__(
@@ -61,11 +61,11 @@ class Etcd:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._gateway.close()
+        await self._transport.close()
 
     async def get(self, key: str) -> KeyValue | None:
         """Return the key, None if it does not exist."""
-        answer, _ = await self._gateway.call(_RANGE, {"key": _coded(key)})
+        answer, _ = await self._transport.call(_RANGE, {"key": _encode_key(key)})
         return next(_key_values(answer), None)
 
     async def range(self, prefix: str, *, page: int = 1000) -> tuple[list[KeyValue], int]:
@@ -74,17 +74,17 @@ class Etcd:
         Raises:
             Compacted: the store has dropped that revision meanwhile.
         """
-        found: list[KeyValue] = []
-        at = 0
+        pairs: list[KeyValue] = []
+        read_at = 0
         async for items, revision in self.pages(prefix, page=page):
-            found += items
-            at = revision
-        return found, at
+            pairs += items
+            read_at = revision
+        return pairs, read_at
 
     async def pages(
-        self, prefix: str, *, page: int = 1000, at: int = 0
+        self, prefix: str, *, page: int = 1000, revision: int = 0
     ) -> AsyncGenerator[tuple[list[KeyValue], int], None]:
-        """Yield the result of `range` page by page; `at` is the revision to read, 0 for now.
+        """Yield the result of `range` page by page; `revision` 0 reads the current one.
 
         Raises:
             Compacted: the store has dropped that revision meanwhile.
@@ -92,17 +92,17 @@ class Etcd:
         span = _span(prefix)
         more = True
         while more:
-            body = {**span, "limit": str(page), "revision": str(at)}
-            answer, _ = await self._gateway.call(_RANGE, body)
-            at = at or _revision_of(answer)
-            yield list(_key_values(answer)), at
+            body = {**span, "limit": str(page), "revision": str(revision)}
+            answer, _ = await self._transport.call(_RANGE, body)
+            revision = revision or _revision_of(answer)
+            yield list(_key_values(answer)), revision
             if more := answer.get("more", False):
                 last = b64decode(answer["kvs"][-1]["key"])
                 span["key"] = b64encode(last + b"\0").decode()
 
     async def revision(self, key: str = "\0") -> int:
         """Return the store's current revision; `key` is one that the user may read."""
-        answer, _ = await self._gateway.call(_RANGE, {**_ONE_KEY, "key": _coded(key)})
+        answer, _ = await self._transport.call(_RANGE, {**_ONE_KEY, "key": _encode_key(key)})
         return _revision_of(answer)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
@@ -111,7 +111,7 @@ class Etcd:
         Raises:
             LeaseGone: the lease does not exist.
         """
-        answer, _ = await self._gateway.call("/v3/kv/put", _written(key, value, lease))
+        answer, _ = await self._transport.call("/v3/kv/put", _put_request(key, value, lease))
         return _revision_of(answer)
 
     async def put_if(self, key: str, value: bytes, *, expected: int, lease: int = 0) -> int | None:
@@ -123,13 +123,13 @@ class Etcd:
         Raises:
             LeaseGone: the lease does not exist.
         """
-        write = {"request_put": _written(key, value, lease)}
-        answer, is_repeat = await self._compared(key, expected, write)
+        write = {"request_put": _put_request(key, value, lease)}
+        answer, is_repeat = await self._write_if(key, expected, write)
         if answer.get("succeeded", False):
             return _revision_of(answer)
-        found = _found(answer)
-        is_ours = is_repeat and found is not None and (found.value, found.lease) == (value, lease)
-        return found.mod_revision if is_ours and found is not None else None
+        pair = _compared_key_value(answer)
+        is_ours = is_repeat and pair is not None and (pair.value, pair.lease) == (value, lease)
+        return pair.mod_revision if is_ours and pair is not None else None
 
     async def create_all(self, values: Mapping[str, tuple[bytes, str]]) -> None:
         """Write those keys that do not exist, many in one transaction.
@@ -140,19 +140,19 @@ class Etcd:
             {
                 "request_txn": {
                     "compare": [_revision_is(key, 0), _exists(needed)],
-                    "success": [{"request_put": _written(key, value, 0)}],
+                    "success": [{"request_put": _put_request(key, value, 0)}],
                 }
             }
             for key, (value, needed) in values.items()
         ]
-        for first in range(0, len(creates), MOST_CREATED):
-            await self._gateway.call(_TXN, {"success": creates[first : first + MOST_CREATED]})
+        for start in range(0, len(creates), MOST_CREATED):
+            await self._transport.call(_TXN, {"success": creates[start : start + MOST_CREATED]})
 
     async def delete_without(self, without: str, *keys: str) -> bool:
         """Delete keys in one transaction if the key `without` does not exist; return whether."""
-        deletes = [{"request_delete_range": {"key": _coded(key)}} for key in keys]
+        deletes = [{"request_delete_range": {"key": _encode_key(key)}} for key in keys]
         body = {"compare": [_revision_is(without, 0)], "success": deletes}
-        answer, _ = await self._gateway.call(_TXN, body)
+        answer, _ = await self._transport.call(_TXN, body)
         return bool(answer.get("succeeded", False))
 
     async def delete_if(self, key: str, *, expected: int, without: str = "") -> bool:
@@ -161,39 +161,41 @@ class Etcd:
         With `without` only if that key does not exist. If an answer was lost, True means that the
         revision is gone, deleted by any client.
         """
-        write = {"request_delete_range": {"key": _coded(key)}}
-        absent = [_revision_is(without, 0)] if without else []
-        answer, is_repeat = await self._compared(key, expected, write, absent)
-        found = _found(answer)
-        is_gone = found is None or found.create_revision > expected
+        write = {"request_delete_range": {"key": _encode_key(key)}}
+        conditions = [_revision_is(without, 0)] if without else []
+        answer, is_repeat = await self._write_if(key, expected, write, conditions)
+        pair = _compared_key_value(answer)
+        is_gone = pair is None or pair.create_revision > expected
         return answer.get("succeeded", False) or (is_repeat and is_gone)
 
-    async def _compared(
+    async def _write_if(
         self,
         key: str,
         expected: int,
         write: Mapping[str, object],
-        also: Sequence[Mapping[str, object]] = (),
+        conditions: Sequence[Mapping[str, object]] = (),
     ) -> tuple[dict[str, Any], bool]:
         """Write if the key has this revision, else read it; return whether it was sent before."""
-        read = {"request_range": {"key": _coded(key)}}
-        compare = [_revision_is(key, expected), *also]
+        read = {"request_range": {"key": _encode_key(key)}}
+        compare = [_revision_is(key, expected), *conditions]
         body = {"compare": compare, "success": [write], "failure": [read]}
-        return await self._gateway.call(_TXN, body)
+        return await self._transport.call(_TXN, body)
 
     async def delete(self, key: str) -> bool:
         """Delete a key and return whether it existed; True, too, if an answer was lost."""
-        answer, is_repeat = await self._gateway.call("/v3/kv/deleterange", {"key": _coded(key)})
+        answer, is_repeat = await self._transport.call(
+            "/v3/kv/deleterange", {"key": _encode_key(key)}
+        )
         return is_repeat or "deleted" in answer
 
     async def grant(self, ttl_s: int) -> int:
         """Return a new lease, which ends `ttl_s` seconds after its last keepalive."""
-        answer, _ = await self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})
+        answer, _ = await self._transport.call("/v3/lease/grant", {"TTL": str(ttl_s)})
         return int(answer["ID"])
 
     async def keep_alive(self, lease: int) -> int:
         """Send a keepalive for a lease and return its remaining seconds, 0 if it is gone."""
-        answer, _ = await self._gateway.call("/v3/lease/keepalive", {"ID": str(lease)})
+        answer, _ = await self._transport.call("/v3/lease/keepalive", {"ID": str(lease)})
         return int(answer["result"].get("TTL", 0))
 
     async def watch(
@@ -210,7 +212,7 @@ class Etcd:
             Compacted: the revisions are gone, or the store has not reached `after`.
         """
         request = {**_span(prefix), "start_revision": str(after + 1), "progress_notify": True}
-        stream = await self._gateway.stream("/v3/watch", {"create_request": request})
+        stream = await self._transport.stream("/v3/watch", {"create_request": request})
         try:
             if silence_s is not None:
                 stream.keep_alive(silence_s)
@@ -219,9 +221,9 @@ class Etcd:
                     async with asyncio.timeout(silence_s):
                         message = await stream.next()
                 except TimeoutError:
-                    await self._still_there(stream.endpoint, prefix, after)
+                    await self._probe(stream.endpoint, prefix, after)
                     continue
-                changes = [_change(event) for event in message.get("events", ())]
+                changes = [_parse_change(event) for event in message.get("events", ())]
                 # A header may be ahead of its events if etcd sends them in parts.
                 reached = changes[-1].mod_revision if changes else _revision_of(message)
                 after = max(after, reached)
@@ -229,13 +231,15 @@ class Etcd:
         finally:
             stream.close()
 
-    async def _still_there(self, endpoint: str, prefix: str, after: int) -> None:
-        body = {**_ONE_KEY, "key": _coded(prefix or "\0")}
-        if (now := _revision_of(await self._gateway.call_at(endpoint, _RANGE, body))) < after:
-            raise Compacted(f"{endpoint}: the store is at revision {now}, before {after}")
+    async def _probe(self, endpoint: str, prefix: str, after: int) -> None:
+        body = {**_ONE_KEY, "key": _encode_key(prefix or "\0")}
+        if (
+            revision := _revision_of(await self._transport.call_at(endpoint, _RANGE, body))
+        ) < after:
+            raise Compacted(f"{endpoint}: the store is at revision {revision}, before {after}")
 
 
-def _coded(key: str) -> str:
+def _encode_key(key: str) -> str:
     return b64encode(key.encode(errors="surrogateescape")).decode()
 
 
@@ -248,7 +252,7 @@ def _span(prefix: str) -> dict[str, object]:
 
 def _revision_is(key: str, revision: int) -> dict[str, object]:
     """Return the condition that a key has this revision; 0 means that it does not exist."""
-    return {"target": "MOD", "key": _coded(key), "mod_revision": str(revision)}
+    return {"target": "MOD", "key": _encode_key(key), "mod_revision": str(revision)}
 
 
 def _exists(key: str) -> dict[str, object]:
@@ -256,11 +260,11 @@ def _exists(key: str) -> dict[str, object]:
     return {**_revision_is(key, 0), "result": "GREATER"}
 
 
-def _written(key: str, value: bytes, lease: int) -> dict[str, object]:
-    return {"key": _coded(key), "value": b64encode(value).decode(), "lease": str(lease)}
+def _put_request(key: str, value: bytes, lease: int) -> dict[str, object]:
+    return {"key": _encode_key(key), "value": b64encode(value).decode(), "lease": str(lease)}
 
 
-def _key(member: Mapping[str, Any]) -> str:
+def _decode_key(member: Mapping[str, Any]) -> str:
     return b64decode(member["key"]).decode(errors="surrogateescape")
 
 
@@ -268,7 +272,7 @@ def _key_values(answer: Mapping[str, Any]) -> Iterator[KeyValue]:
     """Parse the keys of an answer, which omits zero and empty members."""
     for member in answer.get("kvs", ()):
         yield KeyValue(
-            key=_key(member),
+            key=_decode_key(member),
             value=b64decode(member.get("value", "")),
             mod_revision=int(member["mod_revision"]),
             create_revision=int(member["create_revision"]),
@@ -276,17 +280,17 @@ def _key_values(answer: Mapping[str, Any]) -> Iterator[KeyValue]:
         )
 
 
-def _found(answer: Mapping[str, Any]) -> KeyValue | None:
+def _compared_key_value(answer: Mapping[str, Any]) -> KeyValue | None:
     """Return the key that a transaction read because its condition failed."""
-    read = answer.get("responses", [{}])[0].get("response_range", {})
-    return next(_key_values(read), None)
+    response = answer.get("responses", [{}])[0].get("response_range", {})
+    return next(_key_values(response), None)
 
 
-def _change(event: Mapping[str, Any]) -> Change:
+def _parse_change(event: Mapping[str, Any]) -> Change:
     member = event["kv"]
     is_deleted = event.get("type") == "DELETE"
     value = None if is_deleted else b64decode(member.get("value", ""))
-    return Change(_key(member), value, int(member["mod_revision"]))
+    return Change(_decode_key(member), value, int(member["mod_revision"]))
 
 
 def _revision_of(answer: Mapping[str, Any]) -> int:

@@ -40,7 +40,7 @@ SILENCE_S = 5.0
 AGAIN_S = (0.2, 2.0)
 """Range of random seconds before etcd is called again, which spreads the clients."""
 PARTS = ("slot-types/", "nodes/", "free/", "known/")
-_Changed = Callable[[str, bytes | None, int], None]
+_OnChange = Callable[[str, bytes | None, int], None]
 """Applies a key: its name, its value (None: it does not exist any more) and the revision."""
 
 
@@ -55,25 +55,27 @@ class EtcdStore:
         self._free: dict[str, bytes] = {}
         self._known: set[str] = set()
         self._forgotten: dict[str, int] = {}
-        self._away: dict[str, str] = dict.fromkeys(PARTS, "etcd has not answered yet")
+        self._unavailable_reasons: dict[str, str] = dict.fromkeys(
+            PARTS, "etcd has not answered yet"
+        )
         self._listed = {part: asyncio.Event() for part in PARTS}
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
 
     def why_not_live(self) -> str:
-        return next((why for why in self._away.values() if why), "")
+        return next((reason for reason in self._unavailable_reasons.values() if reason), "")
 
     async def route(self, kernel_id: str) -> Kept | None:
-        found = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
-        return None if found is None else self._kept(found)
+        pair = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
+        return None if pair is None else self._parse_route(pair)
 
     async def keep(self, route: KernelRoute, expected: int) -> int | None:
         key = key_of(self._prefix, "routes", route.kernel_id)
         return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
 
-    async def rewrite(self, unread: RouteUnreadable) -> int | None:
-        key = key_of(self._prefix, "routes", unread.kernel_id)
-        return await self._etcd.put_if(key, unread.value, expected=unread.revision)
+    async def rewrite(self, unreadable: RouteUnreadable) -> int | None:
+        key = key_of(self._prefix, "routes", unreadable.kernel_id)
+        return await self._etcd.put_if(key, unreadable.value, expected=unreadable.revision)
 
     async def drop(self, kernel_id: str, expected: int) -> bool:
         key = key_of(self._prefix, "routes", kernel_id)
@@ -82,21 +84,23 @@ class EtcdStore:
     async def routes(self) -> AsyncIterator[list[Kept]]:
         try:
             async for page, _ in self._etcd.pages(f"{self._prefix}routes/"):
-                yield [kept for found in page if (kept := self._read(found)) is not None]
+                yield [
+                    stored for pair in page if (stored := self._try_parse_route(pair)) is not None
+                ]
         except Compacted as error:
             raise StoreAway(f"the routes changed too much during the reading: {error}") from None
 
-    def _kept(self, found: KeyValue) -> Kept:
-        kernel_id = found.key.removeprefix(f"{self._prefix}routes/")
-        return read_route(kernel_id, found.value, found.mod_revision)
+    def _parse_route(self, pair: KeyValue) -> Kept:
+        kernel_id = pair.key.removeprefix(f"{self._prefix}routes/")
+        return read_route(kernel_id, pair.value, pair.mod_revision)
 
-    def _read(self, found: KeyValue) -> Kept | None:
+    def _try_parse_route(self, pair: KeyValue) -> Kept | None:
         try:
-            return self._kept(found)
+            return self._parse_route(pair)
         except RouteUnreadable as error:
-            if (what := (found.key, found.mod_revision)) not in self._unreadable:
-                self._unreadable.add(what)
-                log.warning("route.read_failed", key=found.key, reason=str(error))
+            if (key_revision := (pair.key, pair.mod_revision)) not in self._unreadable:
+                self._unreadable.add(key_revision)
+                log.warning("route.read_failed", key=pair.key, reason=str(error))
             return None
 
     async def unlearn(self, name: SlotName) -> None:
@@ -107,10 +111,10 @@ class EtcdStore:
             key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
         async for page in self.routes():  # first, so that a forget that ends early can be repeated
-            for kept in page:
-                if kept.route.node_id == node.node_id:
-                    key = key_of(self._prefix, "routes", kept.route.kernel_id)
-                    await self._etcd.delete_if(key, expected=kept.revision, without=nodes)
+            for stored in page:
+                if stored.route.node_id == node.node_id:
+                    key = key_of(self._prefix, "routes", stored.route.kernel_id)
+                    await self._etcd.delete_if(key, expected=stored.revision, without=nodes)
         # A gateway may know of a node without this key, and a deletion of nothing causes no event.
         await self._etcd.put_if(known, b"{}", expected=0)
         if not await self._etcd.delete_without(nodes, known, free):
@@ -120,9 +124,11 @@ class EtcdStore:
 
     async def run(self) -> None:
         await run_endless(
-            self._follow("slot-types/", lambda: self._state.view.slot_types, self._slot_type),
-            self._follow("nodes/", lambda: self._reports, self._node),
-            self._follow("free/", lambda: self._free, self._freed),
+            self._follow(
+                "slot-types/", lambda: self._state.view.slot_types, self._on_slot_type_change
+            ),
+            self._follow("nodes/", lambda: self._reports, self._on_node_change),
+            self._follow("free/", lambda: self._free, self._on_free_change),
             self._follow_known(),
             self._write(),
         )
@@ -132,63 +138,63 @@ class EtcdStore:
         await self._follow("known/", lambda: self._known, self._knows)
 
     async def _follow(
-        self, part: str, applied: Callable[[], Iterable[str]], changed: _Changed
+        self, part: str, known_names: Callable[[], Iterable[str]], on_change: _OnChange
     ) -> None:
         """Read all keys below a part, then follow their changes forever.
 
-        `applied` returns the names of the keys that this gateway knows.
+        `known_names` returns the names of the keys that this gateway knows.
         """
         prefix, after = f"{self._prefix}{part}", 0
         while True:
             try:
                 if not after:
-                    after = await self._list(prefix, applied(), changed)
+                    after = await self._list(prefix, known_names(), on_change)
                 self._listed[part].set()
-                self._away[part] = ""
+                self._unavailable_reasons[part] = ""
                 watch = self._etcd.watch(prefix, after=after, silence_s=SILENCE_S)
                 async with contextlib.aclosing(watch) as changes:
                     async for batch, revision in changes:
-                        self._away[part] = ""
+                        self._unavailable_reasons[part] = ""
                         for change in batch:
                             name = change.key.removeprefix(prefix)
-                            changed(name, change.value, change.mod_revision)
+                            on_change(name, change.value, change.mod_revision)
                         after = max(after, revision)
             except Compacted:
                 after = 0
                 continue
             except AgentdError as error:
-                if not self._away[part]:
+                if not self._unavailable_reasons[part]:
                     log.warning("store.lost", part=part, reason=str(error))
-                self._away[part] = str(error)
+                self._unavailable_reasons[part] = str(error)
                 if isinstance(error, EtcdRefused):
                     after = 0  # a watch that is denied costs a login each time, a list does not
             await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
 
-    async def _list(self, prefix: str, applied: Iterable[str], changed: _Changed) -> int:
+    async def _list(self, prefix: str, known_names: Iterable[str], on_change: _OnChange) -> int:
         """Apply all keys below a prefix, and the end of the others; return their revision."""
-        found, revision = await self._etcd.range(prefix)
-        now = {pair.key.removeprefix(prefix): pair for pair in found}
-        for name in set(applied) - now.keys():
-            changed(name, None, revision)
-        for name, pair in now.items():
-            changed(name, pair.value, pair.mod_revision)
+        pairs, revision = await self._etcd.range(prefix)
+        pair_by_name = {pair.key.removeprefix(prefix): pair for pair in pairs}
+        for name in set(known_names) - pair_by_name.keys():
+            on_change(name, None, revision)
+        for name, pair in pair_by_name.items():
+            on_change(name, pair.value, pair.mod_revision)
         return revision
 
-    def _slot_type(self, name: str, value: bytes | None, _: int) -> None:
+    def _on_slot_type_change(self, name: str, value: bytes | None, _: int) -> None:
         self._state.unlearn(name)  # a definition that differs is a new one
         if value is None:
             self._has_unwritten.set()  # a node may offer it
-        elif (slot := self._slot_type_in(name, value)) is not None:
+        elif (slot := self._try_parse_slot_type(name, value)) is not None:
             self._state.learn(slot)
 
-    def _slot_type_in(self, name: str, value: bytes) -> SlotType | None:
+    def _try_parse_slot_type(self, name: str, value: bytes) -> SlotType | None:
         try:
             return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
         except UNREADABLE as error:
             log.warning("slot_type.read_failed", name=name, reason=str(error))
             return None
 
-    def _node(self, node_id: str, value: bytes | None, revision: int) -> None:
+    def _on_node_change(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):
             log.warning("node.ignored", key=shortened(node_id))
             return
@@ -196,7 +202,7 @@ class EtcdStore:
             if self._forgotten.get(node_id, 0) < revision:
                 self._forgotten.pop(node_id, None)
             self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
-            self._note(node_id)
+            self._update_node(node_id)
         elif (report := self._reports.pop(node_id, None)) is not None:
             self._write_new(report.node)  # another node may offer the same
             if node_id in self._forgotten:
@@ -223,15 +229,15 @@ class EtcdStore:
         node = self._state.node(node_id)
         return node is not None and bool(node.url)
 
-    def _freed(self, node_id: str, value: bytes | None, _: int) -> None:
+    def _on_free_change(self, node_id: str, value: bytes | None, _: int) -> None:
         if value is None:
             self._free.pop(node_id, None)
             return
         self._free[node_id] = value
         if node_id in self._reports:
-            self._note(node_id)
+            self._update_node(node_id)
 
-    def _note(self, node_id: str) -> None:
+    def _update_node(self, node_id: str) -> None:
         """Apply a node's report and write its new slot types."""
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())

@@ -97,11 +97,11 @@ class Stream:
             AgentdError: the connection ended, or etcd ended the watch.
         """
         while True:
-            line, end, rest = (self._parts.pop() if self._parts else b"").partition(b"\n")
+            line, end, remaining = (self._parts.pop() if self._parts else b"").partition(b"\n")
             self._parts.append(line)
             if end:
-                message, self._parts = b"".join(self._parts), [rest]
-                return _told(self.endpoint, message)
+                message, self._parts = b"".join(self._parts), [remaining]
+                return _parse_watch_message(self.endpoint, message)
             try:
                 part = await self._response.content.readany()
             except (aiohttp.ClientError, OSError) as error:
@@ -109,7 +109,7 @@ class Stream:
             if not part:
                 # When etcd ends a stream, the last line has the reason and no newline.
                 if last := b"".join(self._parts):
-                    _content(self.endpoint, self._response.status, last)
+                    _parse_answer(self.endpoint, self._response.status, last)
                 raise EtcdUnavailable(f"{self.endpoint}: the watch ended")
             self._parts.append(part)
 
@@ -130,9 +130,9 @@ class Stream:
 class EtcdTransport:
     """Sends calls to the endpoint that answers, with the user's token."""
 
-    def __init__(self, access: EtcdCredentials, timeout_s: float) -> None:
-        self._access = access
-        self._endpoints = tuple(endpoint.rstrip("/") for endpoint in access.endpoints)
+    def __init__(self, credentials: EtcdCredentials, timeout_s: float) -> None:
+        self._credentials = credentials
+        self._endpoints = tuple(endpoint.rstrip("/") for endpoint in credentials.endpoints)
         self._timeout_s = timeout_s
         self._preferred = 0
         self._token: str | None = None
@@ -145,7 +145,7 @@ class EtcdTransport:
     async def open(self) -> None:
         """Open the session; it must be closed."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._access.tls or True, limit=0),
+            connector=aiohttp.TCPConnector(ssl=self._credentials.tls or True, limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -158,30 +158,36 @@ class EtcdTransport:
 
     async def call(self, path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
         """Return the answer, and whether an earlier attempt may have taken effect."""
-        return await self._tried(lambda at, token: self._asked(at, token, path, body))
+        return await self._call_endpoints(
+            lambda endpoint, token: self._post(endpoint, token, path, body)
+        )
 
     async def call_at(self, endpoint: str, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         """Call exactly this endpoint and return its answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._as_user(
-                    endpoint, lambda at, token: self._asked(at, token, path, body)
+                    endpoint, lambda at, token: self._post(at, token, path, body)
                 )
         except TimeoutError:
             raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
 
     async def stream(self, path: str, body: Mapping[str, object]) -> Stream:
         """Open a stream whose first message has arrived."""
-        return (await self._tried(lambda at, token: self._opened(at, token, path, body)))[0]
+        return (
+            await self._call_endpoints(
+                lambda endpoint, token: self._open_stream(endpoint, token, path, body)
+            )
+        )[0]
 
-    async def _tried(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
-        end = asyncio.get_running_loop().time() + self._timeout_s
+    async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
         order = [*range(self._preferred, len(self._endpoints)), *range(self._preferred)]
         faults = []
         is_repeat = False
-        for tried, number in enumerate(order):
-            endpoint = self._endpoints[number]
-            share_s = (end - asyncio.get_running_loop().time()) / (len(order) - tried)
+        for attempts, index in enumerate(order):
+            endpoint = self._endpoints[index]
+            share_s = (deadline - asyncio.get_running_loop().time()) / (len(order) - attempts)
             try:
                 async with asyncio.timeout(share_s):
                     answer = await self._as_user(endpoint, attempt)
@@ -192,13 +198,13 @@ class EtcdTransport:
                 faults.append(str(error))
                 is_repeat = is_repeat or not isinstance(error, _NeverSent)
             else:
-                self._preferred = number
+                self._preferred = index
                 return answer, is_repeat
         raise EtcdUnavailable("; ".join(faults))
 
     async def _as_user(self, endpoint: str, attempt: Callable[[str, str], Awaitable[T]]) -> T:
         """Make a call with the current token, and once more after a login if that is refused."""
-        if not self._access.user:
+        if not self._credentials.user:
             try:
                 return await attempt(endpoint, "")
             except _TokenRefused as error:
@@ -207,19 +213,19 @@ class EtcdTransport:
         if token is not None:
             with contextlib.suppress(_TokenRefused):
                 return await attempt(endpoint, token)
-        return await attempt(endpoint, await self._renewed(endpoint, token))
+        return await attempt(endpoint, await self._renew_token(endpoint, token))
 
-    async def _renewed(self, endpoint: str, refused: str | None) -> str:
+    async def _renew_token(self, endpoint: str, refused: str | None) -> str:
         """Log in, unless a concurrent call already has: a login costs etcd a bcrypt."""
         async with self._login:
             if self._token is None or self._token == refused:
                 loop = asyncio.get_running_loop()
-                refused_at, why = self._refusal
+                refused_at, reason = self._refusal
                 if loop.time() < refused_at + LOGIN_PAUSE_S:
-                    raise EtcdRefused(why)
-                who = {"name": self._access.user, "password": self._access.password}
+                    raise EtcdRefused(reason)
+                user = {"name": self._credentials.user, "password": self._credentials.password}
                 try:
-                    answer = await self._asked(endpoint, "", "/v3/auth/authenticate", who)
+                    answer = await self._post(endpoint, "", "/v3/auth/authenticate", user)
                 except EtcdRefused as error:
                     if _NO_LOGINS not in str(error):
                         self._refusal = (loop.time(), str(error))
@@ -228,20 +234,20 @@ class EtcdTransport:
                 self._token = str(answer.get("token", ""))
             return self._token
 
-    async def _asked(
+    async def _post(
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
     ) -> dict[str, Any]:
-        response = await self._sent(endpoint, token, path, body)
+        response = await self._send(endpoint, token, path, body)
         try:
             async with response:
-                return _content(endpoint, response.status, await response.read())
+                return _parse_answer(endpoint, response.status, await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
-    async def _opened(
+    async def _open_stream(
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
     ) -> Stream:
-        stream = Stream(endpoint, await self._sent(endpoint, token, path, body))
+        stream = Stream(endpoint, await self._send(endpoint, token, path, body))
         try:
             await stream.next()
         except BaseException:
@@ -249,7 +255,7 @@ class EtcdTransport:
             raise
         return stream
 
-    async def _sent(
+    async def _send(
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
     ) -> aiohttp.ClientResponse:
         if self._session is None:
@@ -264,7 +270,7 @@ class EtcdTransport:
             raise EtcdUnavailable(f"{endpoint}: {error!r}") from None
 
 
-def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
+def _parse_answer(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
     """Parse an answer.
 
     Raises:
@@ -275,47 +281,47 @@ def _content(endpoint: str, status: int, raw: bytes) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise _failure(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
+        raise _error_of_answer(endpoint, status, f"HTTP {status}: {raw[:200]!r}")
     error = content.get("error")
     if isinstance(error, dict):  # the form of streams, also after a good beginning
         if status == HTTPStatus.OK:
             status = error.get("http_code") or _HTTP_STATUS.get(error.get("code", 0), 400)
-        raise _failure(endpoint, status, str(error.get("message")))
+        raise _error_of_answer(endpoint, status, str(error.get("message")))
     if error is not None or status != HTTPStatus.OK:
-        raise _failure(endpoint, status, str(error or content.get("message")))
+        raise _error_of_answer(endpoint, status, str(error or content.get("message")))
     if not ("header" in content or isinstance(content.get("result"), dict)):
-        raise _failure(endpoint, status, f"this is not an answer of etcd: {raw[:200]!r}")
+        raise _error_of_answer(endpoint, status, f"this is not an answer of etcd: {raw[:200]!r}")
     return content
 
 
-def _told(endpoint: str, raw: bytes) -> dict[str, Any]:
+def _parse_watch_message(endpoint: str, raw: bytes) -> dict[str, Any]:
     """Parse a message of a watch.
 
     Raises:
         AgentdError: etcd ends the watch with it.
     """
-    message: dict[str, Any] = _content(endpoint, HTTPStatus.OK, raw).get("result", {})
+    message: dict[str, Any] = _parse_answer(endpoint, HTTPStatus.OK, raw).get("result", {})
     if not message.get("canceled", False):
         return message
     if "compact_revision" in message:
         raise Compacted(f"{endpoint}: revisions before {message['compact_revision']} are compacted")
-    why = message.get("cancel_reason", "the watch was cancelled")
-    if "permission denied" in why:
-        raise EtcdRefused(f"{endpoint}: {why}")
-    raise _failure(endpoint, HTTPStatus.SERVICE_UNAVAILABLE, why)
+    reason = message.get("cancel_reason", "the watch was cancelled")
+    if "permission denied" in reason:
+        raise EtcdRefused(f"{endpoint}: {reason}")
+    raise _error_of_answer(endpoint, HTTPStatus.SERVICE_UNAVAILABLE, reason)
 
 
-def _failure(endpoint: str, status: int, why: str) -> AgentdError:
+def _error_of_answer(endpoint: str, status: int, reason: str) -> AgentdError:
     """Return the error for an answer; its text tells apart several with one status."""
-    text = f"{endpoint}: {why}"
-    if status == HTTPStatus.UNAUTHORIZED or any(refused in why for refused in _REFUSED_TOKENS):
-        return _TokenRefused(text)
-    if "has been compacted" in why:
-        return Compacted(text)
-    if "requested lease not found" in why:
-        return LeaseGone(text)
+    message = f"{endpoint}: {reason}"
+    if status == HTTPStatus.UNAUTHORIZED or any(text in reason for text in _REFUSED_TOKENS):
+        return _TokenRefused(message)
+    if "has been compacted" in reason:
+        return Compacted(message)
+    if "requested lease not found" in reason:
+        return LeaseGone(message)
     # 429 is a full disk or too many requests; "too large" is `grpc: …` and permanent.
-    is_full = status == HTTPStatus.TOO_MANY_REQUESTS and why.startswith("etcdserver:")
+    is_full = status == HTTPStatus.TOO_MANY_REQUESTS and reason.startswith("etcdserver:")
     if is_full or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return EtcdUnavailable(text)
-    return EtcdRefused(text)
+        return EtcdUnavailable(message)
+    return EtcdRefused(message)

@@ -45,13 +45,14 @@ class RouteUnreadable(Unavailable):
     code = "RouteUnreadable"
 
     def __init__(
-        self, kernel_id: str, why: str, value: bytes, revision: int, *, is_newer: bool = False
+        self, kernel_id: str, reason: str, value: bytes, revision: int, *, is_newer: bool = False
     ) -> None:
         self.kernel_id, self.value, self.revision = kernel_id, value, revision
         self.is_newer = is_newer
-        self.node_id = _node_in(value)
+        self.node_id = _parse_node_id(value)
         super().__init__(
-            f"unreadable route of kernel {kernel_id}: {why}; name the kernel's node with ?node=ID"
+            f"unreadable route of kernel {kernel_id}: {reason};"
+            " name the kernel's node with ?node=ID"
         )
 
     def facts(self) -> dict[str, object]:
@@ -94,7 +95,7 @@ class _RouteHeader(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
-class _Lead(msgspec.Struct, frozen=True):
+class _NodeMember(msgspec.Struct, frozen=True):
     node_id: str = ""
 
 
@@ -106,8 +107,8 @@ def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
     """
     try:
         if (schema := msgspec.json.decode(value, type=_RouteHeader).schema) > SCHEMA:
-            why = f"schema {schema} is newer than this gateway's, {SCHEMA}"
-            raise RouteUnreadable(kernel_id, why, value, revision, is_newer=True)
+            reason = f"schema {schema} is newer than this gateway's, {SCHEMA}"
+            raise RouteUnreadable(kernel_id, reason, value, revision, is_newer=True)
         route = msgspec.json.decode(value, type=KernelRoute)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RouteUnreadable(kernel_id, str(error), value, revision) from None
@@ -117,9 +118,9 @@ def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
     return Kept(route, revision)
 
 
-def _node_in(value: bytes) -> str:
+def _parse_node_id(value: bytes) -> str:
     try:
-        return name_or_empty(msgspec.json.decode(value, type=_Lead).node_id)
+        return name_or_empty(msgspec.json.decode(value, type=_NodeMember).node_id)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 

@@ -67,16 +67,16 @@ class SqliteStore:
         self._file = file
         self._nodes = nodes
         self._state = state
-        self._address: dict[str, str] = {}
+        self._address_by_node: dict[str, str] = {}
         self._known: dict[str, bytes] = {}
         self._unwritten: dict[tuple[str, str], bytes] = {}
         """Values by table and name: what the nodes reported and the file lacks."""
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
-        self._unheard = {address for address, _ in nodes}
-        self._until = time.monotonic() + FIRST_WORD_S
+        self._unread_addresses = {address for address, _ in nodes}
+        self._first_readings_until = time.monotonic() + FIRST_WORD_S
         self._thread = ThreadPoolExecutor(1, "routes")
-        self._base: sqlite3.Connection | None = None
+        self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
         """Open the file and load its slot types and nodes.
@@ -84,16 +84,16 @@ class SqliteStore:
         Raises:
             StateUnavailable: the file is unusable.
         """
-        await self._do(self._opened)
+        await self._transact(self._create_tables)
         query = "SELECT value FROM slot_types ORDER BY place"
-        for (value,) in await self._do(lambda: self._rows(query)):
+        for (value,) in await self._transact(lambda: self._rows(query)):
             try:
                 slot = slot_type_in(msgspec.json.decode(_bytes(value), type=SlotTypeReport))
             except UNREADABLE as error:
                 log.warning("slot_type.read_failed", reason=str(error))
             else:
                 self._state.learn(slot)
-        for node_id, value in await self._do(
+        for node_id, value in await self._transact(
             lambda: self._rows("SELECT node_id, value FROM known")
         ):
             if is_name(node_id):
@@ -103,117 +103,125 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Close the file."""
-        if self._base is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._base.close)
+        if self._connection is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown()
 
     def why_not_live(self) -> str:
-        if not self._unheard or time.monotonic() > self._until:
+        if not self._unread_addresses or time.monotonic() > self._first_readings_until:
             return ""
-        return f"{', '.join(sorted(self._unheard))} did not answer yet"
+        return f"{', '.join(sorted(self._unread_addresses))} did not answer yet"
 
     async def route(self, kernel_id: str) -> Kept | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
-        row = await self._do(lambda: self._sql(query, kernel_id).fetchone())
+        row = await self._transact(lambda: self._execute(query, kernel_id).fetchone())
         return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
 
     async def keep(self, route: KernelRoute, expected: int) -> int | None:
         value = msgspec.json.encode(route)
-        return await self._do(lambda: self._swapped(route.kernel_id, value, expected))
+        return await self._transact(lambda: self._swap_route(route.kernel_id, value, expected))
 
-    async def rewrite(self, unread: RouteUnreadable) -> int | None:
-        work = partial(self._swapped, unread.kernel_id, unread.value, unread.revision)
-        return await self._do(work)
+    async def rewrite(self, unreadable: RouteUnreadable) -> int | None:
+        work = partial(
+            self._swap_route, unreadable.kernel_id, unreadable.value, unreadable.revision
+        )
+        return await self._transact(work)
 
-    def _swapped(self, kernel_id: str, value: bytes, expected: int) -> int | None:
-        (revision,) = self._sql("UPDATE revisions SET last = last + 1 RETURNING last").fetchone()
+    def _swap_route(self, kernel_id: str, value: bytes, expected: int) -> int | None:
+        (revision,) = self._execute(
+            "UPDATE revisions SET last = last + 1 RETURNING last"
+        ).fetchone()
         if expected:
             query = "UPDATE routes SET value = ?, revision = ? WHERE kernel_id = ? AND revision = ?"
-            done = self._sql(query, value, revision, kernel_id, expected)
+            cursor = self._execute(query, value, revision, kernel_id, expected)
         else:
             query = "INSERT OR IGNORE INTO routes VALUES (?, ?, ?)"
-            done = self._sql(query, kernel_id, value, revision)
-        return revision if done.rowcount else None
+            cursor = self._execute(query, kernel_id, value, revision)
+        return revision if cursor.rowcount else None
 
     async def drop(self, kernel_id: str, expected: int) -> bool:
         query = "DELETE FROM routes WHERE kernel_id = ? AND revision = ?"
-        return await self._do(lambda: self._sql(query, kernel_id, expected).rowcount > 0)
+        return await self._transact(lambda: self._execute(query, kernel_id, expected).rowcount > 0)
 
     async def routes(self) -> AsyncIterator[list[Kept]]:
         query = (
             "SELECT kernel_id, value, revision FROM routes WHERE kernel_id > ? ORDER BY 1 LIMIT ?"
         )
         after = ""
-        while rows := await self._do(partial(self._rows, query, after, PAGE)):
-            yield [kept for row in rows if (kept := self._read(*row)) is not None]
+        while rows := await self._transact(partial(self._rows, query, after, PAGE)):
+            yield [stored for row in rows if (stored := self._try_parse_route(*row)) is not None]
             after = rows[-1][0]
 
-    def _read(self, kernel_id: str, value: object, revision: int) -> Kept | None:
+    def _try_parse_route(self, kernel_id: str, value: object, revision: int) -> Kept | None:
         try:
             return read_route(kernel_id, _bytes(value), revision)
         except RouteUnreadable as error:
-            if (what := (kernel_id, revision)) not in self._unreadable:
-                self._unreadable.add(what)
+            if (key_revision := (kernel_id, revision)) not in self._unreadable:
+                self._unreadable.add(key_revision)
                 log.warning("route.read_failed", key=kernel_id, reason=str(error))
             return None
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        return self._sql(query, *values).fetchall()
+        return self._execute(query, *values).fetchall()
 
     async def unlearn(self, name: SlotName) -> None:
-        await self._do(partial(self._delete, "slot_types", name))
+        await self._transact(partial(self._delete, "slot_types", name))
         self._state.unlearn(name)
 
     async def forget(self, node: FleetNode) -> bool:
-        if self._address.get(node.node_id) is not None:
+        if self._address_by_node.get(node.node_id) is not None:
             return False
-        await self._do(lambda: self._forgot(node.node_id, list(self._leading_to(node.node_id))))
+        await self._transact(
+            lambda: self._delete_node_and_routes(
+                node.node_id, list(self._routes_to_node(node.node_id))
+            )
+        )
         self._known.pop(node.node_id, None)
         self._state.forget(node.node_id)
         return True
 
-    def _leading_to(self, node_id: str) -> Iterator[str]:
+    def _routes_to_node(self, node_id: str) -> Iterator[str]:
         for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
-            kept = self._read(*row)
-            if kept is not None and kept.route.node_id == node_id:
-                yield kept.route.kernel_id
+            stored = self._try_parse_route(*row)
+            if stored is not None and stored.route.node_id == node_id:
+                yield stored.route.kernel_id
 
-    def _forgot(self, node_id: str, routes: Sequence[str]) -> None:
+    def _delete_node_and_routes(self, node_id: str, routes: Sequence[str]) -> None:
         self._delete("known", node_id)
         for kernel_id in routes:
-            self._sql("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
+            self._execute("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
 
     async def run(self) -> None:
         follows = (self._follow(address, client) for address, client in self._nodes)
         await run_endless(self._write(), *follows)
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
-        async def told(reading: NodeReading) -> None:
+        async def on_reading(reading: NodeReading) -> None:
             await self.heard(address, reading)
 
         async with client:
-            await NodeReader(address, client, told).run()
+            await NodeReader(address, client, on_reading).run()
 
     async def heard(self, address: str, reading: NodeReading) -> None:
         """Apply a reading of the node at an address."""
         node_id = reading.node_id
-        self._unheard.discard(address)
-        first = self._address.setdefault(node_id, address)
+        self._unread_addresses.discard(address)
+        first = self._address_by_node.setdefault(node_id, address)
         if first != address:
             log.error("node.duplicate_id", node_id=node_id, first=first, second=address)
             return
         report = reading.reported(install_id="", boot_id="", url=address, labels={})
-        said, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
-        node = with_free(published_in(node_id, said, seen_at=time.time()), free)
+        report_bytes, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
+        node = with_free(published_in(node_id, report_bytes, seen_at=time.time()), free)
         for slot in self._state.learned(node):
             self._state.learn(slot)
             value = msgspec.json.encode(slot_type_report(slot))
             self._write_soon("slot_types", slot.name, value)
         self._state.note(node)
-        before = self._known.get(node_id)
-        seen = first_seen(before)
-        value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen))
-        if value != before and not reading.reason:
+        known = self._known.get(node_id)
+        seen_since = first_seen(known)
+        value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen_since))
+        if value != known and not reading.reason:
             self._known[node_id] = value
             self._write_soon("known", node_id, value)
 
@@ -228,7 +236,7 @@ class SqliteStore:
             self._has_unwritten.clear()
             values = dict(self._unwritten)
             try:
-                await self._do(partial(self._insert, values))
+                await self._transact(partial(self._insert, values))
             except StateUnavailable as error:
                 if not reason:
                     log.warning("store.write_failed", reason=str(error))
@@ -250,44 +258,46 @@ class SqliteStore:
         }
         for (table, name), value in values.items():
             if (table, name) in self._unwritten:
-                self._sql(queries[table], name, value)
+                self._execute(queries[table], name, value)
 
     def _delete(self, table: str, name: str) -> None:
         column = {"slot_types": "name", "known": "node_id"}[table]
-        self._sql(f"DELETE FROM {table} WHERE {column} = ?", name)  # noqa: S608 - two tables
+        self._execute(f"DELETE FROM {table} WHERE {column} = ?", name)  # noqa: S608 - two tables
         self._unwritten.pop((table, name), None)
 
-    def _opened(self) -> None:
-        self._connected().executescript(_SCHEMA)
+    def _create_tables(self) -> None:
+        self._connect().executescript(_SCHEMA)
         if self._rows(_NO_REVISION):  # an insert would need the lock of an existing file, too
-            self._sql("INSERT INTO revisions VALUES (0)")
+            self._execute("INSERT INTO revisions VALUES (0)")
 
-    def _connected(self) -> sqlite3.Connection:
-        if self._base is None:
+    def _connect(self) -> sqlite3.Connection:
+        if self._connection is None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._base = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
-        return self._base
+            self._connection = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
+        return self._connection
 
-    def _sql(self, query: str, *values: object) -> sqlite3.Cursor:
-        return self._connected().execute(query, values)
+    def _execute(self, query: str, *values: object) -> sqlite3.Cursor:
+        return self._connect().execute(query, values)
 
-    async def _do(self, work: Callable[[], _T]) -> _T:
+    async def _transact(self, work: Callable[[], _T]) -> _T:
         """Run work on the file off the event loop, in one transaction."""
 
-        def done() -> _T:
-            base = self._connected()
+        def run_in_transaction() -> _T:
+            connection = self._connect()
             try:
-                with base:
+                with connection:
                     return work()
             except sqlite3.Error as error:
                 # A connection to a read-only file stays read-only after the file is writable again.
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_READONLY:
-                    base.close()
-                    self._base = None
+                    connection.close()
+                    self._connection = None
                 raise
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, done)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, run_in_transaction
+            )
         except (sqlite3.Error, OSError) as error:
             raise StateUnavailable(f"{self._file}: {error}") from None
 

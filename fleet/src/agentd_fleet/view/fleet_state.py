@@ -23,36 +23,38 @@ class FleetState:
         self._slot_types = {slot.name: slot for slot in BUILT_IN}
         self._view = FleetView(slot_types=self._slot_types)
         self._changed: dict[str, FleetNode] = {}
-        self._gone: set[str] = set()
-        self._told: dict[str, FleetNode] = {}
-        self._heard = 0
+        self._forgotten: set[str] = set()
+        self._reported: dict[str, FleetNode] = {}
+        self._revision = 0
         self._debits: dict[str, asyncio.TimerHandle] = {}
-        self._folding: asyncio.TimerHandle | None = None
-        self._calls: dict[str, set[Callable[[], None]]] = {}
+        self._fold_timer: asyncio.TimerHandle | None = None
+        self._shorten_callbacks: dict[str, set[Callable[[], None]]] = {}
 
     @property
     def view(self) -> FleetView:
         """The current view; a request takes it once and keeps it."""
         if self._slot_types is not self._view.slot_types:
-            self._view = self._view.with_slot_types(self._slot_types, self._next())
-        if self._changed or self._gone:
-            self._view = self._view.changed(self._changed.values(), self._gone, self._next())
-            self._changed, self._gone = {}, set()
+            self._view = self._view.with_slot_types(self._slot_types, self._next_revision())
+        if self._changed or self._forgotten:
+            self._view = self._view.changed(
+                self._changed.values(), self._forgotten, self._next_revision()
+            )
+            self._changed, self._forgotten = {}, set()
         return self._view
 
     def node(self, node_id: str) -> FleetNode | None:
         """Return the latest report of a node."""
-        if node_id in self._gone:
+        if node_id in self._forgotten:
             return None
         return self._changed.get(node_id) or self._view.nodes.get(node_id)
 
     def note(self, node: FleetNode) -> None:
         """Apply a node's report."""
-        self._changed[node.node_id] = self._told[node.node_id] = node
+        self._changed[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
-        self._gone.discard(node.node_id)
+        self._forgotten.discard(node.node_id)
         if node.status is not NodeStatus.READY:
-            self._tell(node.node_id)
+            self._shorten_calls(node.node_id)
 
     def lose(self, node_id: str, seen_at: float) -> None:
         """Mark a node as lost; it stays listed."""
@@ -63,9 +65,9 @@ class FleetState:
     def forget(self, node_id: str) -> None:
         """Forget a node."""
         self._changed.pop(node_id, None)
-        self._told.pop(node_id, None)
-        self._gone.add(node_id)
-        self._tell(node_id)
+        self._reported.pop(node_id, None)
+        self._forgotten.add(node_id)
+        self._shorten_calls(node_id)
 
     def learned(self, node: FleetNode) -> list[SlotType]:
         """Return the slot types of a node that are new to the fleet."""
@@ -96,8 +98,8 @@ class FleetState:
         """Return to a node's latest report."""
         if (timer := self._debits.pop(node_id, None)) is not None:
             timer.cancel()
-        if (told := self._told.get(node_id)) is not None:
-            self._changed[node_id] = told
+        if (reported := self._reported.get(node_id)) is not None:
+            self._changed[node_id] = reported
             self._fold_soon()
 
     def undebited(self) -> FleetView:
@@ -107,42 +109,42 @@ class FleetState:
         return self.view
 
     @asynccontextmanager
-    async def patience(self, node_id: str, most_s: float, unheard_s: float) -> AsyncIterator[None]:
-        """Limit a call to a node to `most_s`, and to `unheard_s` while the node is not ready.
+    async def patience(self, node_id: str, limit_s: float, unheard_s: float) -> AsyncIterator[None]:
+        """Limit a call to a node to `limit_s`, and to `unheard_s` while the node is not ready.
 
         Raises:
             TimeoutError: the call took longer.
         """
         loop = asyncio.get_running_loop()
-        end, node = loop.time() + most_s, self.node(node_id)
+        deadline, node = loop.time() + limit_s, self.node(node_id)
 
         def shorten() -> None:
-            if not limit.expired():
-                limit.reschedule(min(end, loop.time() + unheard_s))
+            if not timeout.expired():
+                timeout.reschedule(min(deadline, loop.time() + unheard_s))
 
-        async with asyncio.timeout_at(end) as limit:
-            calls = self._calls.setdefault(node_id, set())
-            calls.add(shorten)
+        async with asyncio.timeout_at(deadline) as timeout:
+            callbacks = self._shorten_callbacks.setdefault(node_id, set())
+            callbacks.add(shorten)
             if node is None or node.status is not NodeStatus.READY:
                 shorten()
             try:
                 yield
             finally:
-                calls.discard(shorten)
+                callbacks.discard(shorten)
 
     def _fold_soon(self) -> None:
         """Schedule the fold of reports before a request needs it."""
-        if self._folding is None:
-            self._folding = asyncio.get_running_loop().call_later(FOLD_S, self._fold)
+        if self._fold_timer is None:
+            self._fold_timer = asyncio.get_running_loop().call_later(FOLD_S, self._fold)
 
     def _fold(self) -> None:
-        self._folding = None
+        self._fold_timer = None
         _ = self.view
 
-    def _tell(self, node_id: str) -> None:
-        for shorten in self._calls.pop(node_id, ()):
+    def _shorten_calls(self, node_id: str) -> None:
+        for shorten in self._shorten_callbacks.pop(node_id, ()):
             shorten()
 
-    def _next(self) -> int:
-        self._heard += 1
-        return self._heard
+    def _next_revision(self) -> int:
+        self._revision += 1
+        return self._revision

@@ -121,41 +121,44 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         A lost node offers the slots that it last reported, a node of a newer schema may offer any.
         """
         nodes = self.nodes.values()
-        if newer := sorted(node.node_id for node in nodes if node.status is NodeStatus.NEWER):
+        if ids := sorted(node.node_id for node in nodes if node.status is NodeStatus.NEWER):
             return (
-                f"{len(newer)} nodes of a newer schema may offer {name} ({', '.join(newer[:5])});"
+                f"{len(ids)} nodes of a newer schema may offer {name} ({', '.join(ids[:5])});"
                 " use a gateway of their version"
             )
-        if offering := sorted(node.node_id for node in nodes if name in node.slot_types):
-            return f"{name} is offered by {len(offering)} nodes ({', '.join(offering[:5])})"
+        if ids := sorted(node.node_id for node in nodes if name in node.slot_types):
+            return f"{name} is offered by {len(ids)} nodes ({', '.join(ids[:5])})"
         return ""
 
     def changed(
-        self, nodes: Iterable[FleetNode], gone: Iterable[str] = (), revision: int | None = None
+        self,
+        reports: Iterable[FleetNode],
+        forgotten: Iterable[str] = (),
+        revision: int | None = None,
     ) -> FleetView:
         """Return the view after a batch of changes: removals first, then reports.
 
-        Of two reports of one node the later in `nodes` counts. The revision stays if none is given.
+        Of two reports of one node the later one counts. The revision stays if none is given.
         """
-        gone, reported = set(gone), {node.node_id: node for node in nodes}
-        before = [
-            self.nodes[node_id] for node_id in gone | reported.keys() if node_id in self.nodes
+        forgotten, reported = set(forgotten), {node.node_id: node for node in reports}
+        replaced = [
+            self.nodes[node_id] for node_id in forgotten | reported.keys() if node_id in self.nodes
         ]
-        nodes_now, conflicts, uses = dict(self.nodes), dict(self.conflicts), dict(self.uses)
-        for node in before:
+        nodes, conflicts, uses = dict(self.nodes), dict(self.conflicts), dict(self.uses)
+        for node in replaced:
             conflicts.pop(node.node_id, None)
-            for name, use in self.uses_of(node).items():
-                uses[name] -= use
-        for node_id in gone:
-            nodes_now.pop(node_id, None)
+            for name, usage in self.uses_of(node).items():
+                uses[name] -= usage
+        for node_id in forgotten:
+            nodes.pop(node_id, None)
         for node_id, node in reported.items():
-            nodes_now[node_id] = node
-            if strange := self._strange(node):
-                conflicts[node_id] = strange
-            for name, use in self.uses_of(node).items():
-                uses[name] = uses.get(name, Use()) + use
+            nodes[node_id] = node
+            if conflicting := self._strange(node):
+                conflicts[node_id] = conflicting
+            for name, usage in self.uses_of(node).items():
+                uses[name] = uses.get(name, Use()) + usage
         revision = self.revision if revision is None else revision
-        return FleetView(revision, self.slot_types, nodes_now, conflicts, uses)
+        return FleetView(revision, self.slot_types, nodes, conflicts, uses)
 
     def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
         """Return the view in which an agent holds more, with nothing free below zero.
@@ -168,8 +171,8 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             return self
         offer = node.offers[agent_id]
         slots = self.charged(node, agent_id, slots)
-        offers = {**node.offers, agent_id: _less(offer, slots)}
-        whole = None if node.whole is None else _less(node.whole, slots)
+        offers = {**node.offers, agent_id: _with_less_free(offer, slots)}
+        whole = None if node.whole is None else _with_less_free(node.whole, slots)
         return self.changed([replace(node, offers=offers, whole=whole)])
 
     def state_of(self, node_id: str) -> str:
@@ -184,22 +187,26 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         names = self._common_names(node)
         return ResourceSlots({name: slots[name] for name in names})
 
-    def charged(self, node: FleetNode, agent_id: str, request: ResourceSlots) -> ResourceSlots:
+    def charged(self, node: FleetNode, agent_id: str, requested: ResourceSlots) -> ResourceSlots:
         """Return a request with the slots that it leaves out, in proportion to an agent's capacity.
 
         The node decides device by device; this is what it charges if its devices are alike.
         """
-        families = [family for family in self._families if any(name in request for name in family)]
+        families = [
+            family for family in self._families if any(name in requested for name in family)
+        ]
         if not families:
-            return request
+            return requested
         capacity = self.understood(node, node.offers[agent_id].capacity)
-        amounts = dict(request)
+        amounts = dict(requested)
         for family in families:
-            deciding = next(name for name in family if name in request)
+            deciding = next(name for name in family if name in requested)
             for name in family:
-                if name not in request and (whole := capacity[name]):
-                    quantum, of = self.slot_types[name].quantum, capacity[deciding]
-                    amounts[name] = derived_amount(request[deciding], of, whole, quantum)
+                if name not in requested and (own_capacity := capacity[name]):
+                    quantum, deciding_capacity = self.slot_types[name].quantum, capacity[deciding]
+                    amounts[name] = derived_amount(
+                        requested[deciding], deciding_capacity, own_capacity, quantum
+                    )
         return ResourceSlots(amounts)
 
     @cached_property
@@ -225,19 +232,19 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         sums = dict.fromkeys(self.slot_types, Use())
         if nodes is None and agents is None and not labels:
             return {**sums, **self.uses}
-        chosen = self.nodes if nodes is None else set(nodes) & self.nodes.keys()
-        for node in (self.nodes[node_id] for node_id in chosen):
+        node_ids = self.nodes if nodes is None else set(nodes) & self.nodes.keys()
+        for node in (self.nodes[node_id] for node_id in node_ids):
             if node.has(labels or {}):
-                for name, use in self.uses_of(node, agents).items():
-                    sums[name] += use
+                for name, usage in self.uses_of(node, agents).items():
+                    sums[name] += usage
         return sums
 
     def uses_of(self, node: FleetNode, agents: Iterable[str] | None = None) -> dict[SlotName, Use]:
         """Return a node's usage of the fleet's slots, of all or some agents."""
         if node.status is NodeStatus.LOST:
             return {}
-        chosen = node.offers if agents is None else node.offers.keys() & set(agents)
-        offers = [node.offers[agent] for agent in chosen]
+        agent_ids = node.offers if agents is None else node.offers.keys() & set(agents)
+        offers = [node.offers[agent] for agent in agent_ids]
         uses = {}
         for name in self._common_names(node):
             capacity = free = allocated = 0
@@ -264,12 +271,12 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         )
 
 
-def _less(offer: Offer, slots: ResourceSlots) -> Offer:
-    left = {name: max(0, amount - slots[name]) for name, amount in offer.free.items()}
-    held = offer.allocated + {name: n for name, n in slots.items() if name in offer.capacity}
-    return replace(offer, free=ResourceSlots(left), allocated=held)
+def _with_less_free(offer: Offer, slots: ResourceSlots) -> Offer:
+    free = {name: max(0, amount - slots[name]) for name, amount in offer.free.items()}
+    allocated = offer.allocated + {name: n for name, n in slots.items() if name in offer.capacity}
+    return replace(offer, free=ResourceSlots(free), allocated=allocated)
 
 
-def is_same(one: SlotType, other: SlotType) -> bool:
+def is_same(slot: SlotType, other: SlotType) -> bool:
     """Return whether two definitions of a slot agree in kind, quantum and primary slot."""
-    return (one.kind, one.quantum, one.primary) == (other.kind, other.quantum, other.primary)
+    return (slot.kind, slot.quantum, slot.primary) == (other.kind, other.quantum, other.primary)

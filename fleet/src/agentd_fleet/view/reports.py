@@ -179,7 +179,7 @@ class _NodeAnswer(msgspec.Struct, frozen=True):
     version: str = ""
 
 
-class _Use(msgspec.Struct, frozen=True):
+class _UsageAnswer(msgspec.Struct, frozen=True):
     capacity: str
     allocated: str
     free: str
@@ -187,13 +187,13 @@ class _Use(msgspec.Struct, frozen=True):
 
 class _AgentAnswer(msgspec.Struct, frozen=True):
     agent_id: str
-    slots: dict[str, _Use]
+    slots: dict[str, _UsageAnswer]
 
 
 class _DeviceAnswer(msgspec.Struct, frozen=True):
     agents: list[str]
     state: str
-    slots: dict[str, _Use]
+    slots: dict[str, _UsageAnswer]
     model: str = ""
 
 
@@ -203,10 +203,10 @@ def node_in(answer: object) -> _NodeAnswer:
     Raises:
         UNREADABLE: see `reading_of`.
     """
-    return _converted(answer, _NodeAnswer, "node")
+    return _convert(answer, _NodeAnswer, "node")
 
 
-def _converted(answer: object, kind: type[_T], path: str) -> _T:
+def _convert(answer: object, kind: type[_T], path: str) -> _T:
     try:
         return msgspec.convert(answer, kind)
     except ValueError as error:
@@ -219,69 +219,73 @@ def reading_of(node: object, slot_types: object, agents: object, devices: object
     Raises:
         UNREADABLE: an answer lacks a member, or has one with another type or value.
     """
-    said = node_in(node)
-    types = _converted(slot_types, list[SlotTypeReport], "slot-types")
-    agents_said = _converted(agents, list[_AgentAnswer], "agents")
-    devices_said = _converted(devices, list[_DeviceAnswer], "devices")
+    node_answer = node_in(node)
+    types = _convert(slot_types, list[SlotTypeReport], "slot-types")
+    agent_answers = _convert(agents, list[_AgentAnswer], "agents")
+    device_answers = _convert(devices, list[_DeviceAnswer], "devices")
     kinds = {slot.name: slot.kind for slot in types}
     offers = {
-        what: {
-            agent.agent_id: {name: getattr(use, what) for name, use in agent.slots.items()}
-            for agent in agents_said
+        member: {
+            agent.agent_id: {name: getattr(usage, member) for name, usage in agent.slots.items()}
+            for agent in agent_answers
         }
-        for what in ("capacity", "allocated", "free")
+        for member in ("capacity", "allocated", "free")
     }
     reading = NodeReading(
-        node_id=checked(said.id),
-        version=said.version,
-        generation=said.generation,
+        node_id=checked(node_answer.id),
+        version=node_answer.version,
+        generation=node_answer.generation,
         agents=offers["capacity"],
-        capacity=_whole(kinds, offers["capacity"], devices_said, "capacity"),
+        capacity=_node_amounts(kinds, offers["capacity"], device_answers, "capacity"),
         free=FreeReport(
             offers["free"],
             offers["allocated"],
-            _whole(kinds, offers["free"], devices_said, "free"),
+            _node_amounts(kinds, offers["free"], device_answers, "free"),
         ),
         models={
             agent.agent_id: sorted(
-                {d.model for d in devices_said if d.model and agent.agent_id in d.agents}
+                {
+                    device.model
+                    for device in device_answers
+                    if device.model and agent.agent_id in device.agents
+                }
             )
-            for agent in agents_said
+            for agent in agent_answers
         },
         slot_types=types,
     )
     report = reading.reported(install_id="", boot_id="", url="", labels={})
-    _with_free(Published(_node(reading.node_id, report, 0.0)), reading.free)
+    _with_free(Published(_parse_report(reading.node_id, report, 0.0)), reading.free)
     msgspec.json.encode(reading)  # a text may have half a character
     return reading
 
 
-def _whole(
+def _node_amounts(
     kinds: Mapping[str, SlotKind],
     agents: Mapping[str, Mapping[str, str]],
     devices: list[_DeviceAnswer],
-    what: Literal["capacity", "free"],
+    member: Literal["capacity", "free"],
 ) -> dict[str, str]:
     """Return the amounts of a whole node.
 
     They are at most the sum over its agents, which may share devices, and at most the sum over its
     devices, which may belong to no agent in part.
     """
-    of_agents, of_devices = Counter[str](), Counter[str]()
+    by_agents, by_devices = Counter[str](), Counter[str]()
     for amounts in agents.values():
         for name, amount in amounts.items():
             if name not in kinds:
                 raise ValueError(f"slot {shortened(name)} of an agent has no type")
-            of_agents[name] += parse_base_units(amount, kinds[name])
+            by_agents[name] += parse_base_units(amount, kinds[name])
     for device in devices:
         if not device.agents or device.state in NOT_THERE:
             continue
-        for slot, use in device.slots.items():
+        for slot, usage in device.slots.items():
             if slot in kinds:
-                of_devices[slot] += parse_base_units(getattr(use, what), kinds[slot])
+                by_devices[slot] += parse_base_units(getattr(usage, member), kinds[slot])
     return {
-        name: format_amount(min(amount, of_devices[name]), kinds[name])
-        for name, amount in of_agents.items()
+        name: format_amount(min(amount, by_devices[name]), kinds[name])
+        for name, amount in by_agents.items()
     }
 
 
@@ -297,14 +301,15 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
     try:
         header = msgspec.json.decode(report, type=_ReportHeader)
         if header.schema > SCHEMA:
-            why = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
-            listed = _listed(node_id, why, url=header.url, seen_at=seen_at)
-            return replace(listed, node=replace(listed.node, status=NodeStatus.NEWER))
-        said = msgspec.json.decode(report, type=NodeReport)
-        node = _node(node_id, said, seen_at)
-        return Published(node, _slots(said.capacity, node.slot_types) if said.capacity else None)
+            reason = f"schema {header.schema} is newer than this gateway's, {SCHEMA}"
+            published = _unreadable_node(node_id, reason, url=header.url, seen_at=seen_at)
+            return replace(published, node=replace(published.node, status=NodeStatus.NEWER))
+        node_report = msgspec.json.decode(report, type=NodeReport)
+        node = _parse_report(node_id, node_report, seen_at)
+        capacity = node_report.capacity
+        return Published(node, _parse_slots(capacity, node.slot_types) if capacity else None)
     except UNREADABLE as error:
-        return _listed(node_id, unreadable(error), seen_at=seen_at)
+        return _unreadable_node(node_id, unreadable(error), seen_at=seen_at)
 
 
 def with_free(published: Published, free: bytes | None) -> FleetNode:
@@ -323,13 +328,13 @@ def _with_free(published: Published, free: FreeReport) -> FleetNode:
     offers = {
         agent: Offer(
             offer.capacity,
-            _slots(free.agents.get(agent, {}), types),
-            _slots(free.allocated.get(agent, {}), types),
+            _parse_slots(free.agents.get(agent, {}), types),
+            _parse_slots(free.allocated.get(agent, {}), types),
         )
         for agent, offer in node.offers.items()
     }
     capacity = published.capacity
-    whole = None if capacity is None else Offer(capacity, _slots(free.node, types))
+    whole = None if capacity is None else Offer(capacity, _parse_slots(free.node, types))
     return replace(node, offers=offers, whole=whole)
 
 
@@ -340,34 +345,37 @@ def unreadable(error: Exception) -> str:
     return line.encode(errors="backslashreplace").decode()
 
 
-def _listed(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
+def _unreadable_node(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
     return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark))
 
 
-def _node(node_id: str, said: NodeReport, seen_at: float) -> FleetNode:
-    if odd := [agent for agent in said.agents if not is_name(agent)]:
-        raise ValueError(f"invalid agent id {shortened(odd[0])}")
-    types = _slot_types(tuple(said.slot_types))
+def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode:
+    if invalid := [agent for agent in report.agents if not is_name(agent)]:
+        raise ValueError(f"invalid agent id {shortened(invalid[0])}")
+    types = _slot_types(tuple(report.slot_types))
     return FleetNode(
-        node_id,
-        types,
-        {agent: Offer(_slots(held, types), NOTHING) for agent, held in said.agents.items()},
-        said.state,
-        said.url,
-        said.labels,
-        said.generation,
-        seen_at,
-        said.reason[:MAX_REASON] or unreachable(said.url),
-        {agent: frozenset(names) for agent, names in said.models.items()},
+        node_id=node_id,
+        slot_types=types,
+        offers={
+            agent: Offer(_parse_slots(amounts, types), NOTHING)
+            for agent, amounts in report.agents.items()
+        },
+        status=report.state,
+        url=report.url,
+        labels=report.labels,
+        generation=report.generation,
+        seen_at=seen_at,
+        remark=report.reason[:MAX_REASON] or unreachable(report.url),
+        models={agent: frozenset(names) for agent, names in report.models.items()},
     )
 
 
 @lru_cache(maxsize=256)
-def _slot_types(said: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
+def _slot_types(reports: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
     """Return slot types by name; nodes of one kind share one mapping."""
-    if len(said) > MOST_SLOT_TYPES:
-        raise ValueError(f"{len(said)} slot types exceed the limit of {MOST_SLOT_TYPES}")
-    return MappingProxyType({item.name: slot_type_in(item) for item in said})
+    if len(reports) > MOST_SLOT_TYPES:
+        raise ValueError(f"{len(reports)} slot types exceed the limit of {MOST_SLOT_TYPES}")
+    return MappingProxyType({report.name: slot_type_in(report) for report in reports})
 
 
 def unreachable(url: str) -> str:
@@ -386,12 +394,12 @@ def unreachable(url: str) -> str:
         return "its address is malformed"
     if not host or not url.isprintable() or parts.path.strip("/") or parts.username is not None:
         return "its address is not https://host:port"
-    if parts.scheme == "https" or (parts.scheme == "http" and _is_near(host)):
+    if parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host)):
         return ""
     return "its address is not https"
 
 
-def _is_near(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -424,13 +432,13 @@ def slot_type_report(slot: SlotType) -> SlotTypeReport:
     )
 
 
-def _slots(raw: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
+def _parse_slots(texts: Mapping[str, str], types: Mapping[SlotName, SlotType]) -> ResourceSlots:
     return ResourceSlots(
-        {name: _amount(raw[name], types[name].kind) for name in raw if name in types}
+        {name: _parse_amount(texts[name], types[name].kind) for name in texts if name in types}
     )
 
 
 @lru_cache(maxsize=4096)
-def _amount(text: str, kind: SlotKind) -> int:
+def _parse_amount(text: str, kind: SlotKind) -> int:
     """Parse an amount to base units, cached: nearly all are among a few hundred."""
     return parse_base_units(text, kind)
