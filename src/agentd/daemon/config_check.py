@@ -68,59 +68,63 @@ async def check(path: Path | None) -> Checked:
     settings = loaded.settings
     store = StateFolder(settings.node.state_dir.absolute())
     async with discovery.opened_plugins(settings, store) as plugins:
-        return await _checked(settings, store, plugins, loaded.source)
+        return await _check(settings, store, plugins, loaded.source)
 
 
-async def _checked(
+async def _check(
     settings: Settings, store: StateFolder, plugins: PluginHost, source: str
 ) -> Checked:
     """Check plugins, partition and host; the first problem found decides the exit status."""
-    found: list[tuple[int, Problem]] = []
+    problems_by_status: list[tuple[int, Problem]] = []
 
     def add(status: int, problems: Iterable[Problem]) -> None:
-        found.extend((status, problem) for problem in problems)
+        problems_by_status.extend((status, problem) for problem in problems)
 
-    add(ExitStatus.FAILED, _problems("node.state-dir", store.refusal()))
-    patience_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
-    unvalidated = await plugins.unvalidated(patience_s)
-    refused = Problems()
-    devices = await discovery.discover(settings, probe(), plugins, store, EventLog(), refused)
-    with refused.collecting():
+    add(ExitStatus.FAILED, _as_problems("node.state-dir", store.refusal()))
+    timeout_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
+    unvalidated = await plugins.unvalidated(timeout_s)
+    start_problems = Problems()
+    devices = await discovery.discover(
+        settings, probe(), plugins, store, EventLog(), start_problems
+    )
+    with start_problems.collecting():
         endpoint(settings.rpc)
-    add(ExitStatus.CONFIG, refused.found)
-    shared = discovery.withhold_if_served(settings, devices) if not refused.found else ()
+    add(ExitStatus.CONFIG, start_problems.found)
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}
-    for name, why in plugins.failed_required().items():
+    for name, reason in plugins.failed_required().items():
         if name not in reported:
-            add(ExitStatus.FAILED, _problems(f"plugins.{name}", why))
+            add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
     add(ExitStatus.CONFIG, plugins.missing_entry_points())
     add(ExitStatus.FAILED, unvalidated)
     rpc = settings.rpc
     expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
     add(ExitStatus.CONFIG, expired)
-    known = Weaknesses()
-    known.replace(weaknesses(rpc))
-    weak = set(known.warnings()) - {problem.why for problem in expired}
-    warnings = (*devices.warnings, *shared, *sorted(weak)) if not refused.found else ()
-    status = found[0][0] if found else ExitStatus.DONE
-    return Checked(tuple(dict.fromkeys(p for _, p in found)), warnings, source, status)
+    warnings: tuple[str, ...] = ()
+    if not start_problems.found:
+        lock_warnings = discovery.withhold_if_served(settings, devices)
+        current = Weaknesses()
+        current.replace(weaknesses(rpc))
+        texts = set(current.warnings()) - {problem.why for problem in expired}
+        warnings = (*devices.warnings, *lock_warnings, *sorted(texts))
+    status = problems_by_status[0][0] if problems_by_status else ExitStatus.DONE
+    return Checked(tuple(dict.fromkeys(p for _, p in problems_by_status)), warnings, source, status)
 
 
 def _socket_problems(rpc: RpcSettings) -> Iterator[Problem]:
     sockets = [("rpc.socket", rpc.socket, "rpc.socket-group", rpc.socket_group)]
-    for index, further in enumerate(rpc.sockets):
+    for index, socket in enumerate(rpc.sockets):
         where = f"rpc.sockets.{index}"
-        sockets.append((f"{where}.path", further.path, f"{where}.group", further.group))
-    for at, path, group_at, group in sockets:
-        yield from _problems(at, path_refusal(path.absolute()))
+        sockets.append((f"{where}.path", socket.path, f"{where}.group", socket.group))
+    for path_key, path, group_key, group in sockets:
+        yield from _as_problems(path_key, path_refusal(path.absolute()))
         if group is not None:
-            yield from _problems(group_at, group_refusal(group))
+            yield from _as_problems(group_key, group_refusal(group))
     if rpc.listen is not None:
-        why = address_refusal(str(rpc.host_port[0]))
-        yield from _problems("rpc.listen", why and f"{rpc.listen}: {why}")
+        reason = address_refusal(str(rpc.host_port[0]))
+        yield from _as_problems("rpc.listen", reason and f"{rpc.listen}: {reason}")
 
 
-def _problems(where: str, why: str) -> list[Problem]:
+def _as_problems(where: str, reason: str) -> list[Problem]:
     """Return a problem, or none without a reason."""
-    return [Problem(where, printable_line(why))] if why else []
+    return [Problem(where, printable_line(reason))] if reason else []

@@ -80,9 +80,9 @@ class Daemon:
         self._store = StateFolder(state_dir, self._node_id)
         self._host_lock = host_lock(loaded.settings)
         self._notifier = Notifier()
-        self._shutdown, self._hung_up = Shutdown(), asyncio.Event()
+        self._shutdown, self._hangup = Shutdown(), asyncio.Event()
         self._reload: Reload | None = None
-        self._passed = passed_sockets()
+        self._passed_sockets = passed_sockets()
         self._status = ""
         self._weaknesses = Weaknesses()
 
@@ -95,11 +95,11 @@ class Daemon:
             DaemonFailed: a vital part has failed.
         """
         shutdown = self._shutdown
-        shutdown.listen({signal.SIGHUP: self._hung_up.set})
+        shutdown.listen({signal.SIGHUP: self._hangup.set})
         cancelled: dict[str, list[str]] = {}
         try:
             async with contextlib.AsyncExitStack() as stack:
-                parts = await self._unless_stopped(self._start(stack, cancelled))
+                parts = await self._start_unless_stopped(self._start(stack, cancelled))
                 if parts is not None:
                     await self._notifier.keep_alive_until(shutdown.asked)
                 self._notifier.stopping()
@@ -115,26 +115,26 @@ class Daemon:
         finally:
             shutdown.finish()
         facts = {**cancelled, "late": shutdown.late}
-        log.info("daemon.stopped", **{name: found for name, found in facts.items() if found})
+        log.info("daemon.stopped", **{name: value for name, value in facts.items() if value})
         if facts.get("unresolved") or shutdown.late:
             shutdown.end_process()  # the locks are released: nothing may be undone or written now
         if shutdown.failure:
             raise DaemonFailed(shutdown.failure)
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
+    async def _start_unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
         """Return the started parts, None if a stop comes first."""
         starting = asyncio.create_task(start)
-        asked = asyncio.create_task(self._shutdown.asked.wait())
-        await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        stop = asyncio.create_task(self._shutdown.asked.wait())
+        await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
         if starting.done():
             return starting.result()
 
-        async def given_up(_: Deadline) -> None:
+        async def cancel_start(_: Deadline) -> None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
-        await self._shutdown.step("start", given_up, AFTER_DRAIN_S)
+        await self._shutdown.step("start", cancel_start, AFTER_DRAIN_S)
         return None
 
     async def _start(
@@ -146,8 +146,8 @@ class Daemon:
         stack.callback(self._store.close)
         stack.callback(self._host_lock.release)
         await self._host_lock.acquire()
-        if points := failpoints.armed():
-            log.warning("failpoints.armed", points=points)
+        if armed := failpoints.armed():
+            log.warning("failpoints.armed", points=armed)
         await reach("start.after_locks")
         plugins = plugin_host(self._settings, self._store)
         stack.push_async_callback(reach, "shutdown.after_plugins")
@@ -156,8 +156,8 @@ class Daemon:
         events, background = EventLog(), Background(self._shutdown.fail)
         problems = Problems()
         with problems.collecting():
-            server_endpoint = replace(endpoint(self._settings.rpc), passed=self._passed)
-        parts = await self._assembled(stack, plugins, events, background, problems)
+            server_endpoint = replace(endpoint(self._settings.rpc), passed=self._passed_sockets)
+        parts = await self._assemble(stack, plugins, events, background, problems)
         node, services = parts.node, parts.services
         self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
@@ -195,7 +195,7 @@ class Daemon:
         background.run("reload", self._reload_on_hangup())
         return parts
 
-    async def _assembled(
+    async def _assemble(
         self,
         stack: contextlib.AsyncExitStack,
         plugins: PluginHost,
@@ -216,7 +216,11 @@ class Daemon:
         _log_unready_plugins(plugins)
         records = store.load_records()
         names = self._used_runtimes(records)
-        runtimes = {n: self._runtime(n, stack) for n in names if n in runtime_factory.RUNTIMES}
+        runtimes = {
+            name: self._create_runtime(name, stack)
+            for name in names
+            if name in runtime_factory.RUNTIMES
+        }
         await reach("start.after_discover")
         lock = self._host_lock
         assembly = Assembly(
@@ -233,7 +237,7 @@ class Daemon:
         services = assembly.services(recalled, runtimes)
         node.state.listen(services.claims.note_kernel)
         services.claims.resume(recalled.claims)
-        stack.callback(self._note_use, node)
+        stack.callback(self._record_accelerator_use, node)
         for warning in (*devices.warnings, *lock.warnings()):
             log.warning("node.warned", warning=warning)
         site, routes = assembly.site(
@@ -249,10 +253,12 @@ class Daemon:
         )
         return _Parts(node, services, runtimes, site, routes)
 
-    def _note_use(self, node: Node) -> None:
+    def _record_accelerator_use(self, node: Node) -> None:
         """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
         by_id, held = node.devices.inventory.by_id, node.state.ledger.held
-        is_used = any(i not in by_id or by_id[i].is_real_accelerator for i in held)
+        is_used = any(
+            device_id not in by_id or by_id[device_id].is_real_accelerator for device_id in held
+        )
         self._host_lock.note_use(is_used=is_used, is_known=node.state.is_listed)
 
     async def _wait_listed(self, parts: _Parts) -> None:
@@ -284,8 +290,8 @@ class Daemon:
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
         while True:
-            await self._hung_up.wait()
-            self._hung_up.clear()
+            await self._hangup.wait()
+            self._hangup.clear()
             with contextlib.suppress(ConfigRefused):  # it was logged
                 await self._reload_now()
 
@@ -310,7 +316,7 @@ class Daemon:
         self._store.save_runtimes(sorted(used))
         return sorted(used)
 
-    def _runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
+    def _create_runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
         runtime = runtime_factory.runtime(name, self._settings, self._node_id, self._store.bundles)
         step = f"runtime {name}"
         stack.push_async_callback(

@@ -75,11 +75,11 @@ class Step(msgspec.Struct, frozen=True):
 def values_of(section: BaseModel, path: str = "") -> dict[str, Any]:
     """Return the value of each key of a configuration; a plugin's table is one value."""
     fields = type(section).model_fields
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in section:
         key = f"{path}{fields[name].alias or name if name in fields else name}"
-        found |= values_of(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
-    return found
+        values |= values_of(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+    return values
 
 
 class Reload:
@@ -90,15 +90,15 @@ class Reload:
         loaded: Loaded,
         server: Server,
         runtimes: Mapping[str, Runtime],
-        known: Weaknesses,
+        weaknesses: Weaknesses,
     ) -> None:
         self._loaded = loaded
         self._in_force = values_of(loaded.settings)
         self._rpc = loaded.settings.rpc
         self._server = server
         self._runtimes = runtimes
-        self._known = known
-        self._turn = asyncio.Lock()
+        self._weaknesses = weaknesses
+        self._lock = asyncio.Lock()
         self._lookups = Lookups(most=1)
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
@@ -117,13 +117,13 @@ class Reload:
     def _steps(self, wanted: Settings) -> Iterator[Step]:
         rpc = wanted.rpc
         if rpc.listen is not None:
-            read = tokens(rpc)
-            yield Step(APPLIED["tokens"], lambda: self._server.renew_tokens(read))
+            new_tokens = tokens(rpc)
+            yield Step(APPLIED["tokens"], lambda: self._server.renew_tokens(new_tokens))
         if self._server.has_tls and (certificate := certificate_of(rpc)) is not None:
             context = certificate.context
             yield Step(APPLIED["certificate"], lambda: self._server.renew_tls(context))
-        weak = weaknesses(rpc)
-        yield Step((), lambda: self._known.replace(weak))
+        new_weaknesses = weaknesses(rpc)
+        yield Step((), lambda: self._weaknesses.replace(new_weaknesses))
         yield Step(APPLIED["log level"], lambda: logging.set_level(wanted.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.renewal(runtime, wanted))
@@ -135,15 +135,15 @@ class Reload:
             ConfigRefused: the configuration is unusable; nothing has changed.
             RuntimeUnavailable: something of it does not answer; nothing has changed.
         """
-        reading = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
-        settings, wanted, steps = await reading
+        preparing = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
+        settings, wanted, steps = await preparing
         applicable = values_of(wanted)
         for step in steps:
             step.take()
             self._in_force |= {key: applicable[key] for key in step.keys}
         self._rpc = wanted.rpc
-        before, now = self._in_force, values_of(settings)
-        return [key for key in before | now if before.get(key) != now.get(key)]
+        in_force, configured = self._in_force, values_of(settings)
+        return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 
     async def once(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.
@@ -152,17 +152,17 @@ class Reload:
             ConfigRefused: the configuration is unusable; nothing has changed.
         """
         try:
-            async with self._turn:
-                waiting = await self.take()
+            async with self._lock:
+                restart_keys = await self.take()
         except ConfigRefused as error:
-            refused = error.of(self._loaded.source)
+            refusal = error.of(self._loaded.source)
         except RuntimeUnavailable as error:
-            refused = ConfigRefused([Problem("", str(error))])
+            refusal = ConfigRefused([Problem("", str(error))])
         except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")
-            refused = ConfigRefused([Problem("", f"{type(error).__name__}: {error}")])
+            refusal = ConfigRefused([Problem("", f"{type(error).__name__}: {error}")])
         else:
-            log.info("daemon.reloaded", needs_restart=waiting)
-            return waiting
-        log.warning("daemon.reload_refused", reasons=refused.lines())
-        raise refused
+            log.info("daemon.reloaded", needs_restart=restart_keys)
+            return restart_keys
+        log.warning("daemon.reload_refused", reasons=refusal.lines())
+        raise refusal

@@ -62,8 +62,8 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     # Units of a user's manager end at logout, unless the user lingers.
-    stays = os.geteuid() == 0 or lingers(os.geteuid())
-    manager = Manager(is_user=os.geteuid() != 0) if stays and has_manager() else None
+    is_lasting = os.geteuid() == 0 or lingers(os.geteuid())
+    manager = Manager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
     return ProcessRuntime(
         folder=folder,
         node_id=node_id,
@@ -97,7 +97,7 @@ def refuse_unfit(settings: Settings) -> None:
     if name == "docker":
         return  # a container's users are its image's
     reasons = why_no_systemd() if name == "systemd" else []
-    problems = [Problem("node.runtime", why) for why in reasons]
+    problems = [Problem("node.runtime", reason) for reason in reasons]
     try:
         user_accounts(settings, name)
     except ConfigRefused as error:
@@ -119,23 +119,25 @@ def user_accounts(settings: Settings, runtime: str) -> UserAccounts:
     user: str | None = getattr(settings.runtime, runtime).user
     if runtime == "process" and not is_root:
         user = None  # its default is for root
-    named = [(f"runtime.{runtime}.user", "", user)]
-    named += [(f"agents.{n}.user", agent.id, agent.user) for n, agent in enumerate(settings.agents)]
-    found: dict[str, UserAccount] = {}
+    configured = [(f"runtime.{runtime}.user", "", user)]
+    configured += [
+        (f"agents.{n}.user", agent.id, agent.user) for n, agent in enumerate(settings.agents)
+    ]
+    account_by_agent: dict[str, UserAccount] = {}
     problems: list[Problem] = []
-    for where, agent_id, name in named:
+    for where, agent_id, name in configured:
         if name is None:
             continue
         if not is_root:
             problems.append(Problem(where, _NOT_ROOT))
             continue
         try:
-            found[agent_id] = find_account(name, where)
+            account_by_agent[agent_id] = find_account(name, where)
         except InvalidRequest as error:
             problems += error.problems
     if problems:
         raise ConfigRefused(problems)
-    return UserAccounts(found.pop("", None), found, is_user=not is_root)
+    return UserAccounts(account_by_agent.pop("", None), account_by_agent, is_user=not is_root)
 
 
 def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
@@ -144,13 +146,13 @@ def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     now = time.time()
-    found = [weak.text for weak in weaknesses(settings.rpc) if weak.holds_at(now)]
-    found += host_warnings(engine, loaded)
+    warnings = [weakness.text for weakness in weaknesses(settings.rpc) if weakness.holds_at(now)]
+    warnings += host_warnings(engine, loaded)
     if "systemd" in runtimes and is_booted():
         from agentd.runtimes.systemd.slices import journal_warnings
 
-        found += journal_warnings(failed_units("systemd-journald@*"))
-    return found
+        warnings += journal_warnings(failed_units("systemd-journald@*"))
+    return warnings
 
 
 async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder) -> None:
@@ -162,21 +164,21 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
     node = store.load_node()
     if node is None or node.node_id == node_id:
         return
-    old = node.node_id
+    old_id = node.node_id
     problems: list[Problem] = []
     for name in sorted(RUNTIMES & {*node.runtimes, *store.bundled()}):
         try:
-            live = await _live_kernels(name, settings, old, store.bundles)
+            live = await _live_kernels(name, settings, old_id, store.bundles)
         except RuntimeUnavailable as error:
-            why = f"unknown whether kernels of {old} live on the {name} runtime: {error}"
-            problems.append(Problem("node.id", why))
+            reason = f"unknown whether kernels of {old_id} live on the {name} runtime: {error}"
+            problems.append(Problem("node.id", reason))
             continue
         if live:
-            why = (
-                f"was {old}, whose kernels {', '.join(sorted(live))} are running;"
+            reason = (
+                f"was {old_id}, whose kernels {', '.join(sorted(live))} are running;"
                 f" restore the old id, or remove the kernels first"
             )
-            problems.append(Problem("node.id", why))
+            problems.append(Problem("node.id", reason))
     if problems:
         raise ConfigRefused(problems)
 
@@ -218,32 +220,32 @@ async def _live_kernels(
 
 def settings_warnings(settings: Settings) -> list[str]:
     """Return warnings about rights that these settings give to kernels."""
-    wanted = os.ST_NOSUID | os.ST_NODEV
-    found = _systemd_warnings() if settings.node.runtime == "systemd" else []
+    flags = os.ST_NOSUID | os.ST_NODEV
+    warnings = _systemd_warnings() if settings.node.runtime == "systemd" else []
     for folder in settings.runtime.docker.allowed_mounts:
         with suppress(OSError):
-            if os.statvfs(folder).f_flag & wanted != wanted:
-                found.append(
+            if os.statvfs(folder).f_flag & flags != flags:
+                warnings.append(
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
                     " can leave setuid programs and devices there, and the engine cannot prevent it"
                 )
-    return found
+    return warnings
 
 
 def _systemd_warnings() -> list[str]:
     from agentd.runtimes.systemd.bundle import static_busybox
 
-    found = []
+    warnings = []
     if static_busybox() is None:
-        found.append(
+        warnings.append(
             "no static BusyBox (install busybox-static): the exit status of a kernel is lost if"
             " only systemd sees its end, such as at shutdown"
         )
     if (uid := os.geteuid()) != 0 and not lingers(uid):
-        found.append(
+        warnings.append(
             "kernels end when this user logs out: enable lingering (loginctl enable-linger)"
         )
-    return found
+    return warnings
 
 
 def lock_folder() -> Path:
