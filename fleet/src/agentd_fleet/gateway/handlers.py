@@ -94,13 +94,13 @@ class Gateway(Site):
     async def get_node(self, request: web.Request) -> web.Response:
         """Show one node."""
         caller, view = caller_of(request), self._state.view
-        node = self._lists.node(caller, request.match_info["node"])
+        node = self._kernels.seen(caller, request.match_info["node"])
         return self._revision_answer(views.node_view(view, node, caller.agents), view.revision)
 
     async def forget_node(self, request: web.Request) -> web.Response:
         """Forget a lost node and the routes to it."""
         caller = caller_of(request)
-        node = self._lists.node(caller, request.match_info["node"])
+        node = self._kernels.seen(caller, request.match_info["node"])
         if node.status is not NodeStatus.LOST:
             reason = f"node {node.node_id} is {node.status.value}, expected lost"
             raise InvalidRequest([Problem("node", reason)])
@@ -239,7 +239,7 @@ class Gateway(Site):
             raise InvalidRequest([Problem("rest", reason)])
         if not {"", ".", ".."}.isdisjoint(rest.split("/")):
             raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
-        node = self._lists.node(caller, request.match_info["node"])
+        node = self._kernels.seen(caller, request.match_info["node"])
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers
         proxy = pass_socket if is_socket else pass_on

@@ -31,14 +31,6 @@ class Lists:
         self._kernels = kernels
         self._state = state
 
-    def node(self, caller: Caller, node_id: str) -> FleetNode:
-        """Return a node with an agent that the caller sees.
-
-        Raises:
-            UnknownNode: the node does not exist, or the caller must not see it.
-        """
-        return self._kernels.seen(caller, node_id)
-
     def _nodes(self, caller: Caller, node_ids: Sequence[str]) -> list[FleetNode]:
         """Return the named nodes, or all that a caller sees.
 
@@ -49,7 +41,7 @@ class Lists:
             return [
                 nodes[node_id]
                 if node_id in nodes and _has_unknown_agents(nodes[node_id])
-                else self.node(caller, node_id)
+                else self._kernels.seen(caller, node_id)
                 for node_id in sorted(set(node_ids))
             ]
         return [
@@ -104,7 +96,7 @@ class Lists:
         visible = []
         for node_id in missing:
             try:
-                self.node(caller, node_id)
+                self._kernels.seen(caller, node_id)
             except UnknownNode:
                 if node_id not in routed:
                     if node_id in node_ids:
@@ -115,7 +107,7 @@ class Lists:
 
     def stats(self, view: FleetView, caller: Caller, query: StatsQuery) -> views.StatsView:
         """Return the sums of slots, also by node."""
-        node_ids = [self.node(caller, node_id).node_id for node_id in query.node] or None
+        node_ids = [self._kernels.seen(caller, node_id).node_id for node_id in query.node] or None
         agents = frozenset(query.agent) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents

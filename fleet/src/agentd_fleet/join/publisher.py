@@ -110,7 +110,8 @@ class Publisher:
             try:
                 if self._lease and loop.time() >= keepalive_at:
                     keepalive_at = loop.time() + self._options.lease_s / 3
-                    await self._keep_alive()
+                    if not await self._etcd.keep_alive(self._lease):
+                        self._lease = 0
                 if not self._lease:
                     keepalive_at = loop.time() + self._options.lease_s / 3
                     await self._join(self._reading)
@@ -121,10 +122,6 @@ class Publisher:
                     self._lease = 0
                 self._changed.set()
                 await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads the publishers
-
-    async def _keep_alive(self) -> None:
-        if not await self._etcd.keep_alive(self._lease):
-            self._lease = 0
 
     async def _join(self, reading: NodeReading) -> None:
         """Claim the node id under a new lease.

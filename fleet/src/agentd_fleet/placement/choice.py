@@ -221,10 +221,6 @@ def _agent_rejection_reason(
             is_full = True
             if offer.capacity[name] < needed[name]:
                 return f"too small for {name}"
-    if not _has_model(node, agent, models):
-        return f"no device of model {', '.join(sorted(models or ()))}"
+    if models is not None and models.isdisjoint(node.models.get(agent, ())):
+        return f"no device of model {', '.join(sorted(models))}"
     return "full" if is_full else ""
-
-
-def _has_model(node: FleetNode, agent: str, models: frozenset[str] | None) -> bool:
-    return models is None or not models.isdisjoint(node.models.get(agent, ()))

@@ -73,8 +73,11 @@ def refusal(
     refused: Sequence[tuple[str, AgentdError]],
 ) -> AgentdError:
     """Return why the fleet cannot serve a request: the nodes' answers, and the view of others."""
-    called = {node_id for node_id, _ in refused}
-    classes = [*_called_classes(refused), *_other_classes(view, requested, constraints, called)]
+    called, others = {node_id for node_id, _ in refused}, constraints
+    if called:
+        remaining = (constraints.nodes or view.nodes.keys()) - called
+        others = replace(constraints, nodes=frozenset(remaining))
+    classes = [*_called_classes(refused), *unfit(view, requested, others)]
     if not classes:
         return _nowhere(view, constraints)
     if {row.reason for row in classes} <= PASSING:
@@ -105,15 +108,6 @@ def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
 
 def _class_of_error(error: AgentdError) -> str:
     return "full when asked" if error.code == "InsufficientResource" else f"said {error.code}"
-
-
-def _other_classes(
-    view: FleetView, requested: ResourceSlots, constraints: Constraints, called: set[str]
-) -> list[Unfit]:
-    if called:
-        remaining = (constraints.nodes or view.nodes.keys()) - called
-        constraints = replace(constraints, nodes=frozenset(remaining))
-    return unfit(view, requested, constraints)
 
 
 def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from agentd.concurrency import run_endless
 from agentd.core.names import is_name, shortened
-from agentd.core.slots import SlotName, SlotType
+from agentd.core.slots import SlotName
 from agentd.errors import AgentdError
 from agentd_fleet.store.etcd_client import Etcd, KeyValue
 from agentd_fleet.store.etcd_transport import Compacted, EtcdRefused
@@ -184,15 +184,11 @@ class EtcdStore:
         self._state.unlearn(name)  # a definition that differs is a new one
         if value is None:
             self._has_unwritten.set()  # a node may offer it
-        elif (slot := self._try_parse_slot_type(name, value)) is not None:
-            self._state.learn(slot)
-
-    def _try_parse_slot_type(self, name: str, value: bytes) -> SlotType | None:
+            return
         try:
-            return slot_type_in(msgspec.json.decode(value, type=SlotTypeReport))
+            self._state.learn(slot_type_in(msgspec.json.decode(value, type=SlotTypeReport)))
         except UNREADABLE as error:
             log.warning("slot_type.read_failed", name=name, reason=str(error))
-            return None
 
     def _on_node_change(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -171,25 +171,18 @@ class SqliteStore:
     async def forget(self, node: FleetNode) -> bool:
         if self._address_by_node.get(node.node_id) is not None:
             return False
-        await self._transact(
-            lambda: self._delete_node_and_routes(
-                node.node_id, list(self._routes_to_node(node.node_id))
-            )
-        )
+        await self._transact(partial(self._delete_node, node.node_id))
         self._known.pop(node.node_id, None)
         self._state.forget(node.node_id)
         return True
 
-    def _routes_to_node(self, node_id: str) -> Iterator[str]:
+    def _delete_node(self, node_id: str) -> None:
+        """Delete a node and the routes to it."""
+        self._delete("known", node_id)
         for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
             stored = self._try_parse_route(*row)
             if stored is not None and stored.route.node_id == node_id:
-                yield stored.route.kernel_id
-
-    def _delete_node_and_routes(self, node_id: str, routes: Sequence[str]) -> None:
-        self._delete("known", node_id)
-        for kernel_id in routes:
-            self._execute("DELETE FROM routes WHERE kernel_id = ?", kernel_id)
+                self._execute("DELETE FROM routes WHERE kernel_id = ?", stored.route.kernel_id)
 
     async def run(self) -> None:
         follows = (self._follow(address, client) for address, client in self._nodes)
