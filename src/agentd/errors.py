@@ -41,8 +41,8 @@ class Problem:
         """Return the problem with shortened texts, which a client may have sent."""
         if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
             return self
-        where, why = _shortened(self.where, MOST_WHERE), _shortened(self.why, MOST_WHY)
-        return replace(self, where=where, why=why)
+        where, reason = _truncate(self.where, MOST_WHERE), _truncate(self.why, MOST_WHY)
+        return replace(self, where=where, why=reason)
 
     def published(self) -> str:
         """Return the problem without private content."""
@@ -52,8 +52,8 @@ class Problem:
         return f"{head}: {self.why}" if head in PRIVATE_MEMBERS else str(self)
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _truncate(text: str, maximum: int) -> str:
+    return text if len(text) <= maximum else f"{text[: maximum - 1]}…"
 
 
 class AgentdError(Exception):
@@ -123,14 +123,14 @@ class _ListedRequestError(RequestError):
     _more: Sequence[str] = ()
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        found = [problem.shortened() for problem in islice(problems, MOST_PROBLEMS + 1)]
-        self.problems = tuple(found[:MOST_PROBLEMS])
-        if len(found) > MOST_PROBLEMS:
+        listed = [problem.shortened() for problem in islice(problems, MOST_PROBLEMS + 1)]
+        self.problems = tuple(listed[:MOST_PROBLEMS])
+        if len(listed) > MOST_PROBLEMS:
             self._more = ("and more",)
         super().__init__(self._text(str(problem) for problem in self.problems))
 
     def _text(self, problems: Iterable[str]) -> str:
-        return _shortened("; ".join([*problems, *self._more]), MOST_DETAIL)
+        return _truncate("; ".join([*problems, *self._more]), MOST_DETAIL)
 
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
@@ -177,13 +177,13 @@ class UnsupportedResource(RequestError):
         self.slots = sorted(slots)
         self.known = sorted(known)
         self.plugins = {**plugins, **absent}
-        why = "".join(f"; plugin {name} failed: {why}" for name, why in plugins.items())
-        why += "".join(f"; plugin {name}: no such hardware on this node" for name in absent)
-        shown = [_shortened(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
+        reason = "".join(f"; plugin {name} failed: {reason}" for name, reason in plugins.items())
+        reason += "".join(f"; plugin {name}: no such hardware on this node" for name in absent)
+        names = [_truncate(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
         if len(self.slots) > MOST_PROBLEMS:
-            shown.append("and more")
+            names.append("and more")
         super().__init__(
-            f"unknown slots: {', '.join(shown)} ({who} has: {', '.join(self.known)}){why}"
+            f"unknown slots: {', '.join(names)} ({who} has: {', '.join(self.known)}){reason}"
         )
 
     def facts(self) -> Mapping[str, object]:
@@ -212,11 +212,11 @@ class InsufficientResource(RequestError):
         self.free = free
         self.explain = tuple(explain)
         self.limit = limit
-        why = f"; {limit}" if limit else ""
+        reason = f"; {limit}" if limit else ""
         if never is not None:
-            why += "".join(f"; {part}" for part in (never, "this can never fit") if part)
+            reason += "".join(f"; {part}" for part in (never, "this can never fit") if part)
         amounts = amounts or f"requested {requested}, {free} free"
-        super().__init__(f"insufficient {slot}: {amounts}{why}")
+        super().__init__(f"insufficient {slot}: {amounts}{reason}")
 
     def facts(self) -> Mapping[str, object]:
         return {

@@ -72,14 +72,14 @@ class Listener:
     """A listener, created by `EventLog.listener`."""
 
     def __init__(self, backlog: Iterable[Event]) -> None:
-        self._waiting = asyncio.Queue[Event | None]()
+        self._queue = asyncio.Queue[Event | None]()
         for event in backlog:
-            self._waiting.put_nowait(event)
+            self._queue.put_nowait(event)
 
     def put(self, event: Event | None) -> None:
         """Queue an event, or None for the end; a listener that lags behind misses it."""
-        if self._waiting.qsize() <= KEPT:
-            self._waiting.put_nowait(event)
+        if self._queue.qsize() <= KEPT:
+            self._queue.put_nowait(event)
 
     async def follow(self, pause_s: float) -> AsyncIterator[Event | None]:
         """Yield events until the log is closed, and None in every pause.
@@ -90,11 +90,11 @@ class Listener:
         while True:
             try:
                 async with asyncio.timeout(pause_s):
-                    event = await self._waiting.get()
+                    event = await self._queue.get()
             except TimeoutError:
                 yield None
                 continue
-            if self._waiting.qsize() >= KEPT:
+            if self._queue.qsize() >= KEPT:
                 raise TooSlow(f"over {KEPT} events behind")
             if event is None:
                 return
@@ -132,21 +132,21 @@ class EventLog:
     @contextmanager
     def listener(self, last_id: str | None) -> Iterator[Listener]:
         """Listen to new events, and to those after the event `last_id`."""
-        made = Listener(self._since(last_id))
+        listener = Listener(self._backlog_after(last_id))
         if self._is_closed:
-            made.put(None)
-        self._listeners.add(made)
+            listener.put(None)
+        self._listeners.add(listener)
         try:
-            yield made
+            yield listener
         finally:
-            self._listeners.discard(made)
+            self._listeners.discard(listener)
 
-    def _since(self, last_id: str | None) -> list[Event]:
+    def _backlog_after(self, last_id: str | None) -> list[Event]:
         if last_id is None:
             return []
         before = self._number - len(self._past)
         ids = [f"{self._epoch}-{number}" for number in range(before, self._number + 1)]
         if last_id in ids:
             return [*self._past][ids.index(last_id) :]
-        why = "later events are not kept; list again"
-        return [Event(self._number, EventKind.RESET, why)]
+        reason = "later events are not kept; list again"
+        return [Event(self._number, EventKind.RESET, reason)]

@@ -256,8 +256,8 @@ def size_in_bytes(value: object) -> int:
 
 def memory_slot(name: str, primary: str, quantum: object = _MEBIBYTE) -> SlotTypeInfo:
     """Return the secondary slot `NAME.mem` of devices that offer `primary`."""
-    step = str(size_in_bytes(quantum))
-    return SlotTypeInfo(f"{name}.mem", "bytes", step, unit="bytes", primary=primary)
+    quantum_bytes = str(size_in_bytes(quantum))
+    return SlotTypeInfo(f"{name}.mem", "bytes", quantum_bytes, unit="bytes", primary=primary)
 
 
 def memory_slots(name: str, primary: str, settings: Mapping[str, Any]) -> list[SlotTypeInfo]:
@@ -287,8 +287,8 @@ def memory_slot_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     except ValueError:
         size = 0
     if size % _MEBIBYTE or not 0 < size <= _MEBIBYTE << 10:
-        why = f'invalid size {quantum!r}: expected whole MiB up to 1 GiB, such as "1m"'
-        problems.append(SettingProblem("memory-quantum", why))
+        reason = f'invalid size {quantum!r}: expected whole MiB up to 1 GiB, such as "1m"'
+        problems.append(SettingProblem("memory-quantum", reason))
     elif "memory-quantum" in settings and not settings.get("memory-slot"):
         problems.append(SettingProblem("memory-quantum", "is not used without memory-slot = true"))
     return problems
@@ -311,12 +311,12 @@ def mode_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     """Return the problems of `MODE_KEYS`."""
     problems = []
     if settings.get("mode", "device") not in tuple(_QUANTA):
-        why = f"invalid mode {settings['mode']!r}: expected {' or '.join(_QUANTA)}"
-        problems.append(SettingProblem("mode", why))
+        reason = f"invalid mode {settings['mode']!r}: expected {' or '.join(_QUANTA)}"
+        problems.append(SettingProblem("mode", reason))
     quantum = _decimal(settings.get("quantum", "1"))
     if not _QUANTUM.fullmatch(quantum) or not Decimal(quantum):
-        why = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
-        problems.append(SettingProblem("quantum", why))
+        reason = f'invalid quantum {quantum!r}: expected more than 0, at most 1, such as "0.01"'
+        problems.append(SettingProblem("quantum", reason))
     return problems + memory_slot_problems(settings)
 
 
@@ -353,9 +353,10 @@ def dealt_by_slots(
     """
     groups: dict[tuple[str, ...], dict[object, list[str]]] = {}
     for device in devices:
-        slots, whole = (device.slot, *sorted(device.secondary)), device.parent or device.stable_id
-        same = groups.setdefault(slots, {})
-        same.setdefault(group_of.get(whole, whole), []).append(device.id)
+        slots = device.slot, *sorted(device.secondary)
+        owner_id = device.parent or device.stable_id
+        ids_by_group = groups.setdefault(slots, {})
+        ids_by_group.setdefault(group_of.get(owner_id, owner_id), []).append(device.id)
     dealt: dict[str, list[str]] = {agent: [] for agent in agents}
     for slots in sorted(groups):
         for agent, ids in dealt_in_groups(groups[slots].values(), agents).items():
@@ -382,22 +383,22 @@ def dealt_in_groups(groups: Iterable[Iterable[str]], agents: Sequence[str]) -> d
     ]
     heapify(waiting)
     counts = split_units(sum(len(ids) for *_, ids in waiting), len(agents))
-    left = dict(zip(agents, counts, strict=True))
+    room = dict(zip(agents, counts, strict=True))
     dealt: dict[str, list[str]] = {agent: [] for agent in agents}
     while waiting:
         *_, ids = heappop(waiting)
         if len(ids) == 1:
-            agent = next(agent for agent in agents if left[agent])
+            agent = next(agent for agent in agents if room[agent])
         else:
-            fitting = [agent for agent in agents if left[agent] >= len(ids)]
+            fitting = [agent for agent in agents if room[agent] >= len(ids)]
             agent = (
-                min(fitting, key=left.__getitem__) if fitting else max(agents, key=left.__getitem__)
+                min(fitting, key=room.__getitem__) if fitting else max(agents, key=room.__getitem__)
             )
-        taken, rest = ids[: left[agent]], ids[left[agent] :]
+        taken, remaining = ids[: room[agent]], ids[room[agent] :]
         dealt[agent] += taken
-        left[agent] -= len(taken)
-        if rest:
-            heappush(waiting, (-len(rest), natural_key(rest[0]), rest))
+        room[agent] -= len(taken)
+        if remaining:
+            heappush(waiting, (-len(remaining), natural_key(remaining[0]), remaining))
     return {agent: sorted(ids, key=natural_key) for agent, ids in dealt.items()}
 
 
@@ -410,7 +411,7 @@ def on_pci_bus(
     Both are in `/sys/bus/pci/devices/ADDRESS` (Documentation/ABI/testing/sysfs-bus-pci).
     """
 
-    def text(path: Path) -> str:
+    def read(path: Path) -> str:
         try:
             return path.read_text(encoding="ascii").strip().removeprefix("0x")
         except OSError:
@@ -419,7 +420,7 @@ def on_pci_bus(
     return sorted(
         device.name
         for device in (sysfs / "bus/pci/devices").glob("*")
-        if text(device / "vendor") == vendor and text(device / "class").startswith(tuple(classes))
+        if read(device / "vendor") == vendor and read(device / "class").startswith(tuple(classes))
     )
 
 

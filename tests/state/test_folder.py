@@ -44,7 +44,7 @@ def test_a_claim_whose_name_does_not_last_leaves_no_record(
     def fails(folder: str) -> None:
         raise OSError(errno.EIO, folder)
 
-    monkeypatch.setattr("agentd.state.folder._flush", fails)
+    monkeypatch.setattr("agentd.state.folder._sync_folder", fails)
     with pytest.raises(StateUnavailable):
         state.save_claim("c1", "{}", is_lasting=True)
     assert state.load_claims() == {}
@@ -285,7 +285,9 @@ def test_the_warning_of_a_full_folder_ends_without_another_save(
         state.save_devices(gpus(1), {})
     before = state.warnings()
     with monkeypatch.context() as full:
-        full.setattr("agentd.state.folder._fill", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        full.setattr(
+            "agentd.state.folder._write_new_file", Mock(side_effect=OSError(errno.ENOSPC, "full"))
+        )
         state.retry()
     assert state.warnings() == before != []
     state.retry()

@@ -51,71 +51,71 @@ class AgentResources(Section):
 
     @field_validator("limits")
     @classmethod
-    def _limits(cls, value: Mapping[str, Any]) -> dict[str, LimitRule]:
-        return _all_read(value, _limit_rule)
+    def _validate_limits(cls, value: Mapping[str, Any]) -> dict[str, LimitRule]:
+        return _parse_all(value, _parse_limit)
 
     @field_validator("devices")
     @classmethod
-    def _rules(cls, value: Mapping[str, Any]) -> dict[str, DeviceRule]:
-        return _all_read(value, _device_rule)
+    def _validate_devices(cls, value: Mapping[str, Any]) -> dict[str, DeviceRule]:
+        return _parse_all(value, _parse_device)
 
     @classmethod
     def explain_unknown(cls, key: str, value: object) -> str | None:
         """Return how to assign devices instead, None if `value` assigns nothing."""
         if key == "allocations":
             return OLDER_FORM
-        if line := _devices_line(key, value):
+        if line := _slot_name_problem(key, value):
             return line
         if isinstance(value, (list, str, int)):
             return f"unknown key; if it is a device name, write devices = {{ {key} = … }}"
         return None
 
 
-def _all_read(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
+def _parse_all(value: Mapping[str, Any], read: Callable[[str, object], _R]) -> dict[str, _R]:
     """Parse the rule of each key.
 
     Raises:
         ValidationError: rules are invalid; each error has its key as location.
     """
     rules: dict[str, _R] = {}
-    wrong: list[InitErrorDetails] = []
+    errors: list[InitErrorDetails] = []
     for name, raw in value.items():
         try:
             rules[name] = read(name, raw)
         except ValueError as error:
-            wrong.append(
+            errors.append(
                 InitErrorDetails(type="value_error", loc=(name,), input=raw, ctx={"error": error})
             )
-    if wrong:
-        raise ValidationError.from_exception_data(AgentResources.__name__, wrong)
+    if errors:
+        raise ValidationError.from_exception_data(AgentResources.__name__, errors)
     return rules
 
 
-def _slot_named(name: str, raw: object) -> str | None:
+def _slot_in_key(name: str, raw: object) -> str | None:
     """Return the slot that a key names (`"cuda.shares"`, or a table without quotes), if any."""
     if "." in name:
         return name
     return f"{name}.{next(iter(raw), '')}" if isinstance(raw, Mapping) else None
 
 
-def _limit_rule(name: str, raw: object) -> LimitRule:
-    if slot := _slot_named(name, raw):
-        why = "limits are set by device name, for all of its slots"
-        raise ValueError(f"{slot} is a slot; {why}: write {device_name_of(name)} = 0.5")
+def _parse_limit(name: str, raw: object) -> LimitRule:
+    if slot := _slot_in_key(name, raw):
+        reason = "limits are set by device name, for all of its slots"
+        raise ValueError(f"{slot} is a slot; {reason}: write {device_name_of(name)} = 0.5")
     return parse_limit_rule(raw)
 
 
-def _device_rule(name: str, raw: object) -> DeviceRule:
+def _parse_device(name: str, raw: object) -> DeviceRule:
     if name in (CPU, MEM):
         raise ValueError(f"set {name} beside devices, not inside")
-    if slot_line := _devices_line(name, raw):
+    if slot_line := _slot_name_problem(name, raw):
         raise ValueError(slot_line)
     return parse_device_rule(raw)
 
 
-def _devices_line(name: str, raw: object) -> str | None:
+def _slot_name_problem(name: str, raw: object) -> str | None:
     """Explain a slot name in place of a device name, None if `name` is not a slot name."""
-    slot, device = _slot_named(name, raw), device_name_of(name)
+    slot, device = _slot_in_key(name, raw), device_name_of(name)
     if slot is None:
         return None
     return (

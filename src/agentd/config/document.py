@@ -32,7 +32,7 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
     source = str(path) if path else "defaults"
     try:
         document = tomlkit.parse(text)
-        _assign(document, key.split("."), _value(value))
+        _assign(document, key.split("."), _parse_value(value))
         changed = tomlkit.dumps(document)
     except (ParseError, TOMLKitError) as error:
         raise ConfigRefused([Problem(key, f"invalid TOML: {error}")], source) from None
@@ -55,39 +55,41 @@ def without_token(text: str, name: str, path: Path) -> tuple[str, Path]:
     entries: Any = document.get("rpc", {}).get("tokens", [])
     names = [str(entry.get("name", "")) for entry in entries]
     if name not in names:
-        why = f"no token {name} (the file has: {', '.join(names) or 'none'})"
-        raise ConfigRefused([Problem("rpc.tokens", why)], str(path))
+        reason = f"no token {name} (the file has: {', '.join(names) or 'none'})"
+        raise ConfigRefused([Problem("rpc.tokens", reason)], str(path))
     index = names.index(name)
     file = Path(str(entries[index].get("file", "")))
-    changed = _without_block(text, index)
+    changed = _remove_block(text, index)
     del entries[index]
     if not entries:
         document["rpc"].remove("tokens")
-    if changed is None or _content(changed) != _content(tomlkit.dumps(document)):
+    if changed is None or _parse_content(changed) != _parse_content(tomlkit.dumps(document)):
         changed = tomlkit.dumps(document)
     load_text(changed, path, {})
     return changed, file
 
 
-def _without_block(text: str, index: int) -> str | None:
+def _remove_block(text: str, index: int) -> str | None:
     """Remove the lines of one `[[rpc.tokens]]` entry; keep the comments behind it.
 
     tomlkit assigns those comments to the entry, although they describe what follows. None if the
     entries are not written as blocks.
     """
     lines = text.splitlines(keepends=True)
-    starts = [at for at, line in enumerate(lines) if _TOKENS.match(line)]
+    starts = [number for number, line in enumerate(lines) if _TOKENS.match(line)]
     if index >= len(starts):
         return None
     start = starts[index]
-    following = (at for at in range(start + 1, len(lines)) if lines[at].lstrip().startswith("["))
+    following = (
+        number for number in range(start + 1, len(lines)) if lines[number].lstrip().startswith("[")
+    )
     end = next(following, len(lines))
     while lines[end - 1].strip() == "" or lines[end - 1].lstrip().startswith("#"):
         end -= 1
     return "".join(lines[:start] + lines[end:])
 
 
-def _content(text: str) -> dict[str, Any] | None:
+def _parse_content(text: str) -> dict[str, Any] | None:
     """Parse TOML without empty tables, None if it is invalid."""
     try:
         return {key: value for key, value in tomllib.loads(text).items() if value != {}}
@@ -115,7 +117,7 @@ def _assign(container: Any, keys: list[str], value: object) -> None:
         container[last] = value
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     try:
         tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -54,9 +54,9 @@ class Loaded:
 
 def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
     """Return the file to read: the option's, $AGENTD_CONFIG's, or the system's if it exists."""
-    named = option or environ.get("AGENTD_CONFIG")
-    if named:
-        return Path(named)
+    path_text = option or environ.get("AGENTD_CONFIG")
+    if path_text:
+        return Path(path_text)
     return SEARCHED if SEARCHED.exists() else None
 
 
@@ -89,7 +89,7 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
 
 def _flatten(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
     if isinstance(value, Mapping) and keys[-1:] != ("default-slots",):
-        for key, below in value.items():
-            yield from _flatten((*keys, key), below)
+        for key, inner_value in value.items():
+            yield from _flatten((*keys, key), inner_value)
     else:
         yield keys, value

@@ -30,7 +30,7 @@ class _Table(BaseModel):
     required: bool = False
 
 
-def _device_name(name: str) -> str:
+def _validate_device_name(name: str) -> str:
     if name in (CPU, MEM):
         raise ValueError("built in, without a table")
     if not DEVICE_NAME.fullmatch(name):
@@ -38,7 +38,7 @@ def _device_name(name: str) -> str:
     return name
 
 
-def _table(value: object) -> object:
+def _validate_table(value: object) -> object:
     if not isinstance(value, Mapping):
         raise PydanticKnownError("extra_forbidden")
     _Table.model_validate(dict(value))
@@ -50,8 +50,8 @@ class PluginSettings(Section):
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[
-        Annotated[str, AfterValidator(_device_name)],
-        Annotated[Mapping[str, Any], BeforeValidator(_table)],
+        Annotated[str, AfterValidator(_validate_device_name)],
+        Annotated[Mapping[str, Any], BeforeValidator(_validate_table)],
     ] = Field(init=False)
 
     allow: tuple[str, ...] = Field(

@@ -75,7 +75,7 @@ PidsLimit = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=2**22)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 
-def _known_ulimits(value: object) -> object:
+def _validate_ulimits(value: object) -> object:
     if isinstance(value, Mapping) and (unknown := sorted(set(value) - set(ULIMITS))):
         allowed = ", ".join(ULIMITS)
         raise ValueError(f"invalid ulimit {', '.join(unknown)}: expected one of {allowed}")
@@ -83,7 +83,7 @@ def _known_ulimits(value: object) -> object:
 
 
 Ceiling = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1, le=2**63 - 1)]
-Ulimits = Annotated[Mapping[str, Ceiling], BeforeValidator(_known_ulimits)]
+Ulimits = Annotated[Mapping[str, Ceiling], BeforeValidator(_validate_ulimits)]
 CEILINGS: Mapping[str, int] = {"rtprio": 0, "nice": 20}
 """No real-time priority, and no niceness below 0: both can starve the other processes."""
 ULIMITS_TEXT = "Maximum of each ulimit in a request; -1 or missing: unlimited."
@@ -124,7 +124,7 @@ class DockerSettings(Section):
 
     @field_validator("publish_address")
     @classmethod
-    def _an_address(cls, value: str) -> str:
+    def _validate_address(cls, value: str) -> str:
         try:
             if "%" not in value:
                 return str(ipaddress.ip_address(value))
@@ -136,7 +136,7 @@ class DockerSettings(Section):
 
     @field_validator("publish_ports")
     @classmethod
-    def _a_range(cls, value: str) -> str:
+    def _validate_port_range(cls, value: str) -> str:
         first, _, last = value.partition("-")
         if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 2**16):
             raise ValueError(f'invalid port range {value!r}: expected one such as "30000-32767"')
@@ -144,10 +144,10 @@ class DockerSettings(Section):
 
     @field_validator("capabilities")
     @classmethod
-    def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [name for name in value if name not in _ALL_CAPABILITIES]:
+    def _validate_capabilities(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in value if name not in _ALL_CAPABILITIES]:
             raise ValueError(
-                f"invalid capability {', '.join(wrong)}: expected {', '.join(_ALL_CAPABILITIES)}"
+                f"invalid capability {', '.join(unknown)}: expected {', '.join(_ALL_CAPABILITIES)}"
             )
         return value
 
@@ -159,7 +159,7 @@ class DockerSettings(Section):
 
     @field_validator("allowed_mounts")
     @classmethod
-    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    def _validate_mounts(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         if relative := [str(path) for path in value if not path.is_absolute()]:
             raise ValueError(
                 f"invalid path {', '.join(relative)}: expected an absolute path such as /data"

@@ -35,40 +35,40 @@ def schema_text(plugins: Mapping[str, Mapping[str, Any]]) -> str:
 
 def settings_schema(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schema, with the tables of plugins by their entry points."""
-    schema = _in_file_terms(Settings.model_json_schema(ref_template="#/definitions/{model}"))
+    schema = _to_file_terms(Settings.model_json_schema(ref_template="#/definitions/{model}"))
     definitions = schema.pop("$defs")
     for name, table in sorted(plugins.items()):
         properties = {**_COMMON, **table.get("properties", {})}
         definitions[_definition(name)] = {**table, "properties": properties}
     settings = definitions["PluginSettings"]
-    settings["properties"] |= {name: _table(name, plugins) for name in sorted(plugins)}
-    settings["additionalProperties"] = _table("", plugins)
+    settings["properties"] |= {name: _table_schema(name, plugins) for name in sorted(plugins)}
+    settings["additionalProperties"] = _table_schema("", plugins)
     settings["propertyNames"] = {"pattern": f"^{DEVICE_NAME.pattern}$"}
     return {"$schema": _DRAFT, **schema, "title": "agent.toml", "definitions": definitions}
 
 
-def _in_file_terms(node: Any) -> Any:
+def _to_file_terms(node: Any) -> Any:
     """Return a schema of pydantic in the terms of TOML: without titles, defaults and null."""
     if isinstance(node, list):
-        return [_in_file_terms(item) for item in node if item != _NULL]
+        return [_to_file_terms(item) for item in node if item != _NULL]
     if not isinstance(node, dict):
         return node
-    shown = {
-        _BOUNDS.get(key, key): _in_file_terms(value)
+    translated = {
+        _BOUNDS.get(key, key): _to_file_terms(value)
         for key, value in node.items()
         if key not in ("title", "default")
     }
-    if len(choices := shown.get("anyOf", ())) == 1:
-        del shown["anyOf"]
-        shown |= choices[0]
-    return shown
+    if len(choices := translated.get("anyOf", ())) == 1:
+        del translated["anyOf"]
+        translated |= choices[0]
+    return translated
 
 
 def _definition(entry_point: str) -> str:
     return f"plugin-{entry_point}"
 
 
-def _table(name: str, plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _table_schema(name: str, plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schema of one table of [plugins]; its `plugin` key chooses the entry point."""
     choices = [
         {

@@ -73,7 +73,7 @@ class HostSettings(Section):
     mem: SomeBytes | None = Field(default=None, description="Memory of the node.")
 
 
-def _devices_of_engine(value: object) -> object:
+def _validate_engine_devices(value: object) -> object:
     tables = value.values() if isinstance(value, Mapping) else ()
     is_by_name = isinstance(value, Mapping) and all(
         isinstance(ids, (list, tuple)) and all(isinstance(item, str) for item in ids)
@@ -87,7 +87,7 @@ def _devices_of_engine(value: object) -> object:
 
 
 EngineDevices = Annotated[
-    Literal["all"] | Mapping[str, tuple[str, ...]], BeforeValidator(_devices_of_engine)
+    Literal["all"] | Mapping[str, tuple[str, ...]], BeforeValidator(_validate_engine_devices)
 ]
 
 
@@ -129,7 +129,7 @@ class ResourceSettings(Section):
 
     @field_validator("reserved_cpu", mode="before")
     @classmethod
-    def _cores(cls, value: object) -> int | tuple[str, ...]:
+    def _validate_reserved_cpu(cls, value: object) -> int | tuple[str, ...]:
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return value
         if isinstance(value, (list, tuple)):
@@ -142,19 +142,19 @@ class ResourceSettings(Section):
 
     @field_validator("default_slots")
     @classmethod
-    def _readable(cls, value: Mapping[str, object]) -> Mapping[str, object]:
+    def _validate_default_slots(cls, value: Mapping[str, object]) -> Mapping[str, object]:
         if unknown := sorted(set(value) - set(DEFAULT_SLOTS)):
             raise ValueError(f"{', '.join(unknown)}: only cpu and mem have defaults")
         slots = {**DEFAULT_SLOTS, **value}
-        wrong = []
+        problems = []
         for slot in BUILT_IN:
             try:
                 if not parse_amount(slots[slot.name], slot) and slot.name == MEM:
-                    wrong.append("mem: got 0, expected more: kernels need memory")
+                    problems.append("mem: got 0, expected more: kernels need memory")
             except AmountError as error:
-                wrong.append(f"{slot.name}: {error}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
+                problems.append(f"{slot.name}: {error}")
+        if problems:
+            raise ValueError("; ".join(problems))
         return slots
 
 
@@ -188,10 +188,10 @@ class Settings(FileSettings):
 
     @field_validator("agents")
     @classmethod
-    def _distinct(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
+    def _validate_unique_ids(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
         ids = [agent.id for agent in value]
-        if twice := repeated(ids):
-            raise ValueError(f"duplicate id {', '.join(twice)}; agent ids must be unique")
+        if duplicates := repeated(ids):
+            raise ValueError(f"duplicate id {', '.join(duplicates)}; agent ids must be unique")
         return value
 
     @classmethod
@@ -205,9 +205,9 @@ class Settings(FileSettings):
         for key, entries in (("tokens", self.rpc.tokens), ("sockets", self.rpc.sockets)):
             for index, entry in enumerate(entries):
                 if unknown := sorted(set(entry.agents) - known):
-                    have = f"(configured: {', '.join(sorted(known))})"
-                    why = f"unknown agent {', '.join(unknown)} {have}"
-                    yield Problem(f"rpc.{key}.{index}.agents", why)
+                    available = f"(configured: {', '.join(sorted(known))})"
+                    reason = f"unknown agent {', '.join(unknown)} {available}"
+                    yield Problem(f"rpc.{key}.{index}.agents", reason)
 
     def split_rules(self) -> SplitRules:
         """Return the rules of the partition."""

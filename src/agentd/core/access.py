@@ -80,8 +80,8 @@ class Caller(msgspec.Struct, frozen=True):
             raise ValueError("expected agents as a list of names, or null for all")
         if (role is Role.AGENT and agents is None) or (role is Role.ADMIN and agents is not None):
             raise ValueError(f"role {role.value} does not match these agents")
-        mine = None if agents is None else frozenset(agents)
-        return cls(name, role, mine, via.uid, via.name)
+        agent_ids = None if agents is None else frozenset(agents)
+        return cls(name, role, agent_ids, via.uid, via.name)
 
     def to_text(self) -> str:
         """Encode the caller for a node, as one line of ASCII."""

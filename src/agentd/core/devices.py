@@ -209,21 +209,21 @@ class Inventory:
     @cached_property
     def by_identity(self) -> Mapping[str, Device]:
         """Devices by stable id, else by a former stable id, else by alias."""
-        found: dict[str, Device] = {}
+        devices: dict[str, Device] = {}
         for device in self.devices:
-            found |= dict.fromkeys(device.aliases, device)
+            devices |= dict.fromkeys(device.aliases, device)
         for device in self.devices:
-            found |= dict.fromkeys(device.former, device)
-        return {**found, **self.by_stable_id}
+            devices |= dict.fromkeys(device.former, device)
+        return {**devices, **self.by_stable_id}
 
     @cached_property
     def parts(self) -> Mapping[str, list[Device]]:
         """The parts of each physical device that is listed in parts, by its stable id."""
-        return _grouped((device.parent, device) for device in self.devices if device.parent)
+        return _group_pairs((device.parent, device) for device in self.devices if device.parent)
 
     @cached_property
     def by_slot(self) -> Mapping[SlotName, list[Device]]:
-        return _grouped((slot, device) for device in self.devices for slot in device.slot_names)
+        return _group_pairs((slot, device) for device in self.devices for slot in device.slot_names)
 
     @cached_property
     def by_name(self) -> Mapping[str, list[Device]]:
@@ -259,47 +259,50 @@ class Inventory:
         secondary slots are a warning. A new device is added if its slots are known and no other
         plugin serves it. An unhealthy one keeps its last form.
         """
-        past = (d for d in self.by_name.get(name, ()) if not d.is_hearsay)
-        listed = in_last_form([*listed], past, self.slot_types)
-        now = {device.stable_id: device for device in listed}
-        there = [d for d in self.devices if not (d.is_hearsay and d.stable_id in now)]
-        known = {device.stable_id for device in there if device.device_id.name == name}
-        new = [device for stable_id, device in now.items() if stable_id not in known]
-        others = [device for device in there if device.device_id.name != name]
-        unknown = {d.stable_id: u for d in new if (u := self._unknown_slots(d))}
-        kept, warnings = served_once([others, [d for d in new if d.stable_id not in unknown]])
+        known_forms = (d for d in self.by_name.get(name, ()) if not d.is_hearsay)
+        listed = in_last_form([*listed], known_forms, self.slot_types)
+        listed_by_id = {device.stable_id: device for device in listed}
+        current = [d for d in self.devices if not (d.is_hearsay and d.stable_id in listed_by_id)]
+        current_ids = {d.stable_id for d in current if d.device_id.name == name}
+        added = [
+            device for stable_id, device in listed_by_id.items() if stable_id not in current_ids
+        ]
+        others = [device for device in current if device.device_id.name != name]
+        unknown_slots = {d.stable_id: slots for d in added if (slots := self._unknown_slots(d))}
+        usable = [device for device in added if device.stable_id not in unknown_slots]
+        served, warnings = served_once([others, usable])
         warnings += [
-            f"{d.device_id} ({d.stable_id}) is new and offers {unknown[d.stable_id]};"
+            f"{d.device_id} ({d.stable_id}) is new and offers {unknown_slots[d.stable_id]};"
             " restart agentd to use it"
-            for d in new
-            if d.stable_id in unknown
+            for d in added
+            if d.stable_id in unknown_slots
         ]
         if len(warnings) > MAX_NEWS:
             warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more devices of {name} are new"]
         devices = [
-            self._as_listed(d, now.get(d.stable_id)) if d.device_id.name == name else d
-            for d in there
+            self._apply_listing(d, listed_by_id.get(d.stable_id)) if d.device_id.name == name else d
+            for d in current
         ]
-        warnings += _other_secondaries(devices, now)
-        fresh = (device for device in kept if device.device_id.name == name)
-        devices += _with_free_ids(fresh, {device.device_id for device in there})
+        warnings += _secondary_warnings(devices, listed_by_id)
+        fresh = (device for device in served if device.device_id.name == name)
+        devices += _assign_free_ids(fresh, {device.device_id for device in current})
         return self._with(devices), warnings
 
     def _unknown_slots(self, device: Device) -> str:
         """Return the slots of a listed device that no slot type describes."""
         return ", ".join(slot for slot in device.slot_names if slot not in self.slot_types)
 
-    def _as_listed(self, device: Device, now: Device | None) -> Device:
-        if now is None:
+    def _apply_listing(self, device: Device, listed: Device | None) -> Device:
+        if listed is None:
             return replace(device, gone=True, reason="not listed by its plugin any more")
-        if now.slot != device.slot:
-            why = f"offers {now.slot} now; restart agentd to use it"
-            return replace(device, gone=True, reason=why)
+        if listed.slot != device.slot:
+            reason = f"offers {listed.slot} now; restart agentd to use it"
+            return replace(device, gone=True, reason=reason)
         secondary = device.secondary
         if self._unknown_slots(device):  # remembered from a time with other slots
-            secondary = tuple(offer for offer in now.secondary if offer.slot in self.slot_types)
+            secondary = tuple(offer for offer in listed.secondary if offer.slot in self.slot_types)
         return replace(
-            device, gone=False, health=now.health, reason=now.reason, secondary=secondary
+            device, gone=False, health=listed.health, reason=listed.reason, secondary=secondary
         )
 
     def with_withheld(self, reason: str) -> Inventory:
@@ -343,16 +346,16 @@ class Inventory:
 
     def without(self, device_id: DeviceId) -> Inventory:
         """Return an inventory without `device_id`."""
-        kept = (d for d in self.devices if d.device_id != device_id)
-        return Inventory.of(self.slot_types.values(), kept)
+        others = (d for d in self.devices if d.device_id != device_id)
+        return Inventory.of(self.slot_types.values(), others)
 
 
 def by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
     """Return devices by device name."""
-    return _grouped((device.device_id.name, device) for device in devices)
+    return _group_pairs((device.device_id.name, device) for device in devices)
 
 
-def _grouped(pairs: Iterable[tuple[str, Device]]) -> dict[str, list[Device]]:
+def _group_pairs(pairs: Iterable[tuple[str, Device]]) -> dict[str, list[Device]]:
     groups: dict[str, list[Device]] = {}
     for key, device in pairs:
         groups.setdefault(key, []).append(device)
@@ -370,23 +373,23 @@ def warnings_by_name(
     It names the first devices and counts the others. `endings` are appended for one device and for
     several.
     """
-    one, several = endings
-    for name, found in by_name(devices).items():
-        first, *others = dict.fromkeys(map(reason_of, found))
+    ending_of_one, ending_of_several = endings
+    for name, named_devices in by_name(devices).items():
+        first, *others = dict.fromkeys(map(reason_of, named_devices))
         reason = f"{first}, and {len(others)} other reasons" if others else first
-        ids = [device.device_id.id for device in found]
+        ids = [device.device_id.id for device in named_devices]
         if len(ids) == 1:
-            shown = str(found[0].device_id) if name == CPU else ids[0]
-            yield f"{shown} is {state}: {reason}{one}"
+            text = str(named_devices[0].device_id) if name == CPU else ids[0]
+            yield f"{text} is {state}: {reason}{ending_of_one}"
         else:
-            shown = first_of(ids)
-            yield f"{len(ids)} devices of {name} are {state} ({shown}): {reason}{several}"
+            text = first_of(ids)
+            yield f"{len(ids)} devices of {name} are {state} ({text}): {reason}{ending_of_several}"
 
 
 def first_of(ids: Sequence[str]) -> str:
     """Return the first ids, and the number of the others."""
-    shown = ", ".join(ids[:MOST_NAMED])
-    return shown if len(ids) <= MOST_NAMED else f"{shown} and {len(ids) - MOST_NAMED} more"
+    text = ", ".join(ids[:MOST_NAMED])
+    return text if len(ids) <= MOST_NAMED else f"{text} and {len(ids) - MOST_NAMED} more"
 
 
 def withheld_warnings(inventory: Inventory) -> Iterator[str]:
@@ -395,12 +398,14 @@ def withheld_warnings(inventory: Inventory) -> Iterator[str]:
     return warnings_by_name(devices, "withheld", lambda device: device.withheld)
 
 
-def _other_secondaries(devices: Iterable[Device], now: Mapping[str, Device]) -> Iterator[str]:
+def _secondary_warnings(
+    devices: Iterable[Device], listed_by_id: Mapping[str, Device]
+) -> Iterator[str]:
     """Yield a warning about devices that list other secondary slots than before."""
     changed = [
         device.device_id.id
         for device in devices
-        if (listed := now.get(device.stable_id)) is not None
+        if (listed := listed_by_id.get(device.stable_id)) is not None
         and not device.gone
         and set(listed.slot_names) != set(device.slot_names)
     ]
@@ -414,14 +419,14 @@ def with_shared_health(devices: Sequence[Device]) -> list[Device]:
 
     Parts of one physical device share a parent, or one is the parent of the others.
     """
-    bad = {
+    unhealthy_by_id = {
         device.physical_id: device
         for device in devices
         if device.health is Health.UNHEALTHY and not device.gone
     }
     return [
         replace(device, health=Health.UNHEALTHY, reason=f"{cause.device_id}: {cause.reason}")
-        if (cause := bad.get(device.physical_id)) is not None
+        if (cause := unhealthy_by_id.get(device.physical_id)) is not None
         and device.health is not Health.UNHEALTHY
         else device
         for device in devices
@@ -434,30 +439,32 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
     Two devices are the same physical device if they share a stable id, an alias (UUID, PCI address)
     or a parent. Parts of one parent under one plugin are different devices.
     """
-    kept: list[Device] = []
+    served: list[Device] = []
     owners: dict[str, DeviceId] = {}
     warnings = []
     for devices in plugins:
-        mine: dict[str, DeviceId] = {}
-        twice: dict[str, list[str]] = {}
+        keys_of_plugin: dict[str, DeviceId] = {}
+        duplicates: dict[str, list[str]] = {}
         for device in devices:
             keys = device.physical_keys()
-            if taken := next((owners[key] for key in sorted(keys) if key in owners), None):
-                why = f"{device.device_id} is the same device as {taken}, which serves it; withheld"
-                twice.setdefault(device.device_id.name, []).append(why)
+            if owner := next((owners[key] for key in sorted(keys) if key in owners), None):
+                reason = (
+                    f"{device.device_id} is the same device as {owner}, which serves it; withheld"
+                )
+                duplicates.setdefault(device.device_id.name, []).append(reason)
                 continue
-            kept.append(device)
-            mine.update(dict.fromkeys(keys, device.device_id))
-        owners.update(mine)
-        for name, found in twice.items():
-            warnings += found[:MOST_NAMED]
-            if (more := len(found) - MOST_NAMED) > 0:
-                warnings.append(f"{more} more devices of {name} are served by others; withheld")
-    return kept, warnings
+            served.append(device)
+            keys_of_plugin.update(dict.fromkeys(keys, device.device_id))
+        owners.update(keys_of_plugin)
+        for name, texts in duplicates.items():
+            warnings += texts[:MOST_NAMED]
+            if (unnamed := len(texts) - MOST_NAMED) > 0:
+                warnings.append(f"{unnamed} more devices of {name} are served by others; withheld")
+    return served, warnings
 
 
 def in_last_form(
-    listed: Sequence[Device], past: Iterable[Device], slots: Collection[SlotName]
+    listed: Sequence[Device], last_listing: Iterable[Device], slots: Collection[SlotName]
 ) -> list[Device]:
     """Return a listing in which unhealthy devices are what they were last, with `slots` at most.
 
@@ -467,7 +474,7 @@ def in_last_form(
     """
     present = {device.stable_id for device in listed}
     forms: dict[tuple[str, str | None], list[Device]] = {}
-    for form in past:
+    for form in last_listing:
         # A plugin derives the slots of parts from the parts that answer.
         if form.slot in slots or is_slot_of_parts(form.slot):
             forms.setdefault((form.device_id.name, form.stable_id), []).append(form)
@@ -475,19 +482,19 @@ def in_last_form(
                 forms.setdefault((form.device_id.name, form.parent), []).append(form)
     result = []
     for device in listed:
-        last = forms.get((device.device_id.name, device.stable_id))
-        if device.health is not Health.UNHEALTHY or last is None:
+        last_forms = forms.get((device.device_id.name, device.stable_id))
+        if device.health is not Health.UNHEALTHY or last_forms is None:
             result.append(device)
             continue
-        now = {"gone": False, "health": device.health, "reason": device.reason}
+        current = {"gone": False, "health": device.health, "reason": device.reason}
         result += [
-            replace(form, secondary=_secondary_of(form, device, slots), **now)
-            for form in [form for form in last if not form.gone] or last
+            replace(form, secondary=_merge_secondary(form, device, slots), **current)
+            for form in [form for form in last_forms if not form.gone] or last_forms
         ]
     return result
 
 
-def _secondary_of(
+def _merge_secondary(
     form: Device, device: Device, slots: Collection[SlotName]
 ) -> tuple[SecondarySlot, ...]:
     """Return the secondary slots of a device's last form, and those that it offers only now."""
@@ -512,12 +519,12 @@ def with_remembered(
     (None: all).
     """
     past = {device.stable_id: device for device in remembered}
-    listed = _with_former([*listed], past)
+    listed = _add_former_ids([*listed], past)
     present = {device.stable_id for device in listed}
     present |= {former for device in listed for former in device.former}
     missing = [device for device in past.values() if device.stable_id not in present]
     taken = {device.device_id for device in missing}
-    result = [_missing(device, late, plugins) for device in missing]
+    result = [_mark_gone(device, late, plugins) for device in missing]
     fresh = []
     for device in listed:
         before = past.get(device.stable_id)
@@ -526,28 +533,28 @@ def with_remembered(
             continue
         taken.add(before.device_id)
         result.append(replace(device, device_id=before.device_id, drained=before.drained))
-    return result + _with_free_ids(fresh, taken)
+    return result + _assign_free_ids(fresh, taken)
 
 
-def _missing(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
+def _mark_gone(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
     name = device.device_id.name
-    if (why := late.get(name)) is not None:
-        return replace(device, gone=True, health=Health.UNKNOWN, reason=why)
-    why = "not found on the node"
+    if (reason := late.get(name)) is not None:
+        return replace(device, gone=True, health=Health.UNKNOWN, reason=reason)
+    reason = "not found on the node"
     if plugins is not None and name not in plugins and name not in (CPU, MEM):
-        why = f"no plugin {name} is installed and allowed"
-    return replace(device, gone=True, health=Health.HEALTHY, reason=why)
+        reason = f"no plugin {name} is installed and allowed"
+    return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
 
 
-def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Device]:
+def _add_former_ids(listed: list[Device], remembered: Mapping[str, Device]) -> list[Device]:
     """Add the former stable ids to each listed device."""
     owners = {key: device for device in listed for key in (device.stable_id, *device.aliases)}
     former: dict[str, list[str]] = {}
-    for stable_id, device in past.items():
-        now = owners.get(stable_id) or _other_form(device, owners)
-        if now is not None:
-            mine = [*device.former, *([] if now.stable_id == stable_id else [stable_id])]
-            former.setdefault(now.stable_id, []).extend(mine)
+    for stable_id, device in remembered.items():
+        current = owners.get(stable_id) or _find_other_form(device, owners)
+        if current is not None:
+            former_ids = [*device.former, *([] if current.stable_id == stable_id else [stable_id])]
+            former.setdefault(current.stable_id, []).extend(former_ids)
     return [
         replace(device, former=tuple(dict.fromkeys(former[device.stable_id]))[-MAX_FORMER:])
         if device.stable_id in former
@@ -556,31 +563,31 @@ def _with_former(listed: list[Device], past: Mapping[str, Device]) -> list[Devic
     ]
 
 
-def _other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
+def _find_other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
     """Return the listed device that a missing one has become.
 
     Under the same plugin an alias alone proves nothing: another GPU may be in the same PCI slot.
     """
     for key in (device.parent, *device.aliases):
-        now = owners.get(key or "")
-        if now is not None and (
-            now.stable_id == key or now.device_id.name != device.device_id.name
+        current = owners.get(key or "")
+        if current is not None and (
+            current.stable_id == key or current.device_id.name != device.device_id.name
         ):
-            return now
+            return current
     return None
 
 
-def _with_free_ids(fresh: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
-    """Return new devices under ids that nobody else has."""
-    found = []
+def _assign_free_ids(fresh: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
+    """Return new devices under ids that no other device has."""
+    devices = []
     for device in fresh:
-        device_id = _free_id(device.device_id, taken)
+        device_id = _next_free_id(device.device_id, taken)
         taken.add(device_id)
-        found.append(replace(device, device_id=device_id))
-    return found
+        devices.append(replace(device, device_id=device_id))
+    return devices
 
 
-def _free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:
+def _next_free_id(wanted: DeviceId, taken: set[DeviceId]) -> DeviceId:
     """Return the wanted id, or the next one with a free number."""
     stem, count = _LAST_NUMBER.sub("", wanted.id) or wanted.name, 0
     device_id = wanted

@@ -104,15 +104,15 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
 
 
 def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    for place, holders in snapshot.holdings.items():
-        granted = _granted(holders, snapshot)
-        held, capacity = sum(granted.values()), snapshot.capacities.get(place)
-        if capacity is not None and held > capacity:
-            who = ", ".join(sorted(holders))
-            yield Violation("capacity", f"{place}: {held} of {capacity} are held, by {who}")
+    for key, holders in snapshot.holdings.items():
+        granted = _granted_amounts(holders, snapshot)
+        held_amount, capacity = sum(granted.values()), snapshot.capacities.get(key)
+        if capacity is not None and held_amount > capacity:
+            names = ", ".join(sorted(holders))
+            yield Violation("capacity", f"{key}: {held_amount} of {capacity} are held, by {names}")
 
 
-def _granted(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str, int]:
+def _granted_amounts(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str, int]:
     """Return the holders without observed claims, whose devices an engine gave."""
     claims = snapshot.claims
     return {
@@ -123,12 +123,12 @@ def _granted(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapping[str,
 
 
 def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
-    by_device: dict[str, dict[str, int]] = {}
-    for place, amounts in snapshot.holdings.items():
-        held = by_device.setdefault(place.rpartition("/")[0], {})
-        for holder, amount in _granted(amounts, snapshot).items():
-            held[holder] = held.get(holder, 0) + amount
-    for device, holders in by_device.items():
+    holders_by_device: dict[str, dict[str, int]] = {}
+    for key, amounts in snapshot.holdings.items():
+        amount_by_holder = holders_by_device.setdefault(key.rpartition("/")[0], {})
+        for holder, amount in _granted_amounts(amounts, snapshot).items():
+            amount_by_holder[holder] = amount_by_holder.get(holder, 0) + amount
+    for device, holders in holders_by_device.items():
         if snapshot.is_shared or device in snapshot.divisible:
             continue
         recorded: dict[str, RecordedKernel | RecordedClaim] = {
@@ -141,23 +141,23 @@ def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
             if amount and holder in recorded
         }
         if len(owners) > 1:
-            who = ", ".join(sorted(holders))
+            names = ", ".join(sorted(holders))
             agents = ", ".join(sorted(owners))
-            yield Violation("owner", f"{device} is held by {who}, of agents {agents}")
+            yield Violation("owner", f"{device} is held by {names}, of agents {agents}")
 
 
 def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for kernel_id, present in snapshot.present.items():
-        accounted = snapshot.accounted.get(kernel_id)
-        if accounted is None:
+        recorded = snapshot.accounted.get(kernel_id)
+        if recorded is None:
             yield Violation(
                 "stray", f"kernel {kernel_id} ({present.handle}) runs but is not recorded"
             )
-        elif present.is_alive and accounted.state in ENDED:
-            why = f"kernel {kernel_id} ({present.handle}) lives but is {accounted.state}"
-            yield Violation("accounted", why)
-        elif present.is_alive and accounted.state in LIVE:
-            yield from _given_and_held(snapshot, kernel_id, accounted, present)
+        elif present.is_alive and recorded.state in ENDED:
+            reason = f"kernel {kernel_id} ({present.handle}) lives but is {recorded.state}"
+            yield Violation("accounted", reason)
+        elif present.is_alive and recorded.state in LIVE:
+            yield from _compare_with_ledger(snapshot, kernel_id, recorded, present)
 
 
 def _unaccounted_claims(snapshot: NodeSnapshot) -> Iterator[Violation]:
@@ -168,17 +168,17 @@ def _unaccounted_claims(snapshot: NodeSnapshot) -> Iterator[Violation]:
             yield Violation("ghost", f"{holder} holds devices but its holder has ended")
 
 
-def _given_and_held(
-    snapshot: NodeSnapshot, kernel_id: str, accounted: RecordedKernel, present: Present
+def _compare_with_ledger(
+    snapshot: NodeSnapshot, kernel_id: str, recorded: RecordedKernel, present: Present
 ) -> Iterator[Violation]:
-    if accounted.handle != present.handle:
-        why = f"kernel {kernel_id} is {present.handle}, recorded as {accounted.handle}"
-        yield Violation("accounted", why)
+    if recorded.handle != present.handle:
+        reason = f"kernel {kernel_id} is {present.handle}, recorded as {recorded.handle}"
+        yield Violation("accounted", reason)
     for device, amount in (present.given or {}).items():
         held = snapshot.holdings.get(device, {}).get(kernel_id)
         if held != amount:
-            why = f"kernel {kernel_id} has {amount} of {device}, the ledger {held or 0}"
-            yield Violation("accounted", why)
+            reason = f"kernel {kernel_id} has {amount} of {device}, the ledger {held or 0}"
+            yield Violation("accounted", reason)
 
 
 def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
@@ -187,28 +187,28 @@ def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
         if not present.is_alive or present.given is None or present.held_to is None:
             continue
         for name in sorted({device.partition("/")[0] for device in present.held_to}):
-            given, held_to = (
-                {d: amount for d, amount in amounts.items() if d.partition("/")[0] == name}
-                for amounts in (present.given, present.held_to)
+            amounts, limits = (
+                {d: amount for d, amount in by_device.items() if d.partition("/")[0] == name}
+                for by_device in (present.given, present.held_to)
             )
-            if given and given != held_to:
-                why = f"kernel {kernel_id} has {_listed(given)}, but its limits are"
-                yield Violation("limits", f"{why} {_listed(held_to)}")
+            if amounts and amounts != limits:
+                reason = f"kernel {kernel_id} has {_join_amounts(amounts)}, but its limits are"
+                yield Violation("limits", f"{reason} {_join_amounts(limits)}")
 
 
-def _listed(amounts: Mapping[str, int]) -> str:
+def _join_amounts(amounts: Mapping[str, int]) -> str:
     return ", ".join(f"{amount} of {device}" for device, amount in sorted(amounts.items()))
 
 
 def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
     holders = {kernel for by_kernel in snapshot.holdings.values() for kernel in by_kernel}
     for kernel_id in sorted(holders - snapshot.claims.keys()):
-        accounted = snapshot.accounted.get(kernel_id)
-        if accounted is None or accounted.state in ENDED:
-            state = accounted.state if accounted else "unknown"
+        recorded = snapshot.accounted.get(kernel_id)
+        if recorded is None or recorded.state in ENDED:
+            state = recorded.state if recorded else "unknown"
             yield Violation("ghost", f"kernel {kernel_id} holds devices but is {state}")
-    for kernel_id, accounted in snapshot.accounted.items():
+    for kernel_id, recorded in snapshot.accounted.items():
         present = snapshot.present.get(kernel_id)
-        if accounted.state in LIVE and not (present and present.is_alive):
-            why = f"kernel {kernel_id} is recorded as {accounted.state} but is not alive"
-            yield Violation("ghost", why)
+        if recorded.state in LIVE and not (present and present.is_alive):
+            reason = f"kernel {kernel_id} is recorded as {recorded.state} but is not alive"
+            yield Violation("ghost", reason)

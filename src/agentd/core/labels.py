@@ -36,12 +36,12 @@ def excess_of(
 ) -> LabelExcess | None:
     """Return how labels exceed a sum that already has `agent_bytes` or `node_bytes`, if they do."""
     size = size_of(labels)
-    for used, most, owner in (
+    for used, maximum, owner in (
         (agent_bytes, MAX_AGENT_BYTES, f"agent {agent_id}"),
         (node_bytes, MAX_NODE_BYTES, "this node"),
     ):
-        free = max(0, most - used)
+        free = max(0, maximum - used)
         if size > free:
-            bound = f"all kernels and claims of {owner} together have at most {most} bytes"
+            bound = f"all kernels and claims of {owner} together have at most {maximum} bytes"
             return LabelExcess(size, free, f"{bound} of labels")
     return None

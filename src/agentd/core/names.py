@@ -16,7 +16,7 @@ _H = TypeVar("_H", bound=Hashable)
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
 """The pattern of ids of kernels, agents and nodes, and of names of callers, runtimes and fleets."""
 _NAME = re.compile(NAME)
-_SHOWN = 80
+_MAX_QUOTED = 80
 
 
 def is_name(text: object) -> TypeGuard[str]:
@@ -56,5 +56,5 @@ def did_you_mean(word: str, known: Iterable[str], least: float = 0.5) -> str:
 
 def shortened(text: object) -> str:
     """Quote untrusted text for a message: escaped, on one line of limited length."""
-    shown = repr(text)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= _MAX_QUOTED else f"{quoted[:_MAX_QUOTED]}..."

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import re
 
-_OBEYED = re.compile(
+_CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
-_OBEYED_OR_BROKEN = re.compile(f"[\t\n]|{_OBEYED.pattern}")
+_CONTROL_OR_BREAK = re.compile(f"[\t\n]|{_CONTROL.pattern}")
 
 
 def printable(text: str) -> str:
     """Escape control characters as in Python; newlines and tabs stay."""
-    return _OBEYED.sub(_written_out, text)
+    return _CONTROL.sub(_escape, text)
 
 
 def printable_line(text: str) -> str:
     """Escape control characters, newlines and tabs, so that the text is one line."""
-    return _OBEYED_OR_BROKEN.sub(_written_out, text)
+    return _CONTROL_OR_BREAK.sub(_escape, text)
 
 
-def _written_out(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -176,14 +176,14 @@ def parse_quantity(raw: object) -> Quantity:
         return raw
     if isinstance(raw, AmountError):
         raise AmountError(*raw.args)
-    text = _text_of(raw)
+    text = _quantity_text(raw)
     if _PLAIN.fullmatch(text):
         return Quantity(_number(text), is_size=False, text=text)
     if match := _SIZE.fullmatch(text):
         suffix = (match[2] or "").lower()
         power = "kmgtpe".index(suffix) + 1 if suffix else 0
         return Quantity(_number(match[1]) * 1024**power, is_size=True, text=text)
-    raise AmountError(_why_no_quantity(text))
+    raise AmountError(_quantity_problem(text))
 
 
 def read_quantity(raw: object) -> Quantity | AmountError:
@@ -198,7 +198,7 @@ def _number(text: str) -> int | Fraction:
     return int(text) if text.isdecimal() else Fraction(text)
 
 
-def _text_of(raw: object) -> str:
+def _quantity_text(raw: object) -> str:
     if isinstance(raw, bool):
         raise AmountError(f"{str(raw).lower()} is a boolean, not an amount")
     if isinstance(raw, float):
@@ -226,7 +226,7 @@ def _json_kind(raw: object) -> str:
     return "a list" if isinstance(raw, (list, tuple)) else type(raw).__name__
 
 
-def _why_no_quantity(text: str) -> str:
+def _quantity_problem(text: str) -> str:
     lowered = text.strip().lower()
     if lowered.lstrip("+-") in {"nan", "inf", "infinity"}:
         return f"{text!r} is not finite"
@@ -248,7 +248,7 @@ def parse_amount(raw: object, slot: SlotType) -> int:
     if slot.kind is SlotKind.UNIQUE and amount not in (0, ONE):
         raise AmountError(f"{format_amount(amount, slot.kind)} of a unique slot, expected 1 or 0")
     if amount % slot.quantum:
-        raise AmountError(_nearest(amount, slot.quantum, slot.kind))
+        raise AmountError(_nearest_problem(amount, slot.quantum, slot.kind))
     return amount
 
 
@@ -269,11 +269,11 @@ def parse_base_units(raw: object, kind: SlotKind, quantum: int = 1) -> int:
     if exact > MAX_AMOUNT:
         raise AmountError(f"exceeds the maximum of {format_amount(MAX_AMOUNT, kind)}")
     if exact.denominator != 1:
-        raise AmountError(_nearest(exact, quantum, kind))
+        raise AmountError(_nearest_problem(exact, quantum, kind))
     return int(exact)
 
 
-def _nearest(exact: int | Fraction, quantum: int, kind: SlotKind) -> str:
+def _nearest_problem(exact: int | Fraction, quantum: int, kind: SlotKind) -> str:
     below = int(exact // quantum) * quantum
     return (
         f"not a multiple of {format_amount(quantum, kind)}; the nearest amounts are"
@@ -285,9 +285,9 @@ def format_amount(amount: int, kind: SlotKind) -> str:
     """Return base units as a plain decimal without trailing zeros; inverse of parsing."""
     if kind is SlotKind.BYTES:
         return str(amount)
-    whole, rest = divmod(abs(amount), ONE)
+    whole, fraction = divmod(abs(amount), ONE)
     sign = "-" if amount < 0 else ""
-    return f"{sign}{whole}" + (f".{rest:06d}".rstrip("0") if rest else "")
+    return f"{sign}{whole}" + (f".{fraction:06d}".rstrip("0") if fraction else "")
 
 
 def readable_amount(amount: int, kind: SlotKind) -> str:
@@ -413,8 +413,8 @@ def read_slots(
             if name in types:
                 amounts[name] = parse_amount(value, types[name])
             elif parse_quantity(value).value:
-                if (why := pending.get(device_name_of(name))) is not None:
-                    late[device_name_of(name)] = why
+                if (reason := pending.get(device_name_of(name))) is not None:
+                    late[device_name_of(name)] = reason
                 else:
                     unknown.append(name)
         except AmountError as error:
@@ -424,14 +424,14 @@ def read_slots(
                 unknown.append(name)
     if unknown:
         names = {device_name_of(name) for name in unknown}
-        reasons = {name: why for name, why in failed.items() if name in names}
-        missing = {name: why for name, why in absent.items() if name in names}
+        reasons = {name: reason for name, reason in failed.items() if name in names}
+        missing = {name: reason for name, reason in absent.items() if name in names}
         raise UnsupportedResource(unknown, types, reasons, absent=missing)
     slots = ResourceSlots(amounts)
-    return SlotReading(slots, tuple(problems), tuple(_excluded(slots, types)), late)
+    return SlotReading(slots, tuple(problems), tuple(_slot_conflicts(slots, types)), late)
 
 
-def _excluded(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Iterator[Problem]:
+def _slot_conflicts(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Iterator[Problem]:
     groups: dict[tuple[str, str], dict[SlotName, list[SlotName]]] = {}
     for name in slots:
         if group := types[name].exclusive_group:
@@ -439,6 +439,6 @@ def _excluded(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> Itera
             families.setdefault(types[name].family, []).append(name)
     for families in groups.values():
         if len(families) > 1:
-            names = [name for found in families.values() for name in found]
-            why = f"{' and '.join(names)} exclude each other; request one of them"
-            yield Problem("slots", why)
+            names = [name for members in families.values() for name in members]
+            reason = f"{' and '.join(names)} exclude each other; request one of them"
+            yield Problem("slots", reason)

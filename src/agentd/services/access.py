@@ -40,17 +40,17 @@ class Access:
             Forbidden: the caller sees the target but must not change it.
         """
         if agent is not None and not caller.sees(agent):
-            mine = ", ".join(self.agents(caller))
-            raise UnknownAgent(f"unknown agent {agent} (this node has: {mine})")
-        if kernel is not None and not _sees(caller, self._state.kernels.get(kernel)):
+            visible = ", ".join(self.agents(caller))
+            raise UnknownAgent(f"unknown agent {agent} (this node has: {visible})")
+        if kernel is not None and not _is_visible(caller, self._state.kernels.get(kernel)):
             raise UnknownKernel(f"unknown kernel {kernel}")
-        if claim is not None and not _sees(caller, self._state.claims.get(claim)):
+        if claim is not None and not _is_visible(caller, self._state.claims.get(claim)):
             raise UnknownClaim(f"unknown claim {claim}")
         if device is not None:
             self._require_device(caller, device)
         if not caller.may(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
-        if kernel is not None and right is not Right.LOOK and not self._owns(caller, kernel):
+        if kernel is not None and right is not Right.LOOK and not self._may_use(caller, kernel):
             raise UnknownKernel(f"unknown kernel {kernel}")
 
     def require_all(self, caller: Caller) -> None:
@@ -86,18 +86,18 @@ class Access:
 
     def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
         """Return the texts that name no agent, kernel or claim which the caller cannot see."""
-        owners = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
-        claims = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
-        named = (*owners.items(), *claims.items())
-        names = {holder for holder, agent in named if not caller.sees(agent)}
-        agents = {*owners.values(), *claims.values(), *self._devices.split.partitions}
+        kernel_agents = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
+        claim_agents = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
+        holders = (*kernel_agents.items(), *claim_agents.items())
+        names = {holder for holder, agent in holders if not caller.sees(agent)}
+        agents = {*kernel_agents.values(), *claim_agents.values(), *self._devices.split.partitions}
         names |= {agent for agent in agents if agent and not caller.sees(agent)}
         if not names:
             return list(texts)
         words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
         return [text for text in texts if not words.search(text)]
 
-    def _owns(self, caller: Caller, kernel_id: str) -> bool:
+    def _may_use(self, caller: Caller, kernel_id: str) -> bool:
         """Return whether a caller may use the claim of a kernel; true for one without a claim."""
         kernel = self._state.kernels.get(kernel_id)
         claim = self._state.claims.get(kernel.claim_id or "") if kernel else None
@@ -106,12 +106,12 @@ class Access:
     def _require_device(self, caller: Caller, wanted: DeviceId) -> None:
         if caller.agents is None:
             return
-        mine = [d for d in self.devices(caller) if d.device_id.name == wanted.name]
-        if not any(device.answers_to(wanted.id) for device in mine):
-            have = ", ".join(device.device_id.id for device in mine) or "none"
-            raise UnknownDevice(f"unknown device {wanted} (this node has: {have})")
+        devices = [d for d in self.devices(caller) if d.device_id.name == wanted.name]
+        if not any(device.answers_to(wanted.id) for device in devices):
+            available = ", ".join(device.device_id.id for device in devices) or "none"
+            raise UnknownDevice(f"unknown device {wanted} (this node has: {available})")
 
 
-def _sees(caller: Caller, known: Kernel | Claim | None) -> bool:
+def _is_visible(caller: Caller, known: Kernel | Claim | None) -> bool:
     """Return whether a caller sees a kernel or claim; an unknown one requires a view of all."""
     return caller.agents is None if known is None else caller.sees(known.agent_id)

@@ -43,7 +43,7 @@ class NodeCounts:
         self._refusals: Counter[tuple[str, str]] = Counter()
         self._durations = {"own": Histogram(), "whole": Histogram()}
         self._clock = clock
-        self._begun: dict[str, float] = {}
+        self._begun_at: dict[str, float] = {}
         self._failed: OrderedDict[str, None] = OrderedDict()
         """Ids whose failure their callers will see; the latest `MOST_FAILED`."""
 
@@ -64,20 +64,20 @@ class NodeCounts:
 
     def note(self, before: Kernel | None, now: Kernel | None) -> None:
         """Count a change of a kernel."""
-        was, state = before and before.state, now and now.state
+        state_before, state = before and before.state, now and now.state
         kernel = now or before
         if kernel is None:
             return
-        if was is None and state is KernelState.PREPARING:
-            self._begun[kernel.kernel_id] = self._clock()
-        begun = self._begun.get(kernel.kernel_id)
-        if begun is None or was is state:
+        if state_before is None and state is KernelState.PREPARING:
+            self._begun_at[kernel.kernel_id] = self._clock()
+        begun_at = self._begun_at.get(kernel.kernel_id)
+        if begun_at is None or state_before is state:
             return
-        took_s = self._clock() - begun
-        if was is KernelState.PREPARING:
-            self._durations["own"].add(took_s)
-        if was in STARTING and state not in STARTING:
-            del self._begun[kernel.kernel_id]
+        duration_s = self._clock() - begun_at
+        if state_before is KernelState.PREPARING:
+            self._durations["own"].add(duration_s)
+        if state_before in STARTING and state not in STARTING:
+            del self._begun_at[kernel.kernel_id]
             if state is None:
                 self._failed[kernel.kernel_id] = None
                 if len(self._failed) > MOST_FAILED:
@@ -85,7 +85,7 @@ class NodeCounts:
             is_failed = state is None or (state in ENDED and state is not KernelState.TERMINATED)
             self._creates[kernel.agent_id, FAILED if is_failed else CREATED] += 1
             if not is_failed:
-                self._durations["whole"].add(took_s)
+                self._durations["whole"].add(duration_s)
 
     def refused(self, agent_id: str, kernel_id: str, error: AgentdError) -> None:
         """Count an error that answered a create."""

@@ -60,15 +60,15 @@ class NodeDevices:
         self._host_devices = tuple(host_devices)
         self._split: Split | None = None
         self._warnings: tuple[str, ...] = ()
-        self._news: dict[str, tuple[str, ...]] = {}
+        self._listing_warnings: dict[str, tuple[str, ...]] = {}
         self._events = events
-        self._joined: frozenset[str] = frozenset()
+        self._added_plugins: frozenset[str] = frozenset()
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, Dealing] = {}
         self._generation = 0
-        self._suspended: Callable[[Inventory], Inventory] = lambda inventory: inventory
+        self._suspend: Callable[[Inventory], Inventory] = lambda inventory: inventory
 
     @property
     def split(self) -> Split:
@@ -88,11 +88,13 @@ class NodeDevices:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about devices, plugins and the partition."""
-        news = (warning for warnings in self._news.values() for warning in warnings)
+        listing_warnings = (
+            warning for warnings in self._listing_warnings.values() for warning in warnings
+        )
         installed, saved = self._plugins.warnings(), self._store.warnings()
-        own = (*self.split.warnings, *withheld_warnings(self.inventory))
+        split_warnings = (*self.split.warnings, *withheld_warnings(self.inventory))
         unsaved = [self._unsaved] if self._unsaved else []
-        return (*installed, *self._warnings, *news, *own, *saved, *unsaved)
+        return (*installed, *self._warnings, *listing_warnings, *split_warnings, *saved, *unsaved)
 
     @property
     def generation(self) -> int:
@@ -123,22 +125,25 @@ class NodeDevices:
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
         if listing is None:
             return False
-        if name not in self._joined:
-            return self._join_late(listing)
+        if name not in self._added_plugins:
+            return self._add_late(listing)
         if status is not None and status.state is PluginState.READY:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._withheld]
-            inventory, news = self.inventory.with_listing(name, listed)
+            inventory, warnings = self.inventory.with_listing(name, listed)
         else:
-            why = status.reason if status else "it stopped"
-            inventory, news = self.inventory.with_health_unknown(name, f"plugin {name}: {why}"), []
-        self._news[name] = tuple(news)
-        are_new = inventory.listed - self.inventory.listed
+            reason = status.reason if status else "it stopped"
+            inventory, warnings = (
+                self.inventory.with_health_unknown(name, f"plugin {name}: {reason}"),
+                [],
+            )
+        self._listing_warnings[name] = tuple(warnings)
+        added = inventory.listed - self.inventory.listed
         if inventory is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
-            self._replace_inventory(inventory)
-        return bool(are_new)
+            self._apply_and_save(inventory)
+        return bool(added)
 
-    def _join_late(self, listing: PluginListing) -> bool:
+    def _add_late(self, listing: PluginListing) -> bool:
         """Add the devices of a plugin that opened late; no known device moves.
 
         A device that another plugin serves, or used to serve, stays with that plugin.
@@ -147,10 +152,12 @@ class NodeDevices:
         try:
             self._take_in([listing], before)
         except ConfigRefused as error:
-            why = f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
-            self._news[listing.name] = (why,)
+            reason = (
+                f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
+            )
+            self._listing_warnings[listing.name] = (reason,)
             return False
-        self._news.pop(listing.name, None)
+        self._listing_warnings.pop(listing.name, None)
         _publish_changes(self._events, before.inventory, self.inventory)
         log.info("plugin.added", plugin=listing.name)
         return True
@@ -166,9 +173,9 @@ class NodeDevices:
         """
         names = {listing.name for listing in listings}
         known = before.inventory if before else None
-        remembered = self._store.load_devices() if known is None else _lasting(known, names)
+        remembered = self._store.load_devices() if known is None else _devices_to_save(known, names)
         listings = [listing.in_last_form(remembered) for listing in listings]
-        kept, devices, warnings = _together(
+        served, devices, warnings = _merge_devices(
             known.devices if known else self._host_devices,
             listings,
             names=None if known is None else names,
@@ -177,37 +184,39 @@ class NodeDevices:
         )
         types = [*(known.slot_types.values() if known else self._host_types)]
         types += (slot for listing in listings for slot in listing.slot_types)
-        types += _types_of_missing(devices, types, names)
+        types += _missing_slot_types(devices, types, names)
         inventory = Inventory.of(types, devices)
-        missed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
-        missed |= {device.device_id.name for device in devices}
-        unlisted = _unlisted(self._plugins.statuses(), missed, self._joined | names)
-        dealings = self._dealings_with(listings)
-        in_force = self._in_force(inventory, dealings, names | self._joined)
+        needed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
+        needed |= {device.device_id.name for device in devices}
+        unlisted = _unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
+        dealings = self._merge_dealings(listings)
+        valid = self._valid_dealings(inventory, dealings, names | self._added_plugins)
         if before is None:
-            self._split = split(inventory, self._rules, unlisted, in_force)
+            self._split = split(inventory, self._rules, unlisted, valid)
         else:
-            self._split = joined(before, names, inventory, self._rules, unlisted, in_force)
+            self._split = joined(before, names, inventory, self._rules, unlisted, valid)
         self._dealings = dealings
-        self._joined |= names
-        served = {(device.device_id.name, device.stable_id) for device in kept}
-        listed = {(each.name, device.stable_id) for each in listings for device in each.devices}
-        self._withheld |= listed - served
-        self._split = self._split.with_inventory(self._suspended(self._split.inventory))
+        self._added_plugins |= names
+        served_keys = {(device.device_id.name, device.stable_id) for device in served}
+        listed_keys = {
+            (listing.name, device.stable_id) for listing in listings for device in listing.devices
+        }
+        self._withheld |= listed_keys - served_keys
+        self._split = self._split.with_inventory(self._suspend(self._split.inventory))
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
 
-    def _dealings_with(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
+    def _merge_dealings(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
         """Return the kept dealings, those of listings in place of their earlier ones."""
-        kept = dict(self._dealings)
+        dealings = dict(self._dealings)
         for listing in listings if self._rules.are_plugins_asked else ():
-            kept.pop(listing.name, None)
+            dealings.pop(listing.name, None)
             if listing.dealing is not None:
-                kept[listing.name] = listing.dealing
-        return kept
+                dealings[listing.name] = listing.dealing
+        return dealings
 
-    def _in_force(
+    def _valid_dealings(
         self, inventory: Inventory, kept: Mapping[str, Dealing], listed: Collection[str]
     ) -> dict[str, Dealing | None]:
         """Return the dealing of each device name that has one.
@@ -218,14 +227,14 @@ class NodeDevices:
         if not self._rules.are_plugins_asked:
             return {}
         agents = [rule.agent_id for rule in self._rules.agents]
-        found: dict[str, Dealing | None] = {}
+        valid: dict[str, Dealing | None] = {}
         for name, devices in inventory.by_name.items():
             dealing = kept.get(name)
             if name not in listed and name not in (CPU, MEM):
-                found[name] = dealing if dealing and dealing.is_for(agents, devices) else None
+                valid[name] = dealing if dealing and dealing.is_for(agents, devices) else None
             elif dealing is not None:
-                found[name] = dealing
-        return found
+                valid[name] = dealing
+        return valid
 
     def partition(self, agent_id: str) -> Partition:
         """Return an agent's partition.
@@ -248,8 +257,8 @@ class NodeDevices:
         for device in devices:
             if device.answers_to(device_id):
                 return device
-        have = ", ".join(d.device_id.id for d in devices) or "none"
-        raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {have})")
+        available = ", ".join(d.device_id.id for d in devices) or "none"
+        raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {available})")
 
     def set_drained(self, name: str, device_id: str, *, drained: bool) -> Device:
         """Start or end the drain of a device; survives restarts.
@@ -262,7 +271,7 @@ class NodeDevices:
         if device.drained is not drained:
             device = replace(device, drained=drained)
             hit("drain.before_save")
-            self._replace_for_good(self.inventory.with_device(device))
+            self._save_and_apply(self.inventory.with_device(device))
             hit("drain.after_save")
         return device
 
@@ -275,8 +284,8 @@ class NodeDevices:
             StateUnavailable: the change cannot be saved; nothing changed.
         """
         device = self.find(name, device_id)
-        _refuse_forgetting(device, holders)
-        self._replace_for_good(self.inventory.without(device.device_id))
+        _require_forgettable(device, holders)
+        self._save_and_apply(self.inventory.without(device.device_id))
 
     def add_missing(self, devices: Iterable[Device]) -> None:
         """Add devices that are known only from kernels."""
@@ -285,37 +294,37 @@ class NodeDevices:
             if device.stable_id not in inventory.by_identity:
                 inventory = inventory.with_device(device)
         if inventory is not self.inventory:
-            self._replace_inventory(inventory)
+            self._apply_and_save(inventory)
 
-    def _replace_for_good(self, inventory: Inventory) -> None:
+    def _save_and_apply(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""
-        self._store.save_devices(_lasting(inventory), self._dealings)
+        self._store.save_devices(_devices_to_save(inventory), self._dealings)
         self._unsaved = ""
-        self._take(inventory)
+        self._apply(inventory)
 
-    def _replace_inventory(self, inventory: Inventory) -> None:
-        self._take(inventory)
+    def _apply_and_save(self, inventory: Inventory) -> None:
+        self._apply(inventory)
         self._save()
 
     def suspend_by(self, suspended: Callable[[Inventory], Inventory]) -> None:
         """Register a function that marks the devices which are not allocated for now."""
-        self._suspended = suspended
+        self._suspend = suspended
         self.update_suspended()
 
     def update_suspended(self) -> None:
         """Mark the devices that are not allocated for now."""
-        if self._suspended(self.inventory) is not self.inventory:
-            self._take(self.inventory)
+        if self._suspend(self.inventory) is not self.inventory:
+            self._apply(self.inventory)
 
-    def _take(self, inventory: Inventory) -> None:
-        before, inventory = self.inventory, self._suspended(inventory)
+    def _apply(self, inventory: Inventory) -> None:
+        before, inventory = self.inventory, self._suspend(inventory)
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
         _publish_changes(self._events, before, inventory)
 
     def _save(self) -> None:
         try:
-            self._store.save_devices(_lasting(self.inventory), self._dealings)
+            self._store.save_devices(_devices_to_save(self.inventory), self._dealings)
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.save_failed", reason=str(error))
@@ -339,17 +348,17 @@ def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> Non
             events.publish(EventKind.DEVICE_REMOVED, device)
 
 
-def _refuse_forgetting(device: Device, holders: Iterable[Holder]) -> None:
+def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
-        why = f"it is unknown whether {device.device_id} is missing: {device.reason}"
-        raise Conflict(why)
-    if held := ", ".join(map(str, holders)):
-        raise Conflict(f"{device.device_id} is held by {held}")
+        reason = f"it is unknown whether {device.device_id} is missing: {device.reason}"
+        raise Conflict(reason)
+    if holders_text := ", ".join(map(str, holders)):
+        raise Conflict(f"{device.device_id} is held by {holders_text}")
 
 
-def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
+def _not_ready_reasons(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     """Return why a plugin's devices may only seem to be missing, by plugin."""
     return {
         status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
@@ -358,7 +367,7 @@ def _not_ready(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     }
 
 
-def _unlisted(
+def _unlisted_reasons(
     statuses: Iterable[PluginStatus], missed: Collection[str], listed: Collection[str]
 ) -> dict[str, str]:
     """Return why a needed plugin has no listing, by plugin."""
@@ -370,8 +379,8 @@ def _unlisted(
     }
 
 
-def _together(
-    there: Iterable[Device],
+def _merge_devices(
+    known: Iterable[Device],
     listings: Sequence[PluginListing],
     *,
     names: Collection[str] | None,
@@ -385,18 +394,18 @@ def _together(
     Returns:
         The listed devices that are served, all devices, and warnings.
     """
-    stays = [d for d in there if names is None or d.device_id.name not in names]
-    kept, warnings = served_once([stays, *(listing.devices for listing in listings)])
-    listed = with_shared_health(kept)
-    not_ready, plugins = _not_ready(statuses), {status.name for status in statuses}
+    unchanged = [d for d in known if names is None or d.device_id.name not in names]
+    served, warnings = served_once([unchanged, *(listing.devices for listing in listings)])
+    listed = with_shared_health(served)
+    not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
     if names is None:
-        return kept, with_remembered(listed, remembered, not_ready, plugins), warnings
+        return served, with_remembered(listed, remembered, not_ready, plugins), warnings
     fresh = [device for device in listed if device.device_id.name in names]
     others = [device for device in listed if device.device_id.name not in names]
-    return kept, [*others, *with_remembered(fresh, remembered, not_ready, plugins)], warnings
+    return served, [*others, *with_remembered(fresh, remembered, not_ready, plugins)], warnings
 
 
-def _types_of_missing(
+def _missing_slot_types(
     devices: Iterable[Device], types: Sequence[SlotType], names: Collection[str]
 ) -> list[SlotType]:
     """Return the slot types of parts that are all missing or unhealthy, for some device names.
@@ -415,7 +424,7 @@ def _types_of_missing(
     ]
 
 
-def _lasting(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
+def _devices_to_save(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
     """Return the devices of an inventory, or of some device names, that are saved."""
     return [
         device

@@ -50,10 +50,10 @@ class Engines:
         return [self._status(engine) for engine in self._wanted]
 
     def _status(self, engine: str) -> EngineStatus:
-        found: dict[str, list[str]] = {}
-        for device_id in self._devices_of(engine, self._devices.inventory):
-            found.setdefault(device_id.name, []).append(device_id.id)
-        devices = {name: tuple(ids) for name, ids in found.items()}
+        ids_by_name: dict[str, list[str]] = {}
+        for device_id in self._engine_devices(engine, self._devices.inventory):
+            ids_by_name.setdefault(device_id.name, []).append(device_id.id)
+        devices = {name: tuple(ids) for name, ids in ids_by_name.items()}
         return EngineStatus(engine, self._is_ready(engine), devices)
 
     def _is_ready(self, engine: str) -> bool:
@@ -67,8 +67,8 @@ class Engines:
             StateUnavailable: nothing changed.
         """
         if engine not in self._wanted:
-            have = ", ".join(self._wanted) or "none"
-            raise UnknownEngine(f"unknown engine {engine} (this node has: {have})")
+            available = ", ".join(self._wanted) or "none"
+            raise UnknownEngine(f"unknown engine {engine} (this node has: {available})")
         ready = {name: boot for name, boot in self._ready.items() if name != engine}
         if is_ready:
             ready[engine] = self._boot_id
@@ -83,10 +83,10 @@ class Engines:
             device_id: engine
             for engine in self._wanted
             if not self._is_ready(engine)
-            for device_id in self._devices_of(engine, inventory)
+            for device_id in self._engine_devices(engine, inventory)
         }
 
-    def _devices_of(self, engine: str, inventory: Inventory) -> list[DeviceId]:
+    def _engine_devices(self, engine: str, inventory: Inventory) -> list[DeviceId]:
         wanted = self._wanted[engine]
         return [
             device.device_id

@@ -35,7 +35,7 @@ class Refusals:
         self._counts = counts
         self._events = events
         self._now = now
-        self._kept: deque[Refusal] = deque(maxlen=MOST_KEPT)
+        self._recent: deque[Refusal] = deque(maxlen=MOST_KEPT)
 
     def note(self, call: Audit, error: AgentdError) -> None:
         """Record an error that answered a create; its text may be shown to other callers.
@@ -54,12 +54,12 @@ class Refusals:
             detail,
             call.claim_id,
         )
-        self._kept.append(refusal)
+        self._recent.append(refusal)
         self._events.publish(EventKind.REFUSAL, refusal)
 
     def recent(self) -> Sequence[Refusal]:
         """Return the refusals of the last hour, oldest first."""
         since = self._now() - KEPT_S
-        while self._kept and self._kept[0].at < since:
-            self._kept.popleft()
-        return tuple(self._kept)
+        while self._recent and self._recent[0].at < since:
+            self._recent.popleft()
+        return tuple(self._recent)

@@ -66,51 +66,55 @@ class SelfCheck:
             RuntimeUnavailable: a runtime does not list its kernels.
             StateUnavailable: the saved records cannot be listed.
         """
-        found = await self._look()
-        if found:
+        findings = await self._find_violations()
+        if findings:
             await asyncio.sleep(SECOND_LOOK_S)
-            again = set(await self._look())
-            found = [violation for violation in found if violation in again]
+            confirmed = set(await self._find_violations())
+            findings = [violation for violation in findings if violation in confirmed]
         return [
-            Check(rule, promise, tuple(v.detail for v in found if v.rule == rule))
+            Check(rule, promise, tuple(v.detail for v in findings if v.rule == rule))
             for rule, promise in RULES.items()
         ]
 
-    async def _look(self) -> list[Violation]:
-        since = self._state.snapshot()
-        found: list[ObservedKernel] = []
+    async def _find_violations(self) -> list[Violation]:
+        snapshot = self._state.snapshot()
+        kernels: list[ObservedKernel] = []
         strays: list[str] = []
         for name in self._state.runtimes:
             self._state.require_runtime(name)
             listing = await self._runtimes[name].list()
-            found += listing.kernels
+            kernels += listing.kernels
             strays += [
                 item.what
                 for item in listing.leftovers
                 if item.kernel_id not in self._state.kernels
-                and self._state.is_unchanged(item.kernel_id, since)
+                and self._state.is_unchanged(item.kernel_id, snapshot)
             ]
-        seconds = [i for i in found if self._state.is_second(i.kernel_id, i.runtime)]
-        strays += [f"{i.runtime} kernel {i.kernel_id} ({i.handle}), duplicate id" for i in seconds]
-        ids = {item.kernel_id for item in found} | self._state.kernels.keys()
-        settled = {k for k in ids if self._state.is_unchanged(k, since)}
-        settled -= self._state.unsettled.keys() | {i.kernel_id for i in found if i.is_unreadable}
-        saved = self._store.load_claims()
-        strays += self._kept_for_nobody(saved)
-        kernels = [i for i in found if i not in seconds]
-        return violations(self._node(kernels, strays, settled, saved))
+        duplicates = [i for i in kernels if self._state.is_second(i.kernel_id, i.runtime)]
+        strays += [
+            f"{i.runtime} kernel {i.kernel_id} ({i.handle}), duplicate id" for i in duplicates
+        ]
+        kernel_ids = {item.kernel_id for item in kernels} | self._state.kernels.keys()
+        comparable = {k for k in kernel_ids if self._state.is_unchanged(k, snapshot)}
+        comparable -= self._state.unsettled.keys() | {
+            i.kernel_id for i in kernels if i.is_unreadable
+        }
+        saved_claims = self._store.load_claims()
+        strays += self._stray_records(saved_claims)
+        unique = [i for i in kernels if i not in duplicates]
+        return violations(self._node_snapshot(unique, strays, comparable, saved_claims))
 
-    def _kept_for_nobody(self, saved_claims: Collection[str]) -> list[str]:
+    def _stray_records(self, saved_claims: Collection[str]) -> list[str]:
         saved = {record.kernel_id for record in self._store.load_records()}
         kernels = sorted(saved - self._state.kernels.keys())
         claims = sorted(set(saved_claims) - self._state.claims.keys())
         return [f"record of kernel {i}" for i in kernels] + [f"record of claim {i}" for i in claims]
 
-    def _node(
+    def _node_snapshot(
         self,
-        found: Sequence[ObservedKernel],
+        kernels: Sequence[ObservedKernel],
         strays: Sequence[str],
-        settled: Collection[str],
+        comparable: Collection[str],
         saved_claims: Collection[str],
     ) -> NodeSnapshot:
         split = self._devices.split
@@ -122,45 +126,47 @@ class SelfCheck:
                 for device_id, device in inventory.by_id.items()
                 for offer in device.slots
             },
-            holdings=_holdings(self._state.ledger, settled),
+            holdings=_holdings(self._state.ledger, comparable),
             accounted={
                 k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
-                if k.kernel_id in settled
+                if k.kernel_id in comparable
             },
-            present={i.kernel_id: _present(i, inventory) for i in found if i.kernel_id in settled},
+            present={
+                i.kernel_id: _present(i, inventory) for i in kernels if i.kernel_id in comparable
+            },
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
-            claims=dict(self._claims(saved_claims)),
+            claims=dict(self._recorded_claims(saved_claims)),
         )
 
-    def _claims(self, saved: Collection[str]) -> Iterator[tuple[str, RecordedClaim]]:
+    def _recorded_claims(self, saved: Collection[str]) -> Iterator[tuple[str, RecordedClaim]]:
         """Yield the claims; one that is being made or ended is not compared."""
         for claim_id, claim in self._state.claims.items():
-            is_settled = claim_id not in self._state.closed_claims
+            is_open = claim_id not in self._state.closed_claims
             yield (
                 str(ClaimHolder(claim_id)),
                 RecordedClaim(
                     claim.agent_id,
                     claim.is_observed,
-                    is_recorded=claim_id in saved or not is_settled,
-                    has_ended=is_settled and not self._lives(claim.holder),
+                    is_recorded=claim_id in saved or not is_open,
+                    has_ended=is_open and not self._is_alive(claim.holder),
                 ),
             )
 
-    def _lives(self, holder: ClaimOwner) -> bool:
+    def _is_alive(self, holder: ClaimOwner) -> bool:
         try:
             return self._holders.lives(holder)
         except OSError:  # that proves no end
             return True
 
 
-def _holdings(ledger: Ledger, settled: Collection[str]) -> dict[str, dict[str, int]]:
+def _holdings(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str, int]]:
     """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
         for holder, share in holders.items():
-            if isinstance(holder, ClaimHolder) or holder in settled:
+            if isinstance(holder, ClaimHolder) or holder in comparable:
                 for slot, _, amount in share.amounts:
                     holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
     return holdings
@@ -170,12 +176,12 @@ def _present(item: ObservedKernel, inventory: Inventory) -> Present:
     kernel = adopt(item, inventory).kernel
     if kernel.state is KernelState.UNREADABLE:
         return Present(item.handle, item.is_alive)
-    given = {
+    amounts = {
         f"{share.device_id}/{slot}": amount
         for share in kernel.allocation.shares
         for slot, _, amount in share.amounts
     }
-    return Present(item.handle, item.is_alive, given, dict(_limits(item)))
+    return Present(item.handle, item.is_alive, amounts, dict(_limits(item)))
 
 
 def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:

@@ -85,8 +85,8 @@ class NodeState:
         self._drops = 0
         self._ledger = Ledger()
         self._claims: dict[str, Claim] = {}
-        self._users: dict[str, dict[str, Kernel]] = {}
-        self._closed: set[str] = set()
+        self._claim_users: dict[str, dict[str, Kernel]] = {}
+        self._closed_claims: set[str] = set()
         self._unsettled: dict[str, Unsettled] = {}
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -155,32 +155,32 @@ class NodeState:
         self._charge(before, None, holding)
         self._publish(before, None, holding)
 
-    def _charge(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
+    def _charge(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
         """Charge or release a kernel, and its claim with the rest, in one step of the ledger."""
         is_same_claim = before is not None and now is not None and before.claim_id == now.claim_id
-        if is_same_claim and now and held and held.allocation == now.allocation:
+        if is_same_claim and now and holding and holding.allocation == now.allocation:
             return
-        known = [kernel for kernel in (before, now) if kernel is not None]
-        if not known:
+        versions = [kernel for kernel in (before, now) if kernel is not None]
+        if not versions:
             return
-        kernel_id = known[0].kernel_id
+        kernel_id = versions[0].kernel_id
         ledger = self._ledger.without(kernel_id)
-        for claim_id in {kernel.claim_id for kernel in known if kernel.claim_id is not None}:
+        for claim_id in {kernel.claim_id for kernel in versions if kernel.claim_id is not None}:
             users = {k: user for k, user in self.users_of(claim_id).items() if k != kernel_id}
             if now and now.claim_id == claim_id:
                 users[kernel_id] = now
-            self._users[claim_id] = users
+            self._claim_users[claim_id] = users
             if not users:
-                del self._users[claim_id]
+                del self._claim_users[claim_id]
             ledger = self._with_claim(ledger, self._claims.get(claim_id))
         self._ledger = ledger.with_held(kernel_id, now.agent_id, now.allocation) if now else ledger
 
     def _with_claim(self, ledger: Ledger, claim: Claim | None) -> Ledger:
         if claim is None:
             return ledger
-        users = self._users.get(claim.claim_id, {}).values()
-        left = remaining(claim.allocation, (kernel.allocation for kernel in users))
-        return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, left)
+        users = self._claim_users.get(claim.claim_id, {}).values()
+        unused = remaining(claim.allocation, (kernel.allocation for kernel in users))
+        return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, unused)
 
     def label_excess(self, spec: KernelSpec | ClaimSpec) -> LabelExcess | None:
         """Return how the labels of a request exceed a sum of the node, None if they fit.
@@ -189,15 +189,15 @@ class NodeState:
         """
         if not spec.labels:
             return None
-        used: Counter[str] = Counter()
+        bytes_by_agent: Counter[str] = Counter()
         owners: list[Kernel | Claim] = [kernel for kernel in self if kernel.holds]
         for owner in [*owners, *self._claims.values()]:
-            used[owner.agent_id] += size_of(owner.labels)
+            bytes_by_agent[owner.agent_id] += size_of(owner.labels)
         return excess_of(
             spec.labels,
             spec.agent_id,
-            agent_bytes=used[spec.agent_id],
-            node_bytes=used.total(),
+            agent_bytes=bytes_by_agent[spec.agent_id],
+            node_bytes=bytes_by_agent.total(),
         )
 
     @property
@@ -216,7 +216,7 @@ class NodeState:
 
     def users_of(self, claim_id: str) -> Mapping[str, Kernel]:
         """Return the kernels that hold devices of a claim, those being created included."""
-        return MappingProxyType(self._users.get(claim_id, {}))
+        return MappingProxyType(self._claim_users.get(claim_id, {}))
 
     def put_claim(self, claim: Claim) -> None:
         """Add or replace a claim, and charge it with what its kernels do not hold."""
@@ -228,32 +228,32 @@ class NodeState:
     def drop_claim(self, claim_id: str) -> None:
         """Forget a claim; its devices are free. Dropping twice changes nothing."""
         self._claims.pop(claim_id, None)
-        self._closed.discard(claim_id)
+        self._closed_claims.discard(claim_id)
         self._ledger = self._ledger.without(ClaimHolder(claim_id))
 
     @property
     def closed_claims(self) -> frozenset[str]:
         """Claims that nothing can be created from: not yet recorded, or ended and not yet free."""
-        return frozenset(self._closed)
+        return frozenset(self._closed_claims)
 
     def close_claim(self, claim_id: str) -> None:
         """Refuse creates from a claim."""
-        self._closed.add(claim_id)
+        self._closed_claims.add(claim_id)
 
     def open_claim(self, claim_id: str) -> None:
         """Allow creates from a claim."""
-        self._closed.discard(claim_id)
+        self._closed_claims.discard(claim_id)
 
-    def _publish(self, before: Kernel | None, now: Kernel | None, held: Holding | None) -> None:
+    def _publish(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
         for changed in self._listeners:
             changed(before, now)
         if now is None:
-            self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=held is not None)
+            self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=holding is not None)
         elif now != before:
             if now.state is KernelState.TERMINATED and has_ended(before, now):
                 log_end(now)
-            holds = self._ledger.holdings.get(now.kernel_id)
-            self._events.publish(EventKind.KERNEL, now, is_of_shares=holds != held)
+            holding_now = self._ledger.holdings.get(now.kernel_id)
+            self._events.publish(EventKind.KERNEL, now, is_of_shares=holding_now != holding)
 
     def lock(self, kernel_id: str) -> asyncio.Lock:
         """Return the lock that a task working on a kernel holds."""
@@ -308,16 +308,18 @@ class NodeState:
 
     def note_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
         """Mark a runtime as available after a complete list was applied."""
-        self._note(RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored))
+        self._set_status(
+            RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored)
+        )
 
     def note_unavailable(self, name: str, reason: str) -> None:
         """Mark a runtime as unavailable; its kernels stay as they are.
 
         Its kernels may change unobserved, so they count as not listed until the next complete list.
         """
-        self._note(RuntimeStatus(name, RuntimeState.UNAVAILABLE, reason))
+        self._set_status(RuntimeStatus(name, RuntimeState.UNAVAILABLE, reason))
 
-    def _note(self, status: RuntimeStatus) -> None:
+    def _set_status(self, status: RuntimeStatus) -> None:
         before = self.runtime(status.name)
         self._runtimes[status.name] = status
         if before.state is not status.state:
@@ -330,16 +332,18 @@ class NodeState:
             UnknownRuntime: the runtime does not exist.
         """
         if name not in self._runtimes:
-            have = ", ".join(self._runtimes)
-            raise UnknownRuntime(f"unknown runtime {name} (this node has: {have})")
+            available = ", ".join(self._runtimes)
+            raise UnknownRuntime(f"unknown runtime {name} (this node has: {available})")
         return self._runtimes[name]
 
     def forget_runtime(self, name: str) -> None:
         """Remove a runtime from the state."""
         status = self.runtime(name)
         del self._runtimes[name]
-        gone = replace(status, state=RuntimeState.UNAVAILABLE, reason="forgotten by an operator")
-        self._events.publish(EventKind.RUNTIME, gone)
+        forgotten = replace(
+            status, state=RuntimeState.UNAVAILABLE, reason="forgotten by an operator"
+        )
+        self._events.publish(EventKind.RUNTIME, forgotten)
 
     def require_runtime(self, name: str) -> None:
         """Refuse an operation on a runtime whose kernels are not known.

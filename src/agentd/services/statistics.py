@@ -53,7 +53,7 @@ class KernelUse(msgspec.Struct, frozen=True):
     devices: tuple[DeviceUse, ...]
 
 
-class _User(msgspec.Struct, frozen=True):
+class _DeviceUser(msgspec.Struct, frozen=True):
     """A process on a device: its cgroups and its memory there."""
 
     groups: frozenset[str]
@@ -65,7 +65,7 @@ _Key: TypeAlias = tuple[str, str, float]
 
 _Device: TypeAlias = tuple[str, str]
 """A device's name and stable id; plugins do not share device names."""
-_Measured: TypeAlias = Mapping[_Device, Measurement]
+_Measurements: TypeAlias = Mapping[_Device, Measurement]
 
 
 def _key(kernel: Kernel) -> _Key:
@@ -89,61 +89,61 @@ class Statistics:
         self._plugins = plugins
         self._clock = clock
         self._groups_of = groups_of
-        self._looking = asyncio.Lock()
-        self._looked_at = float("-inf")
-        self._found: Mapping[_Key, KernelUse] = {}
+        self._reading_lock = asyncio.Lock()
+        self._read_at = float("-inf")
+        self._usages: Mapping[_Key, KernelUse] = {}
 
     async def of(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
         """Return the usage of these kernels, in order; it is unknown for very new kernels."""
-        wanted = list(kernels)
-        if not wanted:
+        requested = list(kernels)
+        if not requested:
             return []
-        async with self._looking:
-            if self._clock.steady() - self._looked_at >= FRESH_S:
-                self._found = await self._look()
-                self._looked_at = self._clock.steady()
-        now, found = self._clock.wall(), self._found
+        async with self._reading_lock:
+            if self._clock.steady() - self._read_at >= FRESH_S:
+                self._usages = await self._read_usages()
+                self._read_at = self._clock.steady()
+        now, usages = self._clock.wall(), self._usages
         return [
-            found.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, k.state, now, UNKNOWN, ())
-            for k in wanted
+            usages.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, k.state, now, UNKNOWN, ())
+            for k in requested
         ]
 
-    async def _look(self) -> dict[_Key, KernelUse]:
+    async def _read_usages(self) -> dict[_Key, KernelUse]:
         now = self._clock.wall()
         kernels = list(self._state)
-        accounted: dict[str, UsageReading] = {}
+        readings: dict[str, UsageReading] = {}
         for name, runtime in self._runtimes.items():
-            mine = [kernel for kernel in kernels if kernel.runtime == name]
-            if mine:
+            own_kernels = [kernel for kernel in kernels if kernel.runtime == name]
+            if own_kernels:
                 with suppress(RuntimeUnavailable, RuntimeFailure):
-                    accounted |= await runtime.usages(mine)
-        listed = self._plugins.measurements().items()
-        measured = {(name, item.stable_id): item for name, items in listed for item in items}
-        users = await asyncio.to_thread(self._users, measured)
+                    readings |= await runtime.usages(own_kernels)
+        listings = self._plugins.measurements().items()
+        measurements = {(name, item.stable_id): item for name, items in listings for item in items}
+        users = await asyncio.to_thread(self._device_users, measurements)
         return {
-            _key(kernel): self._use(
-                kernel, accounted.get(kernel.kernel_id, UsageReading()), measured, users, now
+            _key(kernel): self._kernel_use(
+                kernel, readings.get(kernel.kernel_id, UsageReading()), measurements, users, now
             )
             for kernel in kernels
         }
 
-    def _users(self, measured: _Measured) -> dict[_Device, list[_User]]:
+    def _device_users(self, measurements: _Measurements) -> dict[_Device, list[_DeviceUser]]:
         """Return the processes on each device, where the driver reports them."""
         return {
             key: [
-                _User(frozenset(self._groups_of(process.pid)), process.memory_bytes)
+                _DeviceUser(frozenset(self._groups_of(process.pid)), process.memory_bytes)
                 for process in item.processes
             ]
-            for key, item in measured.items()
+            for key, item in measurements.items()
             if item.processes is not None
         }
 
-    def _use(
+    def _kernel_use(
         self,
         kernel: Kernel,
-        accounted: UsageReading,
-        measured: _Measured,
-        users: Mapping[_Device, Sequence[_User]],
+        reading: UsageReading,
+        measurements: _Measurements,
+        users: Mapping[_Device, Sequence[_DeviceUser]],
         now: float,
     ) -> KernelUse:
         by_id = self._devices.inventory.by_id
@@ -152,14 +152,14 @@ class Statistics:
             _device_use(
                 share,
                 by_id.get(share.device_id),
-                measured.get((share.device_id.name, share.stable_id)),
+                measurements.get((share.device_id.name, share.stable_id)),
                 users.get((share.device_id.name, share.stable_id)),
-                accounted.groups,
+                reading.groups,
             )
             for share in shares
             if share.device_id.name not in (CPU, MEM)
         )
-        usage = accounted.usage
+        usage = reading.usage
         if kernel.state in ENDED:  # an ended kernel's cgroup still has its page cache
             usage = replace(usage, memory_bytes=None, processes=None)
         return KernelUse(kernel.kernel_id, kernel.agent_id, kernel.state, now, usage, devices)
@@ -168,35 +168,35 @@ class Statistics:
 def _device_use(
     share: Share,
     device: Device | None,
-    measured: Measurement | None,
-    users: Sequence[_User] | None,
+    measurement: Measurement | None,
+    users: Sequence[_DeviceUser] | None,
     groups: frozenset[str],
 ) -> DeviceUse:
-    percent = measured.utilization_percent if measured else None
+    percent = measurement.utilization_percent if measurement else None
     return DeviceUse(
         share.device_id.name,
         share.device_id.id,
-        _part(share.amount, device.capacity if device else 0),
+        _share_fraction(share.amount, device.capacity if device else 0),
         None if percent is None else percent / 100,
-        measured.memory_used_bytes if measured else None,
-        _memory_of(groups, users),
-        measured.power_w if measured else None,
+        measurement.memory_used_bytes if measurement else None,
+        _kernel_memory(groups, users),
+        measurement.power_w if measurement else None,
     )
 
 
-def _part(amount: int, capacity: int) -> Decimal:
+def _share_fraction(amount: int, capacity: int) -> Decimal:
     if not amount or not capacity:  # held whole
         return Decimal(1)
     return (Decimal(amount) / Decimal(capacity)).quantize(_SHARE_DIGITS).normalize()
 
 
-def _memory_of(groups: frozenset[str], users: Sequence[_User] | None) -> int | None:
+def _kernel_memory(groups: frozenset[str], users: Sequence[_DeviceUser] | None) -> int | None:
     """Return the memory of the processes in a kernel's cgroups; None if unknown."""
     if users is None or not groups:
         return None
-    mine = [user.memory_bytes for user in users if _is_within(user.groups, groups)]
-    known = [amount for amount in mine if amount is not None]
-    return sum(known) if len(known) == len(mine) else None
+    amounts = [user.memory_bytes for user in users if _is_within(user.groups, groups)]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
 
 
 def _is_within(inner: frozenset[str], outer: frozenset[str]) -> bool:

@@ -39,24 +39,27 @@ class UnclaimedProcesses:
         self._plugins = plugins
         self._clock = clock
         self._withholds = withholds
-        self._since: dict[tuple[DeviceId, int], float] = {}
-        self._found: dict[DeviceId, tuple[int, ...]] = {}
+        self._first_seen: dict[tuple[DeviceId, int], float] = {}
+        self._pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
 
     @property
     def found(self) -> Mapping[DeviceId, Sequence[int]]:
         """Process ids by device."""
-        return self._found
+        return self._pids_by_device
 
     @property
     def busy(self) -> Mapping[DeviceId, str]:
         """The reasons why devices are not allocated; none unless they are to be withheld."""
         if not self._withholds:
             return {}
-        return {device_id: _reason(pids) for device_id, pids in self._found.items()}
+        return {device_id: _reason(pids) for device_id, pids in self._pids_by_device.items()}
 
     def warnings(self) -> list[str]:
         """Return a warning for each device."""
-        return [f"device {device_id}: {_reason(pids)}" for device_id, pids in self._found.items()]
+        return [
+            f"device {device_id}: {_reason(pids)}"
+            for device_id, pids in self._pids_by_device.items()
+        ]
 
     async def run(self) -> None:
         """Look again and again; until cancelled."""
@@ -67,26 +70,26 @@ class UnclaimedProcesses:
     def look(self) -> None:
         """Compare the processes that drivers list with the ledger."""
         now = self._clock()
-        self._since = {key: self._since.get(key, now) for key in self._unclaimed()}
-        found: dict[DeviceId, tuple[int, ...]] = {}
-        for (device_id, pid), since in sorted(self._since.items()):
+        self._first_seen = {key: self._first_seen.get(key, now) for key in self._unclaimed_uses()}
+        pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
+        for (device_id, pid), since in sorted(self._first_seen.items()):
             if now - since >= PATIENCE_S:
-                found[device_id] = (*found.get(device_id, ()), pid)
-        if found == self._found:
+                pids_by_device[device_id] = (*pids_by_device.get(device_id, ()), pid)
+        if pids_by_device == self._pids_by_device:
             return
-        for device_id in found.keys() - self._found.keys():
-            pids = list(found[device_id])
+        for device_id in pids_by_device.keys() - self._pids_by_device.keys():
+            pids = list(pids_by_device[device_id])
             log.warning("device.used_unclaimed", device=str(device_id), pids=pids)
-        self._found = found
+        self._pids_by_device = pids_by_device
         self._devices.update_suspended()
 
-    def _unclaimed(self) -> Iterator[tuple[DeviceId, int]]:
+    def _unclaimed_uses(self) -> Iterator[tuple[DeviceId, int]]:
         """Yield each device without a holder with each process that uses it."""
-        by_stable_id, held = self._devices.inventory.by_stable_id, self._state.ledger.held
-        for listed in self._plugins.measurements().values():
-            for item in listed:
+        by_stable_id, held_devices = self._devices.inventory.by_stable_id, self._state.ledger.held
+        for measurements in self._plugins.measurements().values():
+            for item in measurements:
                 device = by_stable_id.get(item.stable_id)
-                if device is not None and device.device_id not in held:
+                if device is not None and device.device_id not in held_devices:
                     yield from ((device.device_id, use.pid) for use in item.processes or ())
 
 

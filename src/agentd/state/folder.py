@@ -13,10 +13,9 @@
     docker/last_seen.json   the time of the engine's last event (`agentd.runtimes.docker.last_seen`)
 
 Files are replaced atomically, from a file `.NAME.new` beside them, and only their owner can read
-them. An unreadable file is set aside
-and reported. Of a file written by a newer agentd, the known members are read and a copy is kept. A
-folder that is not writable (read-only, full) does not stop the service: only changes that must be
-saved beforehand are refused.
+them. An unreadable file is set aside and reported. Of a file written by a newer agentd, the known
+members are read and a copy is kept. A folder that is not writable (read-only, full) does not stop
+the service: only changes that must be saved beforehand are refused.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ class StateFolder:
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self._claims = folder / "claims"
         self._locks = Locks()
-        self._complaints: dict[str, str] = {}
+        self._access_errors: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
-        self._behind: dict[str, tuple[Callable[[], None], ...]] = {}
+        self._late_steps: dict[str, tuple[Callable[[], None], ...]] = {}
         """The steps by which each late record is saved."""
         self._is_open = False
 
@@ -91,7 +90,7 @@ class StateFolder:
             StartRefused: the folder is not writable, or another daemon uses it or the node id.
         """
         try:
-            self._make()
+            self._create_folders()
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
@@ -99,20 +98,20 @@ class StateFolder:
         self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
         with suppress(OSError):
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        why = f"another agentd serves node id {self._node_id} on this host"
-        self._lock(lock_folder / f"node-{self._node_id}.lock", why)
+        reason = f"another agentd serves node id {self._node_id} on this host"
+        self._lock(lock_folder / f"node-{self._node_id}.lock", reason)
         try:
             for folder in (self.folder, self._claims, *self._folders.values()):
                 for unfinished in folder.glob(".*.new"):
                     with suppress(OSError):
                         unfinished.unlink()
-            claims, kernels = self._saved_claims(), self._saved()
+            claims, kernels = self._claim_paths(), self._record_paths()
         except OSError as error:  # holders that are unknown must not be forgotten
             raise StartRefused(f"{error.filename} cannot be read: {error.strerror}") from None
         booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         for claim_id, path in claims.items():
             with suppress(OSError):
-                if _was_lost(path, booted_at):
+                if _is_emptied(path, booted_at):
                     path.unlink()
                     log.info("claim.record_lost", claim_id=claim_id)
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in kernels.items()}
@@ -138,32 +137,32 @@ class StateFolder:
         """Release the locks."""
         self._locks.close()
 
-    def _make(self) -> None:
+    def _create_folders(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         for folder in (self._claims, *self.bundles.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def _complain(self, what: Path | str, why: str) -> None:
-        if self._complaints.get(str(what)) != why:
-            self._complaints[str(what)] = why
-            log.warning("state.access_failed", file=str(what), reason=why)
+    def _complain(self, file: Path | str, reason: str) -> None:
+        if self._access_errors.get(str(file)) != reason:
+            self._access_errors[str(file)] = reason
+            log.warning("state.access_failed", file=str(file), reason=reason)
 
     def warnings(self) -> Sequence[str]:
         """Return warnings about this folder."""
-        return [f"{what} {why}" for what, why in self._complaints.items()]
+        return [f"{file} {reason}" for file, reason in self._access_errors.items()]
 
     def bundled(self) -> set[str]:
         """Return the runtimes that have bundles here, or may have some."""
-        found = set()
+        runtimes = set()
         for name, folder in self.bundles.items():
             try:
                 if any(path.is_dir() for path in folder.iterdir()):
-                    found.add(name)
+                    runtimes.add(name)
             except FileNotFoundError:
                 continue
             except OSError:
-                found.add(name)
-        return found
+                runtimes.add(name)
+        return runtimes
 
     def load_node(self) -> SavedNode | None:
         """Return the content of node.json, None if it is missing or unreadable."""
@@ -219,19 +218,19 @@ class StateFolder:
 
     def load_records(self) -> Sequence[SavedRecord]:
         """Return the record of every kernel that was not removed."""
-        with _reading():
-            saved = self._saved()
-        return [SavedRecord(i, phase, _text(path)) for i, (phase, path) in saved.items()]
+        with _errors_as_unavailable():
+            saved = self._record_paths()
+        return [SavedRecord(i, phase, _read_text(path)) for i, (phase, path) in saved.items()]
 
-    def _saved(self) -> dict[str, tuple[Phase, Path]]:
+    def _record_paths(self) -> dict[str, tuple[Phase, Path]]:
         """Return the path of each record; one found twice, during a move, where it began."""
-        found: dict[str, tuple[Phase, Path]] = {}
+        path_by_kernel: dict[str, tuple[Phase, Path]] = {}
         for phase in Phase:
             with suppress(FileNotFoundError, NotADirectoryError):
                 for path in sorted(self._folders[phase].iterdir()):
                     if path.suffix == ".json" and is_name(path.stem):
-                        found.setdefault(path.stem, (phase, path))
-        return found
+                        path_by_kernel.setdefault(path.stem, (phase, path))
+        return path_by_kernel
 
     def save_intent(self, kernel_id: str, text: str) -> None:
         """Save a create before the runtime is called.
@@ -239,12 +238,12 @@ class StateFolder:
         Raises:
             StateUnavailable: the record cannot be saved.
         """
-        if self._behind.pop(kernel_id, None):  # of an earlier kernel of that name
+        if self._late_steps.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
-                    self._path(kernel_id, phase).unlink()
+                    self._record_path(kernel_id, phase).unlink()
         self._phases[kernel_id] = Phase.INTENT
-        self._write(self._path(kernel_id, Phase.INTENT), text.encode(), "intent")
+        self._write(self._record_path(kernel_id, Phase.INTENT), text.encode(), "intent")
 
     def save_phase(self, kernel_id: str, phase: Phase, text: Callable[[], str]) -> None:
         """Save the phase of a kernel; `text` is called only if there is no record yet.
@@ -255,38 +254,38 @@ class StateFolder:
         if before is phase:
             return
         self._phases[kernel_id] = phase
-        self._try(kernel_id, lambda: self._move(kernel_id, before, phase, text))
+        self._run_steps(kernel_id, lambda: self._move_record(kernel_id, before, phase, text))
 
-    def _move(
+    def _move_record(
         self, kernel_id: str, before: Phase | None, phase: Phase, text: Callable[[], str]
     ) -> None:
-        path = self._path(kernel_id, phase)
+        path = self._record_path(kernel_id, phase)
         try:
             if before is None:
                 raise FileNotFoundError
             hit("record.before_move")
-            self._path(kernel_id, before).rename(path)
+            self._record_path(kernel_id, before).rename(path)
             hit("record.after_move")
         except FileNotFoundError:
             self._write(path, text().encode(), "record")
 
     def save_record(self, kernel_id: str, text: str) -> None:
         """Replace the record of a kernel; if that fails, `retry` tries again."""
-        path = self._path(kernel_id, self._phases[kernel_id])
-        self._try(kernel_id, lambda: self._write(path, text.encode(), "record"))
+        path = self._record_path(kernel_id, self._phases[kernel_id])
+        self._run_steps(kernel_id, lambda: self._write(path, text.encode(), "record"))
 
     def drop_record(self, kernel_id: str) -> None:
         """Remove the record of a kernel; if that fails, `retry` tries again."""
         if (phase := self._phases.pop(kernel_id, None)) is not None:
-            self._try(kernel_id, lambda: self._unlink(kernel_id, phase))
+            self._run_steps(kernel_id, lambda: self._remove_record(kernel_id, phase))
 
     def load_claims(self) -> dict[str, str]:
         """Return the record of each claim by its id; empty text where it cannot be read."""
-        with _reading():
-            found = self._saved_claims()
-        return {claim_id: _text(path) for claim_id, path in found.items() if is_name(claim_id)}
+        with _errors_as_unavailable():
+            paths = self._claim_paths()
+        return {claim_id: _read_text(path) for claim_id, path in paths.items() if is_name(claim_id)}
 
-    def _saved_claims(self) -> dict[str, Path]:
+    def _claim_paths(self) -> dict[str, Path]:
         """Return the path of each claim's record."""
         with suppress(FileNotFoundError, NotADirectoryError):  # reported where one is written
             paths = sorted(self._claims.iterdir())
@@ -326,36 +325,36 @@ class StateFolder:
     def _claim_path(self, claim_id: str) -> Path:
         return self._claims / f"{checked(claim_id)}.json"
 
-    def _unlink(self, kernel_id: str, phase: Phase) -> None:
+    def _remove_record(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
-        self._path(kernel_id, phase).unlink(missing_ok=True)
+        self._record_path(kernel_id, phase).unlink(missing_ok=True)
         hit("record.after_drop")
 
-    def _try(self, kernel_id: str, *steps: Callable[[], None]) -> None:
+    def _run_steps(self, kernel_id: str, *steps: Callable[[], None]) -> None:
         """Save a change after those that are late; what fails is reported and kept for `retry`."""
-        what = f"{self.folder}/record of {kernel_id}"
-        steps = (*self._behind.pop(kernel_id, ()), *steps)
+        subject = f"{self.folder}/record of {kernel_id}"
+        steps = (*self._late_steps.pop(kernel_id, ()), *steps)
         try:
             for step in steps:
                 step()
         except (OSError, StateUnavailable) as error:
-            self._behind[kernel_id] = steps
-            self._complain(what, f"is outdated and cannot be written: {error}")
+            self._late_steps[kernel_id] = steps
+            self._complain(subject, f"is outdated and cannot be written: {error}")
         else:
-            self._complaints.pop(what, None)
+            self._access_errors.pop(subject, None)
 
     def retry(self) -> None:
         """Retry the saves that failed, and writing to the folders where nothing else would."""
-        for kernel_id in list(self._behind):
-            self._try(kernel_id)
-        for folder in [path for path in map(Path, self._complaints) if path.is_dir()]:
+        for kernel_id in list(self._late_steps):
+            self._run_steps(kernel_id)
+        for folder in [path for path in map(Path, self._access_errors) if path.is_dir()]:
             probe = folder / ".probe.new"
             with suppress(OSError):
-                _fill(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
+                _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
                 probe.unlink()
-                del self._complaints[str(folder)]
+                del self._access_errors[str(folder)]
 
-    def _path(self, kernel_id: str, phase: Phase) -> Path:
+    def _record_path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{checked(kernel_id)}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
@@ -367,33 +366,33 @@ class StateFolder:
         except UnusableFile as error:
             self._complain(path, str(error))
         except (ValueError, RecursionError) as error:
-            kept = path.with_name(f"{path.name}.unreadable")
-            why = f"cannot be read ({type(error).__name__}: {error}); set aside as {kept.name}"
-            self._complain(path, why)
-            self._keep(Path.rename, path, kept)
+            copy = path.with_name(f"{path.name}.unreadable")
+            reason = f"cannot be read ({type(error).__name__}: {error}); set aside as {copy.name}"
+            self._complain(path, reason)
+            self._set_aside(Path.rename, path, copy)
         else:
             if saved.schema > SCHEMA:
-                kept = path.with_name(f"{path.name}.schema-{saved.schema}")
-                self._complain(path, f"was written by a newer agentd; copied to {kept.name}")
-                self._keep(shutil.copyfile, path, kept)
+                copy = path.with_name(f"{path.name}.schema-{saved.schema}")
+                self._complain(path, f"was written by a newer agentd; copied to {copy.name}")
+                self._set_aside(shutil.copyfile, path, copy)
             return saved
         return None
 
-    def _keep(self, keep: Callable[[Path, Path], object], path: Path, kept: Path) -> None:
+    def _set_aside(self, transfer: Callable[[Path, Path], object], path: Path, copy: Path) -> None:
         """Keep a file, which will be replaced, under another name."""
         if self._is_open:
             with suppress(OSError):
-                keep(path, kept)
+                transfer(path, copy)
 
-    def _save_lasting(self, what: str, content: msgspec.Struct) -> None:
-        path = self.folder / f"{what}.json"
-        self._write(path, msgspec.json.encode(content), what, is_lasting=True)
+    def _save_lasting(self, name: str, content: msgspec.Struct) -> None:
+        path = self.folder / f"{name}.json"
+        self._write(path, msgspec.json.encode(content), name, is_lasting=True)
 
     def _write(
         self,
         path: Path,
         content: bytes,
-        what: str,
+        step: str,
         *,
         is_lasting: bool = False,
         mode: int = _LASTING,
@@ -406,16 +405,16 @@ class StateFolder:
         temporary = path.with_name(f".{path.name}.new")
         try:
             try:
-                _fill(temporary, content, is_lasting=is_lasting, mode=mode)
+                _write_new_file(temporary, content, is_lasting=is_lasting, mode=mode)
             except FileNotFoundError:  # the folder was removed
-                self._make()
-                _fill(temporary, content, is_lasting=is_lasting, mode=mode)
-            hit(f"{what}.before_replace")
+                self._create_folders()
+                _write_new_file(temporary, content, is_lasting=is_lasting, mode=mode)
+            hit(f"{step}.before_replace")
             temporary.replace(path)
             if is_lasting:
-                _flush(path.parent)
-            hit(f"{what}.after_replace")
-            self._complaints.pop(str(path.parent), None)
+                _sync_folder(path.parent)
+            hit(f"{step}.after_replace")
+            self._access_errors.pop(str(path.parent), None)
         except OSError as error:
             self._complain(path.parent, f"cannot be written: {error.strerror}")
             with suppress(OSError):
@@ -424,7 +423,7 @@ class StateFolder:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def _errors_as_unavailable() -> Iterator[None]:
     """Raise `StateUnavailable` if a folder cannot be listed: records in it are not gone."""
     try:
         yield
@@ -432,18 +431,20 @@ def _reading() -> Iterator[None]:
         raise StateUnavailable(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _was_lost(path: Path, booted_at: float) -> bool:
+def _is_emptied(path: Path, booted_at: float) -> bool:
     """Return whether a loss of power emptied the record of a claim that a reboot ends.
 
     A lasting one is never emptied by that, and one of this boot by nothing that agentd does: those
     are kept.
     """
-    found = path.lstat()
-    is_of_earlier_boot = stat.S_IMODE(found.st_mode) == _UNTIL_REBOOT and found.st_mtime < booted_at
+    status = path.lstat()
+    is_of_earlier_boot = (
+        stat.S_IMODE(status.st_mode) == _UNTIL_REBOOT and status.st_mtime < booted_at
+    )
     return is_of_earlier_boot and not path.read_bytes().strip(b"\0")
 
 
-def _fill(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
+def _write_new_file(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
     """Write a new private file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -453,7 +454,7 @@ def _fill(path: Path, content: bytes, *, is_lasting: bool, mode: int) -> None:
             os.fsync(file.fileno())
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return a record's text, empty if it is unreadable."""
     try:
         return read_regular(path, follows_links=False).content.decode(errors="replace")
@@ -461,7 +462,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _flush(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make a folder's names survive a power failure; fsync(2) of a file does not."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -56,10 +56,10 @@ class HostLock:
     def __init__(self, folder: Path, node_id: str, boot_id: str, *, is_user: bool) -> None:
         self.is_user = is_user
         self._path = folder / "host.lock"
-        self._own = _Line(node_id, os.getpid(), boot_id)
+        self._own_line = _Line(node_id, os.getpid(), boot_id)
         self._descriptor: int | None = None
         self._write_error = ""
-        self._is_used = False
+        self._may_be_in_use = False
         """Whether kernels or claims of this node may use real accelerators."""
         self.reason = ""
 
@@ -73,7 +73,7 @@ class HostLock:
             if self.reason:
                 return
             await asyncio.sleep(RETRY_PAUSE_S)
-        self._is_used = self.read()
+        self._may_be_in_use = self.read()
         if self.reason:
             self._close()
         elif self._descriptor is not None:
@@ -83,15 +83,15 @@ class HostLock:
         """Read the line, and update the reason; return whether it is this node's, of this boot."""
         self.reason = ""
         try:
-            line = _parse(read_regular(self._path, _MAX_BYTES, follows_links=False).content)
+            line = _parse_line(read_regular(self._path, _MAX_BYTES, follows_links=False).content)
         except MissingFile:
             return False
         except UnusableFile as error:
             self.reason = f"{self._path} {error}; delete it if no other agentd is on this host"
             return False
-        if line is None or line.boot_id != self._own.boot_id:
+        if line is None or line.boot_id != self._own_line.boot_id:
             return False
-        if self.is_user or line.node_id != self._own.node_id:
+        if self.is_user or line.node_id != self._own_line.node_id:
             self.reason = f"served by agentd {line.node_id} (pid {line.pid}; see {self._path})"
         return not self.reason
 
@@ -106,21 +106,23 @@ class HostLock:
 
     def warnings(self) -> list[str]:
         """Return the warnings about other agentds on this host."""
-        found = []
+        warnings = []
         if self.reason:
-            found.append(f"cores and memory are shared with another agentd: {self.reason}")
+            warnings.append(f"cores and memory are shared with another agentd: {self.reason}")
         if self._write_error:
-            why = f"{self._path} cannot be written: {self._write_error}"
-            found.append(f"{why}; another agentd on this host can serve the same accelerators")
-        return found
+            reason = f"{self._path} cannot be written: {self._write_error}"
+            warnings.append(
+                f"{reason}; another agentd on this host can serve the same accelerators"
+            )
+        return warnings
 
     def note_use(self, *, is_used: bool, is_known: bool) -> None:
         """Note whether kernels or claims use real accelerators; unknown kernels may do so still."""
-        self._is_used = is_used or (self._is_used and not is_known)
+        self._may_be_in_use = is_used or (self._may_be_in_use and not is_known)
 
     def release(self) -> None:
         """Release the lock, and empty the file if no real accelerator is used."""
-        if self._descriptor is not None and not self._is_used:
+        if self._descriptor is not None and not self._may_be_in_use:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
         self._close()
@@ -144,7 +146,7 @@ class HostLock:
         return True
 
     def _write(self, descriptor: int) -> None:
-        text = msgspec.json.encode(self._own) + b"\n"
+        text = msgspec.json.encode(self._own_line) + b"\n"
         try:
             os.fchmod(descriptor, 0o644)  # users' agentds read it, whatever the umask is
             os.pwrite(descriptor, text, 0)
@@ -171,10 +173,12 @@ def _is_locked_by_others(descriptor: int) -> bool:
         if words[1] == "FLOCK" and words[5] == f"{device}:{status.st_ino}"
     ]
     trusted = {0, os.geteuid()}
-    return bool(holders) and not any((uids := _uids_of(pid)) and uids <= trusted for pid in holders)
+    return bool(holders) and not any(
+        (uids := _read_uids(pid)) and uids <= trusted for pid in holders
+    )
 
 
-def _uids_of(pid: int) -> set[int]:
+def _read_uids(pid: int) -> set[int]:
     """Return the real, effective, saved and file system uid of a process, none if it has ended."""
     try:
         lines = read_lines(f"/proc/{pid}/status")
@@ -183,7 +187,7 @@ def _uids_of(pid: int) -> set[int]:
     return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
 
 
-def _parse(content: bytes) -> _Line | None:
+def _parse_line(content: bytes) -> _Line | None:
     """Return the line of a file, None if the file is empty.
 
     Raises:

@@ -37,7 +37,7 @@ class Locks:
     """The locks of this daemon, held until `close`."""
 
     def __init__(self) -> None:
-        self._held: list[int] = []
+        self._descriptors: list[int] = []
 
     def take(self, path: Path, refusal: str) -> str:
         """Lock a file; return a warning, empty if there is none.
@@ -45,28 +45,28 @@ class Locks:
         Raises:
             StartRefused: another process holds it (`refusal`), or it cannot be opened.
         """
-        descriptor, complaint = _opened(path)
+        descriptor, warning = _open_lock_file(path)
         if descriptor is None:
-            return complaint
+            return warning
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise StartRefused(f"{refusal} (pid {holder})") from None
-        self._held.append(descriptor)
+        self._descriptors.append(descriptor)
         with suppress(OSError):  # the holder's pid is only for display
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        return complaint
+        return warning
 
     def close(self) -> None:
         """Release every lock."""
-        while self._held:
-            os.close(self._held.pop())
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
-def _opened(path: Path) -> tuple[int | None, str]:
+def _open_lock_file(path: Path) -> tuple[int | None, str]:
     """Open a lock file; None with the reason if it cannot be opened."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -74,7 +74,7 @@ def _opened(path: Path) -> tuple[int | None, str]:
     except OSError as error:
         if error.errno not in (*UNWRITABLE, errno.ENOENT):
             raise StartRefused(f"{path}: {error.strerror}") from None
-        complaint = f"cannot be written: {error.strerror}"
+        warning = f"cannot be written: {error.strerror}"
     with suppress(OSError):
-        return os.open(path, os.O_RDONLY | flags), complaint
-    return None, complaint
+        return os.open(path, os.O_RDONLY | flags), warning
+    return None, warning

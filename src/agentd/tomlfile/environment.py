@@ -25,7 +25,7 @@ class Environment(EnvSettingsSource):
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         del field_name, field
-        return _decoded(value)
+        return _decode_json(value)
 
     def explode_env_vars(
         self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]
@@ -33,7 +33,7 @@ class Environment(EnvSettingsSource):
         """Return the keys of one section; those without a known type are JSON or text."""
         values = super().explode_env_vars(field_name, field, env_vars)
         has_tables = any(model.model_config.get("extra") == "allow" for model in models_of(field))
-        return _all_decoded(values) if has_tables else values
+        return _decode_all(values) if has_tables else values
 
 
 class FileSettings(BaseSettings):
@@ -70,23 +70,23 @@ def with_keys_of_file(values: Any, model: type[BaseModel]) -> Any:
         return [with_keys_of_file(item, model) for item in values]
     if not isinstance(values, Mapping):
         return values
-    found = dict(values)
+    renamed = dict(values)
     for name, field in model.model_fields.items():
         if name in values:
-            below = found.pop(name)
-            for inner in models_of(field):
-                below = with_keys_of_file(below, inner)
-            found[field.alias or name] = below
-    return found
+            inner_value = renamed.pop(name)
+            for inner_model in models_of(field):
+                inner_value = with_keys_of_file(inner_value, inner_model)
+            renamed[field.alias or name] = inner_value
+    return renamed
 
 
-def _all_decoded(value: Any) -> Any:
+def _decode_all(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _all_decoded(below) for key, below in value.items()}
-    return _decoded(value)
+        return {key: _decode_all(inner_value) for key, inner_value in value.items()}
+    return _decode_json(value)
 
 
-def _decoded(value: Any) -> Any:
+def _decode_json(value: Any) -> Any:
     """Return the value of a text in JSON; other text stays, and is validated as such."""
     try:
         return json.loads(value, parse_float=WrittenFloat) if isinstance(value, str) else value

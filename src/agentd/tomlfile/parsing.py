@@ -50,23 +50,23 @@ def parse(
     except tomllib.TOMLDecodeError as error:
         raise ConfigRefused([Problem("", f"invalid TOML: {error}")], source) from None
     except (ValueError, RecursionError):
-        why = "holds a number of over 4300 digits, or is nested too deeply"
-        raise ConfigRefused([Problem("", why)], source) from None
+        reason = "holds a number of over 4300 digits, or is nested too deeply"
+        raise ConfigRefused([Problem("", reason)], source) from None
     # keywords that pydantic-settings takes for options of its own
     reserved = [key for key in raw if key.startswith("_")]
     problems = [Problem(printable_line(key), "unknown key") for key in reserved]
-    problems += _unknown_sections(environ, model, prefix)
+    problems += _unknown_section_problems(environ, model, prefix)
     try:
         settings = model(**{key: value for key, value in raw.items() if key not in reserved})
     except ValidationError as error:
-        found = error.errors()
-        problems += [problem_of(dict(item), environ, model, prefix) for item in found]
+        items = error.errors()
+        problems += [problem_of(dict(item), environ, model, prefix) for item in items]
     if problems:
         raise ConfigRefused(problems, source)
     return settings, raw
 
 
-def _unknown_sections(
+def _unknown_section_problems(
     environ: Mapping[str, str], root: type[BaseModel], prefix: str
 ) -> Iterator[Problem]:
     for name in environ:
@@ -78,28 +78,28 @@ def _unknown_sections(
 
 
 def problem_of(
-    item: Mapping[str, Any],
+    error: Mapping[str, Any],
     environ: Mapping[str, str],
     root: type[BaseModel],
     prefix: str = "",
 ) -> Problem:
     """Return an item of `ValidationError.errors` as a problem of the file."""
-    keys = tuple(map(str, item["loc"]))
+    keys = tuple(map(str, error["loc"]))
     key = ".".join(keys)
-    where = variable_of(keys, environ, prefix) or key
-    message = _TYPES.get(item["type"], item["msg"].removeprefix("Value error, "))
-    if item["type"] == "extra_forbidden":
-        message = _unknown_key(keys[-1], item["input"], _table_at(keys[:-1], root))
-    elif item["type"] not in ("value_error", "missing"):
-        message = f"{message}, not {_shown(item['input'])}"
-        if where == key and isinstance(item["input"], Mapping):
-            field = _fields(_table_at(keys[:-1], root)).get(keys[-1])
+    location = variable_of(keys, environ, prefix) or key
+    message = _MESSAGES.get(error["type"], error["msg"].removeprefix("Value error, "))
+    if error["type"] == "extra_forbidden":
+        message = _unknown_key_problem(keys[-1], error["input"], _table_at(keys[:-1], root))
+    elif error["type"] not in ("value_error", "missing"):
+        message = f"{message}, not {_quote_value(error['input'])}"
+        if location == key and isinstance(error["input"], Mapping):
+            field = _fields_by_key(_table_at(keys[:-1], root)).get(keys[-1])
             is_list_of_tables = field is not None and any(models_of(field))
             message += f"; write [[{key}]] for each table" if is_list_of_tables else ""
-    return Problem(printable_line(where), printable_line(message))
+    return Problem(printable_line(location), printable_line(message))
 
 
-_TYPES = {
+_MESSAGES = {
     "missing": "is missing, and has no default",
     "tuple_type": "expected a list",
     "dict_type": "expected a table",
@@ -117,15 +117,15 @@ _TYPES = {
 """Messages for pydantic's error types, in the terms of a TOML file."""
 
 
-def _shown(value: object) -> str:
+def _quote_value(value: object) -> str:
     return repr(value.text if isinstance(value, WrittenFloat) else value)
 
 
-def _unknown_key(key: str, value: object, parent: type[BaseModel]) -> str:
+def _unknown_key_problem(key: str, value: object, parent: type[BaseModel]) -> str:
     explain = getattr(parent, "explain_unknown", None)
     if explain is not None and (explained := explain(key, value)):
         return str(explained)
-    known = list(_fields(parent))
+    known = list(_fields_by_key(parent))
     hint = did_you_mean(key.replace("_", "-"), known)
     tables = ", and tables" if parent.model_config.get("extra") == "allow" else ""
     return f"unknown key; {hint}allowed: {', '.join(known)}{tables}"
@@ -135,12 +135,12 @@ def _table_at(keys: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
     """Return the model of the table at a key path, or of the nearest table above it."""
     model = root
     for key in keys:
-        if field := _fields(model).get(key):
+        if field := _fields_by_key(model).get(key):
             model = next(models_of(field), model)
     return model
 
 
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+def _fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of a table by their keys in the file."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
@@ -149,11 +149,11 @@ def variable_of(keys: tuple[str, ...], environ: Mapping[str, str], prefix: str) 
     """Return the variable that sets a key, a part of it, or a table that contains it."""
     names = {name.upper(): name for name in environ}
     for end in range(len(keys), 0, -1):
-        wanted = prefix + "__".join(keys[:end]).replace("-", "_").upper()
-        if wanted in names:
-            return names[wanted]
-    below = prefix + "__".join(keys).replace("-", "_").upper() + "__"
-    return next((names[name] for name in names if name.startswith(below)), None)
+        variable = prefix + "__".join(keys[:end]).replace("-", "_").upper()
+        if variable in names:
+            return names[variable]
+    table_prefix = prefix + "__".join(keys).replace("-", "_").upper() + "__"
+    return next((names[name] for name in names if name.startswith(table_prefix)), None)
 
 
 def is_set_in(raw: object, keys: tuple[str, ...]) -> bool:

@@ -84,13 +84,13 @@ def read_regular(
 
 
 def _read(descriptor: int, most_bytes: int) -> RegularFile:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        raise UnusableFile(f"is {kind_of(found.st_mode)}, expected a regular file")
-    parts, left = [], most_bytes + 1
-    while left and (part := os.read(descriptor, left)):
-        parts.append(part)
-        left -= len(part)
-    if not left:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableFile(f"is {kind_of(status.st_mode)}, expected a regular file")
+    chunks, remaining = [], most_bytes + 1
+    while remaining and (chunk := os.read(descriptor, remaining)):
+        chunks.append(chunk)
+        remaining -= len(chunk)
+    if not remaining:
         raise UnusableFile(f"is larger than {most_bytes} bytes")
-    return RegularFile(b"".join(parts), stat.S_IMODE(found.st_mode))
+    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode))

@@ -303,7 +303,7 @@ async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig)
     hung.list = never
     both = Rig(None, "hung")
     both.runtimes["hung"] = hung
-    both.reconciler._tried["hung"] = asyncio.Event()
+    both.reconciler._first_lists["hung"] = asyncio.Event()
     both.reconciler._following.add("hung")
     for name in ("fake", "hung"):
         both.state.note_unavailable(name, "down")

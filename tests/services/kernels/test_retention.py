@@ -52,12 +52,12 @@ async def test_retention_waits_while_there_are_few() -> None:
     running = asyncio.create_task(keeper.run())
     await asyncio.sleep(0)
     state.put(ended("first", 1.0))
-    assert not keeper._are_too_many.is_set()
+    assert not keeper._prune_event.is_set()
     state.drop("first")
     state.put(ended("second", 2.0))
-    assert not keeper._are_too_many.is_set()
+    assert not keeper._prune_event.is_set()
     state.put(ended("third", 3.0))
-    assert keeper._are_too_many.is_set()
+    assert keeper._prune_event.is_set()
     running.cancel()
 
 

@@ -66,7 +66,7 @@ def allocate(
         InsufficientResource: one of the slots cannot be had in full; nothing changed.
     """
     shares: list[Share] = []
-    counted: Counter[str] = Counter()
+    usage_by_name: Counter[str] = Counter()
     near: set[int] = set()
     for step in steps(slots, inventory.slot_types):
         name = device_name_of(step.slot)
@@ -76,10 +76,12 @@ def allocate(
             )
             for slot in step.amounts
         }
-        chosen = _choose_shares(candidates_by_slot, step, inventory, near, policy)
-        counts = sum(share.counts for share in chosen)
-        left = ledger.within_limit(partition, name)
-        if not chosen or (left is not None and counted[name] + counts > left):
+        step_shares = _choose_shares(candidates_by_slot, step, inventory, near, policy)
+        step_usage = sum(share.counts for share in step_shares)
+        headroom = ledger.within_limit(partition, name)
+        if not step_shares or (
+            headroom is not None and usage_by_name[name] + step_usage > headroom
+        ):
             question = Question(
                 ledger,
                 inventory,
@@ -88,13 +90,13 @@ def allocate(
                 step.amounts,
                 policy,
                 only.get(name),
-                earlier=counted[name],
-                counts=counts,
+                earlier=usage_by_name[name],
+                counts=step_usage,
             )
             raise refusal(question)
-        counted[name] += counts
-        shares += chosen
-        nodes = {inventory.by_id[share.device_id].numa_node for share in chosen}
+        usage_by_name[name] += step_usage
+        shares += step_shares
+        nodes = {inventory.by_id[share.device_id].numa_node for share in step_shares}
         near |= {node for node in nodes if node is not None}
     return Allocation(tuple(shares))
 
@@ -111,9 +113,9 @@ def _choose_shares(
     quanta = {slot: inventory.quantum(slot) for slot in step.amounts}
     wanted = {slot: amount // quanta[slot] for slot, amount in step.amounts.items()}
     if len(wanted) > 1:
-        parts = _divide_together(candidates_by_slot, wanted, inventory, near, policy)
+        parts = _divide_slots(candidates_by_slot, wanted, inventory, near, policy)
     else:
-        quanta_by_device = _divide(candidates, slot, wanted[slot], inventory, near, policy)
+        quanta_by_device = _divide_slot(candidates, slot, wanted[slot], inventory, near, policy)
         parts = {device_id: {slot: part} for device_id, part in quanta_by_device.items()}
     return [
         share_of(
@@ -126,7 +128,7 @@ def _choose_shares(
     ]
 
 
-def _divide(
+def _divide_slot(
     candidates: Sequence[DeviceCandidate],
     slot: SlotName,
     wanted: int,
@@ -137,12 +139,12 @@ def _divide(
     """Return the quanta that each device gives of one slot; empty if they have too few."""
     if sum(candidate.room for candidate in candidates) < wanted:
         return {}
-    tiers = _tiers(candidates, wanted, near, policy)
+    tiers = _numa_tiers(candidates, wanted, near, policy)
     are_shares = is_divisible(inventory.slot_types[slot])
     if are_shares and not policy.allow_fragmentation:
         count = distribute.fewest(sorted(c.capacity for c in candidates), wanted)
         for nodes in _equal_part_groups(tiers, near) if count else ():
-            group = _by_room(candidates, nodes)
+            group = _sort_by_room(candidates, nodes)
             if parts := distribute.equal_parts([c.room for c in group], wanted, count):
                 return _assign(group, parts, inventory)
         return {}
@@ -151,7 +153,7 @@ def _divide(
         rule = distribute.fill
     quanta_by_device: dict[DeviceId, int] = {}
     for nodes in tiers:
-        tier = _by_room(candidates, nodes)
+        tier = _sort_by_room(candidates, nodes)
         rooms = [candidate.room for candidate in tier]
         amount = min(wanted, sum(rooms))
         quanta_by_device |= _assign(tier, rule(rooms, amount), inventory)
@@ -159,7 +161,7 @@ def _divide(
     return quanta_by_device
 
 
-def _divide_together(
+def _divide_slots(
     candidates_by_slot: Mapping[SlotName, Sequence[DeviceCandidate]],
     wanted: Mapping[SlotName, int],
     inventory: Inventory,
@@ -176,22 +178,22 @@ def _divide_together(
     deciding = next(iter(wanted))
     device_ids = devices_with_room(candidates_by_slot, wanted, count)
     fitting = [c for c in candidates_by_slot[deciding] if c.device_id in device_ids]
-    for nodes in _equal_part_groups(_tiers(fitting, wanted[deciding], near, policy), near):
-        group = _by_room(fitting, nodes)
+    for nodes in _equal_part_groups(_numa_tiers(fitting, wanted[deciding], near, policy), near):
+        group = _sort_by_room(fitting, nodes)
         if len(group) >= count:
             tightest = _assign(group, [1] * count + [0] * (len(group) - count), inventory)
-            chosen = [c.device_id for c in fitting if c.device_id in tightest]
+            chosen_ids = [c.device_id for c in fitting if c.device_id in tightest]
             return {
                 device_id: {
                     slot: amount // count + (number < amount % count)
                     for slot, amount in wanted.items()
                 }
-                for number, device_id in enumerate(chosen)
+                for number, device_id in enumerate(chosen_ids)
             }
     return {}
 
 
-def _by_room(candidates: Sequence[DeviceCandidate], nodes: Nodes) -> list[DeviceCandidate]:
+def _sort_by_room(candidates: Sequence[DeviceCandidate], nodes: Nodes) -> list[DeviceCandidate]:
     """Return the candidates on these NUMA nodes, those with least room first."""
     on_nodes = [candidate for candidate in candidates if candidate.device.numa_node in nodes]
     return sorted(on_nodes, key=attrgetter("room"))
@@ -224,39 +226,39 @@ def _equal_part_groups(tiers: Sequence[Nodes], near: set[int]) -> list[Nodes]:
     return [*alone, *accumulate(tiers, or_)]
 
 
-def _tiers(
+def _numa_tiers(
     candidates: Sequence[DeviceCandidate], wanted: int, near: set[int], policy: AllocationPolicy
 ) -> list[Nodes]:
     """Return groups of NUMA nodes, each to be used up before the next is touched."""
-    room: Counter[int | None] = Counter()
+    rooms: Counter[int | None] = Counter()
     for candidate in candidates:
         if candidate.room:
-            room[candidate.device.numa_node] += candidate.room
+            rooms[candidate.device.numa_node] += candidate.room
     is_interleaved = policy.affinity is Affinity.INTERLEAVED
     if not near:
-        return [{*room}] if is_interleaved else _one_node_each(room, wanted, policy.strategy)
-    close = {node for node in room if node is None or node in near}
-    rest = wanted - sum(room[node] for node in close)
-    far = {node: room[node] for node in room if node not in close}
-    if is_interleaved or rest <= 0:
+        return [{*rooms}] if is_interleaved else _rank_nodes(rooms, wanted, policy.strategy)
+    close = {node for node in rooms if node is None or node in near}
+    remaining = wanted - sum(rooms[node] for node in close)
+    far = {node: rooms[node] for node in rooms if node not in close}
+    if is_interleaved or remaining <= 0:
         return [close, {*far}]
-    return [close, *_one_node_each(far, rest, policy.strategy)]
+    return [close, *_rank_nodes(far, remaining, policy.strategy)]
 
 
-def _one_node_each(room: Mapping[int | None, int], wanted: int, strategy: Strategy) -> list[Nodes]:
+def _rank_nodes(rooms: Mapping[int | None, int], wanted: int, strategy: Strategy) -> list[Nodes]:
     """Order NUMA nodes; what is near everything joins the first.
 
     With `fill`, nodes that hold all that is wanted come first, the one with least room before the
     others; else, and after those, the node with most room.
     """
-    anywhere = room.get(None, 0)
+    anywhere = rooms.get(None, 0)
 
     def order(node: int) -> tuple[bool, int, int]:
-        is_snug = strategy is Strategy.FILL and room[node] + anywhere >= wanted
-        return not is_snug, room[node] if is_snug else -room[node], node
+        is_snug = strategy is Strategy.FILL and rooms[node] + anywhere >= wanted
+        return not is_snug, rooms[node] if is_snug else -rooms[node], node
 
-    nodes = sorted((node for node in room if node is not None), key=order)
+    nodes = sorted((node for node in rooms if node is not None), key=order)
     tiers: list[Nodes] = [{node} for node in nodes] or [set()]
-    if None in room:
+    if None in rooms:
         tiers[0].add(None)
     return tiers

@@ -54,8 +54,8 @@ def find_candidates(
             continue
         underived = named if is_deciding else measures
         if capacity := room(partition.limits_of(device), measures, slot, underived):
-            now = room(ledger.left(device, partition), measures, slot, underived)
-            candidates.append(DeviceCandidate(device, now, capacity))
+            free_room = room(ledger.left(device, partition), measures, slot, underived)
+            candidates.append(DeviceCandidate(device, free_room, capacity))
     return candidates
 
 
@@ -89,27 +89,27 @@ def choose_alike(
     for group in groups.values():
         (whole if _is_whole(group, inventory) else in_use).append(group)
     chosen: list[DeviceCandidate] = []
-    others: list[list[DeviceCandidate]] = []
+    divisible: list[list[DeviceCandidate]] = []
     for group in _alternate_nodes(whole):
         if len(group) > 1 and len(chosen) + len(group) <= count:
             chosen += group
         else:
-            others.append(group)
+            divisible.append(group)
     in_use = _alternate_nodes(in_use)
     enough = [group for group in in_use if len(chosen) + len(group) >= count]
-    rests = [min(enough, key=len)] if enough else in_use
-    return [*chosen, *chain.from_iterable([*rests, *sorted(others, key=len)])][:count]
+    partial = [min(enough, key=len)] if enough else in_use
+    return [*chosen, *chain.from_iterable([*partial, *sorted(divisible, key=len)])][:count]
 
 
 def _alternate_nodes(groups: Iterable[list[DeviceCandidate]]) -> list[list[DeviceCandidate]]:
     """Order groups so that NUMA nodes alternate; those that are near everything come last."""
     counts: Counter[int | None] = Counter()
-    turns = []
+    ranked = []
     for group in groups:
         node = group[0].device.numa_node
         counts[node] += 1
-        turns.append((node is None, counts[node], node or 0, group))
-    return [group for *_, group in sorted(turns, key=itemgetter(0, 1, 2))]
+        ranked.append((node is None, counts[node], node or 0, group))
+    return [group for *_, group in sorted(ranked, key=itemgetter(0, 1, 2))]
 
 
 def _is_whole(group: Sequence[DeviceCandidate], inventory: Inventory) -> bool:

@@ -14,25 +14,25 @@ from agentd.core.slots import SlotName
 
 
 def room(
-    left: Sequence[int],
+    free_amounts: Sequence[int],
     measures: Mapping[SlotName, SlotMeasure],
     slot: SlotName,
     named: Collection[SlotName],
 ) -> int:
     """Return the quanta of a slot that a device has room for.
 
-    `left` is what is free of each slot of the device, in base units. Slots that are not `named`,
+    `free_amounts` are those of each slot of the device, in base units. Slots that are not `named`,
     as this one is, are derived from it.
     """
-    own = measures[slot]
-    quanta = left[own.position] // own.quantum
+    measure = measures[slot]
+    quanta = free_amounts[measure.position] // measure.quantum
     if not quanta:
         return 0
-    whole = own.usable // own.quantum
+    whole = measure.usable // measure.quantum
     for name, other in measures.items():
         if name in named:
             continue
-        free = left[other.position] // other.quantum
+        free = free_amounts[other.position] // other.quantum
         if not free:
             return 0
         # the largest part whose derived amount, whole * free at most, is still free
@@ -47,8 +47,8 @@ def beyond_primary(amounts: Sequence[int], usable: Sequence[int]) -> int:
     primary slot, rounded up. The first of `amounts` and of `usable` is the primary slot.
     """
     primary, whole = amounts[0], usable[0]
-    counts = primary
+    usage = primary
     for amount, other in zip(amounts[1:], usable[1:], strict=True):
         if other:
-            counts = max(counts, -(-amount * whole // other))
-    return counts - primary
+            usage = max(usage, -(-amount * whole // other))
+    return usage - primary

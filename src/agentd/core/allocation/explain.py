@@ -85,10 +85,10 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def candidates(self) -> Mapping[DeviceId, DeviceCandidate]:
         """The devices that may give the slot, of those that the request leaves."""
-        found = find_candidates(
+        candidates = find_candidates(
             self.ledger, self.inventory, self.partition, self.slot, [*self.asked], self.only
         )
-        return {each.device_id: each for each in found}
+        return {candidate.device_id: candidate for candidate in candidates}
 
     def of(self, slot: SlotName) -> Question:
         """Return the same about another slot."""
@@ -106,19 +106,19 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @property
     def potentials(self) -> dict[DeviceId, int]:
         """The quanta that each device could give if all were there, healthy and empty."""
-        found = {
+        quanta_by_device = {
             device.device_id: self.partition.potential(device, self.slot) // self.slot_type.quantum
             for device in self.inventory.by_slot.get(self.slot, ())
             if self.may_give(device)
         }
-        return {device_id: quanta for device_id, quanta in found.items() if quanta}
+        return {device_id: quanta for device_id, quanta in quanta_by_device.items() if quanta}
 
     @property
     def is_too_unequal(self) -> bool:
         """Whether equal parts are asked for, and no number of devices could ever hold them."""
         if self.are_several:
-            potentials = {slot: each.potentials for slot, each in self.by_slot.items()}
-            return not fewest_together(potentials, _quanta(self.by_slot))
+            potentials = {slot: context.potentials for slot, context in self.by_slot.items()}
+            return not fewest_together(potentials, _requested_quanta(self.by_slot))
         return self.is_in_parts and not fewest(sorted(self.potentials.values()), self.quanta)
 
     @property
@@ -129,7 +129,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def parts(self) -> int:
         """On how many devices several named slots are given in equal parts; 0 if on none."""
-        return _fewest(self.by_slot)
+        return _fewest_devices(self.by_slot)
 
     @cached_property
     def larger_parts(self) -> Mapping[SlotName, int]:
@@ -137,8 +137,8 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         if not self.are_several or not self.parts:
             return {}
         return {
-            slot: -(-each.quanta // self.parts) * each.slot_type.quantum
-            for slot, each in self.by_slot.items()
+            slot: -(-context.quanta // self.parts) * context.slot_type.quantum
+            for slot, context in self.by_slot.items()
         }
 
     @cached_property
@@ -146,9 +146,9 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         """The equal part that too few devices can give; 0 if the reason is another."""
         if self.are_several or not self.is_in_parts:
             return self.larger_parts.get(self.slot, 0)
-        found = self.candidates.values()
-        count = fewest(sorted(each.capacity for each in found), self.quanta)
-        is_enough = sum(each.room for each in found) >= self.quanta
+        candidates = self.candidates.values()
+        count = fewest(sorted(candidate.capacity for candidate in candidates), self.quanta)
+        is_enough = sum(candidate.room for candidate in candidates) >= self.quanta
         return self.quanta // count * self.slot_type.quantum if count and is_enough else 0
 
     @property
@@ -161,7 +161,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         """Why the request can never be granted, beyond its amounts; None if it can."""
         limit = self.partition.limits.get(self.name)
         is_over = limit is not None and self.earlier + self.least_counts > limit.amount
-        if is_over or any(each.amount > each.total for each in self.by_slot.values()):
+        if is_over or any(context.amount > context.total for context in self.by_slot.values()):
             return ""
         return "the devices are too unequal for equal parts" if self.is_too_unequal else None
 
@@ -174,8 +174,8 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     def least_counts(self) -> int:
         """The least that the request can count towards the agent's limit."""
         return max(
-            -(-each.amount // ratio) if (ratio := each.per_primary) else 0
-            for each in self.by_slot.values()
+            -(-context.amount // ratio) if (ratio := context.per_primary) else 0
+            for context in self.by_slot.values()
         )
 
     @property
@@ -222,51 +222,54 @@ def per_primary(slot: SlotName, devices: Iterable[Device], inventory: Inventory)
 
 def refusal(question: Question) -> InsufficientResource:
     """Return the error that refuses a step of a request, with a row for each device."""
-    question = question.of(_short_slot(question))
+    question = question.of(_scarce_slot(question))
     offering = question.inventory.by_slot.get(question.slot, ())
     free = sum(question.room(device) for device in offering)
-    left = question.ledger.within_limit(question.partition, question.name)
-    if left is not None:
+    headroom = question.ledger.within_limit(question.partition, question.name)
+    if headroom is not None:
         quantum = question.slot_type.quantum
-        most = int(max(0, left - question.earlier) * question.per_primary)
-        free = min(free, most // quantum * quantum)
-    requested, left_free, total = question.readable(question.amount, free, question.total)
+        under_limit = int(max(0, headroom - question.earlier) * question.per_primary)
+        free = min(free, under_limit // quantum * quantum)
+    requested, available, total = question.readable(question.amount, free, question.total)
     return InsufficientResource(
         question.slot,
         question.written(question.amount),
         question.written(free),
         explain(question),
         question.limit_line if question.is_over_limit else "",
-        amounts=f"requested {requested}, {left_free} free ({total} in total)",
+        amounts=f"requested {requested}, {available} free ({total} in total)",
         never=question.never,
     )
 
 
-def _short_slot(question: Question) -> SlotName:
+def _scarce_slot(question: Question) -> SlotName:
     """Return the slot that is to blame: the deciding one, or the first other that is short."""
     if not question.are_several:
         return question.deciding
     considered: dict[SlotName, Question] = {}
-    for slot, each in question.by_slot.items():
-        considered[slot] = each
-        count = question.parts or _fewest(considered)
-        candidates = {name: one.candidates.values() for name, one in considered.items()}
-        if not count or len(devices_with_room(candidates, _quanta(considered), count)) < count:
+    for slot, context in question.by_slot.items():
+        considered[slot] = context
+        count = question.parts or _fewest_devices(considered)
+        candidates = {name: context.candidates.values() for name, context in considered.items()}
+        if (
+            not count
+            or len(devices_with_room(candidates, _requested_quanta(considered), count)) < count
+        ):
             return slot
     return question.deciding
 
 
-def _fewest(by_slot: Mapping[SlotName, Question]) -> int:
+def _fewest_devices(by_slot: Mapping[SlotName, Question]) -> int:
     """Return on how many devices these slots fit in equal parts, if all were empty."""
     capacities = {
-        slot: {device_id: c.capacity for device_id, c in each.candidates.items()}
-        for slot, each in by_slot.items()
+        slot: {device_id: c.capacity for device_id, c in context.candidates.items()}
+        for slot, context in by_slot.items()
     }
-    return fewest_together(capacities, _quanta(by_slot))
+    return fewest_together(capacities, _requested_quanta(by_slot))
 
 
-def _quanta(by_slot: Mapping[SlotName, Question]) -> dict[SlotName, int]:
-    return {slot: each.quanta for slot, each in by_slot.items()}
+def _requested_quanta(by_slot: Mapping[SlotName, Question]) -> dict[SlotName, int]:
+    return {slot: context.quanta for slot, context in by_slot.items()}
 
 
 def explain(question: Question) -> list[dict[str, object]]:
@@ -285,14 +288,14 @@ def explain(question: Question) -> list[dict[str, object]]:
             "free": question.written(room),
             "considered": room > 0,
             "given": question.written(question.given.get(device.device_id, 0)),
-            "reason": _cannot_give(question, device) or _did_not_do(question, device, room),
+            "reason": _cannot_give(question, device) or _not_given_reason(question, device, room),
         }
         rows.append(row)
     return rows
 
 
-def _suspended(device: Device) -> str:
-    """Return why nothing is allocated from a device that is there; empty if it may be."""
+def _suspension_reason(device: Device) -> str:
+    """Return the reason why nothing is allocated from a present device; empty if it may be."""
     if device.withheld:
         return f"withheld: {device.withheld}"
     if device.awaited:
@@ -315,136 +318,140 @@ def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
-    if suspended := _suspended(device):
-        return suspended
+    if suspension := _suspension_reason(device):
+        return suspension
     if not {question.slot, *question.asked} <= set(device.slot_names):
         return f"offers {' and '.join(device.slot_names)}"
     if holders := ledger.kept_back_by(device):
-        held = ledger.holders(device.device_id)
-        shown = [
-            f"{_named(question, k)} holds {' and '.join(held[k].slot_names) or UNREADABLE} of it"
+        shares = ledger.holders(device.device_id)
+        texts = [
+            f"{_visible_name(question, k)} holds"
+            f" {' and '.join(shares[k].slot_names) or UNREADABLE} of it"
             for k in holders
         ]
-        return f"held: {', '.join(shown)}"
-    strangers = ledger.strangers(device, question.partition)
-    if question.partition.is_exclusive and strangers:
-        return f"held by {_listed(question, strangers)} of another agent"
+        return f"held: {', '.join(texts)}"
+    foreign = ledger.strangers(device, question.partition)
+    if question.partition.is_exclusive and foreign:
+        return f"held by {_join_visible_names(question, foreign)} of another agent"
     return ""
 
 
 UNREADABLE = "an unreadable share"
 
 
-def _named(question: Question, holder: Holder) -> str:
+def _visible_name(question: Question, holder: Holder) -> str:
     """Return the name of a holder that the caller may see."""
     holding = question.ledger.holdings.get(holder)
     is_own = holding is not None and holding.agent_id == question.partition.agent_id
     return holder_text(holder) if is_own or not question.policy.is_discreet else OTHER
 
 
-def _listed(question: Question, holders: Iterable[Holder]) -> str:
-    named = (_named(question, holder).removeprefix("kernel ") for holder in holders)
-    return ", ".join(dict.fromkeys(named))
+def _join_visible_names(question: Question, holders: Iterable[Holder]) -> str:
+    names = (_visible_name(question, holder).removeprefix("kernel ") for holder in holders)
+    return ", ".join(dict.fromkeys(names))
 
 
-def _did_not_do(  # noqa: PLR0911 - one line for each reason, the gravest first
+def _not_given_reason(  # noqa: PLR0911 - one line for each reason, the gravest first
     question: Question, device: Device, room: int
 ) -> str:
     """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
     if device.device_id in question.given:
         return ""
     if question.given:
-        return _not_chosen(question, device, room) if room else _used_up(question, device)
-    if short := _short_of(question, device):
-        return short
+        if room:
+            return _not_chosen_reason(question, device, room)
+        return _used_up_reason(question, device)
+    if shortage := _shortage_reason(question, device):
+        return shortage
     if not room:
-        return _used_up(question, device)
+        return _used_up_reason(question, device)
     if question.is_over_limit:
         return question.limit_line
     has = "has {} of the {}".format(*question.readable(room, question.amount))
     if question.never:
-        return f"{has}; the devices are too unequal for equal parts{_rest(question, device)}"
+        return f"{has}; the devices are too unequal for equal parts{_rest_text(question, device)}"
     if part := question.part:
-        there, least = question.readable(room, part)
+        available, part_text = question.readable(room, part)
         has = (
-            f"has enough for an equal part of {least}, and too few others do"
+            f"has enough for an equal part of {part_text}, and too few others do"
             if room >= part
-            else f"has {there}, too little for an equal part of {least}"
+            else f"has {available}, too little for an equal part of {part_text}"
         )
-    return has + _rest(question, device)
+    return has + _rest_text(question, device)
 
 
-def _short_of(question: Question, device: Device) -> str:
-    """Return which slot a device has too little of, if it offers several; empty if of none.
+def _shortage_reason(question: Question, device: Device) -> str:
+    """Return the reason if a device has too little of another slot than the explained one.
 
-    Of one that is derived, or named beside the one that is explained.
+    The other slot is derived, or named beside it. Empty if there is enough of each.
     """
     measures = question.inventory.measures[device.device_id]
     deciding = measures[question.deciding]
     part = question.larger_parts.get(question.deciding) or min(
         question.part or question.asked[question.deciding], deciding.usable
     )
-    left = question.ledger.left(device, question.partition)
-    if question.slot == question.deciding and left[deciding.position] < part:
+    free_amounts = question.ledger.left(device, question.partition)
+    if question.slot == question.deciding and free_amounts[deciding.position] < part:
         return ""  # a device with one slot has this reason alone
     slot_types = question.inventory.slot_types
     for slot, measure in measures.items():
-        kind, why = slot_types[slot].kind, ""
+        kind, proportion = slot_types[slot].kind, ""
         if slot in question.asked:
             needed = question.larger_parts.get(slot, part if slot == question.deciding else 0)
         else:
             needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
-            shown = readable_amount(part, slot_types[question.deciding].kind)
-            why = f" (in proportion to {question.deciding} {shown})"
-        free = left[measure.position] // measure.quantum * measure.quantum
+            deciding_amount = readable_amount(part, slot_types[question.deciding].kind)
+            proportion = f" (in proportion to {question.deciding} {deciding_amount})"
+        free = free_amounts[measure.position] // measure.quantum * measure.quantum
         if free < needed:
             holders = question.ledger.holders(device.device_id)
-            requested, there, total = readable_amounts(kind, needed, free, measure.usable)
+            needed_text, free_text, total = readable_amounts(kind, needed, free, measure.usable)
             return (
-                f"insufficient {slot}: requested {requested}{why}, {there} free ({total} in total)"
-                + (f"; held by {_listed(question, holders)}" if holders else "")
+                f"insufficient {slot}: requested {needed_text}{proportion}, {free_text} free"
+                f" ({total} in total)"
+                + (f"; held by {_join_visible_names(question, holders)}" if holders else "")
             )
     return ""
 
 
-def _used_up(question: Question, device: Device) -> str:
+def _used_up_reason(question: Question, device: Device) -> str:
     holders = question.ledger.holders(device.device_id)
     if not holders:
         return "offers nothing"
-    mine = _mine(question, device)
-    if mine is None:
-        return f"held by {_listed(question, holders)}"
+    own = _own_holders(question, device)
+    if own is None:
+        return f"held by {_join_visible_names(question, holders)}"
     limit = readable_amount(question.partition.limit(device), device.kind)
-    return f"the agent's part of {limit} is held by {', '.join(map(str, mine))}"
+    return f"the agent's part of {limit} is held by {', '.join(map(str, own))}"
 
 
-def _rest(question: Question, device: Device) -> str:
-    """Return what the device would have beyond its room, and which kernels hold it."""
+def _rest_text(question: Question, device: Device) -> str:
+    """Return the text about the device's amount beyond its room, and its holders."""
     holders = question.ledger.holders(device.device_id)
     limit = question.partition.limit(device)
-    mine = _mine(question, device)
-    if mine is None:
-        return f"; the rest is held by {_listed(question, holders)}" if holders else ""
+    own = _own_holders(question, device)
+    if own is None:
+        return f"; the rest is held by {_join_visible_names(question, holders)}" if holders else ""
     part = f"; the agent's part of it is {readable_amount(limit, device.kind)}"
-    return part + (f", the rest held by {', '.join(map(str, mine))}" if mine else "")
+    return part + (f", the rest held by {', '.join(map(str, own))}" if own else "")
 
 
-def _mine(question: Question, device: Device) -> list[Holder] | None:
+def _own_holders(question: Question, device: Device) -> list[Holder] | None:
     """Return the agent's own holders if its part, and not the device, is what is used up."""
     ledger, agent = question.ledger, question.partition.agent_id
     limit = question.partition.limit(device)
-    left = device.capacity - ledger.used(device.device_id)
-    if limit >= device.capacity or limit - ledger.used_by(agent, device.device_id) > left:
+    free = device.capacity - ledger.used(device.device_id)
+    if limit >= device.capacity or limit - ledger.used_by(agent, device.device_id) > free:
         return None
     return [k for k in ledger.holders(device.device_id) if ledger.holdings[k].agent_id == agent]
 
 
-def _not_chosen(question: Question, device: Device, room: int) -> str:
+def _not_chosen_reason(question: Question, device: Device, room: int) -> str:
     nodes = {question.inventory.by_id[device_id].numa_node for device_id in question.given}
     is_near = device.numa_node is None or device.numa_node in nodes or None in nodes
     if question.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
         return f"on NUMA node {device.numa_node}; not needed"
     if room < min(question.given.values()):
-        (there,) = question.readable(room)
-        return f"too small: has {there}{_rest(question, device)}"
+        (room_text,) = question.readable(room)
+        return f"too small: has {room_text}{_rest_text(question, device)}"
     return "not needed"

@@ -82,7 +82,7 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
     measures = inventory.measures[device.device_id]
     deciding, amount = next(iter(amounts.items()))
     of = measures[deciding].usable
-    found = [
+    slot_amounts = [
         SlotAmount(
             offer.slot,
             offer.kind,
@@ -92,9 +92,9 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
         )
         for offer in device.slots
     ]
-    usable = [measures[each.slot].usable for each in found]
-    excess = beyond_primary([each.amount for each in found], usable)
-    primary, *secondary = found
+    usable = [measures[entry.slot].usable for entry in slot_amounts]
+    excess = beyond_primary([entry.amount for entry in slot_amounts], usable)
+    primary, *secondary = slot_amounts
     return Share(device.device_id, device.stable_id, *primary, tuple(secondary), excess)
 
 
@@ -107,13 +107,13 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     """
     if share.slot != device.slot:
         return share._replace(limit_excess=0)
-    recorded = {each.slot: each.amount for each in share.amounts}
-    unknown = [each for each in share.secondary if each.slot not in device.slot_names]
+    recorded = {entry.slot: entry.amount for entry in share.amounts}
+    unknown = [entry for entry in share.secondary if entry.slot not in device.slot_names]
     if unknown and not recorded.keys() >= set(device.slot_names):
         return share._replace(limit_excess=0)
-    now = share_of(device, inventory, recorded)
-    secondary = sorted((*now.secondary, *unknown), key=lambda each: natural_key(each.slot))
-    return share._replace(secondary=tuple(secondary), limit_excess=now.limit_excess)
+    current = share_of(device, inventory, recorded)
+    secondary = sorted((*current.secondary, *unknown), key=lambda entry: natural_key(entry.slot))
+    return share._replace(secondary=tuple(secondary), limit_excess=current.limit_excess)
 
 
 def charged(share: Share, device: Device, inventory: Inventory) -> Share:
@@ -151,8 +151,8 @@ class Allocation(NamedTuple):
         sums: dict[SlotName, SlotAmount] = {}
         for share in self.shares:
             for slot, kind, amount in share.amounts:
-                before = sums[slot].amount if slot in sums else 0
-                sums[slot] = SlotAmount(slot, kind, before + amount)
+                sum_so_far = sums[slot].amount if slot in sums else 0
+                sums[slot] = SlotAmount(slot, kind, sum_so_far + amount)
         return sums
 
     def written(self) -> dict[SlotName, str]:
@@ -234,8 +234,8 @@ class Ledger:
 
     def excess(self, device: Device) -> dict[SlotName, int]:
         """Return what is held of a device beyond its capacity, by slot, in base units."""
-        held = {o.slot: self.used(device.device_id, o.slot) - o.capacity for o in device.slots}
-        return {slot: amount for slot, amount in held.items() if amount > 0}
+        beyond = {o.slot: self.used(device.device_id, o.slot) - o.capacity for o in device.slots}
+        return {slot: amount for slot, amount in beyond.items() if amount > 0}
 
     def used_by(self, agent_id: str, device_id: DeviceId) -> int:
         """Return how much of a device one agent's holders have, of their primary slots."""
@@ -268,8 +268,8 @@ class Ledger:
         """Return holders of other agents that have something of a device, memory apart."""
         if device.device_id == MEMORY:
             return []
-        mine, holdings = partition.agent_id, self.holdings
-        return [h for h in self.holders(device.device_id) if holdings[h].agent_id != mine]
+        agent_id, holdings = partition.agent_id, self.holdings
+        return [h for h in self.holders(device.device_id) if holdings[h].agent_id != agent_id]
 
     def free(self, device: Device, partition: Partition, slot: SlotName | None = None) -> int:
         """Return what is free for an agent of a slot of this device, in base units.
@@ -289,16 +289,18 @@ class Ledger:
             return (0,) * len(limits)
         is_memory = device.device_id == MEMORY
         is_exclusive = partition.is_exclusive and not is_memory
-        left: Iterable[int] = limits
+        free_amounts: Iterable[int] = limits
         for holder, share in self.holders(device.device_id).items():
             is_foreign = is_exclusive and self.holdings[holder].agent_id != partition.agent_id
             if is_foreign or not _is_held_by(names, share.slot_names):
                 return (0,) * len(limits)
-            left = [most - share.amount_of(slot) for slot, most in zip(names, left, strict=True)]
+            free_amounts = [
+                free - share.amount_of(slot) for slot, free in zip(names, free_amounts, strict=True)
+            ]
         if is_memory:
             mine = self.used_by(partition.agent_id, MEMORY)
-            left = [min(device.capacity - self.used(MEMORY), limits[0] - mine)]
-        return tuple([max(0, amount) for amount in left])
+            free_amounts = [min(device.capacity - self.used(MEMORY), limits[0] - mine)]
+        return tuple([max(0, amount) for amount in free_amounts])
 
 
 def _is_held_by(offered: tuple[SlotName, ...], slots: tuple[SlotName, ...]) -> bool:

@@ -60,23 +60,23 @@ def hand_out(
     Raises:
         InsufficientResource: a requested port is in use, or no port is free.
     """
-    named = [(port.protocol, port.host) for port in requested if port.host is not None]
-    for protocol, host in named:
+    requested_ports = [(port.protocol, port.host) for port in requested if port.host is not None]
+    for protocol, host in requested_ports:
         if (protocol, host) in holders or (protocol, host) in busy:
             holder = holders.get((protocol, host))
-            why = f"held by kernel {holder}" if holder else "in use outside agentd"
-            row = {"device": f"{host}/{protocol}", "free": "0", "reason": why}
+            reason = f"held by kernel {holder}" if holder else "in use outside agentd"
+            row = {"device": f"{host}/{protocol}", "free": "0", "reason": reason}
             raise InsufficientResource("ports", f"{host}/{protocol}", "0", [row])
-    given = set(named)
+    assigned = set(requested_ports)
     ports = []
     for port in requested:
-        host = port.host or _lowest(port.protocol, {*given, *holders, *busy}, allowed)
-        given.add((port.protocol, host))
+        host = port.host or _find_lowest_free(port.protocol, {*assigned, *holders, *busy}, allowed)
+        assigned.add((port.protocol, host))
         ports.append(replace(port, host=host, address=allowed.address))
     return tuple(ports)
 
 
-def _lowest(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> int:
+def _find_lowest_free(protocol: str, taken: Collection[HostPort], allowed: PortRange) -> int:
     for host in allowed.in_order():
         if (protocol, host) not in taken:
             return host
@@ -91,8 +91,8 @@ def port_problems(requested: Sequence[Port], allowed: PortRange) -> Iterator[Pro
         if port.host is None:
             continue
         if port.host not in allowed:
-            why = f"{port.host} is outside publish-ports {allowed}"
-            yield Problem(f"ports.{index}.host", why)
+            reason = f"{port.host} is outside publish-ports {allowed}"
+            yield Problem(f"ports.{index}.host", reason)
         elif counts[port.protocol, port.host] > 1:
             yield Problem(f"ports.{index}.host", f"duplicate host port {port.host}")
 

@@ -34,15 +34,15 @@ def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[Slot
     families: dict[SlotName, list[SlotName]] = {}
     for slot in slots:
         families.setdefault(types[slot].family, []).append(slot)
-    found = []
+    slot_steps = []
     for primary, names in families.items():
         if len(names) > 1:
             names.sort(key=lambda name: (name != primary, natural_key(name)))
-        found.append(SlotStep(names[0], {name: slots[name] for name in names}))
-    return sorted(found, key=_order)
+        slot_steps.append(SlotStep(names[0], {name: slots[name] for name in names}))
+    return sorted(slot_steps, key=_step_key)
 
 
-def _order(step: SlotStep) -> tuple[int, object, object]:
+def _step_key(step: SlotStep) -> tuple[int, object, object]:
     name = device_name_of(step.slot)
     rank = (CPU, MEM).index(name) + 1 if name in (CPU, MEM) else 0
     return rank, natural_key(name), step.slot

@@ -29,8 +29,8 @@ def default_amounts(claimed: Allocation, named: frozenset[str]) -> dict[str, int
 
     They are amounts of primary slots, from which the others follow.
     """
-    rest = (share for share in claimed.shares if share.device_id.name not in named)
-    return amounts_of(share._replace(secondary=()) for share in rest)
+    unnamed = (share for share in claimed.shares if share.device_id.name not in named)
+    return amounts_of(share._replace(secondary=()) for share in unnamed)
 
 
 def allocate_from(
@@ -48,7 +48,7 @@ def allocate_from(
     """
     devices = [
         replace(
-            _unsuspended(device),
+            _without_suspension(device),
             capacity=share.amount,
             secondary=tuple(
                 replace(offer, capacity=share.amount_of(offer.slot)) for offer in device.secondary
@@ -57,22 +57,27 @@ def allocate_from(
         for share in claimed.shares
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
     ]
-    whole = _taken_whole(claimed, slots, {d.device_id for d in devices if d.usable}, only)
-    names = {share.device_id.name for share in whole}
-    slots = ResourceSlots({s: each for s, each in slots.items() if device_name_of(s) not in names})
+    whole_shares = _shares_taken_whole(
+        claimed, slots, {d.device_id for d in devices if d.usable}, only
+    )
+    names = {share.device_id.name for share in whole_shares}
+    slots = ResourceSlots(
+        {s: amount for s, amount in slots.items() if device_name_of(s) not in names}
+    )
     amounts = amounts_of(claimed.shares)
     partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
-    small = Inventory.of(inventory.slot_types.values(), devices)
-    given = allocate(Ledger(), small, partition, slots, policy, only)
+    claim_inventory = Inventory.of(inventory.slot_types.values(), devices)
+    chosen = allocate(Ledger(), claim_inventory, partition, slots, policy, only)
     by_id = inventory.by_id
     return Allocation(
         tuple(
-            completed(share, by_id[share.device_id], inventory) for share in (*whole, *given.shares)
+            completed(share, by_id[share.device_id], inventory)
+            for share in (*whole_shares, *chosen.shares)
         )
     )
 
 
-def _taken_whole(
+def _shares_taken_whole(
     claimed: Allocation,
     slots: ResourceSlots,
     usable: Collection[DeviceId],
@@ -82,15 +87,15 @@ def _taken_whole(
 
     They are taken as they are: the rests of a claim that kernels use need not be equal parts.
     """
-    found: list[Share] = []
+    whole_shares: list[Share] = []
     for name in names_of(claimed):
         shares = claimed.devices_of(name)
-        wanted = {slot: each for slot, each in slots.items() if device_name_of(slot) == name}
-        ids = {share.device_id for share in shares}
+        wanted = {slot: amount for slot, amount in slots.items() if device_name_of(slot) == name}
+        device_ids = {share.device_id for share in shares}
         is_all = wanted == amounts_of(share._replace(secondary=()) for share in shares)
-        if is_all and ids <= set(usable) and ids <= only.get(name, ids):
-            found += shares
-    return found
+        if is_all and device_ids <= set(usable) and device_ids <= only.get(name, device_ids):
+            whole_shares += shares
+    return whole_shares
 
 
 def allocate_observed(
@@ -106,7 +111,7 @@ def allocate_observed(
         InsufficientResource: the devices of the agent that the request names are too few.
     """
     devices = (
-        replace(_unsuspended(device), health=Health.HEALTHY, gone=False)
+        replace(_without_suspension(device), health=Health.HEALTHY, gone=False)
         for device in inventory.devices
     )
     healthy = Inventory.of(inventory.slot_types.values(), devices)
@@ -115,14 +120,16 @@ def allocate_observed(
 
 def with_claimed(inventory: Inventory, claimed: Allocation) -> Inventory:
     """Return the inventory as creates from a claim see it: nothing withholds its devices."""
-    mine = {share.device_id for share in claimed.shares}
-    if not mine:
+    claimed_ids = {share.device_id for share in claimed.shares}
+    if not claimed_ids:
         return inventory
-    devices = (_unsuspended(d) if d.device_id in mine else d for d in inventory.devices)
+    devices = (
+        _without_suspension(d) if d.device_id in claimed_ids else d for d in inventory.devices
+    )
     return Inventory.of(inventory.slot_types.values(), devices)
 
 
-def _unsuspended(device: Device) -> Device:
+def _without_suspension(device: Device) -> Device:
     """Return a device as if nothing withheld it from new kernels."""
     return replace(device, drained=False, withheld="", awaited="", busy="")
 
@@ -131,6 +138,6 @@ def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSl
     """Return the slots of devices that a claim holds, and the others."""
     if not names:
         return ResourceSlots(), slots
-    mine = {slot: amount for slot, amount in slots.items() if device_name_of(slot) in names}
-    others = {slot: amount for slot, amount in slots.items() if slot not in mine}
-    return ResourceSlots(mine), ResourceSlots(others)
+    claimed = {slot: amount for slot, amount in slots.items() if device_name_of(slot) in names}
+    others = {slot: amount for slot, amount in slots.items() if slot not in claimed}
+    return ResourceSlots(claimed), ResourceSlots(others)

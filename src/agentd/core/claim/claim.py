@@ -171,57 +171,57 @@ def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation
 
     Each slot has its own rest. A device that is held whole of an unreadable record stays.
     """
-    rests = {(share.stable_id, share.slot): share for share in allocation.shares}
-    for share in (share for other in taken for share in other.shares):
+    remaining_shares = {(share.stable_id, share.slot): share for share in allocation.shares}
+    for share in (share for charged in taken for share in charged.shares):
         key = share.stable_id, share.slot
-        if key in rests and share.slot != UNREADABLE_SLOT:
-            rests[key] = _rest(rests[key], share)
+        if key in remaining_shares and share.slot != UNREADABLE_SLOT:
+            remaining_shares[key] = _subtract_share(remaining_shares[key], share)
     return Allocation(
         tuple(
-            rest
-            for rest in rests.values()
-            if rest.slot == UNREADABLE_SLOT or any(each.amount for each in rest.amounts)
+            remainder
+            for remainder in remaining_shares.values()
+            if remainder.slot == UNREADABLE_SLOT or any(entry.amount for entry in remainder.amounts)
         )
     )
 
 
-def _rest(share: Share, taken: Share) -> Share:
+def _subtract_share(share: Share, taken: Share) -> Share:
     amount = max(0, share.amount - taken.amount)
-    counts = max(0, share.counts - taken.counts)
+    usage = max(0, share.counts - taken.counts)
     return share._replace(
         amount=amount,
         secondary=tuple(
-            each._replace(amount=max(0, each.amount - taken.amount_of(each.slot)))
-            for each in share.secondary
+            entry._replace(amount=max(0, entry.amount - taken.amount_of(entry.slot)))
+            for entry in share.secondary
         ),
-        limit_excess=counts - amount,
+        limit_excess=usage - amount,
     )
 
 
 def united(allocations: Iterable[Allocation]) -> Allocation:
     """Return several allocations as one, with one share of each device and primary slot."""
-    found: dict[tuple[str, str], Share] = {}
+    share_by_key: dict[tuple[str, str], Share] = {}
     for allocation in allocations:
         for share in allocation.shares:
             key = share.stable_id, share.slot
-            before = found.get(key)
-            found[key] = _sum(before, share) if before else share
-    return Allocation(tuple(found.values()))
+            before = share_by_key.get(key)
+            share_by_key[key] = _add_shares(before, share) if before else share
+    return Allocation(tuple(share_by_key.values()))
 
 
-def _sum(one: Share, other: Share) -> Share:
-    slots = {each.slot: each for each in one.secondary}
-    for each in other.secondary:
-        before = slots[each.slot].amount if each.slot in slots else 0
-        slots[each.slot] = each._replace(amount=before + each.amount)
-    return other._replace(
-        amount=one.amount + other.amount,
-        secondary=tuple(slots.values()),
-        limit_excess=one.limit_excess + other.limit_excess,
+def _add_shares(first: Share, second: Share) -> Share:
+    merged = {entry.slot: entry for entry in first.secondary}
+    for entry in second.secondary:
+        before = merged[entry.slot].amount if entry.slot in merged else 0
+        merged[entry.slot] = entry._replace(amount=before + entry.amount)
+    return second._replace(
+        amount=first.amount + second.amount,
+        secondary=tuple(merged.values()),
+        limit_excess=first.limit_excess + second.limit_excess,
     )
 
 
 def amounts_of(shares: Iterable[Share]) -> dict[str, int]:
     """Return the amounts of shares together, in base units by slot."""
     totals = Allocation(tuple(shares)).totals()
-    return {slot: each.amount for slot, each in totals.items()}
+    return {slot: entry.amount for slot, entry in totals.items()}

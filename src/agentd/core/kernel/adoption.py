@@ -67,7 +67,7 @@ def adopt(
     state = KernelState.CREATING
     if before is not None and item.state is not ObservedState.CREATED:
         state = before.state
-    seen = Kernel(
+    observed = Kernel(
         kernel_id=item.kernel_id,
         agent_id=item.agent_id,
         state=state,
@@ -84,10 +84,10 @@ def adopt(
         keeps_claim=before is not None and before.keeps_claim,
     )
     try:
-        recorded = _recorded(item)
+        recorded = _decode_record(item)
     except RecordError as error:
-        return _without_record(seen, item, inventory, error)
-    allocation, missing, doubt = _united(recorded, item, inventory)
+        return _adopt_without_record(observed, item, inventory, error)
+    allocation, missing, difference = _merge_with_label(recorded, item, inventory)
     kernel = replace(
         recorded,
         state=state,
@@ -95,19 +95,19 @@ def adopt(
         allocation=allocation,
         ports=recorded.ports or item.ports,
         handle=item.handle,
-        started_at=seen.started_at,
-        ending=seen.ending,
-        reason=doubt or item.record_problem,
+        started_at=observed.started_at,
+        ending=observed.ending,
+        reason=difference or item.record_problem,
         pid=item.pid,
         unit=item.unit,
     )
-    return Adoption(_sighted(kernel, item), missing)
+    return Adoption(_observe(kernel, item), missing)
 
 
-def _united(
+def _merge_with_label(
     recorded: Kernel, item: ObservedKernel, inventory: Inventory
 ) -> tuple[Allocation, tuple[Device, ...], str]:
-    """Return the devices of a record and of the device label, and how the two differ."""
+    """Return the devices of a record and of the device label, and the difference as text."""
     allocation, missing = located(recorded.allocation, inventory)
     in_record = statement(recorded.allocation)
     if in_record == item.statement:
@@ -115,30 +115,30 @@ def _united(
     if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
         return allocation, missing, ""
     if not item.statement:
-        doubt = f"its device label is missing; its record says {in_record}"
-        return allocation, missing, doubt
+        difference = f"its device label is missing; its record says {in_record}"
+        return allocation, missing, difference
     try:
-        stated = parse_statement(item.statement)
+        label_allocation = parse_statement(item.statement)
     except RecordError as error:
-        doubt = f"its device label is unreadable ({error}); its record says {in_record}"
-        return allocation, missing, doubt
+        difference = f"its device label is unreadable ({error}); its record says {in_record}"
+        return allocation, missing, difference
     for device in missing:
         inventory = inventory.with_device(device)
-    also, unknown = located(stated, inventory)
-    one, two = set(in_record.split()), set(statement(stated).split())
-    if one == two:
+    label_devices, unknown = located(label_allocation, inventory)
+    recorded_words, label_words = set(in_record.split()), set(statement(label_allocation).split())
+    if recorded_words == label_words:
         return allocation, missing, ""
-    doubt = (
-        f"its record says {_listed(one - two)} and its device label {_listed(two - one)};"
-        " the devices of both are charged"
+    difference = (
+        f"its record says {_join_words(recorded_words - label_words)} and its device label"
+        f" {_join_words(label_words - recorded_words)}; the devices of both are charged"
     )
     for device in unknown:
         inventory = inventory.with_device(device)
-    held = _one_for_each_device((*allocation.shares, *also.shares), inventory, _larger)
-    return Allocation(held), (*missing, *unknown), doubt
+    held = _merge_by_device((*allocation.shares, *label_devices.shares), inventory, _larger_amount)
+    return Allocation(held), (*missing, *unknown), difference
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     return ", ".join(sorted(words)) or "nothing else"
 
 
@@ -146,32 +146,32 @@ Merge: TypeAlias = Callable[[int, int, int], int]
 """From two amounts of a slot, and the most that there is of it, to one."""
 
 
-def _larger(one: int, other: int, most: int) -> int:
+def _larger_amount(first: int, second: int, capacity: int) -> int:
     """Return the larger amount, or all of the slot where that is more than there is."""
-    return max(min(max(one, other), most), min(one, other))
+    return max(min(max(first, second), capacity), min(first, second))
 
 
-def _sum(one: int, other: int, most: int) -> int:
+def _sum_of_amounts(first: int, second: int, capacity: int) -> int:
     """Return the sum of the amounts of devices that are one now, or all where that is more."""
-    return max(min(one + other, most), one, other)
+    return max(min(first + second, capacity), first, second)
 
 
-def _merged(one: Share, other: Share, device: Device, merge: Merge) -> Share:
+def _merge_shares(first: Share, second: Share, device: Device, merge: Merge) -> Share:
     """Return one share of two of the same device, slot by slot."""
     offers = {offer.slot: offer for offer in device.slots}
     amounts: dict[str, SlotAmount] = {}
-    for slot, kind, amount in (*one.amounts, *other.amounts):
+    for slot, kind, amount in (*first.amounts, *second.amounts):
         offer = offers.get(slot)
-        merged = amount
-        if (before := amounts.get(slot)) is not None:
-            most = offer.capacity if offer else before.amount + amount
-            merged = merge(before.amount, amount, most)
-        amounts[slot] = SlotAmount(slot, offer.kind if offer else kind, merged)
+        total = amount
+        if (earlier := amounts.get(slot)) is not None:
+            capacity = offer.capacity if offer else earlier.amount + amount
+            total = merge(earlier.amount, amount, capacity)
+        amounts[slot] = SlotAmount(slot, offer.kind if offer else kind, total)
     primary, *secondary = amounts.values()
-    return one._replace(kind=primary.kind, amount=primary.amount, secondary=tuple(secondary))
+    return first._replace(kind=primary.kind, amount=primary.amount, secondary=tuple(secondary))
 
 
-def _sighted(kernel: Kernel, item: ObservedKernel) -> Kernel:
+def _observe(kernel: Kernel, item: ObservedKernel) -> Kernel:
     if item.state is ObservedState.CREATED:
         return kernel
     return kernel.observed(item.state, degraded=changed_limits(kernel, item))
@@ -191,17 +191,17 @@ def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
             cores.append(share.device_id.id)
         elif share.slot == MEM:
             memory += share.amount
-    found = []
+    changes = []
     pinned = item.cores if cores and CPU not in kernel.not_enforced else None
     if pinned is not None and set(pinned) != set(cores):
-        found.append(f"cpu: runs on {', '.join(pinned)} instead of {', '.join(cores)}")
+        changes.append(f"cpu: runs on {', '.join(pinned)} instead of {', '.join(cores)}")
     if memory and item.memory_bytes not in (None, memory) and MEM not in kernel.not_enforced:
         limit = f"limited to {item.memory_bytes}" if item.memory_bytes else "not limited"
-        found.append(f"mem: {limit} instead of {memory} bytes")
-    return tuple(found)
+        changes.append(f"mem: {limit} instead of {memory} bytes")
+    return tuple(changes)
 
 
-def _recorded(item: ObservedKernel) -> Kernel:
+def _decode_record(item: ObservedKernel) -> Kernel:
     if not item.record and item.record_problem:
         raise RecordError(item.record_problem)
     kernel = decode(item.record)
@@ -210,40 +210,42 @@ def _recorded(item: ObservedKernel) -> Kernel:
     return kernel
 
 
-def _without_record(
-    seen: Kernel, item: ObservedKernel, inventory: Inventory, why: RecordError
+def _adopt_without_record(
+    observed: Kernel, item: ObservedKernel, inventory: Inventory, record_error: RecordError
 ) -> Adoption:
-    """Recover a kernel from the device label; one that a newer agentd made is not ours to.
+    """Recover a kernel from its device label.
 
-    There its devices are charged all the same: they are what the statement is for.
+    The kernel of a newer agentd is not recovered, but the devices of its label are charged.
     """
-    is_missing = isinstance(why, MissingRecordError)
-    record = "its record is missing" if is_missing else f"unreadable record ({why})"
+    is_missing = isinstance(record_error, MissingRecordError)
+    record = "its record is missing" if is_missing else f"unreadable record ({record_error})"
     try:
-        stated = parse_statement(item.statement)
-        if not stated.shares:
+        label_allocation = parse_statement(item.statement)
+        if not label_allocation.shares:
             raise RecordError("the device label is empty")
     except RecordError as error:
         reason = f"{record}; its devices cannot be recovered: {error}"
-        held = Allocation(tuple(_might_hold(item, inventory)))
-        return Adoption(_unreadable(replace(seen, reason=reason, allocation=held), item))
-    allocation, missing = located(stated, inventory)
-    kernel = replace(seen, slots=stated.written(), allocation=allocation)
-    if isinstance(why, NewerRecordError):
-        reason = f"its record is of a newer agentd ({why}); its devices are charged"
-        return Adoption(_unreadable(replace(kernel, reason=reason), item), missing)
+        possible = Allocation(tuple(_possible_shares(item, inventory)))
+        return Adoption(
+            _mark_unreadable(replace(observed, reason=reason, allocation=possible), item)
+        )
+    allocation, missing = located(label_allocation, inventory)
+    kernel = replace(observed, slots=label_allocation.written(), allocation=allocation)
+    if isinstance(record_error, NewerRecordError):
+        reason = f"its record is of a newer agentd ({record_error}); its devices are charged"
+        return Adoption(_mark_unreadable(replace(kernel, reason=reason), item), missing)
     reason = f"{record}; recovered from the device label"
-    return Adoption(_sighted(replace(kernel, reason=reason), item), missing)
+    return Adoption(_observe(replace(kernel, reason=reason), item), missing)
 
 
-def _unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    return kernel.observed(ObservedState.UNREADABLE) if item.is_alive else _sighted(kernel, item)
+def _mark_unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
+    return kernel.observed(ObservedState.UNREADABLE) if item.is_alive else _observe(kernel, item)
 
 
 def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
     """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
 
-    One whose record cannot be read holds everything back that there is.
+    One whose record cannot be read quarantines every device.
     """
     try:
         recorded = decode(text)
@@ -266,67 +268,67 @@ def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now:
 def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tuple[Device, ...]]:
     """Charge recorded shares to the physical devices, by stable id.
 
-    Devices that the inventory does not know come back beside the allocation, as gone. One
-    that was taken apart since holds back all of its parts.
+    Devices that the inventory does not know come back beside the allocation, as gone. A device
+    that is listed in parts now quarantines all of them.
     """
-    placed: list[Share] = []
+    shares: list[Share] = []
     missing: dict[str, Device] = {}
     for share in recorded.shares:
         stable_id = share.stable_id
         device = inventory.by_identity.get(stable_id) or missing.get(stable_id)
         if device is None:
-            device = _gone(share, inventory)
+            device = _missing_device(share, inventory)
             missing[stable_id] = device
-        placed.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
-        placed += (_whole(part) for part in inventory.parts.get(stable_id, ()))
+        shares.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
+        shares += (_whole_share(part) for part in inventory.parts.get(stable_id, ()))
     for device in missing.values():
         inventory = inventory.with_device(device)
-    held = _one_for_each_device(placed, inventory, _sum)
+    held = _merge_by_device(shares, inventory, _sum_of_amounts)
     return Allocation(held), tuple(missing.values())
 
 
-def _whole(device: Device) -> Share:
+def _whole_share(device: Device) -> Share:
     return Share(device.device_id, device.stable_id, UNREADABLE_SLOT, device.kind, 0)
 
 
-def _one_for_each_device(
+def _merge_by_device(
     shares: Iterable[Share], inventory: Inventory, merge: Merge
 ) -> tuple[Share, ...]:
     """Merge the shares of one device, each with an amount of every slot of it.
 
     The device is held whole where they are of two primary slots.
     """
-    merged: dict[DeviceId, Share] = {}
+    by_device: dict[DeviceId, Share] = {}
     for share in shares:
         device_id = share.device_id
-        if (other := merged.get(device_id)) is None:
-            merged[device_id] = share
+        if (other := by_device.get(device_id)) is None:
+            by_device[device_id] = share
         elif other.slot == share.slot:
-            merged[device_id] = _merged(other, share, inventory.by_id[device_id], merge)
+            by_device[device_id] = _merge_shares(other, share, inventory.by_id[device_id], merge)
         else:
-            merged[device_id] = _held_whole(other, share, inventory.by_id[device_id])
+            by_device[device_id] = _choose_whole(other, share, inventory.by_id[device_id])
     return tuple(
         completed(share, inventory.by_id[device_id], inventory)
-        for device_id, share in merged.items()
+        for device_id, share in by_device.items()
     )
 
 
-def _held_whole(one: Share, other: Share, device: Device) -> Share:
+def _choose_whole(first: Share, second: Share, device: Device) -> Share:
     """Return the share by which a device is held whole, of two that are of different slots.
 
     That is all of what the device offers, if one of the two is. Else it is the share of another
     slot: as long as a kernel holds that, nothing of the device is given to others.
     """
-    for share in (one, other):
+    for share in (first, second):
         if share.slot == device.slot and share.amount >= device.capacity:
             return share._replace(amount=device.capacity or share.amount)
-    for share in (one, other):
+    for share in (first, second):
         if share.slot not in (UNREADABLE_SLOT, device.slot):
             return share
-    return _whole(device)
+    return _whole_share(device)
 
 
-def _gone(share: Share, inventory: Inventory) -> Device:
+def _missing_device(share: Share, inventory: Inventory) -> Device:
     """Return a missing device under an id that no plugin gave: its stable id."""
     device_id = DeviceId(share.device_id.name, share.stable_id)
     if device_id in inventory.by_id:
@@ -345,13 +347,13 @@ def _gone(share: Share, inventory: Inventory) -> Device:
 
 
 def kept_back(inventory: Inventory) -> Allocation:
-    """Return what keeps every device back: the holdings of one of whom nothing is known."""
-    return Allocation(tuple(_whole(device) for device in inventory.devices))
+    """Return the allocation that quarantines every device, for an unreadable record."""
+    return Allocation(tuple(_whole_share(device) for device in inventory.devices))
 
 
-def _might_hold(item: ObservedKernel, inventory: Inventory) -> Iterable[Share]:
+def _possible_shares(item: ObservedKernel, inventory: Inventory) -> Iterable[Share]:
     for device in inventory.devices:
-        whole = _whole(device)
+        whole = _whole_share(device)
         if device.device_id == MEMORY:
             size = item.memory_bytes
             yield whole._replace(slot=MEM, amount=size) if size else whole

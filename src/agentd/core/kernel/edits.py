@@ -62,20 +62,20 @@ def merged(
         PluginUnavailable: two giving plugins set one variable to different values.
     """
     env: dict[str, str] = {}
-    setter: dict[str, str] = {}
+    setters: dict[str, str] = {}
     for plugin, edits in giving.items():
         for name, value in edits.env.items():
             if env.setdefault(name, value) != value:
-                who = f"{setter[name]} sets {name} to {env[name]!r}, and plugin {plugin}"
-                raise PluginUnavailable(f"plugin {who} to {value!r}")
-            setter.setdefault(name, plugin)
-    given = giving.values()
+                conflict = f"{setters[name]} sets {name} to {env[name]!r}, and plugin {plugin}"
+                raise PluginUnavailable(f"plugin {conflict} to {value!r}")
+            setters.setdefault(name, plugin)
+    given_edits = giving.values()
     hidden = {name: value for edits in hiding for name, value in edits.env.items()}
     return ContainerEdits(
         env={**hidden, **env},
-        device_nodes=tuple(dict.fromkeys(node for e in given for node in e.device_nodes)),
-        mounts=tuple(dict.fromkeys(mount for edits in given for mount in edits.mounts)),
-        cdi=tuple(name for edits in given for name in edits.cdi),
-        device_requests=tuple(req for edits in given for req in edits.device_requests),
-        groups=tuple(dict.fromkeys(group for edits in given for group in edits.groups)),
+        device_nodes=tuple(dict.fromkeys(node for e in given_edits for node in e.device_nodes)),
+        mounts=tuple(dict.fromkeys(mount for edits in given_edits for mount in edits.mounts)),
+        cdi=tuple(name for edits in given_edits for name in edits.cdi),
+        device_requests=tuple(req for edits in given_edits for req in edits.device_requests),
+        groups=tuple(dict.fromkeys(group for edits in given_edits for group in edits.groups)),
     )

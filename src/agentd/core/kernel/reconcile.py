@@ -60,12 +60,12 @@ def reconcile(
     actions: list[Action] = []
     for kernel_id, item in by_id.items():
         before = known.get(kernel_id)
-        shown = as_seen_before(before, item) if before else item
-        if shown.state is ObservedState.CREATED:
-            actions.append(RemoveNeverRan(shown))
+        corrected = as_seen_before(before, item) if before else item
+        if corrected.state is ObservedState.CREATED:
+            actions.append(RemoveNeverRan(corrected))
         elif item.is_unreadable and (before or not item.handle):
-            actions += _unreadable(before, item)
-        elif action := _difference(before, shown, inventory, now):
+            actions += _readopt_unreadable(before, item)
+        elif action := _adopt_if_changed(before, corrected, inventory, now):
             actions.append(action)
             for device in action.missing:
                 inventory = inventory.with_device(device)
@@ -76,15 +76,15 @@ def reconcile(
     return actions
 
 
-def _unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoption]:
+def _readopt_unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoption]:
     """Yield a kernel whose remains cannot be read as it was known; unknown ones are left alone."""
-    is_proved = item.is_alive and item.handle
-    if before is None or (before.state in ENDED and not is_proved):
+    is_proven = item.is_alive and item.handle
+    if before is None or (before.state in ENDED and not is_proven):
         return
-    sight = ObservedState.UNREADABLE if item.is_alive else ObservedState.EXITED
-    handle, pid = item.handle or before.handle, item.pid or _pid(before, item)
+    state = ObservedState.UNREADABLE if item.is_alive else ObservedState.EXITED
+    handle, pid = item.handle or before.handle, item.pid or _first_pid(before, item)
     now = before.observed(
-        sight, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
+        state, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
     )
     if now != before:
         yield Adoption(now)
@@ -108,11 +108,13 @@ def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
         return before.observed(
             ObservedState.ABSENT, reason="removed outside of agentd during the stop"
         )
-    seen = as_seen_before(before, item)
-    return before.observed(seen.state, ending=seen.ending, pid=_pid(before, seen))
+    corrected = as_seen_before(before, item)
+    return before.observed(
+        corrected.state, ending=corrected.ending, pid=_first_pid(before, corrected)
+    )
 
 
-def _difference(
+def _adopt_if_changed(
     before: Kernel | None, item: ObservedKernel, inventory: Inventory, now: float
 ) -> Adoption | None:
     if before is None or before.state in STARTING or before.handle != item.handle:
@@ -121,8 +123,8 @@ def _difference(
         adoption = adopt(item, inventory, before, now=now)
         return None if adoption.kernel == before else adoption
     is_unreadable = before.state is KernelState.UNREADABLE and item.is_alive
-    sight = ObservedState.UNREADABLE if is_unreadable else item.state
-    after = before.observed(sight, degraded=changed_limits(before, item))
+    state = ObservedState.UNREADABLE if is_unreadable else item.state
+    after = before.observed(state, degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)
     if is_same and (
@@ -130,10 +132,10 @@ def _difference(
     ):
         return None
     return Adoption(
-        replace(after, ending=ending, started_at=item.started_at, pid=_pid(before, item))
+        replace(after, ending=ending, started_at=item.started_at, pid=_first_pid(before, item))
     )
 
 
-def _pid(before: Kernel, item: ObservedKernel) -> int | None:
+def _first_pid(before: Kernel, item: ObservedKernel) -> int | None:
     """Return the first process: a running unit has one, a process kernel is one."""
     return item.pid if item.unit else before.pid

@@ -93,11 +93,13 @@ def read_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
     Raises:
         RecordError: a share is malformed, or a slot of a device is there twice.
     """
-    return _allocation(_decode_share(item) for item in raw)
+    return _group_entries(_decode_share(item) for item in raw)
 
 
 def _decode_mount(raw: Mapping[str, object]) -> Mount:
-    return Mount(_text(raw["source"]), _text(raw["target"]), raw["read_only"] is not False)
+    return Mount(
+        _parse_text(raw["source"]), _parse_text(raw["target"]), raw["read_only"] is not False
+    )
 
 
 def _encode_share(share: Share) -> list[dict[str, str]]:
@@ -125,25 +127,25 @@ def decode(text: str) -> Kernel:
         raise MissingRecordError("it is missing")
     with malformed_as_record_error():
         raw = parse_members(text, SCHEMA)
-        _name(raw["node_id"])
+        _parse_name(raw["node_id"])
         return Kernel(
-            kernel_id=_name(raw["kernel_id"]),
-            agent_id="" if raw["agent_id"] == "" else _name(raw["agent_id"]),
+            kernel_id=_parse_name(raw["kernel_id"]),
+            agent_id="" if raw["agent_id"] == "" else _parse_name(raw["agent_id"]),
             state=KernelState.CREATING,
-            spec_hash=_text(raw["spec_hash"]),
+            spec_hash=_parse_text(raw["spec_hash"]),
             created_at=parse_time(raw["created_at"]),
-            runtime=_text(raw["runtime"]),
-            slots={_text(name): _text(amount) for name, amount in raw["slots"].items()},
+            runtime=_parse_text(raw["runtime"]),
+            slots={_parse_text(name): _parse_text(amount) for name, amount in raw["slots"].items()},
             allocation=read_allocation(raw["allocation"]),
-            not_enforced=tuple(_text(item) for item in raw["not_enforced"]),
+            not_enforced=tuple(_parse_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
-            created_by=_text(raw.get("created_by", "")),
-            image=None if raw.get("image") is None else _text(raw["image"]),
-            command=tuple(_text(word) for word in raw.get("command", ())),
-            env_names=tuple(_text(name) for name in raw.get("env_names", ())),
+            created_by=_parse_text(raw.get("created_by", "")),
+            image=None if raw.get("image") is None else _parse_text(raw["image"]),
+            command=tuple(_parse_text(word) for word in raw.get("command", ())),
+            env_names=tuple(_parse_text(name) for name in raw.get("env_names", ())),
             mounts=tuple(_decode_mount(item) for item in raw.get("mounts", ())),
-            labels={_text(k): _text(v) for k, v in raw.get("labels", {}).items()},
-            claim_id=None if raw.get("claim_id") is None else _name(raw["claim_id"]),
+            labels={_parse_text(k): _parse_text(v) for k, v in raw.get("labels", {}).items()},
+            claim_id=None if raw.get("claim_id") is None else _parse_name(raw["claim_id"]),
             keeps_claim=raw.get("keep_claim") is True,
         )
 
@@ -207,40 +209,40 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
         raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
 
 
-def _allocation(entries: Iterable[Share]) -> Allocation:
+def _group_entries(entries: Iterable[Share]) -> Allocation:
     """Return an allocation of entries for one slot each; the first of a device is its primary slot.
 
     Raises:
         RecordError: a slot of a device is there twice, or beside a share of the whole device, which
             agentd never writes.
     """
-    found: dict[str, Share] = {}
+    share_by_id: dict[str, Share] = {}
     for entry in entries:
-        share = found.setdefault(entry.stable_id, entry)
+        share = share_by_id.setdefault(entry.stable_id, entry)
         if share is entry:
             continue
         is_whole = UNREADABLE_SLOT in (share.slot, entry.slot)
         if share.device_id != entry.device_id or is_whole or entry.slot in share.slot_names:
             raise RecordError(f"duplicate device {entry.device_id} ({entry.stable_id})")
         secondary = SlotAmount(entry.slot, entry.kind, entry.amount)
-        found[entry.stable_id] = share._replace(secondary=(*share.secondary, secondary))
-    return Allocation(tuple(found.values()))
+        share_by_id[entry.stable_id] = share._replace(secondary=(*share.secondary, secondary))
+    return Allocation(tuple(share_by_id.values()))
 
 
 def _decode_share(raw: Mapping[str, object]) -> Share:
-    kind = SlotKind(_text(raw["kind"]))
-    return _checked(
+    kind = SlotKind(_parse_text(raw["kind"]))
+    return _validate_share(
         Share(
-            device_id=DeviceId(_text(raw["device_name"]), _text(raw["id"])),
-            stable_id=_text(raw["stable_id"]),
-            slot=_text(raw["slot"]),
+            device_id=DeviceId(_parse_text(raw["device_name"]), _parse_text(raw["id"])),
+            stable_id=_parse_text(raw["stable_id"]),
+            slot=_parse_text(raw["slot"]),
             kind=kind,
-            amount=parse_base_units(_text(raw["amount"]), kind),
+            amount=parse_base_units(_parse_text(raw["amount"]), kind),
         )
     )
 
 
-def _checked(share: Share) -> Share:
+def _validate_share(share: Share) -> Share:
     """Return a share that can be held: some of a slot, or all of a device without saying of what.
 
     Raises:
@@ -261,14 +263,14 @@ def _checked(share: Share) -> Share:
 def _decode_port(raw: Mapping[str, object]) -> Port:
     host = raw["host"]
     return Port(
-        _number(raw["container"]),
-        None if host is None else _number(host),
-        _text(raw["protocol"]),
-        _text(raw["address"]),
+        _parse_number(raw["container"]),
+        None if host is None else _parse_number(host),
+        _parse_text(raw["protocol"]),
+        _parse_text(raw["address"]),
     )
 
 
-def _number(raw: object) -> int:
+def _parse_number(raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int):
         raise RecordError(f"invalid number {raw!r}: expected an integer")
     return raw
@@ -285,13 +287,13 @@ def parse_time(raw: object) -> float:
     raise RecordError(f"invalid time {raw!r}: expected seconds since 1970")
 
 
-def _text(raw: object) -> str:
+def _parse_text(raw: object) -> str:
     if not isinstance(raw, str):
         raise RecordError(f"invalid text {raw!r}: expected a string")
     return raw
 
 
-def _name(raw: object) -> str:
+def _parse_name(raw: object) -> str:
     if not is_name(raw):
         raise RecordError(f"invalid name {shortened(raw)}")
     return raw
@@ -314,13 +316,13 @@ def parse_statement(text: str) -> Allocation:
         RecordError: a word of it is damaged, gives nothing of a slot, or is of a slot of a device
             that was named before.
     """
-    return _allocation(_parse_word(word) for word in text.split())
+    return _group_entries(_parse_word(word) for word in text.split())
 
 
 def _parse_word(word: str) -> Share:
-    place, _, rest = word.partition("=")
+    device_and_slot, _, rest = word.partition("=")
     amount, _, stable_id = rest.partition("@")
-    parts = place.split("/", 2)
+    parts = device_and_slot.split("/", 2)
     if len(parts) != 3 or not is_slot_name(parts[2]) or not ID_PATTERN.fullmatch(stable_id):  # noqa: PLR2004 - name, id, slot
         raise RecordError(f"invalid statement {word!r}: expected name/id/slot=amount@stable-id")
     kind = SlotKind.BYTES if amount.endswith("B") else SlotKind.COUNT
@@ -328,4 +330,4 @@ def _parse_word(word: str) -> Share:
         units = parse_base_units(amount.removesuffix("B"), kind)
     except AmountError as error:
         raise RecordError(f"{word!r}: {error}") from None
-    return _checked(Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units))
+    return _validate_share(Share(DeviceId(parts[0], parts[1]), stable_id, parts[2], kind, units))

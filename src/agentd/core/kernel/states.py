@@ -219,15 +219,15 @@ class Kernel(msgspec.Struct, frozen=True):
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
-    def observed(self, sight: ObservedState, **changes: Any) -> Kernel:
+    def observed(self, state: ObservedState, **changes: Any) -> Kernel:
         """Return the kernel after an observation.
 
         Raises:
             ValueError: `OBSERVATIONS` has no such transition.
         """
-        if sight not in OBSERVATIONS[self.state]:
-            raise ValueError(f"kernel {self.kernel_id} is {self.state} and cannot be seen {sight}")
-        return replace(self, state=OBSERVATIONS[self.state][sight], **changes)
+        if state not in OBSERVATIONS[self.state]:
+            raise ValueError(f"kernel {self.kernel_id} is {self.state} and cannot be seen {state}")
+        return replace(self, state=OBSERVATIONS[self.state][state], **changes)
 
 
 def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
@@ -236,13 +236,13 @@ def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
     `before-create`, `after-start`, `before-stop` or `after-stop`; an adopted kernel took its
     first steps earlier.
     """
-    was, state = before.state if before else None, now.state if now else None
-    if was is None and state is KernelState.PREPARING:
+    state_before, state = before.state if before else None, now.state if now else None
+    if state_before is None and state is KernelState.PREPARING:
         return "before-create"
-    if was in STARTING and state is KernelState.RUNNING:
+    if state_before in STARTING and state is KernelState.RUNNING:
         return "after-start"
-    if was in LIVE and state is KernelState.STOPPING and was is not state:
+    if state_before in LIVE and state is KernelState.STOPPING and state_before is not state:
         return "before-stop"
-    if was in LIVE and (state is None or state in ENDED):
+    if state_before in LIVE and (state is None or state in ENDED):
         return "after-stop"
     return None

@@ -32,8 +32,8 @@ def split_units(total: int, parts: int) -> list[int]:
     """
     if parts < 1 or total < 0:
         raise ValueError(f"cannot split {total} into {parts}")
-    share, rest = divmod(total, parts)
-    return [share + 1] * rest + [share] * (parts - rest)
+    share, remainder = divmod(total, parts)
+    return [share + 1] * remainder + [share] * (parts - remainder)
 
 
 def deal(
@@ -58,12 +58,12 @@ def deal(
             dealt[agent] += share
     cores = [*_core_units(by_name.get(CPU, ()), len(agents))]
     if order is not SplitOrder.ID:
-        near = {agent: {d.numa_node for d in devices} - {None} for agent, devices in dealt.items()}
-        shares = _near(cores, near)
+        nodes = {agent: {d.numa_node for d in devices} - {None} for agent, devices in dealt.items()}
+        shares = _deal_near_devices(cores, nodes)
     else:
-        shares = dict(_dealt(cores, agents))
+        shares = dict(_deal_out(cores, agents))
     return {
-        agent: [d.device_id for d in (*_natural(shares[agent]), *_natural(dealt[agent]))]
+        agent: [d.device_id for d in (*_sort_by_id(shares[agent]), *_sort_by_id(dealt[agent]))]
         for agent in agents
     }
 
@@ -73,41 +73,41 @@ def shares_in_order(
 ) -> dict[str, list[Device]]:
     """Return each agent's share of devices in natural order, dealt from the front."""
     shares: dict[str, list[Device]] = {agent: [] for agent in agents}
-    for alike in _by_slots(devices):
-        units = [(device,) for device in _side_by_side(alike, order)]
-        for agent, share in _dealt(units, agents):
+    for alike in _group_by_slots(devices):
+        units = [(device,) for device in _group_parts(alike, order)]
+        for agent, share in _deal_out(units, agents):
             shares[agent] += share
     return shares
 
 
-def _natural(devices: Iterable[Device]) -> list[Device]:
+def _sort_by_id(devices: Iterable[Device]) -> list[Device]:
     return sorted(devices, key=lambda device: natural_key(str(device.device_id)))
 
 
-def _dealt(units: Sequence[Unit], agents: Sequence[str]) -> Iterator[tuple[str, list[Device]]]:
-    rest = iter(units)
+def _deal_out(units: Sequence[Unit], agents: Sequence[str]) -> Iterator[tuple[str, list[Device]]]:
+    remaining = iter(units)
     for agent, count in zip(agents, split_units(len(units), len(agents)), strict=True):
-        yield agent, [device for _ in range(count) for device in next(rest)]
+        yield agent, [device for _ in range(count) for device in next(remaining)]
 
 
-def _by_slots(devices: Iterable[Device]) -> list[list[Device]]:
+def _group_by_slots(devices: Iterable[Device]) -> list[list[Device]]:
     groups: dict[tuple[SlotName, ...], list[Device]] = {}
     for device in devices:
         groups.setdefault(device.slot_names, []).append(device)
     return [groups[slots] for slots in sorted(groups, key=lambda slots: [*map(natural_key, slots)])]
 
 
-def _side_by_side(devices: Sequence[Device], order: SplitOrder) -> list[Device]:
+def _group_parts(devices: Sequence[Device], order: SplitOrder) -> list[Device]:
     """Order devices so that the parts of one are adjacent."""
     first: dict[str, int] = {}
     for position, device in enumerate(devices):
         first.setdefault(device.physical_id, position)
 
-    def place(device: Device) -> tuple[bool, int, int]:
+    def sort_key(device: Device) -> tuple[bool, int, int]:
         node = _node_order(device) if order is SplitOrder.NUMA else (False, 0)
         return (*node, first[device.physical_id])
 
-    return sorted(devices, key=place)
+    return sorted(devices, key=sort_key)
 
 
 def _node_order(device: Device) -> tuple[bool, int]:
@@ -126,25 +126,27 @@ def _core_units(cores: Sequence[Device], agents: int) -> Iterator[Unit]:
         yield from map(tuple, physical.values())
 
 
-def _near(cores: Sequence[Unit], near: Mapping[str, set[int | None]]) -> dict[str, list[Device]]:
+def _deal_near_devices(
+    cores: Sequence[Unit], nodes: Mapping[str, set[int | None]]
+) -> dict[str, list[Device]]:
     """Give everybody as many cores as otherwise, from the nodes of its devices if they last.
 
     Who has the fewest nodes to choose from chooses first.
     """
-    left = list(cores)
-    wanted = dict(zip(near, split_units(len(left), len(near)), strict=True))
-    shares: dict[str, list[Device]] = {agent: [] for agent in near}
+    remaining = list(cores)
+    counts = dict(zip(nodes, split_units(len(remaining), len(nodes)), strict=True))
+    shares: dict[str, list[Device]] = {agent: [] for agent in nodes}
 
     def take(agent: str, units: list[Unit]) -> None:
-        for unit in units[: wanted[agent]]:
-            left.remove(unit)
+        for unit in units[: counts[agent]]:
+            remaining.remove(unit)
             shares[agent] += unit
-            wanted[agent] -= 1
+            counts[agent] -= 1
 
-    for agent in sorted(near, key=lambda agent: len(near[agent]) or len(cores)):
-        take(agent, [unit for unit in left if unit[0].numa_node in near[agent]])
-    for agent in near:
-        take(agent, list(left))
+    for agent in sorted(nodes, key=lambda agent: len(nodes[agent]) or len(cores)):
+        take(agent, [unit for unit in remaining if unit[0].numa_node in nodes[agent]])
+    for agent in nodes:
+        take(agent, list(remaining))
     return shares
 
 

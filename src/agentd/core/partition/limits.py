@@ -67,7 +67,7 @@ class Limitable(msgspec.Struct, frozen=True):
         return cls(
             name,
             sum(device.capacity for device in devices),
-            sum(_in_steps(device, inventory) for device in devices),
+            sum(_whole_quanta(device, inventory) for device in devices),
             SlotKind.BYTES if is_bytes else SlotKind.COUNT,
             not is_bytes and not any(is_divisible(slot) for slot in types),
             len(devices),
@@ -75,7 +75,7 @@ class Limitable(msgspec.Struct, frozen=True):
         )
 
 
-def _in_steps(device: Device, inventory: Inventory) -> int:
+def _whole_quanta(device: Device, inventory: Inventory) -> int:
     """Return what can be given of a device, in whole steps of its slot."""
     slot = inventory.slot_types.get(device.slot)
     return device.offered // slot.quantum * slot.quantum if slot else 0
@@ -91,11 +91,13 @@ def resolved(
     limits: dict[str, dict[str, Limit]] = {}
     problems = []
     for index, rule in enumerate(rules):
-        mine = limits.setdefault(rule.agent_id, {})
+        by_name = limits.setdefault(rule.agent_id, {})
         for name, limit in rule.limits.items():
             if name in available:
                 try:
-                    mine[name] = Limit(_amount(limit, available[name], align), available[name].kind)
+                    by_name[name] = Limit(
+                        _limit_amount(limit, available[name], align), available[name].kind
+                    )
                 except AmountError as error:
                     problems.append(Problem(f"agents.{index}.resource.limits.{name}", str(error)))
     return limits, problems
@@ -106,58 +108,61 @@ def guaranteed(
 ) -> set[str]:
     """Return the device names whose limits can all be reached at once."""
     names = set()
-    for name, what in available.items():
-        given = [mine[name].amount for mine in limits.values() if name in mine]
-        if given and len(given) == len(limits) and sum(given) <= what.present:
+    for name, capacity in available.items():
+        amounts = [by_name[name].amount for by_name in limits.values() if name in by_name]
+        if amounts and len(amounts) == len(limits) and sum(amounts) <= capacity.present:
             names.add(name)
     return names
 
 
-def _amount(limit: LimitRule, what: Limitable, align: int) -> int:
-    if what.is_mixed:
-        raise AmountError(f"slots of {what.name} are in units and in bytes; one limit has one unit")
-    if isinstance(limit, Amount):
-        amount = parse_base_units(limit.written, what.kind)
-        if what.is_whole and amount % ONE:
-            raise AmountError(f"{limit.written} {what.name}: these devices are given whole")
-        return amount
-    exact = what.total * limit.percent / 100
-    if what.name == MEM:
-        return int(exact // align) * align
-    step = ONE if what.is_whole else 1
-    if exact % step:
-        low = int(exact // step) * step
-        nearest = " and ".join(_with_percent(n, what) for n in (low, low + step))
+def _limit_amount(limit: LimitRule, capacity: Limitable, align: int) -> int:
+    if capacity.is_mixed:
         raise AmountError(
-            f"{limit} of {format_amount(what.total, what.kind)} {what.name} is not a whole number;"
-            f" the nearest are {nearest}"
+            f"slots of {capacity.name} are in units and in bytes; one limit has one unit"
+        )
+    if isinstance(limit, Amount):
+        amount = parse_base_units(limit.written, capacity.kind)
+        if capacity.is_whole and amount % ONE:
+            raise AmountError(f"{limit.written} {capacity.name}: these devices are given whole")
+        return amount
+    exact = capacity.total * limit.percent / 100
+    if capacity.name == MEM:
+        return int(exact // align) * align
+    unit = ONE if capacity.is_whole else 1
+    if exact % unit:
+        low = int(exact // unit) * unit
+        nearest = " and ".join(_with_percent(n, capacity) for n in (low, low + unit))
+        raise AmountError(
+            f"{limit} of {format_amount(capacity.total, capacity.kind)} {capacity.name} is not a"
+            f" whole number; the nearest are {nearest}"
         )
     return int(exact)
 
 
-def _with_percent(amount: int, what: Limitable) -> str:
-    percent = float(Fraction(100 * amount, what.total)) if what.total else 0.0
-    return f"{format_amount(amount, what.kind)} ({percent:g}%)"
+def _with_percent(amount: int, capacity: Limitable) -> str:
+    percent = float(Fraction(100 * amount, capacity.total)) if capacity.total else 0.0
+    return f"{format_amount(amount, capacity.kind)} ({percent:g}%)"
 
 
 def remarks(
     limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
 ) -> Iterator[str]:
     """Yield what an operator should know of the limits that are set."""
-    sure = guaranteed(limits, available)
-    for name, what in available.items():
-        given = {agent: mine[name] for agent, mine in limits.items() if name in mine}
-        if not given:
+    safe = guaranteed(limits, available)
+    for name, capacity in available.items():
+        by_agent = {agent: by_name[name] for agent, by_name in limits.items() if name in by_name}
+        if not by_agent:
             continue
-        if unlimited := [agent for agent in limits if agent not in given]:
+        if unlimited := [agent for agent in limits if agent not in by_agent]:
             yield f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
             continue
-        if name not in sure:
-            total = sum(limit.amount for limit in given.values())
-            have, summed = readable_amounts(what.kind, what.present, total)
-            yield f"{name}: the limits add up to {summed} of {have}, so none of them is guaranteed"
-        elif not what.is_whole and what.devices > 1 and len(given) > 1:
+        if name not in safe:
+            total = sum(limit.amount for limit in by_agent.values())
+            total_text, present = readable_amounts(capacity.kind, total, capacity.present)
+            added = f"the limits add up to {total_text} of {present}"
+            yield f"{name}: {added}, so none of them is guaranteed"
+        elif not capacity.is_whole and capacity.devices > 1 and len(by_agent) > 1:
             yield (
                 f"{name}: the amounts are guaranteed, not in one piece: what others leave"
-                f" on {what.devices} devices may be in parts"
+                f" on {capacity.devices} devices may be in parts"
             )

@@ -55,10 +55,10 @@ class Assignment(msgspec.Struct, frozen=True):
 
 def assign_manually(pool: AssignableDevices, rules: SplitRules) -> tuple[Assignment, list[Problem]]:
     """Assign devices by the rules; return the assignment, and the problem of each bad rule."""
-    return _Assigning(pool, rules).run()
+    return _ManualAssignment(pool, rules).run()
 
 
-class _Assigning:
+class _ManualAssignment:
     """One pass over the rules, which collects problems instead of stopping at the first."""
 
     def __init__(self, pool: AssignableDevices, rules: SplitRules) -> None:
@@ -69,17 +69,17 @@ class _Assigning:
         self._assigned: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
 
     def run(self) -> tuple[Assignment, list[Problem]]:
-        wanted = [
-            (where, rule.agent_id, name, device_rule)
-            for where, rule in self._described()
-            for name, device_rule in self._device_rules(where, rule)
+        rules = [
+            (location, rule.agent_id, name, device_rule)
+            for location, rule in self._described_rules()
+            for name, device_rule in self._device_rules(location, rule)
         ]
-        for where, agent, name, rule in wanted:
+        for location, agent, name, rule in rules:
             if isinstance(rule, Ids):
-                self._assign_named(where, agent, name, rule)
-        for where, agent, name, rule in wanted:
+                self._assign_named(location, agent, name, rule)
+        for location, agent, name, rule in rules:
             if not isinstance(rule, Ids):
-                self._assign_some(where, agent, name, rule)
+                self._assign_counted(location, agent, name, rule)
         memory = self._memory()
         order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
         assignment = Assignment(
@@ -91,21 +91,21 @@ class _Assigning:
     def _devices(self, name: str) -> Sequence[Device]:
         return self._pool.by_name.get(name, ())
 
-    def _refuse(self, where: str, why: str) -> None:
-        self._problems.append(Problem(where, why))
+    def _add_problem(self, location: str, reason: str) -> None:
+        self._problems.append(Problem(location, reason))
 
-    def _described(self) -> Iterator[tuple[str, AgentRule]]:
+    def _described_rules(self) -> Iterator[tuple[str, AgentRule]]:
         for index, rule in enumerate(self._rules.agents):
             if rule.described:
                 yield f"agents.{index}.resource", rule
             else:
-                why = f"agent {rule.agent_id} has no [agents.resource]; manual mode requires one"
-                self._refuse(f"agents.{index}", f"{why}, with cpu, mem and its devices")
+                reason = f"agent {rule.agent_id} has no [agents.resource]; manual mode requires one"
+                self._add_problem(f"agents.{index}", f"{reason}, with cpu, mem and its devices")
 
-    def _device_rules(self, where: str, rule: AgentRule) -> Iterator[tuple[str, DeviceRule]]:
+    def _device_rules(self, location: str, rule: AgentRule) -> Iterator[tuple[str, DeviceRule]]:
         if rule.cpu is None or _is_nothing(rule.cpu):
-            self._refuse(
-                f"{where}.cpu", f"agent {rule.agent_id} has no cpu, expected one core or more"
+            self._add_problem(
+                f"{location}.cpu", f"agent {rule.agent_id} has no cpu, expected one core or more"
             )
         else:
             yield CPU, rule.cpu
@@ -114,49 +114,49 @@ class _Assigning:
                 yield name, device_rule
             elif name not in self._pool.unlisted:
                 names = self._pool.known_names | self._pool.by_name.keys()
-                have = ", ".join(sorted(names - {CPU, MEM})) or "none"
-                self._refuse(
-                    f"{where}.devices.{printable_line(name)}",
-                    f"unknown device name {name!r}; available: {have}",
+                available = ", ".join(sorted(names - {CPU, MEM})) or "none"
+                self._add_problem(
+                    f"{location}.devices.{printable_line(name)}",
+                    f"unknown device name {name!r}; available: {available}",
                 )
 
-    def _assign_named(self, where: str, agent: str, name: str, rule: Ids) -> None:
-        path = _path(where, name)
+    def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
+        path = _rule_location(location, name)
         for wanted in rule.names:
             device = next((d for d in self._devices(name) if d.answers_to(wanted)), None)
             if device is None:
-                self._refuse(path, self._why_not_assigned(name, wanted))
+                self._add_problem(path, self._unassigned_reason(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
-                who = "again" if owner == agent else f"to {owner}, too"
-                self._refuse(path, f"{wanted} is assigned to {agent} and {who}")
+                owner_text = "again" if owner == agent else f"to {owner}, too"
+                self._add_problem(path, f"{wanted} is assigned to {agent} and {owner_text}")
             else:
-                self._give(device.device_id, agent)
+                self._assign(device.device_id, agent)
 
-    def _why_not_assigned(self, name: str, wanted: str) -> str:
+    def _unassigned_reason(self, name: str, wanted: str) -> str:
         if name == CPU and DeviceId(name, wanted.removeprefix("cpu-")) in self._pool.reserved:
-            have = ", ".join(d.device_id.id for d in self._devices(name))
-            return f"core {wanted} is reserved (resource.reserved-cpu); available: {have}"
-        have = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
-        return f"unknown {name} device {wanted!r}; available: {have}"
+            available = ", ".join(d.device_id.id for d in self._devices(name))
+            return f"core {wanted} is reserved (resource.reserved-cpu); available: {available}"
+        available = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
+        return f"unknown {name} device {wanted!r}; available: {available}"
 
-    def _assign_some(self, where: str, agent: str, name: str, rule: Count | Percent) -> None:
-        path, devices = _path(where, name), self._devices(name)
+    def _assign_counted(self, location: str, agent: str, name: str, rule: Count | Percent) -> None:
+        path, devices = _rule_location(location, name), self._devices(name)
         if isinstance(rule, Count):
             count = rule.count
         else:
             exact = rule.percent * len(devices) / 100
             if exact.denominator != 1:
-                self._refuse(path, _nearest_counts(rule, exact, len(devices)))
+                self._add_problem(path, _nearest_counts(rule, exact, len(devices)))
                 return
             count = int(exact)
         free = [d.device_id for d in devices if d.device_id not in self._owner]
         if count > len(free):
-            why = f"{count} of {len(devices)} {name} devices for {agent}"
-            self._refuse(path, f"{why}; {len(free)} are left")
+            reason = f"{count} of {len(devices)} {name} devices for {agent}"
+            self._add_problem(path, f"{reason}; {len(free)} are left")
         for device_id in free[:count]:
-            self._give(device_id, agent)
+            self._assign(device_id, agent)
 
-    def _give(self, device_id: DeviceId, agent: str) -> None:
+    def _assign(self, device_id: DeviceId, agent: str) -> None:
         self._owner[device_id] = agent
         self._assigned[agent].append(device_id)
 
@@ -167,15 +167,15 @@ class _Assigning:
                 continue
             amount = self._memory_bytes(rule.mem)
             if not amount:
-                why = "expected a size or a percentage"
+                reason = "expected a size or a percentage"
                 if isinstance(rule.mem, Percent):
-                    why = f"{rule.mem} is less than memory-align-size, {self._rules.align} bytes"
-                where = f"agents.{index}.resource.mem"
-                self._refuse(where, f"agent {rule.agent_id} has no mem; {why}")
+                    reason = f"{rule.mem} is less than memory-align-size, {self._rules.align} bytes"
+                location = f"agents.{index}.resource.mem"
+                self._add_problem(location, f"agent {rule.agent_id} has no mem; {reason}")
             amounts[rule.agent_id] = amount
         if sum(amounts.values()) > self._pool.memory_bytes:
             parts = " + ".join(f"{amount} for {agent}" for agent, amount in amounts.items())
-            self._refuse(
+            self._add_problem(
                 "agents",
                 f"mem adds up to {sum(amounts.values())} bytes ({parts}); this node has"
                 f" {self._pool.memory_bytes} after the reservation",
@@ -191,8 +191,8 @@ class _Assigning:
         return int(exact // self._rules.align) * self._rules.align
 
 
-def _path(where: str, name: str) -> str:
-    return f"{where}.cpu" if name == CPU else f"{where}.devices.{name}"
+def _rule_location(location: str, name: str) -> str:
+    return f"{location}.cpu" if name == CPU else f"{location}.devices.{name}"
 
 
 def _is_nothing(rule: DeviceRule) -> bool:

@@ -103,12 +103,12 @@ class Split:
     def slots_of(self, agent_id: str) -> ResourceSlots:
         """Return the amounts that an agent's healthy devices offer; never configured."""
         part = self.partitions[agent_id]
-        return _slots(self.inventory.devices, part.limits_of)
+        return _sum_slots(self.inventory.devices, part.limits_of)
 
     def node_slots(self) -> ResourceSlots:
         """Return what the whole node offers after the reservation."""
         withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
-        return _slots(
+        return _sum_slots(
             (d for d in self.inventory.devices if d.device_id not in withheld),
             lambda device: device.offers,
         )
@@ -119,8 +119,8 @@ class Split:
         limits = {agent: part.limits for agent, part in self.partitions.items()}
         members = next(iter(self.partitions.values())).members
         by_name = {
-            name: Limitable.of(name, [d for d in found if d.device_id in members], self.inventory)
-            for name, found in self.inventory.by_name.items()
+            name: Limitable.of(name, [d for d in devices if d.device_id in members], self.inventory)
+            for name, devices in self.inventory.by_name.items()
         }
         return frozenset(guaranteed(limits, by_name))
 
@@ -130,11 +130,11 @@ class Split:
         Between 0 and 1, with six decimals at most; 1 with a single agent, 0 where the node
         has none.
         """
-        mine, total = self.slots_of(agent_id), self.node_slots()
+        owned, total = self.slots_of(agent_id), self.node_slots()
         if len(self.partitions) == 1:
-            mine = total
+            owned = total
         return {
-            slot: (Decimal(mine[slot]) / total[slot]).quantize(_SCALE, ROUND_HALF_EVEN).normalize()
+            slot: (Decimal(owned[slot]) / total[slot]).quantize(_SCALE, ROUND_HALF_EVEN).normalize()
             if total[slot]
             else Decimal(0)
             for slot in self.inventory.slot_types
@@ -160,7 +160,7 @@ class Split:
         unassigned, appeared = dict(self.unassigned), dict[str, list[str]]()
         for device_id in new:
             unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
-            appeared.setdefault(device_id.name, []).append(_shown(device_id))
+            appeared.setdefault(device_id.name, []).append(_device_text(device_id))
         warnings = [
             f"{first_of(ids)} {'is' if len(ids) == 1 else 'are'} new; restart agentd to assign"
             f" {'it' if len(ids) == 1 else 'them'}"
@@ -191,19 +191,19 @@ def joined(
     """
     memory = inventory.by_id[MEMORY]
     whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
-    fresh = split(inventory.with_device(whole), rules, unlisted, dealings)
+    fresh_split = split(inventory.with_device(whole), rules, unlisted, dealings)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
-        kept = (device_id for device_id in old if device_id.name not in names)
-        return (*kept, *(device_id for device_id in new if device_id.name in names))
+        unchanged = (device_id for device_id in old if device_id.name not in names)
+        return (*unchanged, *(device_id for device_id in new if device_id.name in names))
 
-    late = {name: ids for name, ids in fresh.unassigned.items() if name in names}
+    late = {name: ids for name, ids in fresh_split.unassigned.items() if name in names}
     return replace(
-        fresh,
+        fresh_split,
         partitions={
             agent: replace(
-                fresh.partitions[agent],
-                devices=merged(part.devices, fresh.partitions[agent].devices),
+                fresh_split.partitions[agent],
+                devices=merged(part.devices, fresh_split.partitions[agent].devices),
             )
             for agent, part in before.partitions.items()
         },
@@ -211,7 +211,9 @@ def joined(
     )
 
 
-def _slots(devices: Iterable[Device], limits: Callable[[Device], Iterable[int]]) -> ResourceSlots:
+def _sum_slots(
+    devices: Iterable[Device], limits: Callable[[Device], Iterable[int]]
+) -> ResourceSlots:
     amounts: dict[SlotName, int] = {}
     for device in devices:
         for slot, amount in zip(device.slot_names, limits(device), strict=True):
@@ -239,15 +241,15 @@ def split(
     warnings: list[str] = []
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
-    left = max(0, memory.capacity - rules.reserved_mem)
-    inventory = inventory.with_device(msgspec.structs.replace(memory, capacity=left))
+    memory_bytes = max(0, memory.capacity - rules.reserved_mem)
+    inventory = inventory.with_device(msgspec.structs.replace(memory, capacity=memory_bytes))
     pool = AssignableDevices(
         tuple(
             device
             for device in inventory.devices
             if device.device_id != MEMORY and device.device_id not in reserved
         ),
-        left,
+        memory_bytes,
         frozenset(reserved),
         unlisted,
         frozenset(device_name_of(slot) for slot in inventory.slot_types),
@@ -255,26 +257,28 @@ def split(
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
         everything = [device.device_id for device in pool.devices]
-        assignment = Assignment(dict.fromkeys(agents, everything), dict.fromkeys(agents, left))
+        assignment = Assignment(
+            dict.fromkeys(agents, everything), dict.fromkeys(agents, memory_bytes)
+        )
     elif rules.mode is AllocationMode.AUTO_SPLIT:
-        assignment = _deal(pool, rules, dealings)
+        assignment = _split_automatically(pool, rules, dealings)
         warnings += _dealing_warnings(pool, rules, dealings)
     else:
-        assignment, wrong = assign_manually(pool, rules)
-        problems += wrong
-    available = _limitable(pool, inventory)
-    limits, wrong = resolved(rules.agents, available, rules.align)
-    problems += [*wrong, *_unknown_limits(rules, pool)]
+        assignment, more_problems = assign_manually(pool, rules)
+        problems += more_problems
+    available = _limitable_by_name(pool, inventory)
+    limits, more_problems = resolved(rules.agents, available, rules.align)
+    problems += [*more_problems, *_unknown_limits(rules, pool)]
     if problems:
         raise ConfigRefused(problems)
     if rules.mode is AllocationMode.SHARED:
         warnings += remarks(limits, available)
     else:
         limits = {}
-    return _split(inventory, rules, reserved, pool, assignment, limits, warnings)
+    return _build_split(inventory, rules, reserved, pool, assignment, limits, warnings)
 
 
-def _limitable(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
+def _limitable_by_name(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
     """Return what there is of each device name whose slots are known; others may still open."""
     names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
     return {
@@ -289,36 +293,36 @@ def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Prob
     for index, rule in enumerate(rules.agents):
         for name in rule.limits:
             if name not in known and name not in pool.unlisted:
-                have = ", ".join(sorted(known))
-                where = f"agents.{index}.resource.limits.{printable_line(name)}"
-                yield Problem(where, f"unknown device name {name!r}; available: {have}")
+                available = ", ".join(sorted(known))
+                location = f"agents.{index}.resource.limits.{printable_line(name)}"
+                yield Problem(location, f"unknown device name {name!r}; available: {available}")
 
 
 def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
     problems = []
     cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
-    wanted = rules.reserved_cpu
-    if isinstance(wanted, int):
-        reserved = [d.device_id for d in cores[:wanted]]
+    rule = rules.reserved_cpu
+    if isinstance(rule, int):
+        reserved = [d.device_id for d in cores[:rule]]
     else:
         known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
-        named = {known[name] for name in wanted if name in known}
+        named = {known[name] for name in rule if name in known}
         reserved = [d.device_id for d in cores if d.device_id in named]
-        if unknown := [name for name in wanted if name not in known]:
-            have = ", ".join(d.device_id.id for d in cores)
-            why = f"no core {', '.join(unknown)}; the node has {have}"
-            problems.append(Problem("resource.reserved-cpu", why))
-    if len(reserved) >= len(cores) or (isinstance(wanted, int) and wanted >= len(cores)):
-        why = f"leaves no core; the node has {len(cores)}, reserve fewer"
-        problems.append(Problem("resource.reserved-cpu", why))
+        if unknown := [name for name in rule if name not in known]:
+            available = ", ".join(d.device_id.id for d in cores)
+            reason = f"no core {', '.join(unknown)}; the node has {available}"
+            problems.append(Problem("resource.reserved-cpu", reason))
+    if len(reserved) >= len(cores) or (isinstance(rule, int) and rule >= len(cores)):
+        reason = f"leaves no core; the node has {len(cores)}, reserve fewer"
+        problems.append(Problem("resource.reserved-cpu", reason))
     total = inventory.by_id[MEMORY].capacity
     if rules.reserved_mem >= total:
-        why = f"{rules.reserved_mem} bytes leave no memory; the node has {total}"
-        problems.append(Problem("resource.reserved-mem", why))
+        reason = f"{rules.reserved_mem} bytes leave no memory; the node has {total}"
+        problems.append(Problem("resource.reserved-mem", reason))
     return reserved, problems
 
 
-def _deal(
+def _split_automatically(
     pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
 ) -> Assignment:
     agents = [rule.agent_id for rule in rules.agents]
@@ -345,7 +349,7 @@ def _dealing_warnings(
             yield f"{name}: its plugin deals unequal numbers of devices: {dealing.reason}"
 
 
-def _split(
+def _build_split(
     inventory: Inventory,
     rules: SplitRules,
     reserved: list[DeviceId],
@@ -360,8 +364,8 @@ def _split(
         for name, devices in pool.by_name.items()
         if any(d.device_id not in dealt for d in devices)
     }
-    given = sum(assignment.memory.values())
-    shared = rules.mode is AllocationMode.SHARED or not rules.agents
+    assigned_bytes = sum(assignment.memory.values())
+    is_shared = rules.mode is AllocationMode.SHARED or not rules.agents
     return Split(
         mode=rules.mode,
         inventory=inventory,
@@ -378,14 +382,14 @@ def _split(
         reserved_cpu=tuple(device_id.id for device_id in reserved),
         reserved_mem=rules.reserved_mem,
         unassigned=unassigned,
-        unassigned_memory=0 if shared else pool.memory_bytes - given,
+        unassigned_memory=0 if is_shared else pool.memory_bytes - assigned_bytes,
         warnings=(
-            *(f"{name}: {why}" for name, why in sorted(pool.unlisted.items())),
+            *(f"{name}: {reason}" for name, reason in sorted(pool.unlisted.items())),
             *_gone_warnings(inventory),
-            *(_left_over(name, ids) for name, ids in unassigned.items()),
+            *(_unassigned_warning(name, ids) for name, ids in unassigned.items()),
             *_ignored_rules(rules),
             *_idle_agents(assignment),
-            *(() if shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
+            *(() if is_shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
             *warnings,
         ),
     )
@@ -397,7 +401,7 @@ def _gone_warnings(inventory: Inventory) -> Iterator[str]:
     return warnings_by_name(gone, "gone", lambda device: device.reason, endings)
 
 
-def _left_over(name: str, ids: tuple[str, ...]) -> str:
+def _unassigned_warning(name: str, ids: tuple[str, ...]) -> str:
     lead = f"{name} " if name == CPU else ""
     return f"{lead}{first_of(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
 
@@ -422,5 +426,5 @@ def _idle_agents(assignment: Assignment) -> Iterator[str]:
             yield f"agent {agent} has no memory: there is less than one aligned unit for it"
 
 
-def _shown(device_id: DeviceId) -> str:
+def _device_text(device_id: DeviceId) -> str:
     return str(device_id) if device_id.name == CPU else device_id.id

@@ -87,7 +87,7 @@ class ClaimService:
         self._failures: dict[str, str] = {}
         """Why a claim could not be ended or watched when that was last tried."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._woken = asyncio.Event()
+        self._wake = asyncio.Event()
 
     def get(self, claim_id: str) -> ClaimStatus:
         """Return a claim as it is now.
@@ -128,8 +128,8 @@ class ClaimService:
         if known is None:
             for kernel in self._state.users_of(spec.claim_id).values():
                 is_own = kernel.agent_id == spec.agent_id
-                who = f"kernel {kernel.kernel_id}" if is_own else "a kernel"
-                raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {who} has ended")
+                user = f"kernel {kernel.kernel_id}" if is_own else "a kernel"
+                raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {user} has ended")
         return known
 
     async def create(self, spec: ClaimSpec) -> tuple[ClaimStatus, bool]:
@@ -143,21 +143,21 @@ class ClaimService:
             if (known := self.existing(spec)) is not None:
                 return self.status(known), False
             with self._counts.counted(spec.agent_id):
-                claim = await self._recorded(self._decided(spec))
+                claim = await self._charge_and_record(self._decide(spec))
         log.info("claim.created", claim_id=claim.claim_id, agent_id=claim.agent_id)
-        self._announce_collisions(claim)
+        self._publish_collisions(claim)
         return self.status(claim), True
 
-    def _decided(self, spec: ClaimSpec) -> Claim:
+    def _decide(self, spec: ClaimSpec) -> Claim:
         """Choose the devices of a claim; changes nothing.
 
         Raises:
             RequestError: it cannot be granted.
         """
-        asked = self._planner.read_claim(spec)
+        request = self._planner.read_claim(spec)
         if len(self._state.claims) >= MOST_CLAIMS:
             raise TooManyClaims(f"this node has {MOST_CLAIMS} claims, the most it may have")
-        decision = self._planner.decide_claim(spec, asked, self._state)
+        decision = self._planner.decide_claim(spec, request, self._state)
         return Claim(
             claim_id=spec.claim_id,
             agent_id=spec.agent_id,
@@ -174,7 +174,7 @@ class ClaimService:
             is_observed=spec.is_observed,
         )
 
-    async def _recorded(self, claim: Claim) -> Claim:
+    async def _charge_and_record(self, claim: Claim) -> Claim:
         """Charge a claim, ask the plugins for its edits, and record it; or hold nothing."""
         claim_id = claim.claim_id
         self._pending.add(claim_id)
@@ -193,7 +193,7 @@ class ClaimService:
         finally:
             self._pending.discard(claim_id)
         self._state.put_claim(claim)
-        self._begin(claim)
+        self._start_watching(claim)
         self._publish(claim_id)
         return claim
 
@@ -212,7 +212,7 @@ class ClaimService:
             ClaimConflict: the record of one cannot be read.
             PluginUnavailable: a plugin did not answer.
         """
-        claims = [self._owned(claim_id, caller) for claim_id in dict.fromkeys(claim_ids)]
+        claims = [self._get_owned(claim_id, caller) for claim_id in dict.fromkeys(claim_ids)]
         for claim in claims:
             claim.require_readable()
         allocation = united([claim.allocation for claim in claims])
@@ -226,7 +226,7 @@ class ClaimService:
             ClaimConflict: it has no time limit, or its time is over.
             StateUnavailable: nothing changed.
         """
-        claim = self._owned(claim_id, caller)
+        claim = self._get_owned(claim_id, caller)
         if not isinstance(claim.holder, TimeHolder):
             raise ClaimConflict(f"claim {claim_id} has no time limit")
         if claim_id in self._ends:
@@ -236,7 +236,7 @@ class ClaimService:
         self._save(claim)
         self._state.put_claim(claim)
         self._deadlines[claim_id] = self._clock.uptime() + ttl
-        self._woken.set()
+        self._wake.set()
         self._publish(claim_id, is_of_shares=False)
         return self.status(claim)
 
@@ -248,39 +248,39 @@ class ClaimService:
             ClaimConflict: kernels use it.
             StateUnavailable: nothing changed.
         """
-        self._owned(claim_id, caller)
+        self._get_owned(claim_id, caller)
         if users := self._state.users_of(claim_id):
             raise ClaimConflict(f"claim {claim_id} is used by kernel {', '.join(users)}")
         self._end(claim_id, EndReason.RELEASED)
 
-    def _owned(self, claim_id: str, caller: Caller) -> Claim:
+    def _get_owned(self, claim_id: str, caller: Caller) -> Claim:
         claim = self._state.claim(claim_id)
         if claim_id in self._pending or not claim.may_be_used_by(caller):
             raise UnknownClaim(f"unknown claim {claim_id}")
         return claim
 
-    def _begin(self, claim: Claim) -> None:
+    def _start_watching(self, claim: Claim) -> None:
         """Observe the holder of a claim from now on, and allow creates from it."""
         claim_id = claim.claim_id
         self._state.open_claim(claim_id)
         if isinstance(claim.holder, TimeHolder):
             self._deadlines[claim_id] = self._clock.uptime() + claim.holder.ttl
-            self._woken.set()
+            self._wake.set()
         elif type(claim.holder) in _WATCHED:
             self._watch(claim)
 
     def _watch(self, claim: Claim) -> None:
         claim_id = claim.claim_id
-        ended = partial(self._holder_ended, claim_id, _WATCHED[type(claim.holder)])
+        on_end = partial(self._on_holder_end, claim_id, _WATCHED[type(claim.holder)])
         try:
-            self._watches[claim_id] = self._holders.watch(claim.holder, ended)
+            self._watches[claim_id] = self._holders.watch(claim.holder, on_end)
         except OSError as error:
             if self._is_new_failure(claim_id, error):
                 log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
             self._unwatched.add(claim_id)
-            self._woken.set()
+            self._wake.set()
 
-    def _holder_ended(self, claim_id: str, reason: EndReason) -> None:
+    def _on_holder_end(self, claim_id: str, reason: EndReason) -> None:
         """End a claim now if no kernel uses it, else when none does any more."""
         if claim_id not in self._state.claims:
             return
@@ -301,7 +301,7 @@ class ClaimService:
         except StateUnavailable as error:
             if self._is_new_failure(claim_id, error):
                 log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
-            self._woken.set()
+            self._wake.set()
 
     def _is_new_failure(self, claim_id: str, error: Exception) -> bool:
         """Note why a step failed that is tried again; return whether the reason is another one."""
@@ -325,8 +325,8 @@ class ClaimService:
         self._state.drop_claim(claim_id)
         self._counts.ended(claim.agent_id, reason)
         log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
-        ended = EndedClaim(claim, reason)
-        self._events.publish(EventKind.CLAIM_REMOVED, ended, is_of_shares=True)
+        ended_claim = EndedClaim(claim, reason)
+        self._events.publish(EventKind.CLAIM_REMOVED, ended_claim, is_of_shares=True)
 
     def note_kernel(self, before: Kernel | None, now: Kernel | None) -> None:
         """Follow a kernel that takes its devices from a claim.
@@ -357,9 +357,9 @@ class ClaimService:
         """
         for claim in claims:
             if claim.ends_with(self._boot_id):
-                self._holder_ended(claim.claim_id, EndReason.REBOOT)
+                self._on_holder_end(claim.claim_id, EndReason.REBOOT)
             else:
-                self._begin(claim)
+                self._start_watching(claim)
         for kernel in list(self._state):
             self.note_kernel(kernel, kernel)
 
@@ -367,22 +367,22 @@ class ClaimService:
         """End claims whose time is over, and retry what could not be done; until cancelled."""
         while True:
             self._end_due()
-            self._woken.clear()
+            self._wake.clear()
             is_idle = not (self._deadlines or self._ends or self._unwatched)
-            await is_set_within(self._woken, IDLE_S if is_idle else PERIOD_S)
+            await is_set_within(self._wake, IDLE_S if is_idle else PERIOD_S)
 
     def _end_due(self) -> None:
         now = self._clock.uptime()
         for claim_id, deadline in list(self._deadlines.items()):
             if deadline <= now:
-                self._holder_ended(claim_id, EndReason.TIME)
+                self._on_holder_end(claim_id, EndReason.TIME)
         for claim_id in list(self._ends):
             self._try_end(claim_id)
         for claim_id in list(self._unwatched):
             self._unwatched.discard(claim_id)
             self._watch(self._state.claim(claim_id))
 
-    def _announce_collisions(self, claim: Claim) -> None:
+    def _publish_collisions(self, claim: Claim) -> None:
         """Publish the devices of an observed claim that others hold too."""
         if not claim.is_observed:
             return

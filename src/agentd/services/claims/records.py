@@ -21,18 +21,18 @@ def recall_claims(
 
     One whose record cannot be read holds every device.
     """
-    found = []
+    claims = []
     for claim_id, text in records.items():
         try:
             claim = decode(claim_id, text)
         except RecordError as error:
-            held = kept_back(devices.inventory)
-            claim = unreadable(claim_id, f"its record cannot be read: {error}", held, now)
+            quarantined = kept_back(devices.inventory)
+            claim = unreadable(claim_id, f"its record cannot be read: {error}", quarantined, now)
         else:
             claim = located_claim(claim, devices)
         state.put_claim(claim)
-        found.append(claim)
-    return found
+        claims.append(claim)
+    return claims
 
 
 def located_claim(claim: Claim, devices: NodeDevices) -> Claim:

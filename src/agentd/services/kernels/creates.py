@@ -61,21 +61,21 @@ class Creates:
         """Run a create, independently of its caller."""
         task = asyncio.create_task(self._run(kernel_id, create))
         self._tasks[kernel_id] = task
-        task.add_done_callback(lambda done: self._done(kernel_id, create, done))
+        task.add_done_callback(lambda done: self._on_done(kernel_id, create, done))
 
     async def _run(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> Kernel:
         """Run a create, and note its end in the same step: another of its id may begin next."""
         try:
             return await create
         finally:
-            self._ended(kernel_id)
+            self._finish(kernel_id)
 
-    def _done(
+    def _on_done(
         self, kernel_id: str, create: Coroutine[Any, Any, Kernel], task: asyncio.Task[Kernel]
     ) -> None:
         if self._tasks.get(kernel_id) is task:  # cancelled before its first step
             create.close()
-            self._ended(kernel_id)
+            self._finish(kernel_id)
         # A caller may have left: asking for the error marks it as retrieved.
         if not task.cancelled() and task.exception() is None:
             log.info("kernel.created", kernel_id=kernel_id, agent_id=task.result().agent_id)
@@ -111,26 +111,26 @@ class Creates:
     def note_failure(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
         """Release the share of a failed create that left nothing; `keep` lists it as `failed`."""
         if keep and not isinstance(error, asyncio.CancelledError):
-            now = self._state.get(kernel_id)
-            self._state.put(now.moved_to(KernelState.FAILED, reason=str(error)))
+            kernel = self._state.get(kernel_id)
+            self._state.put(kernel.moved_to(KernelState.FAILED, reason=str(error)))
         else:
             self._state.drop(kernel_id)
-        reason = _published(error)
+        reason = _public_reason(error)
         if isinstance(error, asyncio.CancelledError):
             reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
     def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
-        self._leave_unsettled(kernel_id, keep=keep)
-        reason = _published(error) or type(error).__name__
+        self._mark_unresolved(kernel_id, keep=keep)
+        reason = _public_reason(error) or type(error).__name__
         if isinstance(error, OutcomeUnknown):
             log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
             return error
         log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=error)
         return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
 
-    def _ended(self, kernel_id: str) -> None:
+    def _finish(self, kernel_id: str) -> None:
         del self._tasks[kernel_id]
         if kernel_id in self._state.unsettled:
             return
@@ -138,12 +138,12 @@ class Creates:
         if state is KernelState.PREPARING:
             self._state.drop(kernel_id)  # cancelled before the runtime was called
         elif state in STARTING:
-            self._leave_unsettled(kernel_id)
+            self._mark_unresolved(kernel_id)
 
-    def _leave_unsettled(self, kernel_id: str, *, keep: bool = False) -> None:
-        now = self._state.get(kernel_id)
-        if now.state in BEFORE_CREATE:
-            self._state.put(now.moved_to(KernelState.CREATING))
+    def _mark_unresolved(self, kernel_id: str, *, keep: bool = False) -> None:
+        kernel = self._state.get(kernel_id)
+        if kernel.state in BEFORE_CREATE:
+            self._state.put(kernel.moved_to(KernelState.CREATING))
         until = self._clock.steady() + GRACE_S
         self._state.leave_unsettled(kernel_id, until, keep=keep)
 
@@ -155,18 +155,18 @@ class Creates:
         """
         self._is_draining = True
         tasks = dict(self._tasks)
-        early = [k for k in tasks if self._state.get(k).state in BEFORE_CREATE]
-        for kernel_id in early:
+        cancellable = [k for k in tasks if self._state.get(k).state in BEFORE_CREATE]
+        for kernel_id in cancellable:
             if not tasks[kernel_id].cancelling():
                 tasks[kernel_id].cancel()
         if tasks:
             await asyncio.wait(tasks.values(), timeout=deadline.left_s())
         self._given_up.set_result(None)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
-        return Drained([k for k in early if k not in unresolved], unresolved)
+        return Drained([k for k in cancellable if k not in unresolved], unresolved)
 
 
-def _published(error: BaseException) -> str:
+def _public_reason(error: BaseException) -> str:
     return error.published() if isinstance(error, AgentdError) else str(error)
 
 

@@ -29,12 +29,12 @@ class Execs:
             KernelConflict: the kernel is not running.
             RequestError, Unavailable, RuntimeFailure: the command did not start.
         """
-        self._require(kernel)
+        self._require_running(kernel)
         if spec.env:
             await self._refuse_reserved(kernel, spec)
         session = await self._runtimes[kernel.runtime].start_exec(kernel, spec)
         try:
-            self._require(kernel)
+            self._require_running(kernel)
         except AgentdError:
             await to_the_end(session.close())
             raise
@@ -47,8 +47,8 @@ class Execs:
             InvalidRequest: agentd or a plugin sets them.
             PluginUnavailable: the plugin of the kernel's devices does not answer.
         """
-        asked = KernelSpec(kernel.kernel_id, kernel.agent_id, spec.command, "")
-        support = await self._runtimes[kernel.runtime].support(asked)
+        kernel_spec = KernelSpec(kernel.kernel_id, kernel.agent_id, spec.command, "")
+        support = await self._runtimes[kernel.runtime].support(kernel_spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
         problems = reserved_variables(spec.env) + overridden_variables(spec.env, edits)
         if problems:
@@ -62,14 +62,14 @@ class Execs:
             KernelConflict: the kernel is not running.
         """
         kernel = self._state.get(kernel_id)
-        self._require(kernel)
+        self._require_running(kernel)
         return kernel
 
-    def _require(self, kernel: Kernel) -> None:
+    def _require_running(self, kernel: Kernel) -> None:
         now = self._state.get(kernel.kernel_id)
         if (now.agent_id, now.created_at) != (kernel.agent_id, kernel.created_at):
             raise UnknownKernel(kernel.kernel_id)
         self._state.require_runtime(now.runtime)
         if now.state is not KernelState.RUNNING:
-            why = f"kernel {now.kernel_id} is {now.state}, expected running"
-            raise KernelConflict(why)
+            reason = f"kernel {now.kernel_id} is {now.state}, expected running"
+            raise KernelConflict(reason)

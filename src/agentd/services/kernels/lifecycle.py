@@ -67,11 +67,11 @@ class KernelService:
             RequestError, Unavailable: the create would be refused.
         """
         problems = await self._default.problems(spec)
-        asked = self._asked(spec, problems)
-        decision = self.planner.decide(spec, asked, self._state)
-        await self.planner.plan(self._preparing(spec, decision), spec, self._state, self._default)
+        request = self._parse(spec, problems)
+        decision = self.planner.decide(spec, request, self._state)
+        await self.planner.plan(self._prepare(spec, decision), spec, self._state, self._default)
         ledger = self._state.ledger
-        return decision, self.planner.explain(spec, asked, decision, ledger)
+        return decision, self.planner.explain(spec, request, decision, ledger)
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
@@ -83,22 +83,21 @@ class KernelService:
 
         Raises:
             RequestError, Unavailable, RuntimeFailure: nothing was created. Nothing is held, except
-            after
-                OutcomeUnknown.
+                after `OutcomeUnknown`.
         """
         problems: Sequence[Problem] = ()
         if (known := self.existing(spec)) is None:
             problems = await self._default.problems(spec)
             known = self.existing(spec)  # a concurrent request may have created it
         if known is not None:
-            return await self._joined(known, wait=wait), False
-        decision = self.planner.decide(spec, self._asked(spec, problems), self._state)
-        kernel = self._preparing(spec, decision)
+            return await self._wait_existing(known, wait=wait), False
+        decision = self.planner.decide(spec, self._parse(spec, problems), self._state)
+        kernel = self._prepare(spec, decision)
         self._state.put(kernel)
         self.creates.begin(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
         return await self.creates.wait(spec.kernel_id) if wait else kernel, True
 
-    async def _joined(self, known: Kernel, *, wait: bool) -> Kernel:
+    async def _wait_existing(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return an existing kernel, or wait for its create in progress."""
         if known.kernel_id in self.creates:
             return await self.creates.wait(known.kernel_id) if wait else known
@@ -125,15 +124,15 @@ class KernelService:
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         return known
 
-    def _asked(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
+    def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
-        asked = self.planner.read(spec, self._default, problems, self._state)
+        request = self.planner.read(spec, self._default, problems, self._state)
         self.creates.require_open()
         self._state.require_runtime(self._default.name)
-        return asked
+        return request
 
-    def _preparing(self, spec: KernelSpec, decision: Decision) -> Kernel:
+    def _prepare(self, spec: KernelSpec, decision: Decision) -> Kernel:
         return prepared(spec, decision, self._default.name, self._clock.wall())
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
@@ -144,19 +143,21 @@ class KernelService:
                 plan = await self.planner.plan(kernel, spec, self._state, self._default)
                 await reach("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
-                found = await self._default.create(plan, partial(self._moved, kernel_id))
+                observed = await self._default.create(plan, partial(self._on_progress, kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
                     raise self.creates.left(kernel_id, error, keep=keep_failure) from error
                 self.creates.note_failure(kernel_id, error, keep=keep_failure)
                 raise
             await reach("create.after_runtime")
-            now = self._state.get(kernel_id)
-            running = adopt(found, self._devices.inventory, now, now=self._clock.wall()).kernel
+            current = self._state.get(kernel_id)
+            running = adopt(
+                observed, self._devices.inventory, current, now=self._clock.wall()
+            ).kernel
             self._state.put(running)
         return running
 
-    def _moved(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
+    def _on_progress(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
         self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
@@ -196,13 +197,13 @@ class KernelService:
             await reach("stop.before_runtime")
             await runtime.stop(kernel.ref, timeout_s)
             await reach("stop.after_runtime")
-            found = await runtime.find(kernel.ref)
+            observed = await runtime.find(kernel.ref)
         except BaseException:
             self._state.put(self._state.get(kernel.kernel_id).moved_to(kernel.state))
             raise
-        now = stopped(self._state.get(kernel.kernel_id), found)
-        self._state.put(now)
-        log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=now.ending.exit_code)
+        ended = stopped(self._state.get(kernel.kernel_id), observed)
+        self._state.put(ended)
+        log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
     async def remove(
         self, kernel_id: str, timeout_s: float | None = None, *, only: Kernel | None = None
@@ -275,14 +276,14 @@ def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> 
         ports=decision.ports,
         created_by=spec.created_by,
         image=spec.image,
-        command=_kept(spec.command, spec.command),
-        env_names=_kept(tuple(spec.env), spec.env),
-        mounts=_kept(spec.mounts, (mount.source + mount.target for mount in spec.mounts)),
+        command=_items_to_save(spec.command, spec.command),
+        env_names=_items_to_save(tuple(spec.env), spec.env),
+        mounts=_items_to_save(spec.mounts, (mount.source + mount.target for mount in spec.mounts)),
         labels=spec.labels,
         claim_id=spec.claim_id,
         keeps_claim=spec.keeps_claim,
     )
 
 
-def _kept(items: tuple[_T, ...], texts: Iterable[str]) -> tuple[_T, ...]:
+def _items_to_save(items: tuple[_T, ...], texts: Iterable[str]) -> tuple[_T, ...]:
     return items if sum(len(text.encode(errors="replace")) for text in texts) <= MAX_KEPT else ()

@@ -55,21 +55,21 @@ class Reconciler:
         self._default = default
         self._store = store
         self._clock = clock
-        self._tried = {name: asyncio.Event() for name in runtimes}
+        self._first_lists = {name: asyncio.Event() for name in runtimes}
         self._following: set[str] = set()
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._queued: set[str] = set()
-        self._once: set[str] = set()
+        self._queued_once: set[str] = set()
         """Kernels among them that were known when queued and have had no other event since."""
-        self._places = asyncio.Semaphore(LOOKS_AT_ONCE)
+        self._observation_slots = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._partial: set[str] = set()
-        self._partial_again = 0.0
+        self._partial_retry_at = 0.0
 
     def relocate(self) -> None:
         """Charge kernels and claims to devices that were known only from their records so far."""
         for claim in list(self._state.claims.values()):
-            if (now := located_claim(claim, self._devices)) is not claim:
-                self._state.put_claim(now)
+            if (relocated := located_claim(claim, self._devices)) is not claim:
+                self._state.put_claim(relocated)
         for kernel in list(self._state):
             allocation, missing = located(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
@@ -78,13 +78,13 @@ class Reconciler:
 
     async def first_try(self) -> None:
         """Wait until every runtime has returned its first list or failed to."""
-        for tried in self._tried.values():
-            await tried.wait()
+        for listed in self._first_lists.values():
+            await listed.wait()
 
     def give_up_waiting(self, reason: str) -> None:
         """Mark runtimes that have not answered yet as unavailable."""
-        for name, tried in self._tried.items():
-            if not tried.is_set():
+        for name, listed in self._first_lists.items():
+            if not listed.is_set():
                 self.note_unavailable(name, reason)
 
     def note_unavailable(self, name: str, reason: str) -> None:
@@ -94,8 +94,8 @@ class Reconciler:
         if self._state.runtime(name).state is not RuntimeState.UNAVAILABLE:
             log.warning("runtime.unavailable", runtime=name, reason=reason)
         self._state.note_unavailable(name, reason)
-        if name in self._tried:
-            self._tried[name].set()
+        if name in self._first_lists:
+            self._first_lists[name].set()
 
     async def relist(self, runtime: Runtime) -> None:
         """Compare the full list of a runtime with the node's state.
@@ -104,34 +104,34 @@ class Reconciler:
             RuntimeUnavailable: the list was incomplete; nothing changed.
         """
         state = self._state
-        since = state.snapshot()
+        snapshot = state.snapshot()
         await reach("adopt.before_list")
         try:
             listing = await runtime.list()
-            found = [*listing.kernels, *await self._renamed(runtime, listing.kernels)]
+            kernels = [*listing.kernels, *await self._find_unlisted(runtime, listing.kernels)]
         except RuntimeUnavailable as error:
             self.note_unavailable(runtime.name, str(error))
             raise
         await reach("adopt.after_list")
         known = {kernel.kernel_id: kernel for kernel in state if kernel.runtime == runtime.name}
-        seen = {item.kernel_id: item for item in found if not self._is_second(item)}
-        changed = {k for k in known.keys() | seen if not state.is_unchanged(k, since)}
+        observed = {item.kernel_id: item for item in kernels if not self._is_second(item)}
+        changed = {k for k in known.keys() | observed if not state.is_unchanged(k, snapshot)}
         now = self._clock.steady()
         actions = reconcile(
             {kernel_id: known[kernel_id] for kernel_id in known.keys() - changed},
-            [item for kernel_id, item in seen.items() if kernel_id not in changed],
+            [item for kernel_id, item in observed.items() if kernel_id not in changed],
             self._devices.inventory,
             expired=[k for k, create in state.unsettled.items() if create.until <= now],
             now=self._clock.wall(),
         )
-        await self._settle(actions)
-        self._partial |= {i.kernel_id for i in found if i.is_partial or i.is_unreadable}
+        await self._apply_actions(actions)
+        self._partial |= {i.kernel_id for i in kernels if i.is_partial or i.is_unreadable}
         for kernel_id in changed:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
-            log.info("runtime.listed", runtime=runtime.name, kernels=len(found))
+            log.info("runtime.listed", runtime=runtime.name, kernels=len(kernels))
         state.note_available(runtime.name, listing.ignored)
-        self._tried[runtime.name].set()
+        self._first_lists[runtime.name].set()
 
     def _is_second(self, item: ObservedKernel) -> bool:
         """Return whether another runtime has a kernel with this id; the observed one is ignored."""
@@ -140,7 +140,7 @@ class Reconciler:
             log.error("kernel.duplicate_id", kernel_id=item.kernel_id, handle=item.handle)
         return is_second
 
-    async def _renamed(
+    async def _find_unlisted(
         self, runtime: Runtime, listed: Iterable[ObservedKernel]
     ) -> list[ObservedKernel]:
         """Look up kernels that a list lacks by handle: a missing name proves nothing."""
@@ -170,21 +170,21 @@ class Reconciler:
         event was its removal.
         """
         if kernel_id in self._queued:
-            self._once.discard(kernel_id)
+            self._queued_once.discard(kernel_id)
             return
         if kernel_id in self._state.kernels:
-            self._once.add(kernel_id)
+            self._queued_once.add(kernel_id)
         self._queued.add(kernel_id)
         self._queue.put_nowait(kernel_id)
 
     async def observe(self, kernel_id: str) -> None:
         """Observe one kernel after an event, once no other task works on it."""
-        async with self._state.lock(kernel_id), self._places:
+        async with self._state.lock(kernel_id), self._observation_slots:
             self._queued.discard(kernel_id)
             known = self._state.kernels.get(kernel_id)
-            everywhere = [] if kernel_id in self._once else list(self._state.runtimes)
-            self._once.discard(kernel_id)
-            names = [known.runtime] if known else everywhere
+            all_names = [] if kernel_id in self._queued_once else list(self._state.runtimes)
+            self._queued_once.discard(kernel_id)
+            names = [known.runtime] if known else all_names
             for name in names:
                 if name in self._runtimes:
                     await self._observe_on(self._runtimes[name], kernel_id, known)
@@ -192,7 +192,7 @@ class Reconciler:
     async def _observe_on(self, runtime: Runtime, kernel_id: str, known: Kernel | None) -> None:
         await reach("reconcile.before_find")
         try:
-            found = await runtime.find(known.ref if known else KernelRef(kernel_id))
+            observed = await runtime.find(known.ref if known else KernelRef(kernel_id))
         except RuntimeUnavailable as error:
             self.note_unavailable(runtime.name, str(error))
             return
@@ -201,11 +201,11 @@ class Reconciler:
             self.requeue(kernel_id)
             return
         before = {kernel_id: known} if known else {}
-        items = [found] if found and not self._is_second(found) else []
-        if found and found.is_unreadable:
+        items = [observed] if observed and not self._is_second(observed) else []
+        if observed and observed.is_unreadable:
             self._partial.add(kernel_id)
         inventory, now = self._devices.inventory, self._clock.wall()
-        await self._settle(reconcile(before, items, inventory, now=now), is_locked=True)
+        await self._apply_actions(reconcile(before, items, inventory, now=now), is_locked=True)
         await reach("reconcile.after_settle")
 
     async def retry(self) -> None:
@@ -213,8 +213,8 @@ class Reconciler:
         self._devices.retry()
         names = self._following & self._state.runtimes.keys()
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
-        if self._partial and self._clock.steady() >= self._partial_again:
-            self._partial_again = self._clock.steady() + PARTIAL_PAUSE_S
+        if self._partial and self._clock.steady() >= self._partial_retry_at:
+            self._partial_retry_at = self._clock.steady() + PARTIAL_PAUSE_S
             partial, self._partial = self._partial, set()
             for kernel_id in partial:
                 self.requeue(kernel_id)
@@ -251,7 +251,7 @@ class Reconciler:
             self._state.forget_runtime(name)
         self._store.save_runtimes(sorted(self._state.runtimes))
 
-    async def _settle(self, actions: Iterable[Action], *, is_locked: bool = False) -> None:
+    async def _apply_actions(self, actions: Iterable[Action], *, is_locked: bool = False) -> None:
         removals = []
         for action in actions:
             match action:
@@ -285,16 +285,16 @@ class Reconciler:
             self._state.drop(kernel.kernel_id)
         log.info("kernel.create_discarded", kernel_id=kernel.kernel_id)
 
-    async def _remove_never_ran(self, found: ObservedKernel) -> None:
+    async def _remove_never_ran(self, observed: ObservedKernel) -> None:
         """Remove the remains of an interrupted create; its share stays held until then."""
-        kernel_id = found.kernel_id
-        held = adopt(found, self._devices.inventory, now=self._clock.wall())
-        self._devices.add_missing(held.missing)
-        self._state.put(held.kernel)
+        kernel_id = observed.kernel_id
+        adoption = adopt(observed, self._devices.inventory, now=self._clock.wall())
+        self._devices.add_missing(adoption.missing)
+        self._state.put(adoption.kernel)
         self._state.leave_unsettled(kernel_id, self._clock.steady() + GRACE_S)
         await reach("adopt.before_discard")
         try:
-            is_gone = await self._runtimes[found.runtime].remove(found.ref, unless_alive=True)
+            is_gone = await self._runtimes[observed.runtime].remove(observed.ref, unless_alive=True)
         except (RuntimeUnavailable, RuntimeFailure) as error:
             log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
@@ -328,9 +328,9 @@ class Loops:
         async with asyncio.TaskGroup() as group:
             for name, runtime in self._runtimes.items():
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
-            group.create_task(self._forever(lambda: self._work(group)), name="work")
-            group.create_task(self._forever(self._retry), name="retry")
-            watching = self._forever(self._watch_plugins)
+            group.create_task(self._run_forever(lambda: self._process_queue(group)), name="work")
+            group.create_task(self._run_forever(self._retry), name="retry")
+            watching = self._run_forever(self._watch_plugins)
             group.create_task(watching, name="watch-plugins")
 
     async def _watch_plugins(self) -> None:
@@ -338,7 +338,7 @@ class Loops:
             if self._devices.refresh(name):
                 self._reconciler.relocate()
 
-    async def _forever(self, loop: Callable[[], Awaitable[None]]) -> None:
+    async def _run_forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await loop()
@@ -372,7 +372,7 @@ class Loops:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _work(self, group: asyncio.TaskGroup) -> None:
+    async def _process_queue(self, group: asyncio.TaskGroup) -> None:
         while True:
             group.create_task(self._observe_or_requeue(await self._reconciler.next_queued()))
 

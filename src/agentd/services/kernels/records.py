@@ -41,8 +41,8 @@ def recall(
         kernel = adoption.kernel
         match saved.phase:
             case Phase.INTENT:
-                why = kernel.reason or "create interrupted by a restart; not resolved yet"
-                kernel = replace(kernel, reason=why)
+                reason = kernel.reason or "create interrupted by a restart; not resolved yet"
+                kernel = replace(kernel, reason=reason)
                 state.leave_unsettled(kernel.kernel_id, clock.steady() + GRACE_S)
             case Phase.HELD:
                 kernel = kernel.observed(
@@ -65,7 +65,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
 def remember(state: NodeState, store: StateFolder, node_id: str) -> None:
     """Save every change of a kernel to the state folder from now on."""
 
-    def changed(before: Kernel | None, now: Kernel | None) -> None:
+    def on_change(before: Kernel | None, now: Kernel | None) -> None:
         kernel = now or before
         if kernel is None or (now is not None and now.state not in _PHASES):
             return
@@ -78,7 +78,7 @@ def remember(state: NodeState, store: StateFolder, node_id: str) -> None:
             if before is not None and is_known and before.allocation != now.allocation:
                 store.save_record(now.kernel_id, encode(now, node_id))
 
-    state.listen(changed)
+    state.listen(on_change)
 
 
 _PHASES = {

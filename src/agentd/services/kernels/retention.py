@@ -28,25 +28,25 @@ class Retention:
         self._most = most
         self._sizes: dict[str, int] = {}
         """The bytes of each ended kernel's record, in the order in which they ended."""
-        self._are_too_many = asyncio.Event()
-        self._are_too_many.set()
+        self._prune_event = asyncio.Event()
+        self._prune_event.set()
         for kernel in state:
-            self._changed(None, kernel)
-        state.listen(self._changed)
+            self._on_kernel_change(None, kernel)
+        state.listen(self._on_kernel_change)
 
-    def _changed(self, before: Kernel | None, now: Kernel | None) -> None:
+    def _on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         if now is not None and now.state in ENDED:
             self._sizes[now.kernel_id] = len(encode(now, ""))
             if len(self._sizes) > self._most or sum(self._sizes.values()) > MAX_ENDED_BYTES:
-                self._are_too_many.set()
+                self._prune_event.set()
         elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
 
     async def run(self) -> None:
         """Prune whenever too many kernels have ended, until cancelled."""
         while True:
-            await self._are_too_many.wait()
-            self._are_too_many.clear()
+            await self._prune_event.wait()
+            self._prune_event.clear()
             try:
                 await self.once()
             except Exception:
