@@ -10,10 +10,9 @@ Families: `ConfigRefused` and `StartRefused` stop the start, the client must fix
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 MOST_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
@@ -23,8 +22,7 @@ PRIVATE_MEMBERS = frozenset({"env", "command", "labels"})
 """Members of a request with content that only its caller may see; reasons never quote them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One problem: its location (a key path or a request member) and its reason.
 
     An `is_private` location may contain content of `PRIVATE_MEMBERS`, however it begins.
@@ -42,7 +40,7 @@ class Problem:
         if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
             return self
         where, reason = _truncate(self.where, MOST_WHERE), _truncate(self.why, MOST_WHY)
-        return replace(self, where=where, why=reason)
+        return self._replace(where=where, why=reason)
 
     def published(self) -> str:
         """Return the problem without private content."""

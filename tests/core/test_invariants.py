@@ -6,6 +6,7 @@ from agentd.core.invariants import (
     Present,
     RecordedClaim,
     RecordedKernel,
+    Violation,
     violations,
 )
 from agentd.core.kernel.states import KernelState
@@ -205,7 +206,7 @@ def test_a_node_in_order_has_no_violation() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
     snapshot, rule, detail = CASES[name]
-    assert violations(snapshot) == [(rule, detail)]
+    assert violations(snapshot) == [Violation(rule, detail)]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_one_thing_out_of_order_is_one_violation(name: str) -> None:
 )
 def test_live_kernels_must_survive_unchanged(after: NodeSnapshot, why: str) -> None:
     assert lost_kernels(GOOD, GOOD) == []
-    assert lost_kernels(GOOD, after) == [("survival", why)]
+    assert lost_kernels(GOOD, after) == [Violation("survival", why)]
     assert lost_kernels(GOOD, after, touched={"k1"}) == []
 
 

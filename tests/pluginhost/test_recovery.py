@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from importlib_metadata import EntryPoint
+from msgspec.structs import replace
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation
@@ -149,7 +150,7 @@ async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: st
             ask(made, devices, "moody.device")
 
     for name in ("moody", "good"):
-        share = given(name).shares[0]._replace(stable_id=f"S-{name}")
+        share = replace(given(name).shares[0], stable_id=f"S-{name}")
         held, missing = located(Allocation((share,)), devices.inventory)
         assert (held.shares, missing) == ((share,), ())
     there = devices.find("moody", "moody0")

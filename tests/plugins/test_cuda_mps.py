@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation, Share, SlotAmount
 from agentd.core.devices import DeviceId
@@ -108,7 +109,7 @@ async def test_memory_slot_decides_the_memory_limit_of_mps(node: Node, control: 
     host = await node.plugin(**mps(control, **{"memory-slot": True}))
     (share,) = given(aaaa="0.25").shares
     memory = SlotAmount("cuda.mem", SlotKind.BYTES, 20 * GIB)
-    held = Allocation((share._replace(secondary=(memory,)),))
+    held = Allocation((replace(share, secondary=(memory,)),))
     env = (await host.container_edits(held, Features("docker", device_requests=True))).env
     assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
     assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=20480M"

@@ -16,7 +16,7 @@ from agentd.core.labels import MAX_AGENT_BYTES
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
 from agentd.events import KEPT, EventKind, EventLog, TooSlow
-from agentd.services.state import NodeState, RuntimeState
+from agentd.services.state import NodeState, RuntimeState, Unsettled
 
 GPU = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)
 
@@ -150,7 +150,7 @@ async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> N
 def test_a_create_of_unknown_outcome_is_settled_or_dropped(state: NodeState) -> None:
     state.put(kernel(state=KernelState.CREATING))
     state.leave_unsettled("k1", 10.0, keep=True)
-    assert state.unsettled["k1"] == (10.0, True)
+    assert state.unsettled["k1"] == Unsettled(10.0, keep=True)
     state.settle("k1")
     assert state.unsettled == {}
     state.leave_unsettled("k1", 10.0)

@@ -302,7 +302,7 @@ class FakeMemory:
         self.records[kernel_id] = SavedRecord(kernel_id, phase, known)
 
     def save_record(self, kernel_id: str, text: str) -> None:
-        self.records[kernel_id] = self.records[kernel_id]._replace(text=text)
+        self.records[kernel_id] = replace(self.records[kernel_id], text=text)
 
     def drop_record(self, kernel_id: str) -> None:
         self.records.pop(kernel_id, None)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused
@@ -19,8 +20,7 @@ ENV_PREFIX = "AGENTD__"
 SEARCHED = Path("/etc/agentd/agent.toml")
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """Loaded settings, with their file and its raw content."""
 
     settings: Settings

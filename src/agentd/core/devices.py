@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -74,7 +73,7 @@ class SecondarySlot(msgspec.Struct, frozen=True):
     capacity: int
 
 
-class Device(msgspec.Struct, frozen=True):
+class Device(msgspec.Struct, frozen=True, dict=True):
     """One physical unit; `capacity` is in base units of its primary `slot`."""
 
     device_id: DeviceId
@@ -111,7 +110,7 @@ class Device(msgspec.Struct, frozen=True):
         """Whether it is hardware that only one agentd on the host serves."""
         return self.device_id.name not in (CPU, MEM) and not self.is_simulated
 
-    @property
+    @cached_property
     def slot_names(self) -> tuple[SlotName, ...]:
         """The slots that it offers, the primary one first."""
         return self.slot, *[other.slot for other in self.secondary]
@@ -135,7 +134,7 @@ class Device(msgspec.Struct, frozen=True):
         """The current capacity, 0 if the device is missing, unhealthy or withheld."""
         return self.capacity if self._is_there else 0
 
-    @property
+    @cached_property
     def offers(self) -> tuple[int, ...]:
         """The capacities that count now, by slot, the primary one first."""
         capacities = self.capacity, *[other.capacity for other in self.secondary]
@@ -164,7 +163,7 @@ class Device(msgspec.Struct, frozen=True):
         return self.stable_id, *self.aliases
 
 
-class SlotMeasure(NamedTuple):
+class SlotMeasure(msgspec.Struct, frozen=True):
     """One slot of a device: its position among the device's slots, and how it is counted.
 
     `usable` is the usable capacity: whole quanta, in base units.
@@ -175,8 +174,7 @@ class SlotMeasure(NamedTuple):
     usable: int
 
 
-@dataclass(frozen=True, eq=False)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     """All devices of the node in natural order, and its slot types.
 
     Compared by identity: a changed inventory is another one.

@@ -8,7 +8,6 @@ Amounts are compared by device and slot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +20,7 @@ Holdings = Mapping[str, Mapping[str, int]]
 """
 
 
-class Violation(NamedTuple):
+class Violation(msgspec.Struct, frozen=True):
     """A violated rule, and where."""
 
     rule: str

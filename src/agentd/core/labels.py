@@ -7,7 +7,8 @@ towards the sums: their own bound is in `services.kernels.retention`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 MAX_LABELS_BYTES = 8 << 10
 """Maximum bytes of one kernel or claim."""
@@ -17,7 +18,7 @@ MAX_NODE_BYTES = 16 << 20
 """Maximum bytes of all kernels and claims of the node together."""
 
 
-class LabelExcess(NamedTuple):
+class LabelExcess(msgspec.Struct, frozen=True):
     """Labels that do not fit: their bytes, the bytes that are free, and the bound."""
 
     size: int

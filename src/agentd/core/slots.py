@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeAlias
+
+import msgspec
 
 from agentd.errors import (
     InvalidRequest,
@@ -80,8 +81,7 @@ class SlotKind(StrEnum):
     UNIQUE = "unique"
 
 
-@dataclass(frozen=True, slots=True)
-class SlotType:
+class SlotType(msgspec.Struct, frozen=True):
     """A slot type of this node, and the smallest step of its amounts (base units).
 
     `is_enforced` means that a kernel cannot use more of a device than its share. `primary` names
@@ -147,13 +147,12 @@ def derived_amount(amount: int, of: int, to: int, quantum: int) -> int:
     return max(quantum, part)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantity:
+class Quantity(msgspec.Struct, frozen=True):
     """A number before its slot is known."""
 
     value: int | Fraction
     is_size: bool
-    text: str = field(compare=False)
+    text: str
     """The original text, for messages."""
 
     def canonical(self) -> str:

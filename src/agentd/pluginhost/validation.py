@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from agentd.core.devices import (
     ID_PATTERN,
     Device,
@@ -167,7 +169,7 @@ def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
             f"invalid kind {primary.kind} of {named}, a primary slot with secondary ones:"
             " expected count or unique"
         )
-    return replace(slot, exclusive_group=primary.exclusive_group)
+    return msgspec.structs.replace(slot, exclusive_group=primary.exclusive_group)
 
 
 def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:

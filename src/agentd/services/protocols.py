@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -49,7 +49,7 @@ class PluginStatus(msgspec.Struct, frozen=True):
     has_table: bool = True
 
 
-class PluginVitals(NamedTuple):
+class PluginVitals(msgspec.Struct, frozen=True):
     """Restarts of a plugin, and seconds since it last listed its devices."""
 
     restarts: int
@@ -144,7 +144,7 @@ class LogQuery(msgspec.Struct, frozen=True):
     streams: frozenset[LogStream] = frozenset(LogStream)
 
 
-class Support(NamedTuple):
+class Support(msgspec.Struct, frozen=True):
     """The features of a runtime for one request on this node.
 
     `not_enforced` names slots and members of the request that the runtime cannot enforce.

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -61,14 +61,14 @@ class RuntimeStatus(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
 
-class Snapshot(NamedTuple):
+class Snapshot(msgspec.Struct, frozen=True):
     """The kernels at one moment, and the number of drops so far."""
 
     kernels: Mapping[str, Kernel]
     drops: int
 
 
-class Unsettled(NamedTuple):
+class Unsettled(msgspec.Struct, frozen=True):
     """An unresolved create: when absence becomes proof (steady clock), and `keep`."""
 
     until: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
 
 import msgspec
 
@@ -50,7 +49,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-class SavedRecord(NamedTuple):
+class SavedRecord(msgspec.Struct, frozen=True):
     """A kernel's record in the state folder; `text` as on the kernel, empty if unreadable."""
 
     kernel_id: str

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.concurrency import asking
 
@@ -37,7 +38,7 @@ class MissingFile(UnusableFile):
     """The file does not exist."""
 
 
-class RegularFile(NamedTuple):
+class RegularFile(msgspec.Struct, frozen=True):
     """The content of a regular file, and its mode."""
 
     content: bytes

@@ -1,4 +1,3 @@
-import dataclasses
 import random
 
 import pytest
@@ -288,10 +287,8 @@ def test_no_share_is_ever_given_twice(steps, policy, mode) -> None:
         *gpus(1, 1, 1, slot="npu.device", nodes=(0, 1, 1)),
     ]
     inventory = machine(*devices, quantum=CENT)
-    whole = dataclasses.replace(inventory.slot_types["npu.device"], quantum=ONE)
-    inventory = dataclasses.replace(
-        inventory, slot_types={**inventory.slot_types, "npu.device": whole}
-    )
+    whole = replace(inventory.slot_types["npu.device"], quantum=ONE)
+    inventory = replace(inventory, slot_types={**inventory.slot_types, "npu.device": whole})
     rules = (AgentRule("a"), AgentRule("b"))
     if mode is AllocationMode.MANUAL:
         mode = AllocationMode.AUTO_SPLIT
@@ -303,7 +300,7 @@ def test_no_share_is_ever_given_twice(steps, policy, mode) -> None:
             name = next(iter(ledger.holdings))
             holding = ledger.holdings[name]
             ledger = ledger.without(name)
-            assert ledger.with_held(name, *holding).held == before.held
+            assert ledger.with_held(name, holding.agent_id, holding.allocation).held == before.held
         asked = ResourceSlots(amounts)
         try:
             got = allocate(ledger, node.inventory, node.partitions[agent], asked, policy)

@@ -114,7 +114,7 @@ class Node(RuleBasedStateMachine):
         assert total == asked
         written_anew = Ledger()
         for name, holding in reversed(before.holdings.items()):
-            written_anew = written_anew.with_held(name, *holding)
+            written_anew = written_anew.with_held(name, holding.agent_id, holding.allocation)
         assert allocate(written_anew, inventory, part, asked, policy) == given
         backwards = ResourceSlots(dict(reversed(list(request.items()))))
         assert allocate(before, inventory, part, backwards, policy) == given
@@ -181,7 +181,7 @@ class Node(RuleBasedStateMachine):
     def what_is_held_by_device_is_what_the_holdings_say(self) -> None:
         anew = Ledger()
         for name, holding in self.ledger.holdings.items():
-            anew = anew.with_held(name, *holding)
+            anew = anew.with_held(name, holding.agent_id, holding.allocation)
         assert anew == self.ledger
 
     @invariant()

@@ -78,7 +78,7 @@ class SeveralSlots(RuleBasedStateMachine):
             return
         anew = Ledger()
         for name, holding in reversed(self.ledger.holdings.items()):
-            anew = anew.with_held(name, *holding)
+            anew = anew.with_held(name, holding.agent_id, holding.allocation)
         assert allocate(anew, inventory, part, asked, policy) == given
         totals = {slot: each.amount for slot, each in given.totals().items()}
         assert {name: totals.get(name, 0) for name in asked} == dict(asked)
@@ -161,7 +161,7 @@ class SeveralSlots(RuleBasedStateMachine):
                 )
         anew = Ledger()
         for name, holding in reversed(self.ledger.holdings.items()):
-            anew = anew.with_held(name, *holding)
+            anew = anew.with_held(name, holding.agent_id, holding.allocation)
         assert anew == self.ledger
 
 

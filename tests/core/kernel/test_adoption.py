@@ -71,10 +71,10 @@ def test_device_named_twice_in_a_record_is_charged_once() -> None:
     ledger = Ledger().with_held("k1", "a", allocation)
     assert ledger.used(device.device_id) == 2000
     assert ledger.without("k1") == Ledger()
-    other = share._replace(slot="old.slot")
+    other = replace(share, slot="old.slot")
     (merged,) = located(Allocation((share, other)), NODE)[0].shares
     assert merged == other
-    whole = share._replace(amount=ONE)
+    whole = replace(share, amount=ONE)
     assert located(Allocation((whole, other)), NODE)[0].shares == (whole,)
     assert located(Allocation((whole, whole)), NODE)[0].shares == (whole,)
 
@@ -83,8 +83,8 @@ def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
     """Whatever the two slots are, the wire names the device and nothing of it is left."""
     device = NODE.by_name["cuda"][0]
     part = Share(device.device_id, device.stable_id, device.slot, device.kind, 1000)
-    unreadable = part._replace(slot=UNREADABLE_SLOT, amount=0)
-    old, older = part._replace(slot="old.slot"), part._replace(slot="older.slot")
+    unreadable = replace(part, slot=UNREADABLE_SLOT, amount=0)
+    old, older = replace(part, slot="old.slot"), replace(part, slot="older.slot")
     pairs = [(part, old), (old, older), (GPU, old), (GPU, unreadable), (old, unreadable)]
     for pair in [*pairs, *(pair[::-1] for pair in pairs)]:
         held, _ = located(Allocation(pair), NODE)
@@ -101,9 +101,9 @@ def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
 def test_record_never_creates_renames_or_moves_a_device() -> None:
     """Whatever names a record gives to devices, by stable ids that are there or are not."""
     shares = [
-        GPU._replace(device_id=DeviceId("cuda", "cuda1"), stable_id="GPU-nobody"),
-        GPU._replace(device_id=DeviceId("tpu", "tpu0"), stable_id="GPU-cuda-1"),
-        GPU._replace(device_id=DeviceId("evil", "evil0"), stable_id="X"),
+        replace(GPU, device_id=DeviceId("cuda", "cuda1"), stable_id="GPU-nobody"),
+        replace(GPU, device_id=DeviceId("tpu", "tpu0"), stable_id="GPU-cuda-1"),
+        replace(GPU, device_id=DeviceId("evil", "evil0"), stable_id="X"),
     ]
     text = encoded(allocation=Allocation(tuple(shares)), agent_id="b")
     action = adopt(found(record=text), NODE)
@@ -120,18 +120,18 @@ def test_record_never_creates_renames_or_moves_a_device() -> None:
 
 EVIL = Share(DeviceId("cuda", "evil0"), "X", "cuda.device", SlotKind.COUNT, ONE)
 OTHER = Share(DeviceId("cuda", "cuda1"), "GPU-cuda-1", "cuda.device", SlotKind.COUNT, ONE)
-ZERO = GPU._replace(amount=0)
+ZERO = replace(GPU, amount=0)
 EDITED = {
     "nothing": ((), {"GPU-cuda-0": ONE}, "says nothing else"),
     "another-device": ((OTHER,), {"GPU-cuda-0": ONE, "GPU-cuda-1": ONE}, "cuda/cuda1"),
-    "another-stable-id": ((GPU._replace(stable_id="X"),), {"GPU-cuda-0": ONE, "X": ONE}, "@X"),
+    "another-stable-id": ((replace(GPU, stable_id="X"),), {"GPU-cuda-0": ONE, "X": ONE}, "@X"),
     "unlisted-device": ((EVIL,), {"GPU-cuda-0": ONE, "X": ONE}, "cuda/evil0"),
-    "another-name": ((GPU._replace(device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
-    "less": ((GPU._replace(amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
-    "more": ((GPU._replace(amount=ONE + 1),), {"GPU-cuda-0": ONE}, "=1.000001@"),
-    "another-slot": ((GPU._replace(slot="x.y"),), {"GPU-cuda-0": ONE}, "x.y=1"),
+    "another-name": ((replace(GPU, device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
+    "less": ((replace(GPU, amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
+    "more": ((replace(GPU, amount=ONE + 1),), {"GPU-cuda-0": ONE}, "=1.000001@"),
+    "another-slot": ((replace(GPU, slot="x.y"),), {"GPU-cuda-0": ONE}, "x.y=1"),
     "twice": ((GPU, GPU), {"GPU-cuda-0": ONE}, "duplicate device cuda/cuda0 (GPU-cuda-0)"),
-    "two-slots": ((GPU, GPU._replace(slot="x.y")), {"GPU-cuda-0": ONE}, "x.y=1"),
+    "two-slots": ((GPU, replace(GPU, slot="x.y")), {"GPU-cuda-0": ONE}, "x.y=1"),
     "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
 }
 
@@ -154,7 +154,7 @@ def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
 
 
 def test_a_difference_names_both_statements() -> None:
-    text = encoded(allocation=Allocation((GPU._replace(slot="cuda.shares"),)))
+    text = encoded(allocation=Allocation((replace(GPU, slot="cuda.shares"),)))
     kernel = adopt(found(record=text, statement=statement(Allocation((GPU,)))), NODE).kernel
     assert kernel.reason == (
         "its record says cuda/cuda0/cuda.shares=1@GPU-cuda-0 and its device label"
@@ -214,7 +214,7 @@ def test_a_second_statement_is_missed_while_it_runs(changes, recorded, is_told) 
 
 def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:
     """The stable id of the record is the id of a listed device."""
-    text = encoded(allocation=Allocation((EVIL._replace(stable_id="cuda1"),)))
+    text = encoded(allocation=Allocation((replace(EVIL, stable_id="cuda1"),)))
     (missing,) = adopt(found(record=text, statement=""), NODE).missing
     assert missing.device_id == ("cuda", "missing-cuda1")
 

@@ -1,7 +1,5 @@
 """Charges of a kernel after a restart in which its devices offer other slots."""
 
-from dataclasses import replace as replaced
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +43,7 @@ def inventory_of(device: Device) -> Inventory:
     offered = set(device.slot_names)
     every = (*TYPES.values(), VRAM, OTHER)
     types = [t for t in every if not t.name.startswith("cuda") or t.name in offered]
-    return replaced(
+    return replace(
         node(device).inventory, slot_types={slot_type.name: slot_type for slot_type in types}
     )
 
@@ -91,7 +89,7 @@ def test_a_restart_charges_what_is_recorded(case: str) -> None:
         assert not adoption.missing
         kernel = adoption.kernel
         assert charged(kernel.allocation) == expected
-        split = replaced(node(device), inventory=inventory)
+        split = replace(node(device), inventory=inventory)
         ledger = Ledger().with_held("k1", "a", kernel.allocation)
         view = device_view(inventory.by_id[device.device_id], split, ledger)
         assert view["state"] == state
@@ -140,7 +138,7 @@ def test_slot_that_one_device_lacks_now_is_not_charged() -> None:
 def test_recorded_amounts_are_not_computed_again() -> None:
     smaller, _ = located(BOTH, inventory_of(gpu(0, 40)))
     assert charged(smaller) == {"cuda0": ("0.1", "60g")}
-    split = replaced(node(gpu(0, 40)), inventory=inventory_of(gpu(0, 40)))
+    split = replace(node(gpu(0, 40)), inventory=inventory_of(gpu(0, 40)))
     ledger = Ledger().with_held("k1", "a", smaller)
     view = device_view(split.inventory.by_name["cuda"][0], split, ledger)
     assert (view["state"], view["slots"]["cuda.mem"]["free"]) == ("overcommitted", "0")

@@ -18,7 +18,7 @@ def known(state: KernelState = KernelState.RUNNING, **changes) -> dict[str, Kern
 
 
 def test_two_lost_devices_of_one_name_stay_two() -> None:
-    share = GPU._replace(stable_id="GPU-x")
+    share = replace(GPU, stable_id="GPU-x")
     other = encoded(kernel_id="k2", allocation=Allocation((share,)))
     node = machine(*cores(4), memory())
     actions = reconcile({}, [found(), found(kernel_id="k2", record=other)], node)

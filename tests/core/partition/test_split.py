@@ -1,4 +1,3 @@
-import dataclasses
 from decimal import Decimal
 
 import pytest
@@ -225,7 +224,7 @@ def test_missing_or_failed_device_is_only_a_warning() -> None:
 
 def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
     node = machine(*cores(4), memory())
-    node = dataclasses.replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
+    node = replace(node, slot_types={**node.slot_types, **machine(*gpus(1)).slot_types})
     assert split(node, manual(described("a", cuda="all"))).partitions
     with pytest.raises(ConfigRefused, match="unknown cuda device 'cuda0'; available: none"):
         split(node, manual(described("a", cuda=["cuda0"])))

@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 
 import pytest
 from msgspec.structs import replace
@@ -345,9 +344,7 @@ async def test_unenforced_share_is_reported() -> None:
     ):
         rig = Rig()
         (listing,) = rig.plugins.ready
-        parts = dataclasses.replace(
-            listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced
-        )
+        parts = replace(listing.slot_types[0], quantum=ONE // 100, is_enforced=is_enforced)
         rig.plugins.ready = [replace(listing, slot_types=(parts,))]
         rig.devices.discover()
         async with running(rig):

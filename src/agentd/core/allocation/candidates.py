@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.allocation.derivation import room
 from agentd.core.allocation.ledger import Ledger
@@ -19,7 +20,7 @@ from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotName
 
 
-class DeviceCandidate(NamedTuple):
+class DeviceCandidate(msgspec.Struct, frozen=True):
     """A device that may give a slot: its room now, and if nobody held it, in quanta."""
 
     device: Device

@@ -12,8 +12,10 @@ another primary slot, holds the device whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.core.allocation.derivation import beyond_primary
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, natural_key
@@ -32,7 +34,7 @@ class SlotAmount(NamedTuple):
     amount: int
 
 
-class Share(NamedTuple):
+class Share(msgspec.Struct, frozen=True):
     """An amount of each slot of one device, which `stable_id` always names.
 
     `slot`, `kind` and `amount` (base units) are the device's primary slot. `secondary` are the
@@ -106,14 +108,14 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     and the share holds the device whole.
     """
     if share.slot != device.slot:
-        return share._replace(limit_excess=0)
+        return replace(share, limit_excess=0)
     recorded = {entry.slot: entry.amount for entry in share.amounts}
     unknown = [entry for entry in share.secondary if entry.slot not in device.slot_names]
     if unknown and not recorded.keys() >= set(device.slot_names):
-        return share._replace(limit_excess=0)
+        return replace(share, limit_excess=0)
     current = share_of(device, inventory, recorded)
     secondary = sorted((*current.secondary, *unknown), key=lambda entry: natural_key(entry.slot))
-    return share._replace(secondary=tuple(secondary), limit_excess=current.limit_excess)
+    return replace(share, secondary=tuple(secondary), limit_excess=current.limit_excess)
 
 
 def charged(share: Share, device: Device, inventory: Inventory) -> Share:
@@ -127,10 +129,10 @@ def charged(share: Share, device: Device, inventory: Inventory) -> Share:
         offered = tuple(slot for slot in offered if slot in inventory.slot_types)
     if not _is_held_by(offered, share.slot_names):
         return share
-    return share._replace(secondary=tuple(e for e in share.secondary if e.slot in offered))
+    return replace(share, secondary=tuple(e for e in share.secondary if e.slot in offered))
 
 
-class Allocation(NamedTuple):
+class Allocation(msgspec.Struct, frozen=True):
     """The shares chosen for one holder, in request order."""
 
     shares: tuple[Share, ...] = ()
@@ -165,7 +167,7 @@ class Allocation(NamedTuple):
         return tuple(share for share in self.shares if share.device_id.name == name)
 
 
-class ClaimHolder(NamedTuple):
+class ClaimHolder(msgspec.Struct, frozen=True):
     """A claim as a holder of devices."""
 
     claim_id: str
@@ -183,22 +185,21 @@ def holder_text(holder: Holder) -> str:
     return str(holder) if isinstance(holder, ClaimHolder) else f"kernel {holder}"
 
 
-class Holding(NamedTuple):
+class Holding(msgspec.Struct, frozen=True):
     """The devices of one holder, and its agent."""
 
     agent_id: str
     allocation: Allocation
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True):
     """The allocations of all holders; immutable, one for the node.
 
     `held` has the same shares by device, for all that is asked about one device.
     """
 
-    holdings: Mapping[Holder, Holding] = field(default_factory=dict)
-    held: Mapping[DeviceId, Mapping[Holder, Share]] = field(default_factory=dict)
+    holdings: Mapping[Holder, Holding] = {}
+    held: Mapping[DeviceId, Mapping[Holder, Share]] = {}
 
     def with_held(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the holder has exactly this allocation."""

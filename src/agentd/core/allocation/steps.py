@@ -8,13 +8,14 @@ natural order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.devices import natural_key
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, SlotType, device_name_of
 
 
-class SlotStep(NamedTuple):
+class SlotStep(msgspec.Struct, frozen=True):
     """Slots of the same devices that a request names, with amounts in base units.
 
     The first is the deciding `slot`, the others are in natural order.

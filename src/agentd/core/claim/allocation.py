@@ -30,7 +30,7 @@ def default_amounts(claimed: Allocation, named: frozenset[str]) -> dict[str, int
     They are amounts of primary slots, from which the others follow.
     """
     unnamed = (share for share in claimed.shares if share.device_id.name not in named)
-    return amounts_of(share._replace(secondary=()) for share in unnamed)
+    return amounts_of(replace(share, secondary=()) for share in unnamed)
 
 
 def allocate_from(
@@ -92,7 +92,7 @@ def _shares_taken_whole(
         shares = claimed.devices_of(name)
         wanted = {slot: amount for slot, amount in slots.items() if device_name_of(slot) == name}
         device_ids = {share.device_id for share in shares}
-        is_all = wanted == amounts_of(share._replace(secondary=()) for share in shares)
+        is_all = wanted == amounts_of(replace(share, secondary=()) for share in shares)
         if is_all and device_ids <= set(usable) and device_ids <= only.get(name, device_ids):
             whole_shares += shares
     return whole_shares

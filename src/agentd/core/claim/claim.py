@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Holder, Share
@@ -188,7 +189,8 @@ def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation
 def _subtract_share(share: Share, taken: Share) -> Share:
     amount = max(0, share.amount - taken.amount)
     usage = max(0, share.counts - taken.counts)
-    return share._replace(
+    return replace(
+        share,
         amount=amount,
         secondary=tuple(
             entry._replace(amount=max(0, entry.amount - taken.amount_of(entry.slot)))
@@ -214,7 +216,8 @@ def _add_shares(first: Share, second: Share) -> Share:
     for entry in second.secondary:
         before = merged[entry.slot].amount if entry.slot in merged else 0
         merged[entry.slot] = entry._replace(amount=before + entry.amount)
-    return second._replace(
+    return replace(
+        second,
         amount=first.amount + second.amount,
         secondary=tuple(merged.values()),
         limit_excess=first.limit_excess + second.limit_excess,

@@ -168,7 +168,7 @@ def _merge_shares(first: Share, second: Share, device: Device, merge: Merge) -> 
             total = merge(earlier.amount, amount, capacity)
         amounts[slot] = SlotAmount(slot, offer.kind if offer else kind, total)
     primary, *secondary = amounts.values()
-    return first._replace(kind=primary.kind, amount=primary.amount, secondary=tuple(secondary))
+    return replace(first, kind=primary.kind, amount=primary.amount, secondary=tuple(secondary))
 
 
 def _observe(kernel: Kernel, item: ObservedKernel) -> Kernel:
@@ -279,7 +279,7 @@ def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tup
         if device is None:
             device = _missing_device(share, inventory)
             missing[stable_id] = device
-        shares.append(share._replace(device_id=device.device_id, stable_id=device.stable_id))
+        shares.append(replace(share, device_id=device.device_id, stable_id=device.stable_id))
         shares += (_whole_share(part) for part in inventory.parts.get(stable_id, ()))
     for device in missing.values():
         inventory = inventory.with_device(device)
@@ -321,7 +321,7 @@ def _choose_whole(first: Share, second: Share, device: Device) -> Share:
     """
     for share in (first, second):
         if share.slot == device.slot and share.amount >= device.capacity:
-            return share._replace(amount=device.capacity or share.amount)
+            return replace(share, amount=device.capacity or share.amount)
     for share in (first, second):
         if share.slot not in (UNREADABLE_SLOT, device.slot):
             return share
@@ -356,8 +356,8 @@ def _possible_shares(item: ObservedKernel, inventory: Inventory) -> Iterable[Sha
         whole = _whole_share(device)
         if device.device_id == MEMORY:
             size = item.memory_bytes
-            yield whole._replace(slot=MEM, amount=size) if size else whole
+            yield replace(whole, slot=MEM, amount=size) if size else whole
         elif device.device_id.name != CPU or item.cores is None:
             yield whole
         elif device.device_id.id in item.cores:
-            yield whole._replace(slot=CPU, kind=SlotKind.COUNT, amount=ONE)
+            yield replace(whole, slot=CPU, kind=SlotKind.COUNT, amount=ONE)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Share, SlotAmount
 from agentd.core.allocation.ports import Port
@@ -225,7 +226,7 @@ def _group_entries(entries: Iterable[Share]) -> Allocation:
         if share.device_id != entry.device_id or is_whole or entry.slot in share.slot_names:
             raise RecordError(f"duplicate device {entry.device_id} ({entry.stable_id})")
         secondary = SlotAmount(entry.slot, entry.kind, entry.amount)
-        share_by_id[entry.stable_id] = share._replace(secondary=(*share.secondary, secondary))
+        share_by_id[entry.stable_id] = replace(share, secondary=(*share.secondary, secondary))
     return Allocation(tuple(share_by_id.values()))
 
 

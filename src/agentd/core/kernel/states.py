@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -155,7 +155,7 @@ class Ending(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class KernelRef(NamedTuple):
+class KernelRef(msgspec.Struct, frozen=True):
     """A kernel for its runtime: its id, and the handle that the runtime assigned."""
 
     kernel_id: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 
@@ -29,7 +27,7 @@ class Usage(msgspec.Struct, frozen=True):
 UNKNOWN = Usage()
 
 
-class UsageReading(NamedTuple):
+class UsageReading(msgspec.Struct, frozen=True):
     """The usage of a kernel, and its cgroups: hierarchy and path as in `/proc/PID/cgroup`."""
 
     usage: Usage = UNKNOWN

@@ -9,7 +9,6 @@ only cause warnings, elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
@@ -31,8 +30,7 @@ from agentd.core.slots import CPU, MEM
 from agentd.errors import Problem
 
 
-@dataclass(frozen=True)
-class AssignableDevices:
+class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
     """The assignable devices in natural order, and the memory, both without the reservation."""
 
     devices: tuple[Device, ...]

@@ -11,12 +11,12 @@ leave slots to be derived from them (`slots_of`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_EVEN, Decimal
 from functools import cached_property
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.devices import (
     MEMORY,
@@ -39,8 +39,7 @@ DEFAULT_AGENT = "main"
 _SCALE = Decimal("0.000001")
 
 
-@dataclass(frozen=True, eq=False)
-class Partition:
+class Partition(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The devices one agent may use, and how much of the memory; compared by identity.
 
     `is_exclusive` outside shared mode: nobody else is given anything of its devices; in shared
@@ -51,7 +50,7 @@ class Partition:
     devices: tuple[DeviceId, ...]
     memory_bytes: int
     is_exclusive: bool = False
-    limits: Mapping[str, Limit] = field(default_factory=dict)
+    limits: Mapping[str, Limit] = {}
 
     @cached_property
     def members(self) -> frozenset[DeviceId]:
@@ -78,8 +77,7 @@ class Partition:
         return min(amount, self.memory_bytes) if device.device_id == MEMORY else amount
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(msgspec.Struct, frozen=True, dict=True):
     """A partition of the node: its agents', and what no agent has."""
 
     mode: AllocationMode
@@ -190,7 +188,7 @@ def joined(
         ConfigRefused: the rules do not fit the devices.
     """
     memory = inventory.by_id[MEMORY]
-    whole = msgspec.structs.replace(memory, capacity=memory.capacity + before.reserved_mem)
+    whole = replace(memory, capacity=memory.capacity + before.reserved_mem)
     fresh_split = split(inventory.with_device(whole), rules, unlisted, dealings)
 
     def merged(old: Iterable[DeviceId], new: Iterable[DeviceId]) -> tuple[DeviceId, ...]:
@@ -242,7 +240,7 @@ def split(
     reserved, problems = _reservation(inventory, rules)
     memory = inventory.by_id[MEMORY]
     memory_bytes = max(0, memory.capacity - rules.reserved_mem)
-    inventory = inventory.with_device(msgspec.structs.replace(memory, capacity=memory_bytes))
+    inventory = inventory.with_device(replace(memory, capacity=memory_bytes))
     pool = AssignableDevices(
         tuple(
             device
