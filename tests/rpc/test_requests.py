@@ -5,13 +5,19 @@ from typing import Any
 import pytest
 from multidict import MultiDict
 
-from agentd.core.kernel.options import ULIMITS, ContainerOptions, PullPolicy, Tmpfs, Ulimit
+from agentd.core.kernel.options import ULIMITS, Ulimit
 from agentd.errors import MOST_PROBLEMS, InvalidRequest
 from agentd.http.bodies import read_body
 from agentd.http.problems import problem_content
 from agentd.http.queries import read_query
 from agentd.rpc.queries import LogsQuery
 from agentd.rpc.requests import CreateKernelRequest
+from agentd.runtimes.docker.container_config import (
+    ContainerOptions,
+    PullPolicy,
+    Tmpfs,
+    options_of,
+)
 from agentd.services.protocols import LogQuery, LogStream
 
 
@@ -30,7 +36,8 @@ HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"
 
 def test_options_that_say_nothing_are_as_if_absent() -> None:
     plain = spec(b'{"command": ["a"]}')
-    assert plain.container == ContainerOptions()
+    assert plain.options == {}
+    assert options_of(plain) == ContainerOptions()
     spelled = spec(b'{"command": ["a"], "pull_policy": "missing", "tmpfs": [], "ulimits": {}}')
     assert spelled.spec_hash == plain.spec_hash
     other = spec(b'{"command": ["a"], "pull_policy": "always"}')
@@ -42,8 +49,8 @@ def test_options_are_read() -> None:
         b'{"pull_policy": "never", "platform": "linux/arm64/v8", "network": "n", "shm_size": "64m",'
         b' "tmpfs": [{"target": "/a"}, {"target": "/b", "size": 4096}], "pids_limit": 9,'
         b' "ulimits": {"core": 0, "nofile": {"soft": 10, "hard": -1}}}'
-    ).container
-    assert given == ContainerOptions(
+    )
+    assert options_of(given) == ContainerOptions(
         PullPolicy.NEVER, "linux/arm64/v8", "n", (Tmpfs("/a"), Tmpfs("/b", 4096)), 64 << 20, 9,
         {"core": Ulimit(0, 0), "nofile": Ulimit(10, -1)},
     )  # fmt: skip

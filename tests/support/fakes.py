@@ -23,6 +23,7 @@ from agentd.core.kernel.usage import UsageReading
 from agentd.core.partition.dealing import Dealing
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
 from agentd.plugin_api import Features, Measurement
+from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.services.protocols import (
     CreateProgress,
     LogQuery,
@@ -44,6 +45,7 @@ class FakeRuntime:
 
     name = "fake"
     minimum_memory_bytes = 1
+    members = CONTAINER_MEMBERS
 
     def __init__(self) -> None:
         self.kernels: dict[str, ObservedKernel] = {}

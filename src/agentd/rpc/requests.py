@@ -20,16 +20,8 @@ from pydantic import (
 )
 
 from agentd.core.access import Caller
-from agentd.core.allocation.ports import Port
-from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimOwner, ClaimSpec, EditsFor
-from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import (
-    ULIMITS,
-    ContainerOptions,
-    PullPolicy,
-    Tmpfs,
-    Ulimit,
-)
+from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimOwner, ClaimSpec
+from agentd.core.kernel.options import ULIMITS
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.slots import (
     CPU,
@@ -184,36 +176,25 @@ class CreateKernelRequest(Body):
         return self
 
     def to_spec(self, agent_id: str, caller: Caller | None = None) -> KernelSpec:
-        """Return the core's kernel spec, with a generated kernel id if the request has none."""
-        return KernelSpec(
-            kernel_id=self.kernel_id or f"k-{uuid.uuid4().hex[:12]}",
-            agent_id=agent_id,
-            command=tuple(self.command),
-            spec_hash=self.digest(agent_id),
-            image=self.image,
-            env=self.env,
-            slots=_read(self.slots),
-            devices={name: tuple(ids) for name, ids in self.devices.items()},
-            mounts=tuple(Mount(m.source, m.target, m.read_only) for m in self.mounts),
-            ports=tuple(Port(p.container, p.host, p.protocol) for p in self.ports),
-            labels=self.labels,
-            working_dir=self.working_dir,
-            user=self.user,
-            container=ContainerOptions(
-                pull_policy=PullPolicy(self.pull_policy),
-                platform=self.platform,
-                network=self.network,
-                tmpfs=tuple(Tmpfs(t.target, t.size) for t in self.tmpfs),
-                shm_size=self.shm_size,
-                pids_limit=self.pids_limit,
-                ulimits={name: Ulimit(u.soft, u.hard) for name, u in self.ulimits.items()},
-            ),
-            created_by=caller.name if caller else "",
-            is_discreet=caller is not None and caller.agents is not None,
-            claim_id=self.claim,
-            keeps_claim=self.keep_claim,
-            caller=caller,
-        )
+        """Return the core's kernel spec, with a generated kernel id if the request has none.
+
+        Members that the spec does not have are its options, for the runtime.
+        """
+        members = self.model_dump(exclude_defaults=True)
+        fields = KernelSpec.__struct_encode_fields__
+        spec = {
+            "kernel_id": f"k-{uuid.uuid4().hex[:12]}",
+            "command": (),
+            **{name: value for name, value in members.items() if name in fields},
+            "agent_id": agent_id,
+            "spec_hash": self.digest(agent_id),
+            "slots": _read(self.slots),
+            "options": {name: value for name, value in members.items() if name not in fields},
+            "created_by": caller.name if caller else "",
+            "is_discreet": caller is not None and caller.agents is not None,
+            "caller": caller,
+        }
+        return msgspec.convert(spec, KernelSpec)
 
     def digest(self, agent_id: str = "") -> str:
         """Return a hash that is equal for equal requests; defaults and zero slots do not count.
@@ -282,22 +263,19 @@ class CreateClaimRequest(Body):
     def to_spec(self, agent_id: str, caller: Caller, holder: ClaimOwner) -> ClaimSpec:
         """Return the request as the core knows it, with a verified holder, and a claim id."""
         slots = _read(self.slots)
-        content = self.model_dump(exclude_defaults=True, exclude={"claim_id", "slots", "holder"})
-        content |= {"holder": msgspec.to_builtins(holder)}
-        return ClaimSpec(
-            claim_id=self.claim_id or f"c-{uuid.uuid4().hex[:12]}",
-            agent_id=agent_id,
-            holder=holder,
-            request_hash=_hash_of(content, agent_id, slots),
-            slots=slots,
-            devices={name: tuple(ids) for name, ids in self.devices.items()},
-            edits_for=EditsFor(self.edits),
-            labels=self.labels,
-            owner_uid=self.owner_uid,
-            is_observed=self.observed,
-            created_by=caller.name,
-            is_discreet=caller.agents is not None,
-        )
+        members = self.model_dump(exclude_defaults=True, exclude={"claim_id", "slots", "holder"})
+        content = {**members, "holder": msgspec.to_builtins(holder)}
+        spec = {
+            **members,
+            "claim_id": self.claim_id or f"c-{uuid.uuid4().hex[:12]}",
+            "agent_id": agent_id,
+            "holder": holder,
+            "request_hash": _hash_of(content, agent_id, slots),
+            "slots": slots,
+            "created_by": caller.name,
+            "is_discreet": caller.agents is not None,
+        }
+        return msgspec.convert(spec, ClaimSpec)
 
 
 class RenewRequest(Body):

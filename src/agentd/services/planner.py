@@ -25,6 +25,7 @@ from agentd.core.claim.allocation import (
 )
 from agentd.core.claim.claim import ClaimSpec, remaining
 from agentd.core.devices import DeviceId, Inventory
+from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
 from agentd.core.kernel.states import Kernel, KernelSpec, step_between
 from agentd.core.partition.split import Partition
@@ -121,7 +122,12 @@ class Planner:
         reading = self._reading(spec, runtime, claimed)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         only, unknown = _named(spec, reading, inventory, partition)
-        others = [*unknown, *port_problems(spec.ports, self._rules.ports), *problems]
+        others = [
+            *unknown,
+            *port_problems(spec.ports, self._rules.ports),
+            *unsupported_members(spec, runtime.name, runtime.members),
+            *problems,
+        ]
         return Asked(reading.accepted(others), only, claimed)
 
     def read_claim(self, spec: ClaimSpec) -> Asked:

@@ -189,6 +189,8 @@ class Runtime(Protocol):
 
     name: str
     minimum_memory_bytes: int
+    members: frozenset[str]
+    """Members of a request that it carries out; it is never asked for any other."""
 
     async def close(self) -> None: ...
 

@@ -4,7 +4,7 @@ import pytest
 
 from agentd.config.runtimes import DockerSettings
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import ContainerOptions, Tmpfs, Ulimit, over_ceiling
+from agentd.core.kernel.options import Ulimit, over_ceiling
 from agentd.core.kernel.states import KernelSpec
 from agentd.runtimes.docker.container_config import request_problems
 
@@ -30,7 +30,8 @@ def problems(**changes) -> dict[str, str]:
 )
 def test_a_limit_over_the_operator_s_is_refused(name: str, limit: Ulimit, why: str) -> None:
     expected = {f"ulimits.{name}": why} if why else {}
-    assert problems(container=ContainerOptions(ulimits={name: limit})) == expected
+    options = {"ulimits": {name: {"soft": limit.soft, "hard": limit.hard}}}
+    assert problems(options=options) == expected
     assert dict(over_ceiling({name: limit}, SETTINGS.ulimits)) == ({name: why} if why else {})
 
 
@@ -52,7 +53,7 @@ def test_a_limit_over_the_operator_s_is_refused(name: str, limit: Ulimit, why: s
 def test_places_that_an_engine_refuses_are_named(target: str, why: str) -> None:
     for changes, where in (
         ({"mounts": (Mount("/x", target),)}, "mounts.0.target"),
-        ({"container": ContainerOptions(tmpfs=(Tmpfs(target),))}, "tmpfs.0.target"),
+        ({"options": {"tmpfs": [{"target": target}]}}, "tmpfs.0.target"),
     ):
         found = problems(**changes)
         assert bool(found) is bool(why)

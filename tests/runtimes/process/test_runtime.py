@@ -200,11 +200,11 @@ async def test_processes_are_limited(runtime) -> None:
     if not await has_cgroups(runtime):
         return
     script = "for i in $(seq 50); do sleep 1000 & done; wait"
-    await create(runtime, "sh", "-c", script, container=limits(pids_limit=10))
+    await create(runtime, "sh", "-c", script, options={"pids_limit": 10})
     async with asyncio.timeout(20):
         await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
     assert len(runtime._bundles.proof("k1").members()) <= 10
-    spec = plan("sleep", container=limits(pids_limit=5000)).spec
+    spec = plan("sleep", options={"pids_limit": 5000}).spec
     (problem,) = await runtime.problems(spec)
     assert str(problem) == "pids_limit: 5000 exceeds the limit of 4096"
 
@@ -214,12 +214,6 @@ def without_cgroups(folder: Path) -> ProcessRuntime:
     return ProcessRuntime(
         folder / "kernels", NODE, boot_id(), made._settings, made._user_accounts, None
     )
-
-
-def limits(**options):
-    from agentd.core.kernel.options import ContainerOptions
-
-    return ContainerOptions(**options)
 
 
 async def test_memory_is_limited_and_swap_is_no_way_out(runtime, folder) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
-from agentd.core.kernel.options import ContainerOptions, Ulimit
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
@@ -331,8 +330,8 @@ def _unescaped(value: str) -> str:
 def test_the_properties_close_what_a_kernel_was_not_given() -> None:
     node = DeviceNode("/dev/tpu0", "/dev/tpu0")
     edits = ContainerEdits(device_nodes=(node,), mounts=(Mount("/usr/lib/x", "/x"),), groups=("7",))
-    limits = ContainerOptions(pids_limit=9, ulimits={"nofile": Ulimit(5, -1)})
-    made = plan("sh", "-c", "echo $HOME", edits=edits, env={"SECRET": "s"}, container=limits)
+    limits = {"pids_limit": 9, "ulimits": {"nofile": {"soft": 5, "hard": -1}}}
+    made = plan("sh", "-c", "echo $HOME", edits=edits, env={"SECRET": "s"}, options=limits)
     found = told(made)
     assert found["DynamicUser"] is True
     assert found["DevicePolicy"] == "closed"
@@ -367,8 +366,7 @@ def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
      ({"command": ("x", "a\0b")}, "command.1"), ({"env": {"A-B": "1"}}, "env.A-B"),
      ({"env": {"A": "\r"}}, "env.A"), ({"env": {"EXIT_STATUS": "0"}}, "env.EXIT_STATUS"),
      ({"user": "root"}, "user"),
-     ({"container": ContainerOptions(pids_limit=5000)}, "pids_limit"),
-     ({"container": ContainerOptions(network="host")}, "network")],
+     ({"options": {"pids_limit": 5000}}, "pids_limit")],
 )  # fmt: skip
 def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
     given_ = {"command": ("true",), **spec}

@@ -87,10 +87,10 @@ class ClaimSpec(msgspec.Struct, frozen=True):
     request_hash: str
     slots: Mapping[str, object] = {}
     devices: Mapping[str, tuple[str, ...]] = {}
-    edits_for: EditsFor = EditsFor.PROCESS
+    edits_for: EditsFor = msgspec.field(default=EditsFor.PROCESS, name="edits")
     labels: Mapping[str, str] = {}
     owner_uid: int | None = None
-    is_observed: bool = False
+    is_observed: bool = msgspec.field(default=False, name="observed")
     created_by: str = ""
     is_discreet: bool = False
 

@@ -1,26 +1,13 @@
-"""Container options of a request, for runtimes with containers."""
+"""Limits of a request that its runtime carries out, and the refusal of members that it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from enum import StrEnum
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-
-class PullPolicy(StrEnum):
-    """When an image is pulled."""
-
-    MISSING = "missing"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
-class Tmpfs(msgspec.Struct, frozen=True):
-    """A tmpfs mount of `size` bytes; None for the engine's limit (half of the memory)."""
-
-    target: str
-    size: int | None = None
+from agentd.core.kernel.states import KernelSpec
+from agentd.errors import Problem
 
 
 class Ulimit(msgspec.Struct, frozen=True):
@@ -59,13 +46,24 @@ def over_ceiling(
             yield name, f"{given} exceeds the limit of {ceiling}"
 
 
-class ContainerOptions(msgspec.Struct, frozen=True):
-    """Options of a container; None leaves the choice to the node."""
+_OF_AGENTD = frozenset(
+    {
+        *("kernel_id", "agent_id", "spec_hash", "slots", "devices", "labels", "options"),
+        *("created_by", "is_discreet", "claim_id", "keeps_claim", "caller"),
+    }
+)
+"""Members of a spec that agentd carries out itself, on every runtime."""
 
-    pull_policy: PullPolicy = PullPolicy.MISSING
-    platform: str | None = None
-    network: str | None = None
-    tmpfs: tuple[Tmpfs, ...] = ()
-    shm_size: int | None = None
-    pids_limit: int | None = None
-    ulimits: Mapping[str, Ulimit] = {}
+
+def unsupported_members(
+    spec: KernelSpec, runtime: str, supported: Collection[str]
+) -> Iterator[Problem]:
+    """Yield the members of a request that its runtime does not carry out.
+
+    Members with their default value are not refused.
+    """
+    members = (name for name in spec.__struct_fields__ if name not in _OF_AGENTD)
+    given = [*(name for name in members if getattr(spec, name)), *spec.options]
+    for name in given:
+        if name not in supported:
+            yield Problem(name, f"not supported by the {runtime} runtime")

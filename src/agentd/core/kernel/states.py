@@ -19,7 +19,6 @@ from agentd.core.access import Caller
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import ContainerOptions
 from agentd.core.names import NAME
 
 KERNEL_ID = NAME
@@ -112,7 +111,8 @@ class KernelSpec(msgspec.Struct, frozen=True):
     """A parsed create request; `spec_hash` is equal for equal requests.
 
     `slots` are amounts as `agentd.core.slots.read_quantity` returns them. `devices` restricts the
-    choice, by device name: ids, stable ids or aliases.
+    choice, by device name: ids, stable ids or aliases. `options` are further members that differ
+    from their defaults, for the runtime alone.
     """
 
     kernel_id: str
@@ -128,13 +128,13 @@ class KernelSpec(msgspec.Struct, frozen=True):
     labels: Mapping[str, str] = {}
     working_dir: str | None = None
     user: str | None = None
-    container: ContainerOptions = msgspec.field(default_factory=ContainerOptions)
+    options: Mapping[str, object] = {}
     created_by: str = ""
     is_discreet: bool = False
     """Whether the caller must not learn of other agents."""
-    claim_id: str | None = None
+    claim_id: str | None = msgspec.field(default=None, name="claim")
     """The claim whose devices it takes over, if it names one."""
-    keeps_claim: bool = False
+    keeps_claim: bool = msgspec.field(default=False, name="keep_claim")
     """Whether the claim outlives the kernel."""
     caller: Caller | None = None
 

@@ -7,13 +7,16 @@ merged in `core.kernel.plan`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from agentd.config.runtimes import DockerSettings
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import TOO_LONG, is_too_long, over_ceiling
+from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceiling
 from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
@@ -41,23 +44,65 @@ UNPUBLISHED = ("none", "host")
 """Networks on which the engine publishes no ports."""
 
 
+class PullPolicy(StrEnum):
+    """When an image is pulled."""
+
+    MISSING = "missing"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Tmpfs(msgspec.Struct, frozen=True):
+    """A tmpfs mount of `size` bytes; None for the engine's limit (half of the memory)."""
+
+    target: str
+    size: int | None = None
+
+
+class ContainerOptions(msgspec.Struct, frozen=True):
+    """The options of a request that a container has; None leaves the choice to the node."""
+
+    pull_policy: PullPolicy = PullPolicy.MISSING
+    platform: str | None = None
+    network: str | None = None
+    tmpfs: tuple[Tmpfs, ...] = ()
+    shm_size: int | None = None
+    pids_limit: int | None = None
+    ulimits: Mapping[str, Ulimit] = {}
+
+
+CONTAINER_MEMBERS = frozenset(
+    {
+        *("command", "env", "image", "working_dir", "user", "mounts", "ports"),
+        *ContainerOptions.__struct_fields__,
+    }
+)
+"""Members of a request that this runtime carries out."""
+
+
+def options_of(spec: KernelSpec) -> ContainerOptions:
+    """Return the options of a request."""
+    return msgspec.convert(spec.options, ContainerOptions)
+
+
 def network_of(spec: KernelSpec, settings: DockerSettings) -> str:
     """Return the network of a container."""
-    return spec.container.network or settings.network
+    return options_of(spec).network or settings.network
 
 
 def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Problem]:
     """Yield the problems of a request under these settings, or on any engine."""
+    options = options_of(spec)
     if not spec.image:
         yield Problem("image", "is missing; the docker runtime requires an image")
     networks = (settings.network, *settings.allowed_networks)
     if network_of(spec, settings) not in networks:
-        why = f"invalid network {spec.container.network!r}: expected one of {', '.join(networks)}"
+        why = f"invalid network {options.network!r}: expected one of {', '.join(networks)}"
         yield Problem("network", why)
-    if (spec.container.pids_limit or 0) > settings.pids_limit:
-        why = f"{spec.container.pids_limit} exceeds the limit of {settings.pids_limit}"
+    if (options.pids_limit or 0) > settings.pids_limit:
+        why = f"{options.pids_limit} exceeds the limit of {settings.pids_limit}"
         yield Problem("pids_limit", why)
-    for name, why in over_ceiling(spec.container.ulimits, settings.ulimits):
+    for name, why in over_ceiling(options.ulimits, settings.ulimits):
         yield Problem(f"ulimits.{name}", why)
     yield from _problems_of_targets(spec)
     if is_too_long(spec.working_dir or ""):
@@ -66,17 +111,22 @@ def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Pro
         yield Problem(
             "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
         )
-    targets = [mount.target for mount in spec.mounts]
-    targets += [tmpfs.target for tmpfs in spec.container.tmpfs]
+    targets = [target for _, target in targets_of(spec)]
     for target in sorted({target for target in targets if targets.count(target) > 1}):
         yield Problem("mounts", f"duplicate target {target}")
 
 
+def targets_of(spec: KernelSpec) -> Iterator[tuple[str, str]]:
+    """Yield the place of each mount and tmpfs in a request, and its target."""
+    for number, mount in enumerate(spec.mounts):
+        yield f"mounts.{number}.target", mount.target
+    for number, tmpfs in enumerate(options_of(spec).tmpfs):
+        yield f"tmpfs.{number}.target", tmpfs.target
+
+
 def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
     """Yield targets that an engine refuses, in clearer words than its own."""
-    named = [(f"mounts.{n}.target", mount.target) for n, mount in enumerate(spec.mounts)]
-    named += [(f"tmpfs.{n}.target", tmpfs.target) for n, tmpfs in enumerate(spec.container.tmpfs)]
-    for where, target in named:
+    for where, target in targets_of(spec):
         path = os.path.normpath(f"/{target.strip('/')}")
         if is_too_long(target):
             yield Problem(where, TOO_LONG)
@@ -142,7 +192,7 @@ def container_config(
 
 
 def _limits(plan: KernelPlan, settings: DockerSettings) -> dict[str, Any]:
-    options = plan.spec.container
+    options = options_of(plan.spec)
     limits: dict[str, Any] = {
         "CpusetCpus": ",".join(plan.cpus),
         "Memory": plan.memory_bytes,
@@ -199,7 +249,7 @@ def _mounts(
                 "Target": tmpfs.target,
                 "TmpfsOptions": {"SizeBytes": tmpfs.size} if tmpfs.size else {},
             }
-            for tmpfs in plan.spec.container.tmpfs
+            for tmpfs in options_of(plan.spec).tmpfs
         ),
     ]
 

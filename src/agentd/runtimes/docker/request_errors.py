@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
+from agentd.runtimes.docker.container_config import options_of, targets_of
 from agentd.runtimes.docker.engine_errors import shortly
 
 _USER = ("unable to find user ", "unable to find group ", "uids and gids must be in range ")
@@ -38,11 +39,9 @@ def _texts(message: str, spec: KernelSpec) -> Iterator[tuple[str, str]]:
     is_create_refused = message.startswith("lstat /") and message.endswith("not a directory")
     for text in (*_FOLDER, "lstat /") if is_create_refused else _FOLDER:
         yield "working_dir" if spec.working_dir else "image", text
-    targets = [(f"mounts.{n}.target", mount.target) for n, mount in enumerate(spec.mounts)]
-    targets += [(f"tmpfs.{n}.target", t.target) for n, t in enumerate(spec.container.tmpfs)]
-    for where, target in targets:
+    for where, target in targets_of(spec):
         yield where, f'to rootfs at "{os.path.normpath(target)}"'
-    for name in spec.container.ulimits:
+    for name in options_of(spec).ulimits:
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)
         yield f"ulimits.{name}", f"setting rlimit type {number}:"
         if name in _LOW_LIMITS and "container process" in message:

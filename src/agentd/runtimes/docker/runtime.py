@@ -19,7 +19,7 @@ from agentd.concurrency import to_the_end
 from agentd.config.runtimes import DockerSettings
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
-from agentd.core.kernel.options import TOO_LONG, PullPolicy, is_too_long
+from agentd.core.kernel.options import TOO_LONG, is_too_long
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
@@ -35,9 +35,12 @@ from agentd.failpoints import reach
 from agentd.host.cgroups.usage import counted
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.container_config import (
+    CONTAINER_MEMBERS,
     UNPUBLISHED,
+    PullPolicy,
     container_config,
     network_of,
+    options_of,
     request_problems,
 )
 from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient, container_id
@@ -76,7 +79,8 @@ class _Attempt:
 
     def __init__(self, plan: KernelPlan, engine: EngineFacts, settings: DockerSettings) -> None:
         self.plan = plan
-        self.platform = plan.spec.container.platform or engine.platform
+        self.options = options_of(plan.spec)
+        self.platform = self.options.platform or engine.platform
         self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
         self.may_exist = False
@@ -100,6 +104,7 @@ class DockerRuntime:
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
+    members = CONTAINER_MEMBERS
 
     def __init__(
         self, node_id: str, settings: DockerSettings, last_seen: LastSeen | None = None
@@ -219,7 +224,7 @@ class DockerRuntime:
 
     async def _create(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container and pull its image if needed."""
-        options, image = attempt.plan.spec.container, attempt.plan.spec.image or ""
+        options, image = attempt.options, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
             try:
                 await self._make(attempt, progress)

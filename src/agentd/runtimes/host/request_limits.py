@@ -1,36 +1,44 @@
-"""Requests that only a container can fulfil, and limits of kernels on the host."""
+"""Members and limits of requests whose kernels are processes of the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from agentd.core.kernel.options import TOO_LONG, PullPolicy, is_too_long, over_ceiling
+import msgspec
+
+from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceiling
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
 
 
-def uncontained_problems(
+class HostOptions(msgspec.Struct, frozen=True):
+    """The options of a request that a process of the host has."""
+
+    pids_limit: int | None = None
+    ulimits: Mapping[str, Ulimit] = {}
+
+
+HOST_MEMBERS = frozenset(
+    {"command", "env", "image", "working_dir", "user", *HostOptions.__struct_fields__}
+)
+"""Members that these runtimes carry out; `image` is ignored and in `not_enforced`."""
+
+
+def options_of(spec: KernelSpec) -> HostOptions:
+    """Return the options of a request."""
+    return msgspec.convert(spec.options, HostOptions)
+
+
+def host_problems(
     spec: KernelSpec, runtime: str, user: str | None, pids_limit: int, ceilings: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the problems of a request; without a `user` each kernel has a user of its own."""
-    options = spec.container
+    options = options_of(spec)
     if not spec.command:
         yield Problem("command", f"is empty; the {runtime} runtime requires a command")
     if (options.pids_limit or 0) > pids_limit:
         why = f"{options.pids_limit} exceeds the limit of {pids_limit}"
         yield Problem("pids_limit", why)
-    needs_container = {
-        "mounts": spec.mounts,
-        "ports": spec.ports,
-        "network": options.network,
-        "tmpfs": options.tmpfs,
-        "shm_size": options.shm_size,
-        "platform": options.platform,
-        "pull_policy": options.pull_policy is not PullPolicy.MISSING,
-    }
-    for member, given in needs_container.items():
-        if given:
-            yield Problem(member, f"the {runtime} runtime has no containers")
     if spec.user not in (None, user):
         who = "a user of their own" if user is None else user
         yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")

@@ -40,7 +40,7 @@ from agentd.host.systemd.dbus import Manager
 from agentd.plugin_api import Features
 from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import Unreadable, looking
-from agentd.runtimes.host.request_limits import uncontained_problems
+from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_problems, options_of
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
@@ -66,6 +66,7 @@ class ProcessRuntime:
 
     name = "process"
     minimum_memory_bytes = 1
+    members = HOST_MEMBERS
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class ProcessRuntime:
         if spec.user is not None and not user:
             user = await self._lookups.look("the user database", own_name)
         ceilings = settings.pids_limit, settings.ulimits
-        return list(uncontained_problems(spec, "process", user, *ceilings))
+        return list(host_problems(spec, "process", user, *ceilings))
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
@@ -201,7 +202,7 @@ class ProcessRuntime:
         if self._cgroups is None:
             return None
         cgroup = self._cgroups.group(plan.name)
-        pids = plan.spec.container.pids_limit or self._settings.pids_limit
+        pids = options_of(plan.spec).pids_limit or self._settings.pids_limit
         attributes = {AGENT: plan.spec.agent_id, DEVICES: plan.statement}
         self._cgroups.create(cgroup, {MEMORY: plan.memory_bytes, PIDS: pids}, attributes)
         return cgroup

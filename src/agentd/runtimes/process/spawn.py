@@ -31,6 +31,7 @@ from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.systemd.dbus import Manager, Property, UnitExists, UnitRefused
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.execve_errors import refusal_of
+from agentd.runtimes.host.request_limits import options_of
 from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
@@ -79,7 +80,7 @@ def order_of(
     `groups` are added to those of the account; without an account they are ignored.
     """
     spec = plan.spec
-    limits = spec.container.ulimits.items()
+    limits = options_of(spec).ulimits.items()
     return {
         "folder": str(folder),
         "boot_id": boot_id,
@@ -200,7 +201,7 @@ def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
     if step.startswith("ulimits."):
         return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
-    if number == errno.EAGAIN and "nproc" in plan.spec.container.ulimits:
+    if number == errno.EAGAIN and "nproc" in options_of(plan.spec).ulimits:
         return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {why}")])
     is_passing = number in (errno.EAGAIN, errno.ENOMEM)
     kind = RuntimeUnavailable if is_passing else RuntimeFailure

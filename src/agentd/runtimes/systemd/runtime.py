@@ -39,6 +39,7 @@ from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import environment
 from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
 from agentd.runtimes.host.private_folder import TRASH, looking, names_in
+from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import JournalSource, read_lines
@@ -69,6 +70,7 @@ class SystemdRuntime:
 
     name = RUNTIME
     minimum_memory_bytes = 1 << 20
+    members = HOST_MEMBERS
 
     def __init__(
         self,

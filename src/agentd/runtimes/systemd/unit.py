@@ -17,7 +17,7 @@ from agentd.core.names import checked, is_name
 from agentd.errors import Problem, RuntimeFailure
 from agentd.host.systemd.dbus import Property
 from agentd.runtimes.host.environment import own_variables
-from agentd.runtimes.host.request_limits import uncontained_problems
+from agentd.runtimes.host.request_limits import host_problems, options_of
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import RESERVED
 
@@ -65,7 +65,7 @@ def request_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of a request that a unit cannot fulfil."""
     ceilings = settings.pids_limit, settings.ulimits
-    yield from uncontained_problems(spec, "systemd", user, *ceilings)
+    yield from host_problems(spec, "systemd", user, *ceilings)
     yield from _command_problems(spec.command)
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -145,7 +145,7 @@ def _limits(
     *,
     is_user: bool,
 ) -> Iterator[Property]:
-    options = plan.spec.container
+    options = options_of(plan.spec)
     cores = mask(map(int, plan.cpus))
     if cores:
         yield ("CPUAffinity" if is_user else "AllowedCPUs"), "ay", cores
