@@ -7,6 +7,7 @@ of errors, stand beside this file in `log-events.toml` and `errors.toml`.
 import ast
 import importlib
 import inspect
+import json
 import re
 import textwrap
 import tomllib
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,9 +30,13 @@ from agentd.core.kernel.states import (
     STARTING,
     KernelState,
 )
+from agentd.http.bodies import Body
 from agentd.http.problems import STATUSES
+from agentd.rpc.requests import ExecRequest
+from agentd.rpc.routes import ROUTES
 from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
+from agentd_fleet.placement.requests import Placement
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 
 DOCS = Path(__file__).parent
@@ -41,6 +47,8 @@ ERRORS = DOCS / "reference" / "errors.md"
 EXIT_CODES = DOCS / "reference" / "exit-codes.md"
 COMMANDS = DOCS / "reference" / "commands.md"
 COMMANDS_HEAD = DOCS / "commands-head.md"
+RPC = DOCS / "reference" / "rpc.md"
+FLEET = DOCS / "reference" / "fleet.md"
 ASYNC_CLIENT = DOCS.parent / "src" / "agentd" / "client" / "asynchronous.py"
 BLOCKING_CLIENT = ASYNC_CLIENT.with_name("blocking.py")
 BLOCKING_BASE = "agentd.client.transport_blocking import BlockingTransport"
@@ -430,6 +438,77 @@ def _command(words: str, command: click.Command) -> Iterator[str]:
             yield f"| `{shown}` | {meaning} |"
 
 
+BODIES: dict[str, type[Body]] = {
+    body.__name__: body
+    for body in (*(route.body for route in ROUTES), ExecRequest, Placement)
+    if body is not None
+}
+"""The bodies of requests, by name."""
+MEMBERS = re.compile(r"(<!-- members of (\w+), .*?-->\n).*?(?=<!-- end of members -->)", re.DOTALL)
+VALUES = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "`true` or `false`",
+    "array": "list",
+    "object": "object",
+}
+"""The words for the types of JSON Schema."""
+
+
+def page_with_members(page: Path) -> str:
+    """Return a page with the table of members at each of its marks."""
+    return MEMBERS.sub(lambda mark: f"{mark[1]}{members_table(BODIES[mark[2]])}", page.read_text())
+
+
+def members_table(body: type[Body]) -> str:
+    """Return the table of a body's members, from its JSON Schema."""
+    schema = body.model_json_schema()
+    rows = ["| member | value | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*rows, *_member_rows(schema, schema.get("$defs", {}), "")]) + "\n"
+
+
+def _member_rows(schema: dict[str, Any], defs: dict[str, Any], before: str) -> Iterator[str]:
+    for name, member in schema["properties"].items():
+        default = "required" if name in schema.get("required", ()) else ""
+        if member.get("default") not in (None, [], {}):
+            default = f"`{json.dumps(member['default'])}`"
+        value = " or ".join(dict.fromkeys(_values(member, defs)))
+        yield f"| `{before}{name}` | {value} | {default} | {member['description']} |"
+        for place, below in _objects(member, f"{before}{name}"):
+            if "properties" in defs[below]:
+                yield from _member_rows(defs[below], defs, f"{place}.")
+
+
+def _values(schema: dict[str, Any], defs: dict[str, Any]) -> Iterator[str]:
+    """Yield the kinds of values that a schema takes; none is the default of what may be null."""
+    if "$ref" in schema:
+        schema = defs[_referred(schema)]
+    if "enum" in schema:
+        yield ", ".join(f"`{json.dumps(choice)}`" for choice in schema["enum"])
+    elif "anyOf" in schema:
+        for choice in schema["anyOf"]:
+            yield from _values(choice, defs)
+    elif schema["type"] != "null":
+        yield VALUES[schema["type"]]
+
+
+def _referred(schema: dict[str, Any]) -> str:
+    return str(schema["$ref"]).rpartition("/")[2]
+
+
+def _objects(schema: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    """Yield the objects with members of their own in a schema: their place and their name."""
+    if "$ref" in schema:
+        yield place, _referred(schema)
+    if "items" in schema:
+        yield from _objects(schema["items"], f"{place}[]")
+    for value in schema.get("patternProperties", {}).values():
+        yield from _objects(value, f"{place}.*")
+    for choice in schema.get("anyOf", ()):
+        yield from _objects(choice, place)
+
+
 def blocking_client() -> str:
     """Return the module of the blocking client: that of the asyncio client without `async`."""
     text = ASYNC_CLIENT.read_text()
@@ -449,6 +528,8 @@ PAGES = {
     ERRORS: errors_page,
     EXIT_CODES: exit_codes_page,
     PACKAGED: lambda: schema_text({}),
+    RPC: lambda: page_with_members(RPC),
+    FLEET: lambda: page_with_members(FLEET),
 }
 """The generated pages, and the functions that return their text."""
 

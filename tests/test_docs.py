@@ -152,6 +152,11 @@ def test_generated_page_follows_the_code(page: Path) -> None:
     assert page.read_text() == generate.PAGES[page](), "run python docs/generate.py"
 
 
+def test_each_body_has_its_table_of_members() -> None:
+    pages = generate.RPC.read_text() + generate.FLEET.read_text()
+    assert {name for _, name in generate.MEMBERS.findall(pages)} == generate.BODIES.keys()
+
+
 def test_every_error_code_has_a_cause_and_a_remedy() -> None:
     texts_of = generate.error_texts()
     assert set(texts_of) == {*STATUSES, *generate.errors_by_code()}

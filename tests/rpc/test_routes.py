@@ -108,3 +108,12 @@ def test_document_has_booleans_for_flags(routes: Sequence[Route]) -> None:
     }
     assert {"dry_run", "follow", "timestamps"} <= flags.keys()
     assert set(flags.values()) == {"boolean"}
+
+
+@pytest.mark.parametrize("routes", BOTH)
+def test_document_describes_every_member_of_every_body(routes: Sequence[Route]) -> None:
+    schemas = document("x", routes)["components"]["schemas"]
+    bodies = {n: s for n, s in schemas.items() if s.get("additionalProperties") is False}
+    assert {"StopRequest", "MountRequest", "HolderRequest"} <= bodies.keys()
+    members = [(n, m, schema) for n, s in bodies.items() for m, schema in s["properties"].items()]
+    assert [(n, m) for n, m, schema in members if not schema.get("description")] == []

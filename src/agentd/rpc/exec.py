@@ -14,20 +14,20 @@ import json
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import structlog
 from aiohttp import WSMessage, WSMsgType, web
-from pydantic import Field
 
 from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
-from agentd.http.bodies import Body, Command, Path, Variables, read_body
+from agentd.http.bodies import read_body
 from agentd.http.connections.client_warnings import warn_of_client
 from agentd.http.problems import problem_content
 from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, probe
+from agentd.rpc.requests import ExecRequest
 from agentd.services.protocols import Session
 
 log = structlog.get_logger()
@@ -37,15 +37,6 @@ QUEUED = 4
 """Input frames that may wait for the command; signals overtake them."""
 MOST_SIZE = 10_000
 NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
-
-
-class _Asked(Body):
-    """The first frame."""
-
-    command: Annotated[Command, Field(min_length=1)]
-    tty: bool = False
-    env: Variables = Field(default_factory=dict)
-    working_dir: Path | None = None
 
 
 async def run_over(
@@ -97,8 +88,7 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     if frame is None or frame.type is not WSMsgType.TEXT:
         why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
         raise InvalidRequest([Problem("", why)])
-    asked = read_body(_Asked, frame.data)
-    return ExecSpec(tuple(asked.command), asked.tty, asked.env, asked.working_dir)
+    return read_body(ExecRequest, frame.data).to_spec()
 
 
 async def _converse(

@@ -1,6 +1,7 @@
-"""Request bodies as pydantic models.
+"""Request bodies as pydantic models. Each member is declared here alone, with its description.
 
-The OpenAPI document is generated from them, so it matches the validation.
+The OpenAPI document, the tables of `docs/reference/rpc.md` and the help of the options of
+`agentctl create` are made from them. In help, a description has no backticks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import (
 
 from agentd.core.access import Caller
 from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimOwner, ClaimSpec
+from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.options import ULIMITS
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.slots import (
@@ -86,36 +88,43 @@ Amounts = Annotated[
 """Amounts by slot."""
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 """Whole seconds."""
+Id = Annotated[str, Field(max_length=63, pattern=ID)]
+DeviceNames = Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)]
+"""Ids, UUIDs or addresses of devices by device name."""
+_SLOTS = "Amounts of slots, such as cuda.device=1."
+_DEVICES = "Only from these devices, by device name: ids, UUIDs or PCI addresses."
 
 
 class MountRequest(Body):
     """A bind mount: a host folder or file below one of the allowed folders."""
 
-    source: Path
-    target: Path
-    read_only: bool = True
+    source: Path = Field(description="Folder or file of the host.")
+    target: Path = Field(description="Path in the kernel.")
+    read_only: bool = Field(True, description="Whether the kernel cannot write there.")
 
 
 class PortRequest(Body):
     """A port of the kernel to publish; without `host` the engine chooses one."""
 
-    container: Annotated[int, Field(ge=1, le=65535)]
-    host: Annotated[int, Field(ge=1, le=65535)] | None = None
-    protocol: Literal["tcp", "udp"] = "tcp"
+    container: int = Field(ge=1, le=65535, description="Port in the kernel.")
+    host: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="Port of the host. Default: one from `publish-ports`."
+    )
+    protocol: Literal["tcp", "udp"] = Field("tcp", description="Protocol of the port.")
 
 
 class TmpfsRequest(Body):
     """A tmpfs mount, charged to the kernel's memory."""
 
-    target: Annotated[str, Field(max_length=MAX_PATH, pattern=_TMPFS)]
-    size: Size | None = None
+    target: str = Field(max_length=MAX_PATH, pattern=_TMPFS, description="Path in the kernel.")
+    size: Size | None = Field(None, description="Maximum size. Default: the engine's.")
 
 
 class UlimitRequest(Body):
     """A limit of setrlimit(2); -1 means unlimited."""
 
-    soft: _Limit
-    hard: _Limit
+    soft: _Limit = Field(description="The limit that applies.")
+    hard: _Limit = Field(description="The maximum up to which the kernel can raise it.")
 
 
 def _limits(raw: object) -> object:
@@ -132,32 +141,54 @@ class CreateKernelRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    kernel_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
-    image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = None
-    command: Command = Field([])
-    env: Variables = Field({})
-    slots: Amounts = Field({})
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = Field({})
-    claim: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
-    keep_claim: bool = False
-    mounts: Annotated[list[MountRequest], Field(max_length=MAX_ITEMS)] = Field([])
-    ports: Annotated[list[PortRequest], Field(max_length=MAX_ITEMS)] = Field([])
-    labels: Labels = Field({})
-    working_dir: Path | None = None
-    user: Name | None = None
-    pull_policy: Literal["missing", "always", "never"] = "missing"
-    platform: (
-        Annotated[
-            str,
-            Field(max_length=MAX_NAME, pattern=_PLATFORM),
-        ]
-        | None
-    ) = None
-    network: Name | None = None
-    tmpfs: Annotated[list[TmpfsRequest], Field(max_length=MAX_ITEMS)] = Field([])
-    shm_size: Size | None = None
-    pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    ulimits: Annotated[dict[Name, _Limits], Field(max_length=len(ULIMITS))] = Field({})
+    kernel_id: Id | None = Field(None, description="Id of the kernel. Default: a generated one.")
+    image: Annotated[Text, Field(min_length=1, max_length=MAX_PATH)] | None = Field(
+        None, description="Image; required by the runtime docker, ignored by the others."
+    )
+    command: Command = Field(
+        [], description="Command with its arguments. Default: that of the image."
+    )
+    env: Variables = Field({}, description="Environment variables.")
+    slots: Amounts = Field({}, description=_SLOTS)
+    devices: DeviceNames = Field({}, description=_DEVICES)
+    claim: Id | None = Field(None, description="Take the devices from this claim.")
+    keep_claim: bool = Field(
+        False, description="Whether the claim outlives the kernel; only with `claim`."
+    )
+    mounts: list[MountRequest] = Field(
+        [],
+        max_length=MAX_ITEMS,
+        description="Folders of the host below `allowed-mounts`, read-only by default.",
+    )
+    ports: list[PortRequest] = Field([], max_length=MAX_ITEMS, description="Ports to publish.")
+    labels: Labels = Field({}, description="Labels of the kernel.")
+    working_dir: Path | None = Field(None, description="Working directory.")
+    user: Name | None = Field(
+        None, description="User in the container; elsewhere only the configured one."
+    )
+    pull_policy: Literal["missing", "always", "never"] = Field(
+        "missing", description="When to pull the image."
+    )
+    platform: Annotated[str, Field(max_length=MAX_NAME, pattern=_PLATFORM)] | None = Field(
+        None, description="Platform of the image. Default: the engine's."
+    )
+    network: Name | None = Field(
+        None, description="Network: one of `allowed-networks`. Default: the node's."
+    )
+    tmpfs: list[TmpfsRequest] = Field(
+        [],
+        max_length=MAX_ITEMS,
+        description="Folders in memory, which count as the kernel's memory.",
+    )
+    shm_size: Size | None = Field(
+        None, description="Size of /dev/shm, which counts as the kernel's memory."
+    )
+    pids_limit: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
+        None, description="Maximum number of processes, up to the node's."
+    )
+    ulimits: dict[Name, _Limits] = Field(
+        {}, max_length=len(ULIMITS), description="Limits of setrlimit(2); -1 is unlimited."
+    )
 
     @field_validator("ulimits")
     @classmethod
@@ -225,12 +256,22 @@ def _read(slots: Mapping[str, object]) -> dict[str, Quantity | AmountError]:
 class HolderRequest(Body):
     """The holder of a claim: a process, a cgroup, a time limit in seconds, or a name."""
 
-    pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
-    start_time: Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None = None
-    cgroup: Path | None = None
-    ttl: Ttl | None = None
-    name: Name | None = None
-    survives_reboot: bool = False
+    pid: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
+        None, description="Process with which the claim ends."
+    )
+    start_time: Annotated[int, Field(ge=0, le=MAX_LIMIT)] | None = Field(
+        None, description="Start time of the process: field 22 of `/proc/PID/stat`."
+    )
+    cgroup: Path | None = Field(
+        None, description="Cgroup (version 2) with whose last process the claim ends."
+    )
+    ttl: Ttl | None = Field(None, description="Seconds after which it ends, unless renewed.")
+    name: Name | None = Field(
+        None, description="Name of a claim that only a `DELETE` or a reboot ends."
+    )
+    survives_reboot: bool = Field(
+        False, description="Whether it outlives a reboot; only with `name`."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -251,14 +292,22 @@ class CreateClaimRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    claim_id: Annotated[str, Field(max_length=63, pattern=ID)] | None = None
-    slots: Amounts = Field({})
-    devices: Annotated[dict[Name, Names], Field(max_length=MAX_ITEMS)] = Field({})
-    holder: HolderRequest
-    owner_uid: Annotated[int, Field(ge=0, le=2**32 - 2)] | None = None
-    labels: Labels = Field({})
-    edits: Literal["process", "container"] = "process"
-    observed: bool = False
+    claim_id: Id | None = Field(None, description="Id of the claim. Default: a generated one.")
+    slots: Amounts = Field({}, description=_SLOTS)
+    devices: DeviceNames = Field({}, description=_DEVICES)
+    holder: HolderRequest = Field(
+        description="Holder of the claim: exactly one of `pid`, `cgroup`, `ttl` and `name`."
+    )
+    owner_uid: Annotated[int, Field(ge=0, le=2**32 - 2)] | None = Field(
+        None, description="The only user besides admins who can use the claim (set by admins)."
+    )
+    labels: Labels = Field({}, description="Labels of the claim.")
+    edits: Literal["process", "container"] = Field(
+        "process", description="The target of the edits in the response."
+    )
+    observed: bool = Field(
+        False, description="Whether others may hold the devices already (set by admins)."
+    )
 
     def to_spec(self, agent_id: str, caller: Caller, holder: ClaimOwner) -> ClaimSpec:
         """Return the request as the core knows it, with a verified holder, and a claim id."""
@@ -281,7 +330,9 @@ class CreateClaimRequest(Body):
 class RenewRequest(Body):
     """The time limit of a claim from now on, in seconds; default: the one that it has."""
 
-    ttl: Ttl | None = None
+    ttl: Ttl | None = Field(
+        None, description="Seconds from now. Default: the time limit that the claim has."
+    )
 
 
 class EditsRequest(Body):
@@ -289,8 +340,10 @@ class EditsRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    claims: Annotated[list[Name], Field(min_length=1, max_length=MAX_ITEMS)]
-    edits_for: Annotated[Literal["process", "container"], Field(alias="for")] = "process"
+    claims: list[Name] = Field(min_length=1, max_length=MAX_ITEMS, description="Ids of claims.")
+    edits_for: Literal["process", "container"] = Field(
+        "process", alias="for", description="The target of the edits."
+    )
 
 
 class EngineRequest(Body):
@@ -298,10 +351,29 @@ class EngineRequest(Body):
 
     is_required: ClassVar[bool] = True
 
-    ready: bool
+    ready: bool = Field(description="Whether the engine has compared its devices.")
 
 
 class StopRequest(Body):
     """The time between TERM and KILL, in seconds; default: the runtime's setting."""
 
-    timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = None
+    timeout: Annotated[float, Field(ge=0, le=86400, strict=False)] | None = Field(
+        None, description="Seconds between TERM and KILL. Default: the runtime's setting."
+    )
+
+
+class ExecRequest(Body):
+    """The first frame of an exec."""
+
+    is_required: ClassVar[bool] = True
+
+    command: Annotated[Command, Field(min_length=1)] = Field(
+        description="Command with its arguments."
+    )
+    tty: bool = Field(False, description="Whether it has a terminal.")
+    env: Variables = Field({}, description="Variables added to the kernel's environment.")
+    working_dir: Path | None = Field(None, description="Working directory. Default: the kernel's.")
+
+    def to_spec(self) -> ExecSpec:
+        """Return the command as the core knows it."""
+        return msgspec.convert(self.model_dump(), ExecSpec)

@@ -21,17 +21,21 @@ from agentd_fleet.placement.choice import Constraints, PlacementPolicy
 class Placement(Body):
     """Placement constraints; a missing member constrains nothing."""
 
-    nodes: Names | None = None
-    agents: Names | None = None
-    labels: Labels = Field(default_factory=dict)
-    models: Names | None = None
-    policy: Annotated[PlacementPolicy, Field(strict=False)] | None = None
+    nodes: Names | None = Field(default=None, description="Only these nodes.")
+    agents: Names | None = Field(default=None, description="Only these agents.")
+    labels: Labels = Field(default_factory=dict, description="Nodes with all of these labels.")
+    models: Names | None = Field(
+        default=None, description="Agents with at least one device of one of these models."
+    )
+    policy: Annotated[PlacementPolicy, Field(strict=False)] | None = Field(
+        default=None, description="Choice among the agents with room. Default: that of the gateway."
+    )
 
 
 class FleetKernelRequest(CreateKernelRequest):
     """A node's request for a kernel, with `placement`."""
 
-    placement: Placement = Placement()
+    placement: Annotated[Placement, Field(description="Placement constraints.")] = Placement()
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
