@@ -74,6 +74,6 @@ async def test_an_engine_s_reason_for_no_process_is_cut(monkeypatch) -> None:
     session = docker_exec.DockerExec(Engine({"ExitCode": 126}), CONTAINERS[0], ExecSpec(("sh",)))
     session._reader.feed_data((b"\2\0\0\0" + (1 << 20).to_bytes(4, "big") + b"x" * (1 << 20)) * 4)
     session._reader.feed_eof()
-    refused = await session._not_started(126)
+    refused = await session._start_error(126)
     assert isinstance(refused, CommandNotFound)
     assert len(str(refused)) < 1200

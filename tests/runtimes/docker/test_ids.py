@@ -12,7 +12,7 @@ from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
 from agentd.runtimes.docker.observer import ContainerObserver
 from agentd.runtimes.docker.runtime import DockerRuntime
-from agentd.runtimes.docker.streams import _event
+from agentd.runtimes.docker.streams import ContainerEvent, _parse_event
 from contracts.test_runtime import docker_settings, plan
 
 HASH = "0123456789abcdef" * 4
@@ -93,7 +93,7 @@ async def test_a_create_answered_without_an_id_has_an_unknown_outcome(
 ) -> None:
     runtime = DockerRuntime("n", docker_settings(folder / "none.sock"))
     engine = Lying(info={}, containers={"Id": raw})
-    monkeypatch.setattr(runtime, "_engine", engine)
+    monkeypatch.setattr(runtime, "_docker", engine)
     with pytest.raises(OutcomeUnknown, match="invalid container id"):
         await runtime.create(plan("sleep", "1", node="n"), lambda _: None)
     assert [asked for asked in engine.asked if "create" not in asked] == ["GET /info"]
@@ -105,20 +105,20 @@ EVENT = '{"Action": "%s", "Actor": {"ID": %s, "Attributes": {"name": "x", "io.ag
 
 def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
     def event(action: str, container: str, kernel: str) -> Any:
-        return _event((EVENT % (action, container, kernel)).encode())
+        return _parse_event((EVENT % (action, container, kernel)).encode())
 
-    assert event("start", f'"{HASH}"', '"k1"') == ("start", HASH, "x", "k1")
+    assert event("start", f'"{HASH}"', '"k1"') == ContainerEvent("start", HASH, "x", "k1")
     for kernel in ('"../../PWNED"', '""'):
-        assert event("start", f'"{HASH}"', kernel) == ("start", HASH, "x", "")
+        assert event("start", f'"{HASH}"', kernel) == ContainerEvent("start", HASH, "x", "")
     with pytest.raises(EngineAnswerLost):
         event("start", '"../x"', '"k1"')
     nonsense: list[Callable[[], Any]] = [
         lambda: event("exec_create: sh", f'"{HASH}"', '"k1"'),
-        lambda: _event(b'{"Action": ["start"], "Actor": {"ID": "", "Attributes": {}}}'),
-        lambda: _event(b'{"Action": "start", "Actor": {"Attributes": 7}}'),
-        lambda: _event(b'{"Action": "start", "Actor": null}'),
+        lambda: _parse_event(b'{"Action": ["start"], "Actor": {"ID": "", "Attributes": {}}}'),
+        lambda: _parse_event(b'{"Action": "start", "Actor": {"Attributes": 7}}'),
+        lambda: _parse_event(b'{"Action": "start", "Actor": null}'),
         lambda: event("start", f'"{HASH}"', "7"),
-        lambda: _event(b"["),
+        lambda: _parse_event(b"["),
     ]
     assert [say() for say in nonsense] == [None] * len(nonsense)
 

@@ -30,7 +30,7 @@ def test_process_that_ends_while_its_mounts_are_read_has_none(
 ) -> None:
     """It did not replace them: a mount that is missing is a fault of a living process alone."""
     wanted = [Mount("/tmp", "/tmp")], [MountSource("/tmp", 1, 1)]
-    monkeypatch.setattr(mounts, "_mounted", lambda _: iter(()))
+    monkeypatch.setattr(mounts, "_read_mount_points", lambda _: iter(()))
     zombie = subprocess.Popen(["true"])
     try:
         os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)

@@ -27,14 +27,14 @@ async def runtime(engine: Engine) -> AsyncIterator[DockerRuntime]:
 
 def losing(runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch, *paths: str) -> None:
     """Lose every call whose method and path contain one of these."""
-    call = runtime._engine.call
+    call = runtime._docker.call
 
     async def lossy(method: str, path: str, *rest: object, **options: float) -> Any:
         if any(part in f"{method} {path}" for part in paths):
             raise EngineAnswerLost("connection lost")
         return await call(method, path, *rest, **options)
 
-    monkeypatch.setattr(runtime._engine, "call", lossy)
+    monkeypatch.setattr(runtime._docker, "call", lossy)
 
 
 async def test_outcome_is_unknown_when_engine_dies_after_start(
@@ -108,14 +108,14 @@ async def test_outcome_is_unknown_after_a_failed_undo(
     runtime: DockerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A closed session raises RuntimeError, which says nothing of the container."""
-    call = runtime._engine.call
+    call = runtime._docker.call
 
     async def closed(method: str, path: str, *rest: object, **options: float) -> Any:
         if path.endswith("/start") or method == "DELETE":
             raise RuntimeError("Session is closed")
         return await call(method, path, *rest, **options)
 
-    monkeypatch.setattr(runtime._engine, "call", closed)
+    monkeypatch.setattr(runtime._docker, "call", closed)
     with pytest.raises(OutcomeUnknown):
         await runtime.create(plan("sleep", "1000"), lambda _: None)
     monkeypatch.undo()

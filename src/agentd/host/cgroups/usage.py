@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from agentd.core.kernel.usage import Usage, UsageReading
@@ -29,14 +29,13 @@ _MOST_BELOW = 1000
 _NANO, _MICRO = 1e9, 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupCounters:
+class CgroupCounters(msgspec.Struct, frozen=True):
     """The folders of one kernel's counters, by hierarchy or controller.
 
     One that `has_network` may have a network namespace of its own.
     """
 
-    folders: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str] = {}
     has_network: bool = False
 
     @property

@@ -83,7 +83,7 @@ class EngineClient:
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> Any:
         """Make a call and return the JSON of the response, None if it is empty."""
-        path = await self._versioned(path)
+        path = await self._versioned_path(path)
         async with self._response(
             method, path, timeout_s=timeout_s, params=params, json=body
         ) as response:
@@ -98,7 +98,7 @@ class EngineClient:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.StreamReader]:
         """Make a call and read its response as a stream; leaving the context disconnects."""
-        path = await self._versioned(path)
+        path = await self._versioned_path(path)
         async with self._response(method, path, params=params, headers=headers) as response:
             yield response.content
 
@@ -110,7 +110,7 @@ class EngineClient:
             async for item in _read_objects(stream):
                 yield item
 
-    async def _versioned(self, path: str) -> str:
+    async def _versioned_path(self, path: str) -> str:
         if not self._prefix:
             await self.version()
         return self._prefix + path
@@ -131,7 +131,9 @@ class EngineClient:
                 method, _BASE + path, timeout=timeout, **content
             ) as response:
                 if response.status >= _REFUSED:
-                    raise EngineError(response.status, _message(await _read(response.content)))
+                    raise EngineError(
+                        response.status, _error_message(await _read(response.content))
+                    )
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
@@ -212,16 +214,16 @@ async def _read_objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[
 def _parse_objects(text: str) -> tuple[list[Mapping[str, Any]], str]:
     """Return the complete objects at the start of a text, and the remaining text."""
     objects: list[Mapping[str, Any]] = []
-    end = 0
+    position = 0
     with suppress(ValueError):
-        while separator := _OBJECT.match(text, end):
-            item, end = _JSON.raw_decode(text, separator.end())
+        while separator := _OBJECT_START.match(text, position):
+            item, position = _JSON.raw_decode(text, separator.end())
             objects.append(item)
-    return objects, text[end:].lstrip(_BETWEEN)
+    return objects, text[position:].lstrip(_SEPARATORS)
 
 
-_BETWEEN = " \t\r\n,"
-_OBJECT = re.compile(rf"[{_BETWEEN}]*(?={{)")
+_SEPARATORS = " \t\r\n,"
+_OBJECT_START = re.compile(rf"[{_SEPARATORS}]*(?={{)")
 _JSON = json.JSONDecoder()
 
 
@@ -236,7 +238,7 @@ def container_id(raw: object) -> str:
     raise EngineAnswerLost(f"the engine's response has an invalid container id: {shortened(raw)}")
 
 
-def _message(content: bytes) -> str:
+def _error_message(content: bytes) -> str:
     """Return the message of an error response, whatever its format."""
     try:
         return str(msgspec.json.decode(content)["message"])

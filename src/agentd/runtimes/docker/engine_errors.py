@@ -11,7 +11,7 @@ import re
 
 MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
 """Characters of an error message that are searched, and that are passed on."""
-_STORAGE = re.compile(
+_STORAGE_PATH = re.compile(
     r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
     r"(?:-init)?(?:/merged|/rootfs|/diff)?"
 )
@@ -23,7 +23,7 @@ class EngineError(Exception):
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
-        self.detail = _STORAGE.sub("", text[:MOST_DETAIL])
+        self.detail = _STORAGE_PATH.sub("", text[:MOST_DETAIL])
         self.message = shortly(self.detail)
         super().__init__(self.message)
 
@@ -43,4 +43,4 @@ def shortly(text: str) -> str:
 
 def presentable(text: str) -> str:
     """Return an engine's message without storage paths, cut if it is long."""
-    return shortly(_STORAGE.sub("", text[:MOST_DETAIL]))
+    return shortly(_STORAGE_PATH.sub("", text[:MOST_DETAIL]))

@@ -11,7 +11,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import RuntimeFailure
 from agentd.plugin_api import Features
 
-_LIMITS = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limit"}
+_SLOT_BY_LIMIT = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limit"}
 _DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
@@ -54,11 +54,11 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
         cdi_spec_dirs=cdi_spec_dirs,
     )
     platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
-    missing = {slot for member, slot in _LIMITS.items() if info.get(member) is False}
+    not_enforced = {slot for member, slot in _SLOT_BY_LIMIT.items() if info.get(member) is False}
     return EngineFacts(
         features,
         platform,
-        frozenset(missing),
+        frozenset(not_enforced),
         restores_live=info.get("LiveRestoreEnabled") is True,
         reads_recursively=api >= _READ_ONLY_BELOW_SINCE,
     )

@@ -22,12 +22,12 @@ from agentd.runtimes.docker.engine_errors import (
 )
 from agentd.runtimes.docker.request_errors import request_problem
 
-_PASSES = ("port is already allocated", "address already in use")
+_PORT_CONFLICTS = ("port is already allocated", "address already in use")
 """Conflicts with other processes on the host; a retry chooses another port."""
 
-_OF_THE_NODE = ("error mounting", "hook")
+_NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
-_NO_COMMAND = (126, 127)
+_NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
@@ -46,22 +46,24 @@ def translated(
     `exit_code` is that of a container whose start was refused.
     """
     if isinstance(error, EngineError):
-        return _refusal(error, plan, exit_code)
+        return _translate_refusal(error, plan, exit_code)
     if isinstance(error, (EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
-def _refusal(error: EngineError, plan: KernelPlan | None, exit_code: int) -> BaseException:
+def _translate_refusal(
+    error: EngineError, plan: KernelPlan | None, exit_code: int
+) -> BaseException:
     if plan is not None and (problem := request_problem(error.detail, plan.spec)):
         return InvalidRequest([problem])
-    if plan is not None and not any(text in error.detail for text in _OF_THE_NODE):
-        if exit_code in _NO_COMMAND:
+    if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
+        if exit_code in _NO_COMMAND_CODES:
             command = shortened(plan.spec.command[0]) if plan.spec.command else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
-    if any(text in error.detail for text in _PASSES):
+    if any(text in error.detail for text in _PORT_CONFLICTS):
         return RuntimeUnavailable(error.message)
     return RuntimeFailure(f"the Docker Engine: {error.message}")
 

@@ -34,8 +34,8 @@ from agentd.runtimes.docker.streams import frames
 from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
 
 _FAILURES = (EngineError, EngineUnreachable, EngineAnswerLost)
-_SWITCHED = b" 101 "
-_NO_COMMAND = (126, 127)
+_SWITCHING_PROTOCOLS = b" 101 "
+_NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine uses for a command that is missing or not executable."""
 LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
 """Seconds between polls for the end, at first and at most; the engine has no notification."""
@@ -49,8 +49,8 @@ MARK = "AGENTD_EXEC"
 class DockerExec:
     """One exec in a container; see `Session`."""
 
-    def __init__(self, engine: EngineClient, exec_id: str, spec: ExecSpec) -> None:
-        self._engine = engine
+    def __init__(self, docker: EngineClient, exec_id: str, spec: ExecSpec) -> None:
+        self._docker = docker
         self._exec_id = exec_id
         self._spec = spec
         self._reader = asyncio.StreamReader()
@@ -77,40 +77,40 @@ class DockerExec:
             raise RuntimeFailure("the Docker Engine: unterminated response header") from None
         except asyncio.IncompleteReadError as error:
             raise RuntimeFailure("the Docker Engine closed the connection") from error
-        if _SWITCHED not in head.split(b"\r\n")[0]:
-            said = await self._reader.read(CHUNK)
-            raise RuntimeFailure(f"the Docker Engine: {_text(said)}")
-        async for shown in self._looks():
-            if shown.get("Pid"):
+        if _SWITCHING_PROTOCOLS not in head.split(b"\r\n")[0]:
+            content = await self._reader.read(CHUNK)
+            raise RuntimeFailure(f"the Docker Engine: {_output_text(content)}")
+        async for inspection in self._poll_state():
+            if inspection.get("Pid"):
                 return
-            if not shown.get("Running") and shown.get("ExitCode") is not None:
-                raise await self._not_started(shown.get("ExitCode"))
+            if not inspection.get("Running") and inspection.get("ExitCode") is not None:
+                raise await self._start_error(inspection.get("ExitCode"))
 
-    async def _inspection(self) -> Any:
-        return await self._engine.call("GET", f"/exec/{self._exec_id}/json")
+    async def _inspect(self) -> Any:
+        return await self._docker.call("GET", f"/exec/{self._exec_id}/json")
 
-    async def _looks(self) -> AsyncGenerator[Mapping[str, Any]]:
+    async def _poll_state(self) -> AsyncGenerator[Mapping[str, Any]]:
         """Poll the state of the exec at growing intervals."""
         pause_s = LOOK_S
         while True:
-            yield await self._inspection()
+            yield await self._inspect()
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.2, SLOWEST_LOOK_S)
 
-    async def _not_started(self, exit_code: object) -> AgentdError:
+    async def _start_error(self, exit_code: object) -> AgentdError:
         """Return why there is no process; the engine prints the reason as output."""
-        said = b""
+        output = b""
         async with aclosing(self.output()) as chunks:
             async for _, chunk in chunks:
-                said += chunk
-                if len(said) > CHUNK:
+                output += chunk
+                if len(output) > CHUNK:
                     break
-        why = _text(said)
-        if "chdir to cwd" in why:
-            return InvalidRequest([Problem("working_dir", why)])
-        if exit_code in _NO_COMMAND:
-            return CommandNotFound(f"command {self._spec.command[0]!r:.300}: {why:.1000}")
-        return RuntimeFailure(f"the Docker Engine: {why}")
+        reason = _output_text(output)
+        if "chdir to cwd" in reason:
+            return InvalidRequest([Problem("working_dir", reason)])
+        if exit_code in _NO_COMMAND_CODES:
+            return CommandNotFound(f"command {self._spec.command[0]!r:.300}: {reason:.1000}")
+        return RuntimeFailure(f"the Docker Engine: {reason}")
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         if self._spec.tty:
@@ -134,21 +134,21 @@ class DockerExec:
     async def resize(self, columns: int, rows: int) -> None:
         size = {"h": str(rows), "w": str(columns)}
         with suppress(*_FAILURES):  # an ended command has no terminal
-            await self._engine.call("POST", f"/exec/{self._exec_id}/resize", size)
+            await self._docker.call("POST", f"/exec/{self._exec_id}/resize", size)
 
     async def send_signal(self, number: int) -> None:
         with translating():
-            process = _running(await self._inspection())
+            process = _running_process(await self._inspect())
         if process is not None:
             await asyncio.to_thread(_signal_group, *process, number)
 
     async def ended(self) -> int:
         with translating():
-            async for shown in self._looks():
-                if not shown.get("Running") and shown.get("ExitCode") is not None:
+            async for inspection in self._poll_state():
+                if not inspection.get("Running") and inspection.get("ExitCode") is not None:
                     self._is_over = True
                     break
-        return int(shown["ExitCode"])
+        return int(inspection["ExitCode"])
 
     async def close(self) -> None:
         if self._writer is not None:
@@ -157,48 +157,48 @@ class DockerExec:
             return
         with suppress(*_FAILURES, OSError, TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._end()
+                await self._kill_command()
 
-    async def _end(self) -> None:
+    async def _kill_command(self) -> None:
         """Kill the command, also while it starts; one that failed to start has an exit code."""
-        tries = 0
-        async for shown in self._looks():
-            tries += 1
-            if (process := _running(shown)) is not None:
+        polls = 0
+        async for inspection in self._poll_state():
+            polls += 1
+            if (process := _running_process(inspection)) is not None:
                 await asyncio.to_thread(_kill_session, *process)
-            elif shown.get("ExitCode") is not None or tries == CLOSE_TRIES:
+            elif inspection.get("ExitCode") is not None or polls == CLOSE_TRIES:
                 return
 
 
-def _running(shown: Mapping[str, Any]) -> tuple[int, str] | None:
+def _running_process(inspection: Mapping[str, Any]) -> tuple[int, str] | None:
     """Return the process of an exec and its container while it runs."""
-    if shown.get("Running") and (pid := shown.get("Pid")):
-        return pid, shown["ContainerID"]
+    if inspection.get("Running") and (pid := inspection.get("Pid")):
+        return pid, inspection["ContainerID"]
     return None
 
 
-def _text(said: bytes) -> str:
-    return presentable(said.decode(errors="replace").strip()) or "no reason given"
+def _output_text(output: bytes) -> str:
+    return presentable(output.decode(errors="replace").strip()) or "no reason given"
 
 
 def _signal_group(leader: int, container: str, number: int) -> None:
     """Signal the process group of a command."""
-    if _is_in(leader, container):
+    if _is_in_container(leader, container):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, number)
 
 
-def _is_in(pid: int, container: str) -> bool:
+def _is_in_container(pid: int, container: str) -> bool:
     return any(container in group for group in groups_of(pid))
 
 
 def _kill_session(leader: int, container: str) -> None:
     """Kill the processes of a command; runc makes each exec a session of its own."""
-    _strike(
+    _kill_processes(
         lambda: {
             process.pid
             for process in all_processes()
-            if leader in (process.session, process.pid) and _is_in(process.pid, container)
+            if leader in (process.session, process.pid) and _is_in_container(process.pid, container)
         }
     )
 
@@ -208,30 +208,30 @@ def end_left_behind(node_id: str, containers: Collection[str]) -> None:
 
     Each pass reads the environment of every process once, and the cgroups of the marked ones.
     """
-    ours = frozenset(containers)
-    _strike(
+    ids = frozenset(containers)
+    _kill_processes(
         lambda: {
             process.pid
             for process in all_processes()
             if read_env(process.pid).get(MARK) == node_id
-            and not ours.isdisjoint(CONTAINER_ID.findall("\n".join(groups_of(process.pid))))
+            and not ids.isdisjoint(CONTAINER_ID.findall("\n".join(groups_of(process.pid))))
         }
     )
 
 
-def _strike(look: Callable[[], set[int]]) -> None:
-    struck: set[int] = set()
+def _kill_processes(find_pids: Callable[[], set[int]]) -> None:
+    killed: set[int] = set()
     with suppress(OSError):
-        while strike(look, struck):
+        while strike(find_pids, killed):
             pass
 
 
 async def start_exec(
-    engine: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
+    docker: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
 ) -> DockerExec:
     """Start a command in a container of a node."""
     env = {**spec.env, MARK: node_id}
-    asked = {
+    request = {
         "AttachStdin": True,
         "AttachStdout": True,
         "AttachStderr": not spec.tty,
@@ -241,8 +241,8 @@ async def start_exec(
         "Env": [f"{name}={value}" for name, value in env.items()],
         **({"WorkingDir": spec.working_dir} if spec.working_dir else {}),
     }
-    made = await engine.call("POST", f"/containers/{container}/exec", None, asked)
-    session = DockerExec(engine, made["Id"], spec)
+    response = await docker.call("POST", f"/containers/{container}/exec", None, request)
+    session = DockerExec(docker, response["Id"], spec)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await session.begin(socket)

@@ -13,11 +13,11 @@ import time
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import structlog
 
 from agentd.core.kernel.states import Pull
@@ -36,8 +36,8 @@ log = structlog.get_logger()
 
 DOCKER_HUB = "https://index.docker.io/v1/"
 _HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
-_DONE = ("Download complete", "Pull complete", "Already exists")
-_COMPLETE = "Status: "
+_DONE_STATUSES = ("Download complete", "Pull complete", "Already exists")
+_COMPLETE_PREFIX = "Status: "
 """Prefix of the last line of a complete pull."""
 _PAUSE_S = 0.2
 """Seconds between two progress reports."""
@@ -46,23 +46,22 @@ Listener: TypeAlias = Callable[[Pull], None]
 _Key: TypeAlias = tuple[str, str | None]
 
 
-@dataclass(slots=True)
-class _Shared:
+class _SharedPull(msgspec.Struct):
     """A pull in progress and its listeners."""
 
     task: asyncio.Task[None]
-    listeners: list[Listener] = field(default_factory=list)
+    listeners: list[Listener] = []
     quiet_until: float = 0.0
 
 
 class Images:
     """The images of an engine."""
 
-    def __init__(self, engine: EngineClient, registry_auth: Path | None) -> None:
-        self._engine = engine
+    def __init__(self, docker: EngineClient, registry_auth: Path | None) -> None:
+        self._docker = docker
         self._registry_auth = registry_auth
         self._lookups = Lookups()
-        self._pulls: dict[_Key, _Shared] = {}
+        self._pulls: dict[_Key, _SharedPull] = {}
 
     def renew(self, registry_auth: Path | None) -> None:
         """Use another credentials file from now on."""
@@ -75,20 +74,20 @@ class Images:
             ImageNotFound: the image is not available.
             RuntimeUnavailable: the engine did not answer.
         """
-        image = _tagged(image)
+        image = _add_default_tag(image)
         key = (image, platform)
-        shared = self._pulls.get(key)
-        if shared is None:
-            shared = self._pulls[key] = _Shared(asyncio.create_task(self._pull(image, platform)))
-            shared.task.add_done_callback(lambda task: self._forget(key, task))
-        shared.listeners.append(listener)
+        pull = self._pulls.get(key)
+        if pull is None:
+            pull = self._pulls[key] = _SharedPull(asyncio.create_task(self._pull(image, platform)))
+            pull.task.add_done_callback(lambda task: self._forget(key, task))
+        pull.listeners.append(listener)
         try:
-            await asyncio.shield(shared.task)
+            await asyncio.shield(pull.task)
         finally:
-            shared.listeners.remove(listener)
-            if not shared.listeners and not shared.task.done():
-                self._forget(key, shared.task)
-                shared.task.cancel()
+            pull.listeners.remove(listener)
+            if not pull.listeners and not pull.task.done():
+                self._forget(key, pull.task)
+                pull.task.cancel()
 
     def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
         if key in self._pulls and self._pulls[key].task is task:
@@ -99,12 +98,12 @@ class Images:
         log.info("image.pull_started", image=image)
         try:
             is_complete = False
-            async with aclosing(self._lines(image, platform)) as lines:
+            async with aclosing(self._read_progress(image, platform)) as lines:
                 async for line in lines:
                     if "error" in line:
                         raise ImageNotFound(f"image {image}: {presentable(str(line['error']))}")
-                    is_complete |= str(line.get("status")).startswith(_COMPLETE)
-                    if _took(layers, line):
+                    is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
+                    if _update_layer(layers, line):
                         self._notify((image, platform), layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
@@ -116,29 +115,31 @@ class Images:
             raise RuntimeUnavailable(f"the pull of {image} was interrupted: {error}") from error
         log.info("image.pulled", image=image)
 
-    async def _lines(self, image: str, platform: str | None) -> AsyncGenerator[dict[str, Any]]:
+    async def _read_progress(
+        self, image: str, platform: str | None
+    ) -> AsyncGenerator[dict[str, Any]]:
         """Start a pull and yield its progress lines; closing the generator stops the pull."""
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        look = partial(self._credentials, image)
-        credentials = await self._lookups.look("the credentials of registries", look)
+        read_credentials = partial(self._read_credentials, image)
+        credentials = await self._lookups.look("the credentials of registries", read_credentials)
         encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
         headers = {"X-Registry-Auth": encoded} if credentials else {}
-        async with self._engine.stream("POST", "/images/create", params, headers) as stream:
+        async with self._docker.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
                 yield json.loads(line)
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
-        shared, now = self._pulls.get(key), time.monotonic()
-        if shared is not None and now >= shared.quiet_until:
-            shared.quiet_until = now + _PAUSE_S
+        pull, now = self._pulls.get(key), time.monotonic()
+        if pull is not None and now >= pull.quiet_until:
+            pull.quiet_until = now + _PAUSE_S
             current = sum(layer.current for layer in layers.values())
             total = sum(layer.total for layer in layers.values())
-            for listener in list(shared.listeners):
+            for listener in list(pull.listeners):
                 listener(Pull(current, total))
 
-    def _credentials(self, image: str) -> dict[str, Any] | None:
+    def _read_credentials(self, image: str) -> dict[str, Any] | None:
         """Return the credentials for an image's registry, None if there are none.
 
         Raises:
@@ -150,20 +151,20 @@ class Images:
         try:
             auths = json.loads(read_regular(self._registry_auth).content).get("auths", {})
             names = (registry, f"https://{registry}", f"https://{registry}/v1/")
-            entry = next((_login(auths[name]) for name in names if name in auths), None)
+            entry = next((_parse_login(auths[name]) for name in names if name in auths), None)
         except (ValueError, AttributeError, TypeError, KeyError) as error:
-            why = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
-            raise RuntimeFailure(f"image {image}: {why}") from None
+            reason = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
+            raise RuntimeFailure(f"image {image}: {reason}") from None
         if entry is None:
             return None
         return {**entry, "serveraddress": registry}
 
 
-def _tagged(image: str) -> str:
+def _add_default_tag(image: str) -> str:
     return image if {":", "@"} & set(image.rpartition("/")[2]) else f"{image}:latest"
 
 
-def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
+def _parse_login(entry: Mapping[str, str]) -> dict[str, str] | None:
     """Return the credentials of an entry; None if a helper keeps them, or if it has none."""
     if not entry:
         return None
@@ -177,21 +178,21 @@ def _login(entry: Mapping[str, str]) -> dict[str, str] | None:
 
 def registry_of(image: str) -> str:
     """Return the registry of an image name: its first part if that is a host."""
-    first, found, _ = image.partition("/")
-    if first in _HUB_NAMES:
+    host, separator, _ = image.partition("/")
+    if host in _HUB_NAMES:
         return DOCKER_HUB
-    is_host = bool(found) and (bool({".", ":"} & set(first)) or first == "localhost")
-    return first if is_host else DOCKER_HUB
+    is_host = bool(separator) and (bool({".", ":"} & set(host)) or host == "localhost")
+    return host if is_host else DOCKER_HUB
 
 
-def _took(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
+def _update_layer(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
     """Update a layer from a progress line; return whether the line has progress."""
     layer, status = str(line.get("id")), line.get("status", "")
     if status == "Downloading":
         detail = line.get("progressDetail") or {}
         layers[layer] = Pull(detail.get("current", 0), detail.get("total", 0))
         return True
-    if layer in layers and status in _DONE:
+    if layer in layers and status in _DONE_STATUSES:
         layers[layer] = Pull(layers[layer].total, layers[layer].total)
         return True
     return False

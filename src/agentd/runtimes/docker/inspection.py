@@ -28,7 +28,7 @@ from agentd.runtimes.docker.engine_errors import EngineAnswerLost, presentable
 from agentd.runtimes.docker.mounts import MountSource, refuse_exchanged, verify_mounts
 
 _OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)
-_MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
+_REQUIRED_MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
 _STATES = {
     "created": ObservedState.CREATED,
     "running": ObservedState.RUNNING,
@@ -37,15 +37,15 @@ _STATES = {
 }
 
 
-def inspected(shown: object) -> Mapping[str, Any]:
+def inspected(inspection: object) -> Mapping[str, Any]:
     """Validate an inspection of a container.
 
     Raises:
         EngineAnswerLost: the response is malformed.
     """
-    if isinstance(shown, dict) and shown.keys() >= _MEMBERS:
-        container_id(shown["Id"])
-        return shown
+    if isinstance(inspection, dict) and inspection.keys() >= _REQUIRED_MEMBERS:
+        container_id(inspection["Id"])
+        return inspection
     raise EngineAnswerLost("malformed container inspection of the engine")
 
 
@@ -64,30 +64,33 @@ def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def labels_of(shown: Mapping[str, Any]) -> Mapping[str, str]:
+def labels_of(inspection: Mapping[str, Any]) -> Mapping[str, str]:
     """Return a container's labels."""
-    return shown["Config"].get("Labels") or {}
+    return inspection["Config"].get("Labels") or {}
 
 
-def kernel_of(shown: Mapping[str, Any]) -> str | None:
+def kernel_of(inspection: Mapping[str, Any]) -> str | None:
     """Return the kernel id in a container's labels, None without a valid one."""
-    kernel_id = labels_of(shown).get(KERNEL_LABEL)
+    kernel_id = labels_of(inspection).get(KERNEL_LABEL)
     return kernel_id if is_name(kernel_id) else None
 
 
-def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
+def observed_kernel(inspection: Mapping[str, Any]) -> ObservedKernel:
     """Return the kernel of a container."""
-    labels, state = labels_of(shown), shown["State"]
-    started_at, finished_at = _seconds(state.get("StartedAt")), _seconds(state.get("FinishedAt"))
+    labels, state = labels_of(inspection), inspection["State"]
+    started_at, finished_at = (
+        _seconds(state.get("StartedAt")),
+        _seconds(state.get("FinishedAt")),
+    )
     if started_at and finished_at and _STATES.get(state["Status"]) is None:
         finished_at = max(started_at, finished_at)  # the engine records the start later
-    limits = shown.get("HostConfig", {})
+    limits = inspection.get("HostConfig", {})
     cores = limits.get("CpusetCpus")  # such as "0-3,8"; nothing if it has all, or if unknown
     return ObservedKernel(
         kernel_id=labels[KERNEL_LABEL],
         agent_id=name_or_empty(labels.get(AGENT_LABEL)),
         runtime="docker",
-        handle=shown["Id"],
+        handle=inspection["Id"],
         state=_STATES.get(state["Status"], ObservedState.EXITED),
         record=labels.get(RECORD_LABEL, ""),
         statement=labels.get(DEVICES_LABEL, ""),
@@ -100,82 +103,82 @@ def observed_kernel(shown: Mapping[str, Any]) -> ObservedKernel:
         ),
         cores=tuple(map(str, parse_cpu_list(cores))) if cores else None,
         memory_bytes=limits.get("Memory"),
-        ports=tuple(_ports(limits.get("PortBindings") or {})),
-        is_partial="HostConfig" not in shown,
+        ports=tuple(_parse_ports(limits.get("PortBindings") or {})),
+        is_partial="HostConfig" not in inspection,
     )
 
 
-def _ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
-    for name, bound in bindings.items():
+def _parse_ports(bindings: Mapping[str, Sequence[Mapping[str, str]] | None]) -> Iterator[Port]:
+    for name, bindings_of_port in bindings.items():
         number, _, protocol = name.partition("/")
-        for each in bound or ():
-            host = each.get("HostPort", "")
+        for binding in bindings_of_port or ():
+            host = binding.get("HostPort", "")
             if number.isdecimal() and host.isdecimal():
-                yield Port(int(number), int(host), protocol or "tcp", each.get("HostIp", ""))
+                yield Port(int(number), int(host), protocol or "tcp", binding.get("HostIp", ""))
 
 
 def _seconds(text: str | None) -> float | None:
     """Parse the engine's time, including nanoseconds; None for its zero time."""
     if not text or text.startswith("0001-"):
         return None
-    whole, _, rest = text.rstrip("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{rest or 0}")
+    whole, _, fraction = text.rstrip("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
 def verify(
-    shown: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    inspection: Mapping[str, Any],
+    requested: Mapping[str, Any],
     plan: KernelPlan,
     sources: Sequence[MountSource],
 ) -> None:
-    """Check that a started container has what was requested; `asked` is the create's HostConfig.
+    """Check a started container; `requested` is the HostConfig of its create request.
 
     If the command has already ended, only the engine's own view can be checked.
 
     Raises:
         RuntimeFailure: the engine dropped or changed something.
     """
-    has = shown["HostConfig"]
-    requests = [_request(item) for item in has.get("DeviceRequests") or ()]
-    for request in asked["DeviceRequests"]:
-        if _request(request) not in requests:
+    host_config = inspection["HostConfig"]
+    device_requests = [_request_key(item) for item in host_config.get("DeviceRequests") or ()]
+    for request in requested["DeviceRequests"]:
+        if _request_key(request) not in device_requests:
             ids = ", ".join(request["DeviceIDs"])
             raise RuntimeFailure(f"the engine omitted {request['Driver']} {ids}")
-    nodes = [_node(item) for item in has.get("Devices") or ()]
-    for node in asked["Devices"]:
-        if _node(node) not in nodes:
+    nodes = [_device_paths(item) for item in host_config.get("Devices") or ()]
+    for node in requested["Devices"]:
+        if _device_paths(node) not in nodes:
             raise RuntimeFailure(f"the engine omitted {node['PathInContainer']}")
     for limit in ("CpusetCpus", "Memory"):
-        if (has.get(limit) or 0) != (asked[limit] or 0):
-            why = f"{limit}: got {has.get(limit)!r}, expected {asked[limit]!r}"
-            raise RuntimeFailure(f"the engine changed a limit: {why}")
-    if pid := shown["State"].get("Pid"):
+        if (host_config.get(limit) or 0) != (requested[limit] or 0):
+            difference = f"{limit}: got {host_config.get(limit)!r}, expected {requested[limit]!r}"
+            raise RuntimeFailure(f"the engine changed a limit: {difference}")
+    if pid := inspection["State"].get("Pid"):
         with suppress(PermissionError, ProcessLookupError, FileNotFoundError):
             verify_mounts(pid, plan.spec.mounts, sources)
         for device_node in plan.edits.device_nodes:
             with suppress(PermissionError, ProcessLookupError):
-                _verify_node(pid, device_node)
+                _verify_device_node(pid, device_node)
     refuse_exchanged(plan.spec.mounts, sources)
 
 
-def _node(node: Mapping[str, Any]) -> tuple[str, str]:
+def _device_paths(node: Mapping[str, Any]) -> tuple[str, str]:
     return node.get("PathOnHost") or "", node.get("PathInContainer") or ""
 
 
-def _request(request: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _request_key(request: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     return request.get("Driver") or "", tuple(request.get("DeviceIDs") or ())
 
 
-def _verify_node(pid: int, node: DeviceNode) -> None:
+def _verify_device_node(pid: int, node: DeviceNode) -> None:
     path = f"/proc/{pid}/root/{node.container_path.lstrip('/')}"
-    number = _device_number(path)
-    if number is None and _device_number(f"/proc/{pid}/root") is not None:
+    number = _read_device_number(path)
+    if number is None and _read_device_number(f"/proc/{pid}/root") is not None:
         raise RuntimeFailure(f"the engine omitted {node.container_path}")
-    if number is not None and number != _device_number(node.host_path):
+    if number is not None and number != _read_device_number(node.host_path):
         raise RuntimeFailure(f"{node.container_path} in the container is not {node.host_path}")
 
 
-def _device_number(path: str) -> int | None:
+def _read_device_number(path: str) -> int | None:
     """Return the device number of a file (0 for other files), None if it does not exist."""
     try:
         return Path(path).stat().st_rdev

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 NODE, ENGINE = "the node restarted", "the engine was stopped"
 SAVE_PAUSE_S = 60.0
 """Minimum seconds between two writes of the file, except at a stop and around an outage."""
-_STOPPING_S = 30.0
+_STOP_MARGIN_S = 30.0
 """Seconds before it hangs up in which an engine that stops may end containers; its limit is 15."""
 _MAX_OUTAGES = 100
 _ENDED_BY_OTHERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM, 255)
@@ -39,7 +39,7 @@ class Outage(msgspec.Struct, frozen=True):
     reason: str
 
 
-class _Saved(msgspec.Struct, frozen=True):
+class _State(msgspec.Struct, frozen=True):
     boot_id: str
     """The boot in which agentd was last connected to the engine."""
     seen_at: float
@@ -55,23 +55,23 @@ class LastSeen:
     def __init__(self, file: Path | None = None, boot_id: str = "") -> None:
         self._file = file
         self._boot_id = boot_id
-        self._saved = _read(file) or _Saved(boot_id, time.time())
-        self._save: asyncio.TimerHandle | None = None
+        self._state = _read(file) or _State(boot_id, time.time())
+        self._save_timer: asyncio.TimerHandle | None = None
 
     def update(self) -> None:
         """Record an event or a list; in an outage a list proves nothing about its end."""
-        if self._saved.is_lost or self._has_rebooted:
+        if self._state.is_lost or self._has_rebooted:
             return
-        self._saved = replace(self._saved, seen_at=time.time())
-        if self._save is None:
-            self._save = asyncio.get_running_loop().call_later(SAVE_PAUSE_S, self.save)
+        self._state = replace(self._state, seen_at=time.time())
+        if self._save_timer is None:
+            self._save_timer = asyncio.get_running_loop().call_later(SAVE_PAUSE_S, self.save)
 
     def mark_lost(self) -> None:
         """Record at once that the event stream ended, or could not be opened."""
-        if self._saved.is_lost:
+        if self._state.is_lost:
             return
-        seen_at = min(self._saved.seen_at, time.time() - _STOPPING_S)
-        self._saved = replace(self._saved, seen_at=seen_at, is_lost=True)
+        seen_at = min(self._state.seen_at, time.time() - _STOP_MARGIN_S)
+        self._state = replace(self._state, seen_at=seen_at, is_lost=True)
         self.save()
 
     def mark_connected(self, *, keeps_containers: bool) -> None:
@@ -80,47 +80,47 @@ class LastSeen:
         `keeps_containers`: containers outlive the engine. They outlived the outage if that holds
         before and after it: an engine ends them when it stops, or when it starts and finds them.
         """
-        before, now = self._saved, time.time()
-        outages = before.outages
-        kept = before.keeps_containers and keeps_containers
-        if self._has_rebooted or (before.is_lost and not kept):
+        saved, now = self._state, time.time()
+        outages = saved.outages
+        outlived = saved.keeps_containers and keeps_containers
+        if self._has_rebooted or (saved.is_lost and not outlived):
             reason = NODE if self._has_rebooted else ENGINE
-            outages = (*outages, Outage(before.seen_at, now, reason))[-_MAX_OUTAGES:]
-        self._saved = _Saved(self._boot_id, now, outages, keeps_containers=keeps_containers)
+            outages = (*outages, Outage(saved.seen_at, now, reason))[-_MAX_OUTAGES:]
+        self._state = _State(self._boot_id, now, outages, keeps_containers=keeps_containers)
         self.save()
 
     @property
     def _has_rebooted(self) -> bool:
-        return self._saved.boot_id != self._boot_id
+        return self._state.boot_id != self._boot_id
 
     def explain(self, ending: Ending) -> Ending:
         """Return the ending of a container, with a reason if it ended in an outage."""
         is_explained = bool(ending.reason) or ending.oom_killed
         if is_explained or ending.exit_code not in _ENDED_BY_OTHERS:
             return ending
-        for outage in reversed(self._saved.outages):
+        for outage in reversed(self._state.outages):
             if outage.since <= (ending.finished_at or 0.0) <= outage.until:
                 return replace(ending, reason=outage.reason)
         return ending
 
     def save(self) -> None:
         """Write the file."""
-        if self._save is not None:
-            self._save.cancel()
-            self._save = None
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+            self._save_timer = None
         if self._file is None:
             return
         try:
-            text = msgspec.json.encode(self._saved).decode()
+            text = msgspec.json.encode(self._state).decode()
             PrivateFolder(self._file.parent).replace(self._file.name, text)
         except OSError as error:
             log.warning("runtime.absence_save_failed", file=str(self._file), reason=error.strerror)
 
 
-def _read(file: Path | None) -> _Saved | None:
+def _read(file: Path | None) -> _State | None:
     if file is None:
         return None
     with suppress(OSError, msgspec.MsgspecError):
         text = PrivateFolder(file.parent).read(file.name)
-        return msgspec.json.decode(text, type=_Saved) if text else None
+        return msgspec.json.decode(text, type=_State) if text else None
     return None

@@ -15,7 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import InvalidRequest, Problem, RuntimeFailure
@@ -24,7 +25,7 @@ from agentd.procfs import read_lines
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-class MountSource(NamedTuple):
+class MountSource(msgspec.Struct, frozen=True):
     """The real source of a mount, with links and `..` resolved, and the identity of its file."""
 
     path: str
@@ -38,26 +39,26 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSour
     Raises:
         InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
     """
-    folders = [real for folder in allowed if (real := _real(str(folder)))]
+    folders = [real_path for folder in allowed if (real_path := _resolve_path(str(folder)))]
     sources: list[MountSource] = []
     problems: list[Problem] = []
     for index, mount in enumerate(mounts):
         path: Path | None
         try:
-            source = _opened(mount.source)
+            source = _resolve_source(mount.source)
             path = Path(source.path)
-            is_there = True
+            exists = True
         except OSError:
-            path, is_there = _real(mount.source), False
-        where = f"mounts.{index}.source"
+            path, exists = _resolve_path(mount.source), False
+        member = f"mounts.{index}.source"
         if path is None:
-            problems.append(Problem(where, f"{mount.source} cannot be resolved"))
+            problems.append(Problem(member, f"{mount.source} cannot be resolved"))
         elif not any(path == folder or folder in path.parents for folder in folders):
             have = ", ".join(map(str, allowed)) or "none"
-            why = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
-            problems.append(Problem(where, why))
-        elif not is_there:
-            problems.append(Problem(where, f"{mount.source} does not exist"))
+            reason = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
+            problems.append(Problem(member, reason))
+        elif not exists:
+            problems.append(Problem(member, f"{mount.source} does not exist"))
         else:
             sources.append(source)
     if problems:
@@ -65,7 +66,7 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSour
     return sources
 
 
-def _real(path: str) -> Path | None:
+def _resolve_path(path: str) -> Path | None:
     """Resolve a path; None if a link cannot be followed."""
     try:
         return Path(os.path.realpath(path))
@@ -81,20 +82,20 @@ def refuse_missing(edits: ContainerEdits) -> None:
     """
     for path in (*(m.source for m in edits.mounts), *(n.host_path for n in edits.device_nodes)):
         try:
-            is_there = Path(path).exists()
+            exists = Path(path).exists()
         except OSError:
             continue
-        if not is_there:
+        if not exists:
             raise RuntimeFailure(f"missing on this node: {path}, required by the devices")
 
 
-def _opened(path: str) -> MountSource:
+def _resolve_source(path: str) -> MountSource:
     """Resolve a path once and return its identity."""
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        real = Path(f"/proc/self/fd/{descriptor}").readlink()
-        return MountSource(str(real), found.st_dev, found.st_ino)
+        status = os.fstat(descriptor)
+        real_path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        return MountSource(str(real_path), status.st_dev, status.st_ino)
     finally:
         os.close(descriptor)
 
@@ -107,11 +108,11 @@ def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[MountSource]) ->
     """
     for mount, source in zip(mounts, sources, strict=True):
         try:
-            now = _opened(mount.source)
+            current = _resolve_source(mount.source)
         except OSError:
-            now = None
-        if now != source:
-            raise _exchanged(mount)
+            current = None
+        if current != source:
+            raise _replaced_error(mount)
 
 
 def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
@@ -127,22 +128,25 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
     """
     if not mounts:
         return
-    mounted = list(_mounted(pid))
-    at = dict(mounted)
-    counts = Counter(identity for _, identity in mounted)
+    mount_points = list(_read_mount_points(pid))
+    by_target = dict(mount_points)
+    counts = Counter(identity for _, identity in mount_points)
     for mount, source in zip(mounts, sources, strict=True):
         identity = (source.device, source.inode)
         counts[identity] -= 1
-        if counts[identity] < 0 or at.get(os.path.normpath(mount.target), identity) != identity:
+        if (
+            counts[identity] < 0
+            or by_target.get(os.path.normpath(mount.target), identity) != identity
+        ):
             Path(f"/proc/{pid}/root").stat()  # one that ended meanwhile has lost its mounts
-            raise _exchanged(mount)
+            raise _replaced_error(mount)
 
 
-def _exchanged(mount: Mount) -> RuntimeFailure:
+def _replaced_error(mount: Mount) -> RuntimeFailure:
     return RuntimeFailure(f"{mount.source} was replaced during the create")
 
 
-def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _read_mount_points(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the mount points of a process with device and inode (proc_pid_mountinfo(5)).
 
     Raises:
@@ -157,7 +161,7 @@ def _mounted(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
     for line in lines:
         point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split(" ")[4])
         try:
-            found = Path(f"/proc/{pid}/root{point}").lstat()
+            status = Path(f"/proc/{pid}/root{point}").lstat()
         except (PermissionError, FileNotFoundError):
             continue
-        yield point, (found.st_dev, found.st_ino)
+        yield point, (status.st_dev, status.st_ino)

@@ -77,21 +77,21 @@ class _Attempt:
     Its container `may_exist` from the first request until the engine refuses or removes it.
     """
 
-    def __init__(self, plan: KernelPlan, engine: EngineFacts, settings: DockerSettings) -> None:
+    def __init__(self, plan: KernelPlan, facts: EngineFacts, settings: DockerSettings) -> None:
         self.plan = plan
         self.options = options_of(plan.spec)
-        self.platform = self.options.platform or engine.platform
+        self.platform = self.options.platform or facts.platform
         self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
         self.may_exist = False
         self.container = ""
-        self._engine = engine
+        self._facts = facts
         self._settings = settings
 
     def take(self, sources: list[MountSource]) -> None:
         """Build the engine's request from freshly resolved mounts."""
         self.sources = sources
-        self.config = container_config(self.plan, self._settings, self.sources, self._engine)
+        self.config = container_config(self.plan, self._settings, self.sources, self._facts)
 
 
 _SOURCES = "a mount's source"
@@ -112,15 +112,15 @@ class DockerRuntime:
         self._node_id = node_id
         self._settings = settings
         self._socket = settings.socket
-        self._engine = EngineClient(settings.socket)
-        self._images = Images(self._engine, settings.registry_auth)
+        self._docker = EngineClient(settings.socket)
+        self._images = Images(self._docker, settings.registry_auth)
         self._facts: EngineFacts | None = None
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
         self._is_swept = False
         self._last_seen = last_seen or LastSeen()
-        self._observer = ContainerObserver(self._engine, node_id, self._last_seen)
+        self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
 
     def renew(self, settings: DockerSettings) -> None:
         """Replace the settings, except the engine's socket; existing kernels keep theirs."""
@@ -129,35 +129,35 @@ class DockerRuntime:
 
     async def close(self) -> None:
         self._last_seen.save()
-        await self._engine.close()
+        await self._docker.close()
 
     async def support(self, spec: KernelSpec) -> Support:
-        facts = await self._known_facts()
-        missing = facts.not_enforced
+        facts = await self._fetch_facts()
+        not_enforced = facts.not_enforced
         publishes = network_of(spec, self._settings) not in UNPUBLISHED
         if spec.ports and not publishes:
-            missing |= {"ports"}
-        return Support(facts.features, missing)
+            not_enforced |= {"ports"}
+        return Support(facts.features, not_enforced)
 
-    async def _known_facts(self) -> EngineFacts:
+    async def _fetch_facts(self) -> EngineFacts:
         """Return the engine's capabilities, requested once for each connection to its events."""
         if self._facts is None:
             with proving():
                 async with asyncio.timeout(ASK_TIMEOUT_S):
-                    version = await self._engine.version()
-                    info = await self._engine.call("GET", "/info")
+                    version = await self._docker.version()
+                    info = await self._docker.call("GET", "/info")
             self._facts = engine_facts(info, version)
         return self._facts
 
     async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(request_problems(spec, self._settings))
         try:
-            await self._sources(spec)
+            await self._resolve_sources(spec)
         except InvalidRequest as error:
             problems += error.problems
         return problems
 
-    async def _sources(self, spec: KernelSpec) -> list[MountSource]:
+    async def _resolve_sources(self, spec: KernelSpec) -> list[MountSource]:
         """Resolve the mounts of a request.
 
         Raises:
@@ -173,13 +173,13 @@ class DockerRuntime:
         command = plan.spec.command[0] if plan.spec.command else ""
         if is_too_long(command):
             raise CommandNotFound(f"command {shortened(command)}: {TOO_LONG}")
-        facts = await self._known_facts()
+        facts = await self._fetch_facts()
         facts.refuse_what_it_cannot(plan.edits)
         refuse_missing(plan.edits)
         attempt = _Attempt(plan, facts, self._settings)
         self._creating.add(plan.name)
         try:
-            await self._create(attempt, progress)
+            await self._create_or_pull(attempt, progress)
             await reach("create.after_engine_create")
             await self._start(attempt)
             await reach("create.after_engine_start")
@@ -206,7 +206,7 @@ class DockerRuntime:
         """
         path = f"/containers/{attempt.container}"
         try:
-            await to_the_end(self._engine.call("POST", f"{path}/start"))
+            await to_the_end(self._docker.call("POST", f"{path}/start"))
         except EngineError as error:
             exit_code = 0
             with suppress(EngineError, EngineUnreachable, EngineAnswerLost):
@@ -222,12 +222,12 @@ class DockerRuntime:
         else:
             check()
 
-    async def _create(self, attempt: _Attempt, progress: CreateProgress) -> None:
+    async def _create_or_pull(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container and pull its image if needed."""
         options, image = attempt.options, attempt.plan.spec.image or ""
         if options.pull_policy is not PullPolicy.ALWAYS:
             try:
-                await self._make(attempt, progress)
+                await self._create_container(attempt, progress)
             except ImageNotFound as error:
                 if options.pull_policy is PullPolicy.NEVER:
                     raise ImageNotFound(f"{error} (pull_policy: never)") from error
@@ -238,20 +238,20 @@ class DockerRuntime:
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
         await reach("create.after_pull")
-        await self._make(attempt, progress)
+        await self._create_container(attempt, progress)
 
-    async def _make(self, attempt: _Attempt, progress: CreateProgress) -> None:
+    async def _create_container(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container, and report `creating` before."""
-        attempt.take(await self._sources(attempt.plan.spec))
+        attempt.take(await self._resolve_sources(attempt.plan.spec))
         await reach("create.before_engine_create")
         progress(KernelState.CREATING)
-        await to_the_end(self._ask_for(attempt))
+        await to_the_end(self._request_container(attempt))
 
-    async def _ask_for(self, attempt: _Attempt) -> None:
+    async def _request_container(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
         attempt.may_exist = True
         try:
-            made = await self._engine.call("POST", "/containers/create", params, attempt.config)
+            response = await self._docker.call("POST", "/containers/create", params, attempt.config)
         except EngineUnreachable:
             attempt.may_exist = False
             raise
@@ -260,7 +260,7 @@ class DockerRuntime:
             if error.status == NOT_FOUND:  # the image, or its platform
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
-        attempt.container = container_id(made.get("Id"))
+        attempt.container = container_id(response.get("Id"))
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove the container of a failed create, by id and never by name.
@@ -274,12 +274,12 @@ class DockerRuntime:
                 await to_the_end(self._delete(attempt.container, force=True))
             attempt.may_exist = False
             await reach("create.after_undo")
-        except BaseException as left:
-            raise unknown(attempt.plan, error) from left
+        except BaseException as cleanup_error:
+            raise unknown(attempt.plan, error) from cleanup_error
 
     async def _delete(self, container: str, *, force: bool) -> None:
-        path, given = f"/containers/{container}", {"v": "1", "force": str(int(force))}
-        await self._engine.call("DELETE", path, given)
+        path, params = f"/containers/{container}", {"v": "1", "force": str(int(force))}
+        await self._docker.call("DELETE", path, params)
 
     def _container(self, ref: KernelRef) -> str:
         """Return the id of a kernel's container, or its name."""
@@ -287,10 +287,13 @@ class DockerRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
-        path, given = f"/containers/{self._container(ref)}/stop", {"t": str(math.ceil(grace_s))}
+        path, params = (
+            f"/containers/{self._container(ref)}/stop",
+            {"t": str(math.ceil(grace_s))},
+        )
         with translating(), absent_is_fine():
             timeout_s = CALL_TIMEOUT_S + grace_s
-            await self._engine.call("POST", path, given, timeout_s=timeout_s)
+            await self._docker.call("POST", path, params, timeout_s=timeout_s)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
@@ -304,15 +307,15 @@ class DockerRuntime:
                 if unless_alive:
                     return False
                 path = f"/containers/{container}/wait"  # another client is removing it
-                await self._engine.call("POST", path, {"condition": "removed"})
+                await self._docker.call("POST", path, {"condition": "removed"})
         return True
 
     async def list(self) -> Listing:
         listing = await self._observer.listing()
         self._last_seen.update()
         if not self._is_swept:
-            here = [seen.ref.handle for seen in listing.kernels if seen.ref.handle]
-            await asyncio.to_thread(end_left_behind, self._node_id, here)
+            containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
+            await asyncio.to_thread(end_left_behind, self._node_id, containers)
             self._is_swept = True
         return listing
 
@@ -321,12 +324,12 @@ class DockerRuntime:
 
     async def follow(self) -> AsyncIterator[str]:
         self._facts = None  # a restarted engine may differ
-        self._engine.forget_version()
+        self._docker.forget_version()
         try:
-            async with aclosing(events(self._engine, self._node_id)) as happened:
-                async for event in happened:
+            async with aclosing(events(self._docker, self._node_id)) as container_events:
+                async for event in container_events:
                     if event is CONNECTED:
-                        await self._note_connected()
+                        await self._on_connected()
                         yield ""
                         continue
                     self._last_seen.update()
@@ -341,20 +344,20 @@ class DockerRuntime:
             self._last_seen.mark_lost()
             raise
 
-    async def _note_connected(self) -> None:
+    async def _on_connected(self) -> None:
         self._observer.forget_events()
         keeps_containers = True
         with suppress(RuntimeUnavailable):
-            keeps_containers = (await self._known_facts()).restores_live
+            keeps_containers = (await self._fetch_facts()).restores_live
         self._last_seen.mark_connected(keeps_containers=keeps_containers)
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         container = self._container(kernel.ref)
         with translating():
-            return await start_exec(self._engine, self._socket, self._node_id, container, spec)
+            return await start_exec(self._docker, self._socket, self._node_id, container, spec)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await asyncio.to_thread(lambda: counted(self._observer.counters(kernels)))
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        return printed(self._engine, self._container(ref), query)
+        return printed(self._docker, self._container(ref), query)

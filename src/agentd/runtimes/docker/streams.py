@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -19,15 +18,15 @@ from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
 """Seconds of silence before the engine is probed, and seconds that it has to answer."""
-_LONGEST_LINE, _CHUNK = 8 << 20, 64 << 10
+_MAX_LINE_BYTES, _CHUNK_BYTES = 8 << 20, 64 << 10
 DESTROY = "destroy"
 CREATE_ACTIONS = ("create", "start")
-_ACTIONS = {
+_OBSERVED_ACTIONS = {
     *CREATE_ACTIONS, "die", "oom", "pause", "unpause", DESTROY, "rename", "update"
 }  # fmt: skip
 
 
-class ContainerEvent(NamedTuple):
+class ContainerEvent(msgspec.Struct, frozen=True):
     """An event of a container; `kernel_id` is empty if its label is invalid."""
 
     action: str
@@ -39,7 +38,7 @@ class ContainerEvent(NamedTuple):
 CONNECTED = ContainerEvent("", "", "", "")
 
 
-async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
+async def events(docker: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
     """Yield the events of a node's containers; `CONNECTED` first.
 
     Raises:
@@ -48,29 +47,29 @@ async def events(engine: EngineClient, node_id: str) -> AsyncGenerator[Container
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": msgspec.json.encode(filters).decode()}
     with proving():
-        async with engine.stream("GET", "/events", params) as stream:
+        async with docker.stream("GET", "/events", params) as stream:
             yield CONNECTED
-            async for line in _lines(stream, engine):
-                if event := _event(line):
+            async for line in _read_lines(stream, docker):
+                if event := _parse_event(line):
                     yield event
 
 
-async def _lines(stream: aiohttp.StreamReader, engine: EngineClient) -> AsyncGenerator[bytes]:
+async def _read_lines(stream: aiohttp.StreamReader, docker: EngineClient) -> AsyncGenerator[bytes]:
     """Yield lines, which may be long: an event carries all labels and a command line.
 
     Raises:
         EngineAnswerLost: a line is endless, or the engine has stopped answering.
     """
-    rest = b""
-    while chunk := await _read_and_probe(stream, engine):
-        *lines, rest = (rest + chunk).split(b"\n")
+    unread = b""
+    while chunk := await _read_and_probe(stream, docker):
+        *lines, unread = (unread + chunk).split(b"\n")
         for line in lines:
             yield line
-        if len(rest) > _LONGEST_LINE:
+        if len(unread) > _MAX_LINE_BYTES:
             raise EngineAnswerLost("endless event of the engine")
 
 
-async def _read_and_probe(stream: aiohttp.StreamReader, engine: EngineClient) -> bytes:
+async def _read_and_probe(stream: aiohttp.StreamReader, docker: EngineClient) -> bytes:
     """Return the next bytes, empty at the end; probe the engine during long silences.
 
     Raises:
@@ -81,7 +80,7 @@ async def _read_and_probe(stream: aiohttp.StreamReader, engine: EngineClient) ->
             async with asyncio.timeout(SILENCE_S):
                 return await stream.readany()
         try:
-            await engine.version(SILENCE_S)
+            await docker.version(SILENCE_S)
         except EngineAnswerLost as error:
             raise EngineAnswerLost(f"the engine is frozen: {error}") from error
 
@@ -98,7 +97,7 @@ class _RawEvent(msgspec.Struct):
     Actor: _Actor
 
 
-def _event(line: bytes) -> ContainerEvent | None:
+def _parse_event(line: bytes) -> ContainerEvent | None:
     """Parse an event; None if it is malformed or not about a kernel.
 
     Raises:
@@ -109,14 +108,14 @@ def _event(line: bytes) -> ContainerEvent | None:
     except msgspec.MsgspecError:
         return None
     attributes = event.Actor.Attributes
-    if event.Action not in _ACTIONS or KERNEL_LABEL not in attributes:
+    if event.Action not in _OBSERVED_ACTIONS or KERNEL_LABEL not in attributes:
         return None
     kernel_id = name_or_empty(attributes[KERNEL_LABEL])
     container = container_id(event.Actor.ID)
     return ContainerEvent(event.Action, container, attributes.get("name", ""), kernel_id)
 
 
-async def printed(engine: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
+async def printed(docker: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
     """Yield a container's output, byte for byte.
 
     Raises:
@@ -130,7 +129,7 @@ async def printed(engine: EngineClient, container: str, query: LogQuery) -> Asyn
         "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
     }
     with translating():
-        async with engine.stream("GET", f"/containers/{container}/logs", params) as stream:
+        async with docker.stream("GET", f"/containers/{container}/logs", params) as stream:
             async for _, chunk in frames(stream):
                 yield chunk
 
@@ -148,6 +147,6 @@ async def frames(
         except asyncio.IncompleteReadError:
             return
         remaining = int.from_bytes(header[4:], "big")
-        while remaining and (chunk := await stream.read(min(remaining, _CHUNK))):
+        while remaining and (chunk := await stream.read(min(remaining, _CHUNK_BYTES))):
             remaining -= len(chunk)
             yield header[0], chunk
