@@ -294,10 +294,10 @@ def test_problem_of_a_record_is_told(tmp_path: Path, text, expected) -> None:
     (bundle.path / "record.json").unlink()
     if text is not None:
         (bundle.path / "record.json").write_text(text)
-    record, problem, is_own, _ = observer._own_record(bundle)
-    assert (record, is_own) == (expected[0], expected[2])
-    assert problem.startswith(expected[1])
-    assert bool(problem) is bool(expected[1])
+    record = observer._read_own_record(bundle)
+    assert (record.text, record.is_own) == (expected[0], expected[2])
+    assert record.problem.startswith(expected[1])
+    assert bool(record.problem) is bool(expected[1])
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o750, 0o700])
@@ -307,13 +307,13 @@ def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int
     bundle.make(OWN, {})
     bundle.finish(End("exit-code", "exited", "3", 7.25))
     bundle.path.chmod(mode)
-    gone = observer._gone("k1", bundle)
+    gone = observer._observe_missing_unit("k1", bundle)
     assert gone is not None
     assert (gone.state, gone.is_unreadable) == (ObservedState.EXITED, mode == 0o770)
     assert gone.ending.exit_code == (None if mode == 0o770 else 3)
     assert ("has mode" in gone.record_problem) == (mode != 0o700)
     shutil.rmtree(bundle.path)
-    assert observer._gone("k1", bundle) is None
+    assert observer._observe_missing_unit("k1", bundle) is None
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))

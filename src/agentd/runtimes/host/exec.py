@@ -16,7 +16,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from agentd.concurrency import to_the_end
 from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
@@ -48,7 +50,7 @@ SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-m", exec_program.__name__]
 
 
-class ExecTarget(NamedTuple):
+class ExecTarget(msgspec.Struct, frozen=True):
     """A kernel for exec: its processes, and the files that add a process to its cgroups."""
 
     members: Sequence[Proc]
@@ -60,39 +62,41 @@ class HostExec:
 
     def __init__(self, spec: ExecSpec) -> None:
         self._spec = spec
-        self._control, self._theirs = socket.socketpair()
+        self._control, self._helper_end = socket.socketpair()
         self._control.setblocking(False)
-        self._ends = _Ends(is_terminal=spec.tty)
+        self._streams = _Streams(is_terminal=spec.tty)
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._outputs: list[tuple[int, asyncio.StreamReader]] = []
         self._input: asyncio.StreamWriter | None = None
         self._transports: list[asyncio.BaseTransport] = []
         self._unread = b""
-        self._watch: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
-    async def begin(self, place: ExecTarget, manager: Manager | None, unit: str) -> None:
+    async def begin(self, target: ExecTarget, manager: Manager | None, unit: str) -> None:
         """Start the command.
 
         Raises:
             AgentdError: the command did not start.
             OSError: this process lacks a resource.
         """
-        with self._theirs:
-            await _started(self._theirs, manager, unit)
+        with self._helper_end:
+            await _start_helper(self._helper_end, manager, unit)
         loop = asyncio.get_running_loop()
-        told = json.dumps(_order(place, self._spec)).encode() + b"\n"
-        socket.send_fds(self._control, [told[:1]], [end.fileno() for end in self._ends.theirs])
-        await loop.sock_sendall(self._control, told[1:])
-        self._ends.hand_over()
-        for number, end in self._ends.outputs:
-            self._outputs.append((number, await self._reading(end)))
-        self._input = await self._writing(self._ends.input)
-        answer = await self._said()
+        message = json.dumps(_exec_request(target, self._spec)).encode() + b"\n"
+        socket.send_fds(
+            self._control, [message[:1]], [end.fileno() for end in self._streams.command_ends]
+        )
+        await loop.sock_sendall(self._control, message[1:])
+        self._streams.hand_over()
+        for number, end in self._streams.outputs:
+            self._outputs.append((number, await self._open_reader(end)))
+        self._input = await self._open_writer(self._streams.input)
+        answer = await self._read_message()
         if "pid" not in answer:
-            raise _failure(self._spec, answer)
-        self._watch = asyncio.create_task(self._wait())
+            raise _start_error(self._spec, answer)
+        self._watch_task = asyncio.create_task(self._watch_end())
 
-    async def _said(self) -> dict[str, Any]:
+    async def _read_message(self) -> dict[str, Any]:
         """Return the helper's next message, or a failure if it has ended."""
         loop = asyncio.get_running_loop()
         while b"\n" not in self._unread:
@@ -107,11 +111,11 @@ class HostExec:
         content: dict[str, Any] = json.loads(line)
         return content
 
-    async def _wait(self) -> None:
-        answer = await self._said()
+    async def _watch_end(self) -> None:
+        answer = await self._read_message()
         self._exit_code.set_result(int(answer.get("exit_code", KILLED)))
 
-    async def _reading(self, end: FileIO) -> asyncio.StreamReader:
+    async def _open_reader(self, end: FileIO) -> asyncio.StreamReader:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK)
         transport, _ = await loop.connect_read_pipe(
@@ -120,7 +124,7 @@ class HostExec:
         self._transports.append(transport)
         return reader
 
-    async def _writing(self, end: FileIO) -> asyncio.StreamWriter:
+    async def _open_writer(self, end: FileIO) -> asyncio.StreamWriter:
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.connect_write_pipe(
             lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), end
@@ -130,16 +134,18 @@ class HostExec:
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         """Yield the output; once the command has ended, others may hold its streams for good."""
-        loop, left_s = asyncio.get_running_loop(), MOST_DRAIN_S
+        loop, remaining_s = asyncio.get_running_loop(), MOST_DRAIN_S
         reads = {loop.create_task(reader.read(CHUNK)): (n, reader) for n, reader in self._outputs}
         try:
             while reads:
-                first: set[asyncio.Future[Any]] = {*reads, self._exit_code}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                events: set[asyncio.Future[Any]] = {*reads, self._exit_code}
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
                 if self._exit_code.done():
-                    began, most_s = loop.time(), max(0, min(DRAIN_S, left_s))
-                    await asyncio.wait(reads, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
-                    left_s -= loop.time() - began
+                    started_s, timeout_s = loop.time(), max(0, min(DRAIN_S, remaining_s))
+                    await asyncio.wait(
+                        reads, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    remaining_s -= loop.time() - started_s
                 done = [read for read in reads if read.done()]
                 if not done:
                     return
@@ -158,37 +164,37 @@ class HostExec:
             await feed(self._input, data)
 
     async def close_input(self) -> None:
-        if self._ends.terminal is not None:
+        if self._streams.terminal is not None:
             await self.write(END_OF_INPUT)
         elif self._input is not None:
             self._input.close()
 
     async def resize(self, columns: int, rows: int) -> None:
-        if self._ends.terminal is not None:
+        if self._streams.terminal is not None:
             size = struct.pack("HHHH", rows, columns, 0, 0)
             with suppress(OSError, ValueError):
-                fcntl.ioctl(self._ends.terminal, termios.TIOCSWINSZ, size)
+                fcntl.ioctl(self._streams.terminal, termios.TIOCSWINSZ, size)
 
     async def send_signal(self, number: int) -> None:
         if not self._exit_code.done():
-            told = json.dumps({"signal": number}).encode() + b"\n"
+            message = json.dumps({"signal": number}).encode() + b"\n"
             with suppress(OSError):
-                await asyncio.get_running_loop().sock_sendall(self._control, told)
+                await asyncio.get_running_loop().sock_sendall(self._control, message)
 
     async def ended(self) -> int:
         return await asyncio.shield(self._exit_code)
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.wait([self._watch_task])
         for transport in self._transports:
             transport.close()
         if self._input is not None and self._input.transport.get_write_buffer_size():
             self._input.transport.abort()  # unread input is lost
         self._control.close()  # closing it ends the command
-        self._theirs.close()
-        self._ends.close()
+        self._helper_end.close()
+        self._streams.close()
         if not self._exit_code.done():
             self._exit_code.set_result(KILLED)
 
@@ -203,27 +209,27 @@ async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
             await writer.drain()
 
 
-class _Ends:
+class _Streams:
     """Both ends of a command's streams."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         self.terminal: FileIO | None = None
         if is_terminal:
             master, slave = os.openpty()
-            reading, self.terminal = FileIO(master, "r"), FileIO(slave, "r+")
+            read_end, self.terminal = FileIO(master, "r"), FileIO(slave, "r+")
             # Keep one of the command's ends open: reading a terminal without any is an error,
             # which would hide the last output.
-            self.outputs = [(STDOUT, reading)]
+            self.outputs = [(STDOUT, read_end)]
             self.input = FileIO(os.dup(master), "w")
-            self.theirs = [FileIO(os.dup(slave), "r") for _ in range(3)]
+            self.command_ends = [FileIO(os.dup(slave), "r") for _ in range(3)]
             return
-        (stdin, self.input), *printed = [_pipe() for _ in range(3)]
+        (stdin, self.input), *printed = [_open_pipe() for _ in range(3)]
         self.outputs = [(STDOUT, printed[0][0]), (STDERR, printed[1][0])]
-        self.theirs = [stdin, *(writing for _, writing in printed)]
+        self.command_ends = [stdin, *(writing for _, writing in printed)]
 
     def hand_over(self) -> None:
         """Close the command's ends after it has inherited them."""
-        for end in self.theirs:
+        for end in self.command_ends:
             end.close()
 
     def close(self) -> None:
@@ -234,10 +240,10 @@ class _Ends:
                 end.close()
 
 
-def _pipe() -> tuple[FileIO, FileIO]:
+def _open_pipe() -> tuple[FileIO, FileIO]:
     """Return both ends of a pipe; each closes when it is dropped."""
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    return FileIO(reading, "r"), FileIO(writing, "w")
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    return FileIO(read_end, "r"), FileIO(write_end, "w")
 
 
 def exec_unit(name: str) -> str:
@@ -246,7 +252,7 @@ def exec_unit(name: str) -> str:
 
 
 async def start_exec_beside(
-    place: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str
+    target: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str
 ) -> HostExec:
     """Start a command in a kernel, as a unit if there is a manager.
 
@@ -254,25 +260,25 @@ async def start_exec_beside(
         AgentdError: the command did not start.
     """
     try:
-        made = HostExec(spec)
+        session = HostExec(spec)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await made.begin(place, manager, unit)
+                await session.begin(target, manager, unit)
         except BaseException:
-            await to_the_end(made.close())
+            await to_the_end(session.close())
             raise
     except (OSError, TimeoutError) as error:
-        why = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
-        raise RuntimeFailure(f"the command did not start: {why}") from error
-    return made
+        reason = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
+        raise RuntimeFailure(f"the command did not start: {reason}") from error
+    return session
 
 
-def _order(place: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
+def _exec_request(target: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
     """Return the request for the helper program."""
-    eldest = sorted(place.members, key=lambda process: process.start_time)
+    oldest = sorted(target.members, key=lambda process: process.start_time)
     return {
-        "targets": [list(process) for process in eldest[:MOST_TARGETS]],
-        "cgroup_procs": [str(file) for file in place.cgroup_procs],
+        "targets": [[process.pid, process.start_time] for process in oldest[:MOST_TARGETS]],
+        "cgroup_procs": [str(file) for file in target.cgroup_procs],
         "command": list(spec.command),
         "tty": spec.tty,
         "env": {**({"TERM": "xterm"} if spec.tty else {}), **spec.env},
@@ -280,7 +286,7 @@ def _order(place: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
     }
 
 
-async def _started(control: socket.socket, manager: Manager | None, unit: str) -> None:
+async def _start_helper(control: socket.socket, manager: Manager | None, unit: str) -> None:
     if manager is None:
         await asyncio.create_subprocess_exec(
             *_COMMAND,
@@ -310,17 +316,17 @@ async def _started(control: socket.socket, manager: Manager | None, unit: str) -
         raise RuntimeFailure(f"systemd: {error}") from error
 
 
-def _failure(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
+def _start_error(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
     number = int(answer.get("errno", 0))
-    why = os.strerror(number) if number else str(answer.get("why", "it was killed"))
+    reason = os.strerror(number) if number else str(answer.get("why", "it was killed"))
     step = answer.get("step")
-    if step == "command" and (refusal := refusal_of(spec.command[0], number, why)) is not None:
+    if step == "command" and (refusal := refusal_of(spec.command[0], number, reason)) is not None:
         return refusal
     match step:
         case "working_dir":
-            return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {why}")])
+            return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {reason}")])
         case "kernel":
-            why = str(answer.get("why", why))
-            return KernelConflict(f"no running process to attach to: {why}")
+            reason = str(answer.get("why", reason))
+            return KernelConflict(f"no running process to attach to: {reason}")
         case _:
-            return RuntimeFailure(f"the command did not start; {step}: {why}")
+            return RuntimeFailure(f"the command did not start; {step}: {reason}")

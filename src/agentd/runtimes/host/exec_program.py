@@ -32,38 +32,38 @@ KILL_ROUNDS = 100
 def main() -> None:
     """Start the command of the request and stay until it has ended."""
     control = socket.socket(fileno=os.dup(0))
-    order, streams = received(control)
+    request, streams = received(control)
     libc = ctypes.CDLL(None, use_errno=True)
     try:
-        target = target_of(order)
-        lend(streams, target, is_terminal=order["tty"])
-        groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in order["cgroup_procs"]]
+        target = target_of(request)
+        lend(streams, target, is_terminal=request["tty"])
+        groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in request["cgroup_procs"]]
     except OSError as error:
         tell(control, reason("kernel", error))
         return
-    wakeup, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    said, says = os.pipe2(os.O_CLOEXEC)
-    waits, go = os.pipe2(os.O_CLOEXEC)
+    messages, messages_write = os.pipe2(os.O_CLOEXEC)
+    go_read, go_write = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        for descriptor in (control.detach(), said, go, *groups):
+        for descriptor in (control.detach(), messages, go_write, *groups):
             os.close(descriptor)
-        become(order, target, streams, libc, (says, waits, parent))
-    for descriptor in (says, waits, 0, *streams):
+        become(request, target, streams, libc, (messages_write, go_read, parent))
+    for descriptor in (messages_write, go_read, 0, *streams):
         os.close(descriptor)
-    ExecParent(control, pid, groups, go, target.pidfd).stay(said, wakeup)
+    ExecParent(control, pid, groups, go_write, target.pidfd).stay(messages, wakeup)
 
 
 def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive the request and the three streams."""
     data, streams, _, _ = socket.recv_fds(control, CHUNK, 3)
     while not data.endswith(b"\n"):
-        if not (more := control.recv(CHUNK)):
+        if not (chunk := control.recv(CHUNK)):
             os._exit(1)  # the client disconnected
-        data += more
+        data += chunk
     for stream in streams:
         os.set_inheritable(stream, False)
     return json.loads(data), streams
@@ -85,26 +85,26 @@ class ExecParent:
     """
 
     def __init__(
-        self, control: socket.socket, pid: int, groups: list[int], go: int, target: int
+        self, control: socket.socket, pid: int, groups: list[int], go_write: int, target: int
     ) -> None:
         self._control = control
         self._pid = pid
         self._groups = groups
-        self._go = go
+        self._go_write = go_write
         self._target = target
         self._unread = b""
         self._failure: dict[str, Any] = {}
-        self._is_told = False
+        self._is_reported = False
 
-    def stay(self, said: int, wakeup: int) -> None:
+    def stay(self, messages: int, wakeup: int) -> None:
         """Serve until the command has ended, and report the exit code."""
         poll = select.poll()
-        for source in (self._control.fileno(), said, wakeup, self._target):
+        for source in (self._control.fileno(), messages, wakeup, self._target):
             poll.register(source, select.POLLIN)
         while True:
             ready = dict(poll.poll())
-            if said in ready and not self.hear(os.read(said, CHUNK)):
-                poll.unregister(said)
+            if messages in ready and not self.hear(os.read(messages, CHUNK)):
+                poll.unregister(messages)
             if self._control.fileno() in ready and not self.obey():
                 poll.unregister(self._control)
                 end_session(self._pid)
@@ -113,25 +113,25 @@ class ExecParent:
                 end_session(self._pid)
             if wakeup in ready:
                 os.read(wakeup, 4096)
-                ended, status = os.waitpid(self._pid, os.WNOHANG)
-                if ended:
+                ended_pid, status = os.waitpid(self._pid, os.WNOHANG)
+                if ended_pid:
                     break
-        if (words := os.read(said, CHUNK)) != READY:
-            self.hear(words)
+        if (message := os.read(messages, CHUNK)) != READY:
+            self.hear(message)
         code = os.waitstatus_to_exitcode(status)
-        how = {"exit_code": code if code >= 0 else 128 - code}
-        tell(self._control, self._failure or how)
+        exit_status = {"exit_code": code if code >= 0 else 128 - code}
+        tell(self._control, self._failure or exit_status)
 
-    def hear(self, words: bytes) -> bool:
+    def hear(self, message: bytes) -> bool:
         """Handle a message of the command: it is ready, failed, or was executed."""
-        if words == READY:
+        if message == READY:
             self.let_in()
-        elif words:
-            self._failure = json.loads(words)
-        elif not self._failure and not self._is_told:
+        elif message:
+            self._failure = json.loads(message)
+        elif not self._failure and not self._is_reported:
             tell(self._control, {"pid": self._pid})
-            self._is_told = True
-        return bool(words)
+            self._is_reported = True
+        return bool(message)
 
     def let_in(self) -> None:
         """Add the command to the kernel's cgroups and let it continue."""
@@ -140,7 +140,7 @@ class ExecParent:
                 os.write(group, str(self._pid).encode())
             if has_ended(self._target):
                 raise ProcessLookupError(3, "its process has ended")
-            os.write(self._go, READY)
+            os.write(self._go_write, READY)
         except OSError as error:
             self._failure = reason("kernel", error)
             os.kill(self._pid, signal.SIGKILL)

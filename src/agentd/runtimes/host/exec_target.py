@@ -59,14 +59,14 @@ def reason(step: str, error: Exception) -> dict[str, Any]:
 class Target:
     """The rights of a process of the kernel, read while the process is pinned."""
 
-    def __init__(self, pid: int, started: int, cgroup_procs: list[str]) -> None:
+    def __init__(self, pid: int, recorded_start: int, cgroup_procs: list[str]) -> None:
         """Read and check a process.
 
         Raises:
             OSError: the process has ended, or its rights cannot be handed on safely.
         """
         self.pidfd = os.pidfd_open(pid)
-        if start_time(pid) != started:
+        if start_time(pid) != recorded_start:
             raise ProcessLookupError(3, "its process has ended")
         for path in cgroup_procs:
             with open(path, "rb") as file:
@@ -99,16 +99,16 @@ class Target:
         signal.pidfd_send_signal(self.pidfd, 0)  # still the same process
 
 
-def target_of(order: dict[str, Any]) -> Target:
+def target_of(request: dict[str, Any]) -> Target:
     """Return the first process of the kernel whose rights a command can take over.
 
     Raises:
         OSError: there is none.
     """
     failure: OSError = ProcessLookupError(3, "no process left")
-    for pid, started in order["targets"]:
+    for pid, recorded_start in request["targets"]:
         try:
-            return Target(pid, started, order["cgroup_procs"])
+            return Target(pid, recorded_start, request["cgroup_procs"])
         except OSError as error:
             failure = error
     raise failure
@@ -125,14 +125,14 @@ def lend(streams: list[int], target: Target, *, is_terminal: bool) -> None:
 
 
 def become(
-    order: dict[str, Any],
+    request: dict[str, Any],
     target: Target,
     streams: list[int],
     libc: ctypes.CDLL,
-    parent: tuple[int, int, int],
+    channels: tuple[int, int, int],
 ) -> None:
     """Drop rights in the child, wait to be let in, and execute the command."""
-    says, waits, keeper = parent
+    messages, go, parent_pid = channels
     step = "kernel"
     try:
         os.setsid()
@@ -145,26 +145,26 @@ def become(
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         step = "terminal"
-        if order["tty"]:
+        if request["tty"]:
             fcntl.ioctl(streams[0], termios.TIOCSCTTY, 0)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         step = "user"
         drop(target, libc)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.write(says, READY)
-        if not os.read(waits, 1) or os.getppid() != keeper:
+        os.write(messages, READY)
+        if not os.read(go, 1) or os.getppid() != parent_pid:
             os._exit(127)
         step = "cpus"
         os.sched_setaffinity(0, target.cores)
         take_limits(target.limits)
         step = "working_dir"
-        go_to(order["working_dir"], target.folder)
+        go_to(request["working_dir"], target.folder)
         reset_signals()
         step = "command"
-        execute(order["command"], target.env | order["env"])
+        execute(request["command"], target.env | request["env"])
     except Exception as error:
-        os.write(says, json.dumps(reason(step, error)).encode())
+        os.write(messages, json.dumps(reason(step, error)).encode())
     finally:
         os._exit(127)
 
@@ -190,15 +190,15 @@ def take_limits(limits: dict[int, tuple[int, int]]) -> None:
         resource.setrlimit(number, (lower(limit[0], hard), hard))
 
 
-def lower(one: int, other: int) -> int:
+def lower(limit: int, other_limit: int) -> int:
     """Return the lower of two limits; either may be infinite."""
-    return min(one, other, key=lambda value: (value == resource.RLIM_INFINITY, value))
+    return min(limit, other_limit, key=lambda value: (value == resource.RLIM_INFINITY, value))
 
 
-def go_to(wanted: str | None, folder: str) -> None:
+def go_to(requested: str | None, folder: str) -> None:
     """Change to the requested folder, or to the kernel's own, which may be gone."""
-    if wanted:
-        os.chdir(wanted)
+    if requested:
+        os.chdir(requested)
         return
     try:
         os.chdir(folder)
@@ -208,11 +208,11 @@ def go_to(wanted: str | None, folder: str) -> None:
 
 def other_namespaces(target: int) -> int:
     """Return the namespaces of a process that differ from ours, as flags of setns(2)."""
-    wanted = 0
+    flags = 0
     for name, flag in NAMESPACES.items():
         if os.readlink(f"/proc/{target}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
-            wanted |= flag
-    return wanted
+            flags |= flag
+    return flags
 
 
 def drop(target: Target, libc: ctypes.CDLL) -> None:

@@ -21,10 +21,10 @@ _NOT_FOUND = frozenset(
 )
 
 
-def refusal_of(command: str, number: int, why: str) -> RequestError | None:
+def refusal_of(command: str, number: int, reason: str) -> RequestError | None:
     """Return the refusal of a command that could not be executed, None for other causes."""
     if number in _NOT_FOUND:
-        return CommandNotFound(f"command {shortened(command)}: {why}")
+        return CommandNotFound(f"command {shortened(command)}: {reason}")
     if number == errno.E2BIG:
-        return InvalidRequest([Problem("command", f"too long with its environment: {why}")])
+        return InvalidRequest([Problem("command", f"too long with its environment: {reason}")])
     return None

@@ -14,8 +14,9 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from agentd.errors import RuntimeUnavailable
 
@@ -24,7 +25,7 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
-_OTHERS_MAY_WRITE, _OTHERS_MAY = 0o022, 0o077
+_OTHERS_MAY_WRITE, _OTHERS_MAY_ACCESS = 0o022, 0o077
 
 
 class Unreadable(OSError):
@@ -34,8 +35,7 @@ class Unreadable(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateFolder:
+class PrivateFolder(msgspec.Struct, frozen=True):
     """One folder; `path` may have been renamed or removed."""
 
     path: Path
@@ -56,7 +56,7 @@ class PrivateFolder:
     def exposure(self) -> str:
         """Return why others can look into the folder, empty if they cannot."""
         mode = stat.S_IMODE(self.path.lstat().st_mode)
-        return f"{self.path}: {_of_mode(mode)}" if mode & _OTHERS_MAY else ""
+        return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
 
     def is_taken(self) -> bool:
         """Return whether anything exists at its path."""
@@ -73,7 +73,7 @@ class PrivateFolder:
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         folder = self.open_folder()
         try:
-            with _opening(self.path / name):
+            with _errors_as_unreadable(self.path / name):
                 return os.open(name, flags, 0o600, dir_fd=folder)
         finally:
             os.close(folder)
@@ -86,16 +86,16 @@ class PrivateFolder:
             Unreadable: it cannot be opened, or another user could have created or written it.
             OSError: a temporary failure.
         """
-        with _opening(self.path):
+        with _errors_as_unreadable(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        found = os.fstat(folder)
-        if found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_MAY_WRITE:
+        status = os.fstat(folder)
+        if status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE:
             return folder
         os.close(folder)
-        why = _of_mode(stat.S_IMODE(found.st_mode))
-        if found.st_uid != os.geteuid():
-            why = f"belongs to user {found.st_uid}, expected {os.geteuid()}"
-        raise Unreadable(errno.EACCES, why, str(self.path))
+        reason = _mode_problem(stat.S_IMODE(status.st_mode))
+        if status.st_uid != os.geteuid():
+            reason = f"belongs to user {status.st_uid}, expected {os.geteuid()}"
+        raise Unreadable(errno.EACCES, reason, str(self.path))
 
     def write(self, name: str, text: str) -> None:
         """Create a file."""
@@ -105,10 +105,10 @@ class PrivateFolder:
 
     def replace(self, name: str, text: str) -> None:
         """Create or replace a file atomically."""
-        made = self.path / f".{name}"
-        made.unlink(missing_ok=True)
-        self.write(made.name, text)
-        made.replace(self.path / name)
+        temporary = self.path / f".{name}"
+        temporary.unlink(missing_ok=True)
+        self.write(temporary.name, text)
+        temporary.replace(self.path / name)
 
     def read(self, name: str) -> str | None:
         """Return a file's text, empty if it is unreadable, None if it does not exist.
@@ -134,11 +134,11 @@ class PrivateFolder:
             return None
         path = self.path / name
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise Unreadable(errno.EINVAL, "is not a regular file", str(path))
-            with _opening(path):
-                raw = os.read(descriptor, min(found.st_size, _MOST_BYTES))
+            with _errors_as_unreadable(path):
+                raw = os.read(descriptor, min(status.st_size, _MOST_BYTES))
         finally:
             os.close(descriptor)
         return raw.decode(errors="replace")
@@ -154,12 +154,12 @@ class PrivateFolder:
                 self.path.unlink()
 
 
-def _of_mode(mode: int) -> str:
+def _mode_problem(mode: int) -> str:
     return f"has mode {mode:04o}, expected 0700"
 
 
 @contextmanager
-def _opening(path: Path) -> Iterator[None]:
+def _errors_as_unreadable(path: Path) -> Iterator[None]:
     """Raise `Unreadable` if a path is there, or may be, and cannot be opened."""
     try:
         yield
@@ -185,6 +185,6 @@ def looking() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        why = f"cannot inspect processes and folders: {what}{error.strerror}"
-        raise RuntimeUnavailable(why) from error
+        path = f"{error.filename}: " if error.filename else ""
+        reason = f"cannot inspect processes and folders: {path}{error.strerror}"
+        raise RuntimeUnavailable(reason) from error

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.concurrency import asking
 from agentd.errors import InvalidRequest, Problem
 
 
-class UserAccount(NamedTuple):
+class UserAccount(msgspec.Struct, frozen=True):
     """A user account of the host."""
 
     name: str
@@ -20,7 +21,7 @@ class UserAccount(NamedTuple):
     groups: tuple[int, ...]
 
 
-class UserAccounts(NamedTuple):
+class UserAccounts(msgspec.Struct, frozen=True):
     """The user accounts of a runtime's kernels, which the host adds to its settings.
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
@@ -43,10 +44,10 @@ class UserAccounts(NamedTuple):
 
     def has_own(self, agent_id: str) -> bool:
         """Return whether no other agent's kernels run as this agent's user."""
-        mine = self.own.get(agent_id)
-        others = [account.uid for agent, account in self.own.items() if agent != agent_id]
+        account = self.own.get(agent_id)
+        others = [other.uid for agent, other in self.own.items() if agent != agent_id]
         others += [self.default.uid] if self.default else []
-        return mine is not None and mine.uid not in others
+        return account is not None and account.uid not in others
 
 
 def find_account(user: str, where: str) -> UserAccount:

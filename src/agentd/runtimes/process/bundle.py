@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -57,8 +56,7 @@ class ShimIdentity(msgspec.Struct, frozen=True):
         return Proc(self.shim_pid, self.shim_start_time)
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle(PrivateFolder):
+class Bundle(PrivateFolder, frozen=True):
     """One bundle; `path` may have been renamed or removed."""
 
     @contextmanager
@@ -73,8 +71,8 @@ class Bundle(PrivateFolder):
         self.path.mkdir(mode=0o700)
         descriptor = self.opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            taken = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
-            fcntl.fcntl(descriptor, F_OFD_SETLK, taken)
+            request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
+            fcntl.fcntl(descriptor, F_OFD_SETLK, request)
             self.write(RECORD, record)
             yield descriptor
         finally:
@@ -94,16 +92,16 @@ class Bundle(PrivateFolder):
         except FileNotFoundError:
             return False
         try:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
-            answer = fcntl.fcntl(descriptor, F_OFD_GETLK, asked)
+            request = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
+            answer = fcntl.fcntl(descriptor, F_OFD_GETLK, request)
             return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
         finally:
             os.close(descriptor)
 
     def has_strangers(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
-        ours = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
-        return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - ours)
+        own_names = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
+        return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - own_names)
 
     def record(self) -> str:
         """Return the record.

@@ -60,9 +60,9 @@ class Bundles(msgspec.Struct, frozen=True):
 
     def proof(self, kernel_id: str) -> Proof:
         """Inspect a kernel."""
-        return self._proof_of(self.bundle(kernel_id), kernel_id)
+        return self._inspect(self.bundle(kernel_id), kernel_id)
 
-    def _proof_of(self, bundle: Bundle, kernel_id: str) -> Proof:
+    def _inspect(self, bundle: Bundle, kernel_id: str) -> Proof:
         """Inspect a kernel whose bundle may be set aside."""
         last = self.identities.get(kernel_id)
         return Proof(bundle, self.cgroup(kernel_id), self.boot_id, last)
@@ -76,48 +76,48 @@ class Bundles(msgspec.Struct, frozen=True):
     def listing(self) -> Listing:
         """Return every kernel, and the remains of others."""
         names = {name for name in names_in(self.folder) if is_name(name)}
-        names |= self._grouped_kernels().keys() | self.identities.keys()
-        found = [self.observed(name) for name in sorted(names)]
-        kernels = tuple(item for item in found if item is not None)
-        proved = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
-        return Listing(kernels, tuple(self._leftovers(proved)))
+        names |= self._kernel_cgroups().keys() | self.identities.keys()
+        observed = [self.observed(name) for name in sorted(names)]
+        kernels = tuple(item for item in observed if item is not None)
+        proved_ids = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
+        return Listing(kernels, tuple(self._find_leftovers(proved_ids)))
 
-    def _grouped_kernels(self) -> dict[str, Cgroup]:
+    def _kernel_cgroups(self) -> dict[str, Cgroup]:
         """Return the cgroups of this node's kernels, by kernel id."""
         if self.cgroups is None:
             return {}
         prefix = name_prefix(self.node_id)
         names = (name for name in self.cgroups.names() if name.startswith(prefix))
-        found = {name.removeprefix(prefix): self.cgroups.group(name) for name in names}
-        return {name: group for name, group in found.items() if is_name(name)}
+        group_by_kernel = {name.removeprefix(prefix): self.cgroups.group(name) for name in names}
+        return {name: group for name, group in group_by_kernel.items() if is_name(name)}
 
-    def _leftovers(self, listed: set[str]) -> Iterator[Leftover]:
+    def _find_leftovers(self, listed: set[str]) -> Iterator[Leftover]:
         for name in sorted(names_in(self.folder)):
             kernel_id = name.removeprefix(TRASH)
             if kernel_id not in listed:
                 yield Leftover(kernel_id, f"folder {name}")
-        for kernel_id in sorted(self._grouped_kernels().keys() - listed):
+        for kernel_id in sorted(self._kernel_cgroups().keys() - listed):
             yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
 
     def observed(self, kernel_id: str) -> ObservedKernel | None:
         """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
-        proof, why = self.proof(kernel_id), ""
+        proof, unreadable_reason = self.proof(kernel_id), ""
         try:
             is_bundle = bundle.exists()
             state, ending = proof.state()
         except Unreadable as error:
-            is_bundle, why = True, str(error)
-            state, ending = _unreadable_state(proof, why)
+            is_bundle, unreadable_reason = True, str(error)
+            state, ending = _unreadable_state(proof, unreadable_reason)
         is_alive = state is ObservedState.RUNNING
         statement = cgroup.attribute(DEVICES) if cgroup else ""
-        record, problem, is_own = "", why, True
-        if not why:
+        record, problem, is_own = "", unreadable_reason, True
+        if not unreadable_reason:
             try:
-                record, problem, is_own = self._record(kernel_id, is_bundle=is_bundle)
+                record, problem, is_own = self._read_own_record(kernel_id, is_bundle=is_bundle)
             except Unreadable as error:
                 problem, is_own = str(error), self._is_own(bundle)
-                why = "" if statement else problem  # the label tells what it holds
+                unreadable_reason = "" if statement else problem  # the label tells what it holds
         if not is_own and not proof.is_grouped:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
@@ -138,10 +138,10 @@ class Bundles(msgspec.Struct, frozen=True):
             ending=ending,
             pid=int(handle) if handle else None,
             record_problem=problem,
-            is_unreadable=bool(why),
+            is_unreadable=bool(unreadable_reason),
         )
 
-    def _record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
+    def _read_own_record(self, kernel_id: str, *, is_bundle: bool) -> tuple[str, str, bool]:
         """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
         A bundle with the record of another kernel, such as a copy, belongs to that kernel.
@@ -184,7 +184,7 @@ class Bundles(msgspec.Struct, frozen=True):
         except OSError as error:
             raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
         with suppress(Unreadable):  # it was proved to have ended before
-            if self._proof_of(trash, kernel_id).lives:
+            if self._inspect(trash, kernel_id).lives:
                 trash.path.rename(bundle.path)
                 return False
         self.identities.pop(kernel_id, None)
@@ -200,7 +200,7 @@ class Bundles(msgspec.Struct, frozen=True):
                 continue
             trash = Bundle(self.folder / name)
             try:
-                lives = self._proof_of(trash, kernel_id).lives
+                lives = self._inspect(trash, kernel_id).lives
             except Unreadable as error:
                 log.warning("runtime.leftover_unreadable", reason=str(error))
                 continue

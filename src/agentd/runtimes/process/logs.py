@@ -18,7 +18,7 @@ from agentd.errors import Problem
 from agentd.runtimes.process.bundle import Bundle
 from agentd.services.protocols import LogQuery, LogStream
 
-_CHUNK = 64 * 1024
+_CHUNK_BYTES = 64 * 1024
 PAUSE_S = 0.2
 """Seconds between polls of a followed file."""
 TAIL_BYTES = 16 << 20
@@ -48,7 +48,7 @@ class LogReader:
         if tail is not None:
             return self._seek_tail(files, tail)
         if files:
-            self._file = _opened(files[0])
+            self._file = _open_file(files[0])
         return sum(_size(path) for path in files)
 
     def _files(self) -> list[Path]:
@@ -59,51 +59,51 @@ class LogReader:
         return [path for _, path in sorted(numbered, reverse=True)]
 
     def _seek_tail(self, files: Sequence[Path], lines: int) -> int:
-        left, there = TAIL_BYTES, 0
+        remaining, size = TAIL_BYTES, 0
         for path in reversed(files):
-            file = _opened(path)
+            file = _open_file(path)
             if file is None:
                 continue
             is_newest = self._file is None
-            self._replace(file)
-            offset, lines, left = _seek_lines(file, lines, left, is_newest=is_newest)
-            there += file.seek(0, os.SEEK_END) - offset
+            self._replace_file(file)
+            offset, lines, remaining = _seek_lines(file, lines, remaining, is_newest=is_newest)
+            size += file.seek(0, os.SEEK_END) - offset
             file.seek(offset)
-            if not lines or not left:
+            if not lines or not remaining:
                 break
-        return there
+        return size
 
     def read(self) -> bytes:
         """Return the next piece, empty if there is nothing new."""
         if self._file is None and self._folder >= 0:
-            self._file = _opened(self._path)
+            self._file = _open_file(self._path)
         while self._file is not None:
-            if chunk := self._file.read(_CHUNK):
+            if chunk := self._file.read(_CHUNK_BYTES):
                 return chunk
-            following = self._following()
+            following = self._open_next()
             if following is None:
                 self._rewind_if_cut()
-                return self._file.read(_CHUNK)
-            if chunk := self._file.read(_CHUNK):  # printed between the two reads
+                return self._file.read(_CHUNK_BYTES)
+            if chunk := self._file.read(_CHUNK_BYTES):  # printed between the two reads
                 following.close()
                 return chunk
-            self._replace(following)
+            self._replace_file(following)
         return b""
 
-    def _following(self) -> BinaryIO | None:
+    def _open_next(self) -> BinaryIO | None:
         """Open the next file, None if the current one is the newest."""
         if self._file is None:
             return None
-        mine = os.fstat(self._file.fileno())
+        status = os.fstat(self._file.fileno())
         files = self._files()
-        for at, path in enumerate(files):
+        for index, path in enumerate(files):
             try:
-                is_mine = os.path.samestat(path.lstat(), mine)
+                is_current = os.path.samestat(path.lstat(), status)
             except FileNotFoundError:
                 continue
-            if is_mine:
-                return _opened(files[at + 1]) if at + 1 < len(files) else None
-        return _opened(files[0]) if files else None
+            if is_current:
+                return _open_file(files[index + 1]) if index + 1 < len(files) else None
+        return _open_file(files[0]) if files else None
 
     def _rewind_if_cut(self) -> None:
         """Start over in a file that was emptied because it could not be rotated."""
@@ -114,12 +114,12 @@ class LogReader:
 
     def close(self) -> None:
         """Close the file and its folder."""
-        self._replace(None)
+        self._replace_file(None)
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
 
-    def _replace(self, file: BinaryIO | None) -> None:
+    def _replace_file(self, file: BinaryIO | None) -> None:
         if self._file is not None:
             self._file.close()
         self._file = file
@@ -132,7 +132,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _opened(path: Path) -> BinaryIO | None:
+def _open_file(path: Path) -> BinaryIO | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -141,25 +141,25 @@ def _opened(path: Path) -> BinaryIO | None:
 
 
 def _seek_lines(
-    file: BinaryIO, lines: int, most_bytes: int, *, is_newest: bool
+    file: BinaryIO, lines: int, remaining: int, *, is_newest: bool
 ) -> tuple[int, int, int]:
     """Find the last lines of a file, backwards; return offset, lines and bytes left.
 
     The newline at the very end of a log begins no line; one at the end of an older file does.
     """
     position = end = file.seek(0, os.SEEK_END)
-    while position and lines and most_bytes:
-        start = max(0, position - min(_CHUNK, most_bytes))
+    while position and lines and remaining:
+        start = max(0, position - min(_CHUNK_BYTES, remaining))
         file.seek(start)
         block = file.read(position - start)
-        most_bytes -= position - start
+        remaining -= position - start
         cut = len(block) - (is_newest and position == end and block.endswith(b"\n"))
         while lines and (cut := block.rfind(b"\n", 0, cut)) >= 0:
             lines -= 1
             if not lines:
-                return start + cut + 1, 0, most_bytes
+                return start + cut + 1, 0, remaining
         position = start
-    return (position if lines else end), lines, most_bytes
+    return (position if lines else end), lines, remaining
 
 
 async def read_log(
@@ -171,18 +171,20 @@ async def read_log(
     """
     reader = LogReader(path)
     try:
-        follows = goes_on = await asyncio.to_thread(is_running)
-        left = await to_the_end(asyncio.to_thread(reader.open, tail))  # all of it if nothing runs
+        follows = is_alive = await asyncio.to_thread(is_running)
+        remaining = await to_the_end(
+            asyncio.to_thread(reader.open, tail)
+        )  # all of it if nothing runs
         while True:
             while chunk := await to_the_end(asyncio.to_thread(reader.read)):
-                yield chunk if follows else chunk[:left]
-                left -= len(chunk)
-                if left <= 0 and not follows:
+                yield chunk if follows else chunk[:remaining]
+                remaining -= len(chunk)
+                if remaining <= 0 and not follows:
                     return
-            if not goes_on:
+            if not is_alive:
                 return
             await asyncio.sleep(PAUSE_S)
-            goes_on = await asyncio.to_thread(is_running)
+            is_alive = await asyncio.to_thread(is_running)
     finally:
         reader.close()
 

@@ -42,13 +42,13 @@ from agentd.runtimes.host.private_folder import Unreadable
 from agentd.runtimes.process.bundle import IDENTITY, LOCK, Bundle, ShimIdentity
 from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 
-_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
+_PASS_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Seconds between two passes, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
-_STRIKES = 200
+_MAX_KILL_PASSES = 200
 INIT = 1
 """The parent of all: never a shim, whatever it has open."""
-_LOOKS_ALONE = 20
+_MAX_PASSES_ALONE = 20
 """Passes in a row that may find a shim without a kernel: about two seconds."""
 
 
@@ -69,7 +69,7 @@ class Proof:
         self._cgroup = cgroup
         self._boot_id = boot_id
         self._last = last
-        self._looks_alone = 0
+        self._passes_alone = 0
 
     @cached_property
     def identity(self) -> ShimIdentity | None:
@@ -97,15 +97,15 @@ class Proof:
 
     def proved_identity(self) -> ShimIdentity | None:
         """Return the identity if its shim holds the lock."""
-        who = self.identity
-        return who if who is not None and who.shim == self._shim else None
+        identity = self.identity
+        return identity if identity is not None and identity.shim == self._shim else None
 
     @property
     def is_grouped(self) -> bool:
         """Whether the kernel's cgroup, which bears this node's name, has members."""
-        return bool(self._grouped())
+        return bool(self._cgroup_members())
 
-    def _grouped(self) -> set[int]:
+    def _cgroup_members(self) -> set[int]:
         return self._cgroup.members() if self._cgroup else set()
 
     @property
@@ -115,15 +115,15 @@ class Proof:
         The record may be damaged, so the process must also be in the kernel's cgroup or under its
         shim.
         """
-        who = self.identity
-        if who is None or who.boot_id != self._boot_id or not who.leader.is_alive():
+        identity = self.identity
+        if identity is None or identity.boot_id != self._boot_id or not identity.leader.is_alive():
             return None
-        shim, grouped = self._shim, self._grouped()
-        if shim is None and not who.has_cgroup:
-            return who.leader
-        stat = read_stat(who.leader.pid)
-        is_kept = shim is not None and stat is not None and stat.parent == shim.pid
-        return who.leader if is_kept or who.leader.pid in grouped else None
+        shim, in_cgroup = self._shim, self._cgroup_members()
+        if shim is None and not identity.has_cgroup:
+            return identity.leader
+        stat = read_stat(identity.leader.pid)
+        is_child = shim is not None and stat is not None and stat.parent == shim.pid
+        return identity.leader if is_child or identity.leader.pid in in_cgroup else None
 
     @property
     def _shim(self) -> Proc | None:
@@ -133,25 +133,31 @@ class Proof:
                 return None
         except Unreadable:  # `lives` raises it, unless something else proves life
             return None
-        lock, who = self._bundle.path / LOCK, self.identity
-        is_recorded = who is not None and who.shim.is_alive()
-        if who is not None and is_recorded and (who == self._last or _has_open(who.shim.pid, lock)):
-            return who.shim
+        lock, identity = self._bundle.path / LOCK, self.identity
+        is_recorded = identity is not None and identity.shim.is_alive()
+        if (
+            identity is not None
+            and is_recorded
+            and (identity == self._last or _has_open(identity.shim.pid, lock))
+        ):
+            return identity.shim
         holders = (
             stat for stat in all_processes() if stat.pid != INIT and _has_open(stat.pid, lock)
         )
-        eldest = min(holders, key=lambda stat: stat.start_time, default=None)
-        return Proc(eldest.pid, eldest.start_time) if eldest else None
+        oldest = min(holders, key=lambda stat: stat.start_time, default=None)
+        return Proc(oldest.pid, oldest.start_time) if oldest else None
 
     def handle(self) -> str:
         """Return the pid of the command as recorded, unless another process has it now."""
-        written = self.identity.leader.pid if self.identity is not None else None
-        if written is not None and (self._leader or read_stat(written) is None):
-            return str(written)
-        mine = self.members()
-        if written is not None and (not mine or written in {process.pid for process in mine}):
-            return str(written)
-        return str(min(mine, key=lambda process: process.start_time).pid) if mine else ""
+        recorded_pid = self.identity.leader.pid if self.identity is not None else None
+        if recorded_pid is not None and (self._leader or read_stat(recorded_pid) is None):
+            return str(recorded_pid)
+        members = self.members()
+        if recorded_pid is not None and (
+            not members or recorded_pid in {process.pid for process in members}
+        ):
+            return str(recorded_pid)
+        return str(min(members, key=lambda process: process.start_time).pid) if members else ""
 
     def started_at(self) -> float | None:
         """Return the start time as recorded, or that of the kernel's first process."""
@@ -165,19 +171,19 @@ class Proof:
         if self.lives:
             return ObservedState.RUNNING, Ending()
         if (ending := self._bundle.ending()) is not None:
-            who = self.identity
-            if ending.reason and who is not None and who.boot_id != self._boot_id:
+            identity = self.identity
+            if ending.reason and identity is not None and identity.boot_id != self._boot_id:
                 ending = replace(ending, reason="the node restarted")
             return ObservedState.EXITED, ending
         if self._bundle.read(IDENTITY) is None:
             return ObservedState.CREATED, Ending()
         if self.identity is None:
-            why = "its identity is unreadable and it has ended"
+            reason = "its identity is unreadable and it has ended"
         elif self.identity.boot_id != self._boot_id:
-            why = "the node restarted; its exit status is lost"
+            reason = "the node restarted; its exit status is lost"
         else:
-            why = "its shim was killed; its exit status is lost"
-        return ObservedState.EXITED, Ending(reason=why)
+            reason = "its shim was killed; its exit status is lost"
+        return ObservedState.EXITED, Ending(reason=reason)
 
     def members(self) -> list[Proc]:
         """Return the live processes of the kernel.
@@ -186,14 +192,14 @@ class Proof:
         that the command started can leave it), and the session of its command while the command
         lives.
         """
-        everyone = list(all_processes())
+        processes = list(all_processes())
         shim, leader = self._shim, self._leader
-        kept = descendants([shim.pid], everyone) if shim else set[int]()
-        kept |= self._grouped()
+        pids = descendants([shim.pid], processes) if shim else set[int]()
+        pids |= self._cgroup_members()
         return [
             Proc(stat.pid, stat.start_time)
-            for stat in everyone
-            if stat.pid in kept or (leader is not None and stat.session == leader.pid)
+            for stat in processes
+            if stat.pid in pids or (leader is not None and stat.session == leader.pid)
         ]
 
     async def all_ended(self) -> None:
@@ -207,7 +213,7 @@ class Proof:
         A kernel that forks and exits without pause has new processes on every pass, or seems to
         have none. The passes come at growing intervals, to leave time for the rest of the daemon.
         """
-        for pause_s in chain(_PAUSES_S, repeat(_PAUSES_S[-1])):
+        for pause_s in chain(_PASS_PAUSES_S, repeat(_PASS_PAUSES_S[-1])):
             alive = await asyncio.to_thread(self.members)
             if not alive and not self.lives:
                 return
@@ -237,24 +243,24 @@ class Proof:
         A shim that stays without a kernel for too long (stopped, or waiting for a disk) is killed,
         too.
         """
-        self._looks_alone = 0 if alive else self._looks_alone + 1
-        if self._looks_alone > _LOOKS_ALONE and (shim := self._shim) is not None:
+        self._passes_alone = 0 if alive else self._passes_alone + 1
+        if self._passes_alone > _MAX_PASSES_ALONE and (shim := self._shim) is not None:
             shim.signal(signal.SIGKILL)
         if self._cgroup is not None:
             self._cgroup.kill()
         for process in alive:
             process.signal(signal.SIGKILL)
             await asyncio.sleep(0)
-        struck: set[int] = set()
-        for _ in range(_STRIKES):
-            if not strike(self._at_hand, struck):
+        killed: set[int] = set()
+        for _ in range(_MAX_KILL_PASSES):
+            if not strike(self._quick_members, killed):
                 return
             await asyncio.sleep(0)
 
-    def _at_hand(self) -> set[int]:
+    def _quick_members(self) -> set[int]:
         """Return the processes that are known without scanning the whole host."""
         shim = self._shim
-        return self._grouped() | (children(shim.pid) if shim else set())
+        return self._cgroup_members() | (children(shim.pid) if shim else set())
 
 
 def _has_open(pid: int, file: Path) -> bool:
@@ -262,9 +268,9 @@ def _has_open(pid: int, file: Path) -> bool:
     if pid == os.getpid():
         return False
     with suppress(OSError):
-        wanted = file.stat(follow_symlinks=False)
+        status = file.stat(follow_symlinks=False)
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with suppress(OSError):
-                if os.path.samestat(entry.stat(), wanted):
+                if os.path.samestat(entry.stat(), status):
                     return True
     return False

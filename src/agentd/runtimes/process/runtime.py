@@ -111,7 +111,7 @@ class ProcessRuntime:
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
-        missing = {
+        unsupported = {
             "image": spec.image is not None,
             "mem": MEMORY not in controllers,
             "pids_limit": PIDS not in controllers,
@@ -120,50 +120,50 @@ class ProcessRuntime:
         }
         return Support(
             Features(self.name),
-            frozenset(name for name, is_missing in missing.items() if is_missing),
+            frozenset(name for name, is_unsupported in unsupported.items() if is_unsupported),
         )
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         ref = KernelRef(plan.spec.kernel_id)
         bundle = self._bundles.bundle(ref.kernel_id)
-        _refuse_what_needs_a_container(plan.edits)
+        _refuse_unsupported_edits(plan.edits)
         progress(KernelState.CREATING)
         if bundle.is_taken():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
-            return await self._started(plan, bundle)
+            return await self._start(plan, bundle)
         except BaseException as error:
             await self._undo(ref, error)
             if isinstance(error, OSError):
-                what = f"{error.filename or bundle.path}: {error.strerror}"
-                raise RuntimeFailure(what) from error
+                reason = f"{error.filename or bundle.path}: {error.strerror}"
+                raise RuntimeFailure(reason) from error
             if isinstance(error, asyncio.CancelledError):
                 raise Undone from error
             raise
 
-    async def _started(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
+    async def _start(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
         with bundle.made(plan.record) as lock:
             await reach("create.after_record")
-            cgroup = self._made_cgroup(plan)
+            cgroup = self._create_cgroup(plan)
             await reach("create.after_group")
             groups = await self._group_ids(plan)
             account = self._user_accounts.of_agent(plan.spec.agent_id)
-            order = order_of(
+            request = order_of(
                 plan, bundle.path, self._boot_id, self._settings, account, cgroup, groups
             )
-            spawning = asyncio.create_task(self._spawned(plan, order, lock))
+            spawn_task = asyncio.create_task(self._spawn_shim(plan, request, lock))
             try:
-                answer = await asyncio.shield(spawning)
+                answer = await asyncio.shield(spawn_task)
             except asyncio.CancelledError:
-                await asyncio.wait([spawning])
+                await asyncio.wait([spawn_task])
                 raise
         await reach("create.after_spawn")
         if "pid" not in answer:
             raise failure(plan, answer)
         self._watch(plan.spec.kernel_id)
-        if (found := await self.find(KernelRef(plan.spec.kernel_id))) is None:
+        if (kernel := await self.find(KernelRef(plan.spec.kernel_id))) is None:
             raise RuntimeFailure(f"{bundle.path} was removed during the start of its kernel")
-        return found
+        return kernel
 
     async def _group_ids(self, plan: KernelPlan) -> Sequence[int]:
         """Return the ids of the groups that a kernel's devices need.
@@ -176,16 +176,16 @@ class ProcessRuntime:
         names = plan.edits.groups
         return await self._lookups.look("the group database", partial(group_ids, names))
 
-    async def _spawned(
-        self, plan: KernelPlan, order: Mapping[str, Any], lock: int
+    async def _spawn_shim(
+        self, plan: KernelPlan, request: Mapping[str, Any], lock: int
     ) -> dict[str, Any]:
         if self._manager is None:
             try:
-                return await asyncio.to_thread(spawn, order, lock)
+                return await asyncio.to_thread(spawn, request, lock)
             except RuntimeError as error:  # no free process id for a thread
                 raise RuntimeUnavailable(f"the kernel did not start: {error}") from error
         unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
-        return await spawn_unit(self._manager, unit, order, lock)
+        return await spawn_unit(self._manager, unit, request, lock)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
@@ -195,10 +195,10 @@ class ProcessRuntime:
         """
         try:
             await self.remove(ref)
-        except (RuntimeUnavailable, RuntimeFailure) as left:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {left}") from error
+        except (RuntimeUnavailable, RuntimeFailure) as cleanup_error:
+            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
 
-    def _made_cgroup(self, plan: KernelPlan) -> Cgroup | None:
+    def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
         if self._cgroups is None:
             return None
         cgroup = self._cgroups.group(plan.name)
@@ -240,15 +240,15 @@ class ProcessRuntime:
     async def list(self) -> Listing:
         with looking():
             listing = self._bundles.listing()
-        for item in listing.kernels:
-            self._watch_living(item)
+        for kernel in listing.kernels:
+            self._watch_if_alive(kernel)
         return listing
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         with looking():
-            found = self._bundles.observed(ref.kernel_id)
-        self._watch_living(found)
-        return found
+            kernel = self._bundles.observed(ref.kernel_id)
+        self._watch_if_alive(kernel)
+        return kernel
 
     async def follow(self) -> AsyncIterator[str]:
         with looking():
@@ -263,11 +263,13 @@ class ProcessRuntime:
         with looking():
             proof = self._bundles.proof(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
-        files = self._cgroups.group(self._name(kernel)).procs_files if self._cgroups else []
-        place = ExecTarget(members, files)
-        return await start_exec_beside(place, spec, self._manager, exec_unit(self._name(kernel)))
+        files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
+        target = ExecTarget(members, files)
+        return await start_exec_beside(
+            target, spec, self._manager, exec_unit(self._kernel_name(kernel))
+        )
 
-    def _name(self, kernel: Kernel) -> str:
+    def _kernel_name(self, kernel: Kernel) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
@@ -290,10 +292,10 @@ class ProcessRuntime:
         finally:
             await chunks.aclose()
 
-    def _watch_living(self, found: ObservedKernel | None) -> None:
+    def _watch_if_alive(self, kernel: ObservedKernel | None) -> None:
         """Watch for the end of a kernel that was found alive."""
-        if self._is_followed and found is not None and found.is_alive:
-            self._watch(found.kernel_id)
+        if self._is_followed and kernel is not None and kernel.is_alive:
+            self._watch(kernel.kernel_id)
 
     def _watch(self, kernel_id: str) -> None:
         if kernel_id not in self._watches:
@@ -302,7 +304,7 @@ class ProcessRuntime:
             task.add_done_callback(lambda _: self._watches.pop(kernel_id, None))
 
     async def _wait_for_end(self, kernel_id: str) -> None:
-        is_told = False
+        is_reported = False
         while True:
             try:
                 proof = self._bundles.proof(kernel_id)
@@ -311,9 +313,9 @@ class ProcessRuntime:
                 await proof.all_ended()
                 break
             except Unreadable:
-                if not is_told:  # the reconciler looks at it again by itself
+                if not is_reported:  # the reconciler looks at it again by itself
                     self._events.put_nowait(kernel_id)
-                is_told = True
+                is_reported = True
                 await asyncio.sleep(WATCH_PAUSE_S)
             except OSError:  # no descriptor or memory: the kernel may still run
                 await asyncio.sleep(WATCH_PAUSE_S)
@@ -323,7 +325,7 @@ class ProcessRuntime:
         self._events.put_nowait(kernel_id)
 
 
-def _refuse_what_needs_a_container(edits: ContainerEdits) -> None:
+def _refuse_unsupported_edits(edits: ContainerEdits) -> None:
     moved = [mount for mount in edits.mounts if mount.source != mount.target]
     if moved or edits.cdi or edits.device_requests:
         raise RuntimeFailure(

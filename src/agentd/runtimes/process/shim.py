@@ -51,18 +51,18 @@ PIPE_BYTES = 1 << 20
 
 def main() -> None:
     """Start the kernel of the request and stay until it has ended."""
-    order = received() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
+    request = received() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
     hit = failpoints()
-    os.set_inheritable(order["lock"], False)
+    os.set_inheritable(request["lock"], False)
     answer = detached()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
-    if order["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
+    if request["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
         signal.signal(signal.SIGTERM, Stop.ask)
     try:
-        output = Output(order)
-        ending = reserved(order["folder"], "exit.json")
+        output = Output(request)
+        ending = reserved(request["folder"], "exit.json")
     except OSError as error:
         refuse(answer, "bundle", error)
     go_read, go_write = os.pipe()
@@ -73,15 +73,15 @@ def main() -> None:
         refuse(answer, "fork", error)
     if pid == 0:
         os.close(go_write)
-        run(order, libc, output, go_read, error_write)
+        run(request, libc, output, go_read, error_write)
     for descriptor in (go_read, error_write, output.writer):
         os.close(descriptor)
     hit("shim.after_fork")
-    identity = described(order, pid)
+    identity = described(request, pid)
     try:
-        publish(order["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
+        publish(request["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
         hit("shim.after_identity")
-        lock(order["lock"], COMMAND_BYTE)
+        lock(request["lock"], COMMAND_BYTE)
         os.write(go_write, b"g")
         os.close(go_write)
         hit("shim.after_go")
@@ -91,12 +91,12 @@ def main() -> None:
         failure = json.dumps({"step": "identity", "errno": error.errno}).encode()
     if failure:
         os.waitpid(pid, 0)
-        withdraw(order["folder"], "identity.json")
+        withdraw(request["folder"], "identity.json")
         tell(answer, failure)
         os._exit(1)
     hit("shim.before_answer")
     tell(answer, json.dumps(identity).encode())
-    stay(order, pid, output, ending, wakeup, hit)
+    stay(request, pid, output, ending, wakeup, hit)
 
 
 def received() -> dict[str, Any]:
@@ -106,24 +106,24 @@ def received() -> dict[str, Any]:
     """
     import socket  # noqa: PLC0415 - 3 ms, which a shim that inherits its lock has no use for
 
-    with socket.socket(fileno=os.dup(0)) as order:
-        data, descriptors, _, _ = socket.recv_fds(order, CHUNK, 1)
+    with socket.socket(fileno=os.dup(0)) as control:
+        data, descriptors, _, _ = socket.recv_fds(control, CHUNK, 1)
         while not data.endswith(b"\n"):
-            if not (more := order.recv(CHUNK)):
+            if not (chunk := control.recv(CHUNK)):
                 os._exit(1)  # the daemon disconnected
-            data += more
+            data += chunk
     return {**json.loads(data), "lock": descriptors[0]}
 
 
-def described(order: dict[str, Any], pid: int) -> dict[str, Any]:
+def described(request: dict[str, Any], pid: int) -> dict[str, Any]:
     """Return the identity of the kernel: its command, which waits to run, and this shim."""
     return {
         "pid": pid,
         "start_time": start_time(pid),
-        "boot_id": order["boot_id"],
+        "boot_id": request["boot_id"],
         "shim_pid": os.getpid(),
         "shim_start_time": start_time(os.getpid()),
-        "has_cgroup": bool(order["cgroup_procs"]),
+        "has_cgroup": bool(request["cgroup_procs"]),
         "started_at": time.time(),
     }
 
@@ -158,8 +158,8 @@ def failpoints() -> Callable[[str], None]:
 
 def lock(descriptor: int, byte: int) -> None:
     """Lock one byte of a file for this open file description (struct flock of fcntl(2))."""
-    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    fcntl.fcntl(descriptor, F_OFD_SETLK, wanted)
+    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    fcntl.fcntl(descriptor, F_OFD_SETLK, flock)
 
 
 class Stop:
@@ -172,26 +172,26 @@ class Stop:
         """Record that systemd stops the shim's unit, for example at shutdown."""
         cls.asked_at = cls.asked_at or time.monotonic()
 
-    def __init__(self, order: dict[str, Any], leader: int) -> None:
-        self._order, self.leader = order, leader
-        self._is_told = False
+    def __init__(self, request: dict[str, Any], leader: int) -> None:
+        self._request, self.leader = request, leader
+        self._is_term_sent = False
 
     def look(self) -> int | None:
         """Send a signal that is due; return the milliseconds until the next check."""
         if not self.asked_at:
             return None
-        left = self.asked_at + self._order["stop_timeout"] - time.monotonic()
-        if not self._is_told:
-            self._is_told = True
+        remaining_s = self.asked_at + self._request["stop_timeout"] - time.monotonic()
+        if not self._is_term_sent:
+            self._is_term_sent = True
             self._send(signal.SIGTERM)
-        elif left <= 0:
+        elif remaining_s <= 0:
             self._send(signal.SIGKILL)
-        return max(50, int(left * 1000))
+        return max(50, int(remaining_s * 1000))
 
     def _send(self, number: int) -> None:
         pids = []
         try:
-            for path in self._order["cgroup_procs"][:1]:
+            for path in self._request["cgroup_procs"][:1]:
                 with open(path, "rb") as file:
                     pids = [int(line) for line in file]
         except OSError:
@@ -213,37 +213,37 @@ def child_signals() -> int:
     return reader
 
 
-def run(order: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
+def run(request: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
     """Become the command in the child, once the shim allows it."""
     step = "start"
     try:
-        os.close(order["lock"])
+        os.close(request["lock"])
         os.setsid()
         if os.read(go, 1) != b"g":
             os._exit(125)
         step = "cgroup"
-        for path in order["cgroup_procs"]:
+        for path in request["cgroup_procs"]:
             with open(path, "w") as file:
                 file.write(str(os.getpid()))
         step = "cpus"
-        if order["cpus"]:
-            os.sched_setaffinity(0, order["cpus"])
-        for name, limits in order["ulimits"].items():
+        if request["cpus"]:
+            os.sched_setaffinity(0, request["cpus"])
+        for name, limits in request["ulimits"].items():
             step = "ulimits." + name
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
         os.dup2(output.writer, 1)
         os.dup2(output.writer, 2)
         step = "user"
-        if order["user"]:
-            os.setgroups(order["user"]["groups"])
-            os.setgid(order["user"]["gid"])
-            os.setuid(order["user"]["uid"])
+        if request["user"]:
+            os.setgroups(request["user"]["groups"])
+            os.setgid(request["user"]["gid"])
+            os.setuid(request["user"]["uid"])
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         step = "working_dir"
-        os.chdir(order["working_dir"])
+        os.chdir(request["working_dir"])
         reset_signals()
         step = "command"
-        execute(order["command"], order["env"])
+        execute(request["command"], request["env"])
     except Exception as error:
         number = getattr(error, "errno", 0)
         os.write(failure, json.dumps({"step": step, "errno": number, "why": str(error)}).encode())
@@ -278,7 +278,7 @@ def execute(command: list[str], env: dict[str, str]) -> None:
 
 
 def stay(
-    order: dict[str, Any],
+    request: dict[str, Any],
     leader: int,
     output: Output,
     ending: int,
@@ -287,7 +287,7 @@ def stay(
 ) -> None:
     """Copy output until nothing of the kernel is left, then write the exit status."""
     status = 0
-    stop = Stop(order, leader)
+    stop = Stop(request, leader)
     poll = select.poll()
     poll.register(output.reader, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
@@ -299,32 +299,32 @@ def stay(
             continue
         os.read(wakeup, 4096)
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == leader:
-                    status, stop.leader = ended[1], 0
+            while (result := os.waitpid(-1, os.WNOHANG))[0]:
+                if result[0] == leader:
+                    status, stop.leader = result[1], 0
         except ChildProcessError:
             break
-    left = PIPE_BYTES
-    while left > 0 and (taken := output.take()):  # another process may keep writing
-        left -= taken
-    write_ending(order, status, ending, hit)
+    remaining = PIPE_BYTES
+    while remaining > 0 and (copied := output.take()):  # another process may keep writing
+        remaining -= copied
+    write_ending(request, status, ending, hit)
 
 
 def write_ending(
-    order: dict[str, Any], status: int, ending: int, hit: Callable[[str], None]
+    request: dict[str, Any], status: int, ending: int, hit: Callable[[str], None]
 ) -> None:
     """Write the exit status into its reserved space, and exit."""
     code = os.waitstatus_to_exitcode(status)
     content = {
         "exit_code": code if code >= 0 else 128 - code,
-        "oom_killed": oom_kills(order["oom_file"]) > 0,
+        "oom_killed": oom_kills(request["oom_file"]) > 0,
         "finished_at": time.time(),
         "reason": STOPPED if Stop.asked_at else "",
     }
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)
         hit("shim.before_exit")
-        folder = order["folder"]
+        folder = request["folder"]
         os.rename(os.path.join(folder, ".exit.json"), os.path.join(folder, "exit.json"))
         hit("shim.after_exit")
     finally:

@@ -18,13 +18,13 @@ class Output:
     be written (a full disk) is dropped, so the kernel never blocks.
     """
 
-    def __init__(self, order: dict[str, Any]) -> None:
+    def __init__(self, request: dict[str, Any]) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
-        if order["user"]:
-            os.fchown(self.writer, order["user"]["uid"], -1)  # the kernel may open /dev/stderr
-        self._path = os.path.join(order["folder"], order["log_name"])
-        self._max_size, self._max_files = order["log_max_size"], order["log_max_files"]
+        if request["user"]:
+            os.fchown(self.writer, request["user"]["uid"], -1)  # the kernel may open /dev/stderr
+        self._path = os.path.join(request["folder"], request["log_name"])
+        self._max_size, self._max_files = request["log_max_size"], request["log_max_files"]
         self._open(os.O_EXCL)
 
     def _open(self, flags: int) -> None:
@@ -38,15 +38,15 @@ class Output:
             chunk = os.read(self.reader, CHUNK)
         except OSError:
             return 0
-        rest = chunk
+        unwritten = chunk
         try:
-            while rest:
+            while unwritten:
                 if self._size >= self._max_size:
                     self._rotate()
-                part = rest[: self._max_size - self._size]
+                part = unwritten[: self._max_size - self._size]
                 written = os.write(self._file, part)
                 self._size += written
-                rest = rest[written:]
+                unwritten = unwritten[written:]
         except OSError:
             pass
         return len(chunk)

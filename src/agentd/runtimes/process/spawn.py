@@ -55,11 +55,11 @@ def group_ids(names: Sequence[str]) -> list[int]:
 
     Names are looked up by NSS (nsswitch.conf(5)), which may query a server and block.
     """
-    found = (int(name) if name.isdecimal() else _group_id(name) for name in names)
-    return [group for group in found if group is not None]
+    ids = (int(name) if name.isdecimal() else _find_group_id(name) for name in names)
+    return [group for group in ids if group is not None]
 
 
-def _group_id(name: str) -> int | None:
+def _find_group_id(name: str) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
@@ -101,16 +101,16 @@ def order_of(
     }
 
 
-def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
+def spawn(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
     """Start a shim that inherits a lock, and return its answer.
 
     The answer is the kernel's identity, or why it did not start.
     """
-    told = {**order, "lock": lock, "stop_timeout": None}
+    content = {**request, "lock": lock, "stop_timeout": None}
     try:
-        done = subprocess.run(  # noqa: S603 - our own program; the request goes over its input
+        process = subprocess.run(  # noqa: S603 - our own program; the request goes over its input
             _COMMAND,
-            input=json.dumps(told).encode(),
+            input=json.dumps(content).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=inherited(),
@@ -119,7 +119,7 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
             timeout=SPAWN_TIMEOUT_S,
             check=False,
         )
-        return _answer(done.stdout)
+        return _parse_answer(process.stdout)
     except OSError as error:
         return {"step": "shim", "errno": error.errno}
     except subprocess.TimeoutExpired as error:
@@ -127,44 +127,44 @@ def spawn(order: Mapping[str, Any], lock: int) -> dict[str, Any]:
 
 
 async def spawn_unit(
-    manager: Manager, unit: str, order: Mapping[str, Any], lock: int
+    manager: Manager, unit: str, request: Mapping[str, Any], lock: int
 ) -> dict[str, Any]:
     """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
     When systemd stops the unit, for example at shutdown, the shim ends the kernel and writes the
     exit status. Returns the same as `spawn`.
     """
-    ours, theirs = socket.socketpair()
+    control, shim_end = socket.socketpair()
     answer_read, answer_write = os.pipe2(os.O_CLOEXEC)
-    with ours, open(answer_read, "rb") as answer:  # noqa: ASYNC230, PTH123 - read by a thread
+    with control, open(answer_read, "rb") as answer:  # noqa: ASYNC230, PTH123 - read by a thread
         try:
-            with theirs:
-                properties = _unit_of_a_shim(order)
-                descriptors = [theirs.fileno(), answer_write]
+            with shim_end:
+                properties = _shim_unit_properties(request)
+                descriptors = [shim_end.fileno(), answer_write]
                 await manager.start(unit, properties, descriptors)
         except (UnitExists, UnitRefused) as error:
             return {"step": "shim", "why": f"systemd: {error}"}
         finally:
             os.close(answer_write)
-        told = json.dumps(order).encode() + b"\n"
+        message = json.dumps(request).encode() + b"\n"
 
         def ask() -> bytes:
             try:
-                ours.settimeout(SPAWN_TIMEOUT_S)
-                socket.send_fds(ours, [told[:1]], [lock])
-                ours.sendall(told[1:])
-                is_told = select.select([answer], [], [], SPAWN_TIMEOUT_S)[0]
+                control.settimeout(SPAWN_TIMEOUT_S)
+                socket.send_fds(control, [message[:1]], [lock])
+                control.sendall(message[1:])
+                is_answered = select.select([answer], [], [], SPAWN_TIMEOUT_S)[0]
             except OSError:
                 return b""
-            return answer.readline() if is_told else b""
+            return answer.readline() if is_answered else b""
 
-        return _answer(await asyncio.to_thread(ask))
+        return _parse_answer(await asyncio.to_thread(ask))
 
 
-def _unit_of_a_shim(order: Mapping[str, Any]) -> list[Property]:
-    grace_us = round((order["stop_timeout"] + STOP_MORE_S) * 1_000_000)
+def _shim_unit_properties(request: Mapping[str, Any]) -> list[Property]:
+    grace_us = round((request["stop_timeout"] + STOP_MORE_S) * 1_000_000)
     return [
-        ("Description", "s", f"shim of the kernel in {order['folder']}"),
+        ("Description", "s", f"shim of the kernel in {request['folder']}"),
         ("Slice", "s", SLICE),
         ("Type", "s", "exec"),
         ("ExitType", "s", "cgroup"),
@@ -180,7 +180,7 @@ def _unit_of_a_shim(order: Mapping[str, Any]) -> list[Property]:
     ]
 
 
-def _answer(line: bytes) -> dict[str, Any]:
+def _parse_answer(line: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(line)
     except ValueError as error:
@@ -191,18 +191,18 @@ def _answer(line: bytes) -> dict[str, Any]:
 def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     """Return the error for a kernel that its shim did not start."""
     number = int(answer.get("errno", 0))
-    why = os.strerror(number) if number else str(answer.get("why", "no reason given"))
+    reason = os.strerror(number) if number else str(answer.get("why", "no reason given"))
     step = str(answer.get("step"))
     if step == "command":
-        refusal = refusal_of(plan.spec.command[0], number, why)
+        refusal = refusal_of(plan.spec.command[0], number, reason)
         if refusal is not None:
             return refusal
     if step == "working_dir":
-        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {why}")])
+        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
     if step.startswith("ulimits."):
-        return InvalidRequest([Problem(step, f"cannot be set on this node: {why}")])
+        return InvalidRequest([Problem(step, f"cannot be set on this node: {reason}")])
     if number == errno.EAGAIN and "nproc" in options_of(plan.spec).ulimits:
-        return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {why}")])
-    is_passing = number in (errno.EAGAIN, errno.ENOMEM)
-    kind = RuntimeUnavailable if is_passing else RuntimeFailure
-    return kind(f"the kernel did not start; {step}: {why}")
+        return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {reason}")])
+    is_temporary = number in (errno.EAGAIN, errno.ENOMEM)
+    error_class = RuntimeUnavailable if is_temporary else RuntimeFailure
+    return error_class(f"the kernel did not start; {step}: {reason}")

@@ -56,18 +56,20 @@ RESERVED = ("SERVICE_RESULT", "EXIT_CODE", "EXIT_STATUS")
 _PT_INTERP, _PHOFF_AT, _PHSIZE_AT = 3, 32, 54
 
 
-def static_busybox(places: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox")) -> str | None:
+def static_busybox(paths: Sequence[str] = ("/bin/busybox", "/usr/bin/busybox")) -> str | None:
     """Return a static BusyBox, which LD_PRELOAD and the like cannot affect (elf(5))."""
-    for place in places:
+    for path in paths:
         with suppress(OSError, struct.error, IndexError):
-            raw = Path(place).read_bytes()
+            raw = Path(path).read_bytes()
             if raw[:5] != b"\x7fELF\x02":
                 continue
-            (at,) = struct.unpack_from("<Q", raw, _PHOFF_AT)
+            (offset,) = struct.unpack_from("<Q", raw, _PHOFF_AT)
             size, count = struct.unpack_from("<HH", raw, _PHSIZE_AT)
-            kinds = [struct.unpack_from("<I", raw, at + n * size)[0] for n in range(count)]
-            if _PT_INTERP not in kinds:
-                return place
+            segment_types = [
+                struct.unpack_from("<I", raw, offset + n * size)[0] for n in range(count)
+            ]
+            if _PT_INTERP not in segment_types:
+                return path
     return None
 
 
@@ -111,7 +113,7 @@ class End(msgspec.Struct, frozen=True):
         return f"{self.result} {self.code} {self.status} {self.finished_at:.6f} {self.manager}\n"
 
 
-class UnitBundle(PrivateFolder):
+class UnitBundle(PrivateFolder, frozen=True):
     """The folder beside one kernel's unit."""
 
     def make(self, record: str, env: Mapping[str, str]) -> None:
@@ -163,8 +165,10 @@ class UnitBundle(PrivateFolder):
     def end(self) -> End | None:
         """Return how the kernel ended, None if that is missing or unreadable."""
         try:
-            result, code, status, when, manager = (self.read(EXIT) or "").rstrip("\n").split(" ")
-            return End(result, code, status, parse_time(float(when)), manager)
+            result, code, status, finished_at, manager = (
+                (self.read(EXIT) or "").rstrip("\n").split(" ")
+            )
+            return End(result, code, status, parse_time(float(finished_at)), manager)
         except MALFORMED:
             return None
 
@@ -183,9 +187,9 @@ class UnitBundle(PrivateFolder):
         reported = UNKNOWN
         with suppress(msgspec.DecodeError):
             reported = msgspec.json.decode(self.read(USAGE) or "", type=Usage)
-        counted = asdict(counted_in(self.read(COUNTED) or ""))
-        known = {name: figure for name, figure in counted.items() if figure is not None}
-        return replace(reported, **known)
+        counters = asdict(counted_in(self.read(COUNTED) or ""))
+        known_counters = {name: value for name, value in counters.items() if value is not None}
+        return replace(reported, **known_counters)
 
 
 def quoted(value: str) -> str:

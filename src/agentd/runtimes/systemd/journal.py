@@ -54,38 +54,38 @@ async def read_lines(
     if query.since_ns:
         options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
     if not query.follow:
-        await _synced(source)
-        async for _, line in _entries(source, options, query):
+        await _flush(source)
+        async for _, line in _read_entries(source, options, query):
             yield line
         return
-    cursor, begun = "", time.time()
-    entries = _entries(source, [*options, "--follow"], query)
-    ending = asyncio.ensure_future(ended())
+    cursor, started_at = "", time.time()
+    entries = _read_entries(source, [*options, "--follow"], query)
+    end_task = asyncio.ensure_future(ended())
     try:
         while True:
-            coming = asyncio.ensure_future(anext(entries, None))
+            next_entry = asyncio.ensure_future(anext(entries, None))
             try:
-                await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({next_entry, end_task}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait([coming])
-            if coming.cancelled() or (entry := coming.result()) is None:
+                if not next_entry.done():
+                    next_entry.cancel()
+                    await asyncio.wait([next_entry])
+            if next_entry.cancelled() or (entry := next_entry.result()) is None:
                 break
             cursor, line = entry
             yield line
     finally:
-        ending.cancel()
+        end_task.cancel()
         await entries.aclose()
-    await _synced(source)
-    rest = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
+    await _flush(source)
+    remaining_options = [f"--after-cursor={cursor}", "--lines=all"] if cursor else options
     if not cursor and query.tail == 0:  # only new lines
-        rest = ["--lines=all", f"--since=@{begun:.6f}"]
-    async for _, line in _entries(source, rest, query):
+        remaining_options = ["--lines=all", f"--since=@{started_at:.6f}"]
+    async for _, line in _read_entries(source, remaining_options, query):
         yield line
 
 
-async def _entries(
+async def _read_entries(
     source: JournalSource, options: Sequence[str], query: LogQuery
 ) -> AsyncGenerator[tuple[str, bytes]]:
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json",
@@ -104,7 +104,7 @@ async def _entries(
         assert process.stdout is not None  # noqa: S101 - it was requested
         async for line in process.stdout:
             entry = json.loads(line)
-            yield entry["__CURSOR"], _printed(entry, query)
+            yield entry["__CURSOR"], _format_line(entry, query)
     except ValueError as error:
         raise RuntimeUnavailable(f"malformed output of journalctl: {error}") from None
     finally:
@@ -113,7 +113,7 @@ async def _entries(
         await process.wait()
 
 
-def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
+def _format_line(entry: dict[str, object], query: LogQuery) -> bytes:
     """Return a line as it was printed, after its time if requested."""
     message = entry.get("MESSAGE")
     text = str(message or "").encode()
@@ -122,11 +122,11 @@ def _printed(entry: dict[str, object], query: LogQuery) -> bytes:
         text = bytes(message) if is_raw else " ".join(map(str, message)).encode()
     if not query.timestamps:
         return text + b"\n"
-    when = datetime.fromtimestamp(int(str(entry["__REALTIME_TIMESTAMP"])) / 1e6, UTC)
-    return f"{when:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() + text + b"\n"
+    timestamp = datetime.fromtimestamp(int(str(entry["__REALTIME_TIMESTAMP"])) / 1e6, UTC)
+    return f"{timestamp:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() + text + b"\n"
 
 
-async def _synced(source: JournalSource) -> None:
+async def _flush(source: JournalSource) -> None:
     """Flush the journal, which only root may request."""
     if source.agent_id is None:
         return

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel
 from agentd.core.kernel.plan import name_prefix
@@ -40,19 +41,19 @@ async def live_units(manager: Manager, node_id: str) -> list[str]:
     Raises:
         RuntimeUnavailable: the manager does not answer.
     """
-    found = []
+    kernel_ids = []
     for unit in await manager.units(f"{name_prefix(node_id)}*.service"):
         kernel_id = kernel_of(node_id, unit.name)
         if kernel_id is None:
             continue
-        seen = await manager.properties(unit.name, ("ControlGroup",))
-        group = str(seen["ControlGroup"]) if seen else ""
+        properties = await manager.properties(unit.name, ("ControlGroup",))
+        group = str(properties["ControlGroup"]) if properties else ""
         if state_of(unit.active, unit.sub, group) in LIVING:
-            found.append(kernel_id)
-    return found
+            kernel_ids.append(kernel_id)
+    return kernel_ids
 
 
-class OwnRecord(NamedTuple):
+class OwnRecord(msgspec.Struct, frozen=True):
     """A kernel's record, its problem, and whether the bundle is the kernel's own and readable."""
 
     text: str
@@ -70,8 +71,8 @@ class UnitObserver:
         self._boot_id = boot_id
         self._manager = manager
         self._is_user = manager.is_user
-        self._groups: dict[KernelRef, str] = {}
-        self._asked: set[str] = set()
+        self._cgroups: dict[KernelRef, str] = {}
+        self._ended: set[str] = set()
 
     async def listing(self) -> Listing:
         """Return every kernel, with one query for all units."""
@@ -83,100 +84,107 @@ class UnitObserver:
                 units[kernel_id] = unit
         with looking():
             names = names_in(self._folder)
-            kept = {name for name in names if is_name(name)}
-            found = [await self._listed(name, units.get(name)) for name in sorted(kept | {*units})]
-        kernels = tuple(item for item in found if item is not None)
-        listed = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
-        left = [
+            kernel_ids = {name for name in names if is_name(name)}
+            observed = [
+                await self._observe_listed(name, units.get(name))
+                for name in sorted(kernel_ids | {*units})
+            ]
+        kernels = tuple(item for item in observed if item is not None)
+        listed_ids = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
+        leftovers = [
             Leftover(name.removeprefix(TRASH), f"folder {name}")
             for name in sorted(names)
-            if name.removeprefix(TRASH) not in listed
+            if name.removeprefix(TRASH) not in listed_ids
         ]
-        return Listing(kernels, tuple(left))
+        return Listing(kernels, tuple(leftovers))
 
-    async def _listed(self, kernel_id: str, unit: Unit | None) -> ObservedKernel | None:
+    async def _observe_listed(self, kernel_id: str, unit: Unit | None) -> ObservedKernel | None:
         bundle = self.bundle(kernel_id)
         if unit is None:
-            return self._gone(kernel_id, bundle)
-        record = self._own_record(bundle)
-        identity, agent_id = bundle.identity(), self._agent_of(record.text)
+            return self._observe_missing_unit(kernel_id, bundle)
+        record = self._read_own_record(bundle)
+        identity, agent_id = bundle.identity(), self._read_agent(record.text)
         if agent_id is None or identity is None:
             return await self.find(kernel_id)  # the manager knows what the record lacks
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
         state = state_of(unit.active, unit.sub, slice_ and f"{slice_}{unit.name}")
         if state is not ObservedState.EXITED and identity.pid:
-            return self._observed(kernel_id, state, record, identity)
+            return self._to_observed(kernel_id, state, record, identity)
         if (end := bundle.end()) is None:  # check whether its processes are gone
             return await self.find(kernel_id)
-        return self._observed(kernel_id, state, record, identity, ending=end.ending)
+        return self._to_observed(kernel_id, state, record, identity, ending=end.ending)
 
     async def find(self, kernel_id: str) -> ObservedKernel | None:
         """Return one kernel, None if nothing of it exists."""
         unit = unit_name(self._node_id, kernel_id)
         bundle = self.bundle(kernel_id)
-        seen = await self._manager.properties(unit, SEEN)
+        properties = await self._manager.properties(unit, SEEN)
         with looking():
-            if seen is None:
-                return self._gone(kernel_id, bundle)
-            state = state_of(seen["Unit.ActiveState"], seen["Unit.SubState"], seen["ControlGroup"])
-            record = self._own_record(bundle)
+            if properties is None:
+                return self._observe_missing_unit(kernel_id, bundle)
+            state = state_of(
+                properties["Unit.ActiveState"],
+                properties["Unit.SubState"],
+                properties["ControlGroup"],
+            )
+            record = self._read_own_record(bundle)
             identity = UnitIdentity(
-                bytes(seen["Unit.InvocationID"]).hex(),
+                bytes(properties["Unit.InvocationID"]).hex(),
                 self._boot_id,
-                seen["ExecMainStartTimestamp"] / 1e6,
-                seen["MainPID"],
+                properties["ExecMainStartTimestamp"] / 1e6,
+                properties["MainPID"],
             )
             if record.text and identity.started_at and bundle.identity() != identity:
                 with suppress(OSError):  # a full disk; the next observation tries again
                     bundle.identify(identity)
-            if record.text and seen["Unit.SubState"] == "running":
-                bundle.save_group(MOUNT / str(seen["ControlGroup"]).lstrip("/"))
+            if record.text and properties["Unit.SubState"] == "running":
+                bundle.save_group(MOUNT / str(properties["ControlGroup"]).lstrip("/"))
             if state is ObservedState.EXITED:
-                bundle.finish(end_of(seen))
-                bundle.used(usage_of(seen))
-        return self._observed(
+                bundle.finish(end_of(properties))
+                bundle.used(usage_of(properties))
+        return self._to_observed(
             kernel_id,
             state,
             record,
             identity,
-            ending=end_of(seen).ending if state is ObservedState.EXITED else Ending(),
-            said=fields_of(seen["LogExtraFields"]),
+            ending=end_of(properties).ending if state is ObservedState.EXITED else Ending(),
+            log_fields=fields_of(properties["LogExtraFields"]),
         )
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
         """Return the usage of kernels; of ended ones, the usage at their end."""
         with looking():
             ended = {k.kernel_id for k in kernels if k.state in ENDED}
-            for kernel_id in ended - self._asked:  # the manager may still know an unobserved end
+            for kernel_id in ended - self._ended:  # the manager may still know an unobserved end
                 if not self.bundle(kernel_id).has_usage():
                     await self.find(kernel_id)
-            self._asked = ended
+            self._ended = ended
             alive = [k.ref for k in kernels if k.kernel_id not in ended]
-            self._groups = {ref: await self._group(ref) for ref in alive}
+            self._cgroups = {ref: await self._find_cgroup(ref) for ref in alive}
             return await asyncio.to_thread(self._read_usages, ended)
 
     def _read_usages(self, ended: Iterable[str]) -> dict[str, UsageReading]:
         counters = {
             ref.kernel_id: CgroupCounters({UNIFIED: f"{MOUNT}/{group}"})
-            for ref, group in self._groups.items()
+            for ref, group in self._cgroups.items()
             if group
         }
         usages = {kernel_id: UsageReading(self.bundle(kernel_id).usage()) for kernel_id in ended}
         return usages | counted(counters)
 
-    async def _group(self, ref: KernelRef) -> str:
+    async def _find_cgroup(self, ref: KernelRef) -> str:
         """Return the path of a kernel's cgroup from the manager, cached."""
-        if known := self._groups.get(ref):
-            return known
+        if cached := self._cgroups.get(ref):
+            return cached
         with suppress(RuntimeUnavailable):
             unit = unit_name(self._node_id, ref.kernel_id)
-            seen = await self._manager.properties(unit, ("ControlGroup",))
-            return str(seen["ControlGroup"]).lstrip("/") if seen else ""
+            properties = await self._manager.properties(unit, ("ControlGroup",))
+            return str(properties["ControlGroup"]).lstrip("/") if properties else ""
         return ""
 
-    def _gone(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
+    def _observe_missing_unit(self, kernel_id: str, bundle: UnitBundle) -> ObservedKernel | None:
         """Return a kernel whose unit does not exist (any more)."""
-        record = self._own_record(bundle)
+        record = self._read_own_record(bundle)
         if not record.is_own:
             return None
         identity, end = bundle.identity(), bundle.end()
@@ -185,14 +193,14 @@ class UnitObserver:
         elif end is not None:
             ending = end.ending
         elif identity is None:
-            return self._observed(kernel_id, ObservedState.CREATED, record, None)
+            return self._to_observed(kernel_id, ObservedState.CREATED, record, None)
         elif identity.boot_id != self._boot_id:
             ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
         else:
             ending = Ending(reason="its unit was removed; its exit status is lost")
-        return self._observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
+        return self._to_observed(kernel_id, ObservedState.EXITED, record, identity, ending=ending)
 
-    def _observed(
+    def _to_observed(
         self,
         kernel_id: str,
         state: ObservedState,
@@ -200,17 +208,17 @@ class UnitObserver:
         identity: UnitIdentity | None,
         *,
         ending: Ending | None = None,
-        said: Mapping[str, str] | None = None,
+        log_fields: Mapping[str, str] | None = None,
     ) -> ObservedKernel:
-        said = said or {}
+        log_fields = log_fields or {}
         return ObservedKernel(
             kernel_id=kernel_id,
-            agent_id=name_or_empty(said.get("AGENTD_AGENT")),
+            agent_id=name_or_empty(log_fields.get("AGENTD_AGENT")),
             runtime=RUNTIME,
             handle=identity.invocation_id if identity else "",
             state=state,
             record=record.text,
-            statement=said.get("AGENTD_DEVICES", ""),
+            statement=log_fields.get("AGENTD_DEVICES", ""),
             started_at=identity.started_at if identity else None,
             ending=ending or Ending(),
             pid=(identity.pid or None) if identity and state in LIVING else None,
@@ -223,13 +231,13 @@ class UnitObserver:
         """Return the bundle of a kernel, which need not exist."""
         return UnitBundle(self._folder / checked(kernel_id))
 
-    def _agent_of(self, record: str) -> str | None:
+    def _read_agent(self, record: str) -> str | None:
         """Return the agent of a record, None if it is unreadable."""
         with suppress(RecordError):
             return decode(record).agent_id
         return None
 
-    def _own_record(self, bundle: UnitBundle) -> OwnRecord:
+    def _read_own_record(self, bundle: UnitBundle) -> OwnRecord:
         """Return a kernel's record, its problem, and whether the bundle is the kernel's own.
 
         A bundle without a record, or with that of another kernel, is not.

@@ -103,7 +103,7 @@ class SystemdRuntime:
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._accounts.is_user
-        missing = {
+        unsupported = {
             "image": spec.image is not None,
             "separation": is_user or self._accounts.of_agent(spec.agent_id) is not None,
             "cpu": is_user,
@@ -112,14 +112,14 @@ class SystemdRuntime:
         }
         return Support(
             Features(self.name),
-            frozenset(name for name, is_missing in missing.items() if is_missing),
+            frozenset(name for name, is_unsupported in unsupported.items() if is_unsupported),
         )
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         kernel_id = plan.spec.kernel_id
         bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
         nodes = numa_nodes_of(plan.cpus)
-        wanted = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
+        unit_properties = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
         if bundle.is_taken():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
@@ -131,11 +131,11 @@ class SystemdRuntime:
             if not self._accounts.is_user:
                 await self._slices.fence(plan)
             await reach("create.after_group")
-            result = await self._manager.start(unit, wanted)
+            result = await self._manager.start(unit, unit_properties)
             await reach("create.after_spawn")
             if result != "done":
-                raise await self._failure(plan, unit, result)
-            found = await self.find(KernelRef(kernel_id))
+                raise await self._start_error(plan, unit, result)
+            kernel = await self.find(KernelRef(kernel_id))
         except UnitExists as error:
             bundle.remove()
             raise KernelConflict(str(error)) from error
@@ -146,23 +146,23 @@ class SystemdRuntime:
             if isinstance(error, asyncio.CancelledError):
                 raise Undone from error
             raise
-        if found is None:
+        if kernel is None:
             raise RuntimeFailure(f"{unit} was removed during the start of its kernel")
-        return found
+        return kernel
 
-    async def _failure(self, plan: KernelPlan, unit: str, result: str) -> AgentdError:
+    async def _start_error(self, plan: KernelPlan, unit: str, result: str) -> AgentdError:
         """Return the error for a unit that did not start."""
-        seen = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
-        status = seen.get("ExecMainStatus", 0)
+        unit_state = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
+        status = unit_state.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
             return CommandNotFound(f"command {shortened(plan.spec.command[0])}: not executable")
         if status == _EXIT_LIMITS:
             return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_CHDIR:
-            where = repr(plan.spec.working_dir)
-            return InvalidRequest([Problem("working_dir", f"{where}: inaccessible")])
-        why = f"start {result}: {seen.get('Result', 'unknown reason')}, status {status}"
-        return RuntimeFailure(f"systemd did not start the kernel; {why}")
+            folder = repr(plan.spec.working_dir)
+            return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
+        reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
+        return RuntimeFailure(f"systemd did not start the kernel; {reason}")
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
@@ -172,12 +172,12 @@ class SystemdRuntime:
         """
         try:
             await self.remove(ref)
-        except (RuntimeUnavailable, RuntimeFailure, UnitRefused) as left:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {left}") from error
+        except (RuntimeUnavailable, RuntimeFailure, UnitRefused) as cleanup_error:
+            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)
-        if await self._living(unit) is None:
+        if await self._live_substate(unit) is None:
             return
         grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         if grace_s > 0:
@@ -185,35 +185,35 @@ class SystemdRuntime:
             await reach("stop.after_term")
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await self._until_ended(unit)
-        while (sub := await self._living(unit)) is not None:
+                    await self._wait_ended(unit)
+        while (sub := await self._live_substate(unit)) is not None:
             if sub not in ENDING:  # otherwise ExecStopPost= would be killed, too
                 await self._manager.kill(unit, signal.SIGKILL)
             await reach("stop.after_kill")
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
-                    await self._until_ended(unit)
+                    await self._wait_ended(unit)
 
-    async def _living(self, unit: str) -> str | None:
+    async def _live_substate(self, unit: str) -> str | None:
         """Return the sub-state of a live unit, None otherwise."""
-        asked = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
-        seen = await self._manager.properties(unit, asked)
-        if seen is None or state_of(*seen.values()) not in LIVING:
+        names = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
+        unit_state = await self._manager.properties(unit, names)
+        if unit_state is None or state_of(*unit_state.values()) not in LIVING:
             return None
-        return str(seen["Unit.SubState"])
+        return str(unit_state["Unit.SubState"])
 
-    async def _until_ended(self, unit: str) -> None:
+    async def _wait_ended(self, unit: str) -> None:
         changes = self._manager.changes()
         try:
-            async for changed in changes:
-                if changed in ("", unit) and await self._living(unit) is None:
+            async for changed_unit in changes:
+                if changed_unit in ("", unit) and await self._live_substate(unit) is None:
                     return
         finally:
             await changes.aclose()
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         unit = unit_name(self._node_id, ref.kernel_id)
-        if unless_alive and await self._living(unit) is not None:
+        if unless_alive and await self._live_substate(unit) is not None:
             return False
         await self.stop(ref, 0)
         await self._manager.drop(unit)
@@ -251,12 +251,12 @@ class SystemdRuntime:
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         unit = unit_name(self._node_id, kernel.kernel_id)
-        seen = await self._manager.properties(unit, ("ControlGroup",))
-        if seen is None or not seen["ControlGroup"]:
+        unit_state = await self._manager.properties(unit, ("ControlGroup",))
+        if unit_state is None or not unit_state["ControlGroup"]:
             raise KernelConflict(f"kernel {kernel.kernel_id} is not running")
-        procs = MOUNT / str(seen["ControlGroup"])[1:] / "cgroup.procs"
+        procs = MOUNT / str(unit_state["ControlGroup"])[1:] / "cgroup.procs"
         with looking():
-            members = await asyncio.to_thread(_members, procs)
+            members = await asyncio.to_thread(_read_members, procs)
         name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
         return await start_exec_beside(ExecTarget(members, [procs]), spec, self._manager, name)
 
@@ -265,15 +265,15 @@ class SystemdRuntime:
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
         if len(query.streams) < len(LogStream):
-            why = "the systemd runtime merges both streams"
-            raise InvalidRequest([Problem("stream", why)])
-        found = await self.find(ref)
-        if found is None or not found.handle:
+            reason = "the systemd runtime merges both streams"
+            raise InvalidRequest([Problem("stream", reason)])
+        kernel = await self.find(ref)
+        if kernel is None or not kernel.handle:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
-        agent_id = None if self._accounts.is_user else agent_of(found.record) or found.agent_id
-        source = JournalSource(unit, found.handle, agent_id)
-        lines = read_lines(source, query, lambda: self._until_ended(unit))
+        agent_id = None if self._accounts.is_user else agent_of(kernel.record) or kernel.agent_id
+        source = JournalSource(unit, kernel.handle, agent_id)
+        lines = read_lines(source, query, lambda: self._wait_ended(unit))
         try:
             async for line in lines:
                 yield line
@@ -281,7 +281,7 @@ class SystemdRuntime:
             await lines.aclose()
 
 
-def _members(procs: Path) -> list[Proc]:
+def _read_members(procs: Path) -> list[Proc]:
     """Return the processes of a cgroup."""
     stats = [read_stat(int(pid)) for pid in procs.read_bytes().split()]
     return [Proc(stat.pid, stat.start_time) for stat in stats if stat is not None]

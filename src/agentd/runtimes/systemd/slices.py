@@ -37,32 +37,34 @@ class Slices:
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
-        self._fences: dict[str, list[Property]] = {}
+        self._limits: dict[str, list[Property]] = {}
 
     async def fence(self, plan: KernelPlan) -> None:
         """Create a kernel's slice and journal, or enlarge the slice."""
         agent_id = plan.spec.agent_id
-        fence: list[Property] = []
+        limits: list[Property] = []
         if plan.fence.cores:
-            fence.append(("AllowedCPUs", "ay", mask(map(int, plan.fence.cores))))
+            limits.append(("AllowedCPUs", "ay", mask(map(int, plan.fence.cores))))
         if plan.fence.memory_bytes:
-            fence.append(("MemoryMax", "t", plan.fence.memory_bytes))
-        if self._fences.get(agent_id) == fence:
+            limits.append(("MemoryMax", "t", plan.fence.memory_bytes))
+        if self._limits.get(agent_id) == limits:
             return
         _limit_journal(agent_id)
         name = slice_name(agent_id)
-        said = await self._operators(name)
-        wanted = [prop for prop in fence if prop[0] not in said]
-        if wanted:
-            await self._manager.set(name, wanted)
-        self._fences[agent_id] = fence
+        operator_properties = await self._operator_properties(name)
+        changes = [prop for prop in limits if prop[0] not in operator_properties]
+        if changes:
+            await self._manager.set(name, changes)
+        self._limits[agent_id] = limits
 
-    async def _operators(self, name: str) -> set[str]:
+    async def _operator_properties(self, name: str) -> set[str]:
         """Return the properties that an operator's drop-ins of a slice set."""
         with suppress(UnitRefused):
-            seen = await self._manager.properties(name, ("Unit.DropInPaths",), loading=True) or {}
-            found = (Path(path) for path in seen.get("Unit.DropInPaths", ()))
-            texts = [_text(path) for path in found if not path.is_relative_to(_RUNTIME)]
+            unit_state = (
+                await self._manager.properties(name, ("Unit.DropInPaths",), loading=True) or {}
+            )
+            paths = (Path(path) for path in unit_state.get("Unit.DropInPaths", ()))
+            texts = [_read_text(path) for path in paths if not path.is_relative_to(_RUNTIME)]
             return {line.partition("=")[0].strip() for text in texts for line in text.splitlines()}
         return set()
 
@@ -78,8 +80,8 @@ class Ends:
         self._manager = manager
         self._node_id = node_id
         self._folder = folder.absolute()
-        self._is_prepared = False
-        self._preparing = asyncio.Lock()
+        self._is_installed = False
+        self._installing = asyncio.Lock()
 
     async def prepare(self) -> None:
         """Write the drop-in, once for each boot, since it requires a reload of the manager.
@@ -90,21 +92,21 @@ class Ends:
         Raises:
             RuntimeFailure: the drop-in cannot be written.
         """
-        async with self._preparing:
-            if self._is_prepared:
+        async with self._installing:
+            if self._is_installed:
                 return
             try:
                 if (busybox := static_busybox()) is not None:
-                    await self._written(busybox)
+                    await self._install(busybox)
             except OSError as error:
                 raise RuntimeFailure(f"{error.filename}: {error.strerror}") from error
-            self._is_prepared = True
+            self._is_installed = True
 
-    async def _written(self, busybox: str) -> None:
+    async def _install(self, busybox: str) -> None:
         """Write the drop-in and reload the manager; the file `loaded` beside it marks that."""
         prefix = name_prefix(self._node_id)
-        place = _user_units() if self._manager.is_user else _RUNTIME / "system"
-        file = place / f"{prefix}.service.d" / "10-agentd.conf"
+        folder_of_units = _user_unit_folder() if self._manager.is_user else _RUNTIME / "system"
+        file = folder_of_units / f"{prefix}.service.d" / "10-agentd.conf"
         loaded = file.with_name("loaded")
         folder = str(self._folder).replace("%", "%%").replace("$", "$$")
         text = DROP_IN.format(
@@ -113,7 +115,7 @@ class Ends:
             folder=f'"{folder}"',
             busybox=busybox,
         )
-        if _text(file) == text and loaded.exists():
+        if _read_text(file) == text and loaded.exists():
             return
         file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         loaded.unlink(missing_ok=True)
@@ -122,12 +124,12 @@ class Ends:
         loaded.touch()
 
 
-def _user_units() -> Path:
+def _user_unit_folder() -> Path:
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     return Path(folder) / "systemd" / "user"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -139,19 +141,19 @@ def journal_warnings(failed: Collection[str], root: Path = Path("/")) -> list[st
 
     A namespace is in use while journald has a folder for it.
     """
-    found = []
+    warnings = []
     for folder in sorted(root.glob("run/systemd/journal.agentd-*")):
         namespace = folder.name.removeprefix("journal.")
         unit = f"systemd-journald@{namespace}.service"
         if unit in failed:
-            found.append(
+            warnings.append(
                 f"{unit} has failed: kernel output is lost until it runs again"
                 f" (systemctl status {unit})"
             )
         limits = _limits_file(namespace, root)
         if not limits.exists():
-            found.append(f"the journal {namespace} has no limits: {limits} is missing")
-    return found
+            warnings.append(f"the journal {namespace} has no limits: {limits} is missing")
+    return warnings
 
 
 def _limits_file(namespace: str, root: Path = Path("/")) -> Path:
@@ -164,7 +166,7 @@ def _limit_journal(agent_id: str) -> None:
     file = _limits_file(namespace)
     with suppress(OSError):
         text = JOURNAL_LIMITS.format(namespace=namespace)
-        if _text(file) != text:
+        if _read_text(file) != text:
             file.parent.mkdir(mode=0o755, exist_ok=True)
             file.write_text(text, encoding="utf-8")
             file.chmod(0o644)

@@ -103,14 +103,16 @@ def properties(
     return [
         ("Description", "s", f"kernel {spec.kernel_id} of {spec.agent_id} (agentd)"),
         ("Slice", "s", slice_name(spec.agent_id)),
-        *_lifecycle(plan, folder, settings),
+        *_lifecycle_properties(plan, folder, settings),
         *([] if accounts.is_user else [("LogNamespace", "s", namespace_name(spec.agent_id))]),
-        *_limits(plan, settings, memory_nodes, is_user=accounts.is_user),
-        *_sandbox(plan, accounts),
+        *_limit_properties(plan, settings, memory_nodes, is_user=accounts.is_user),
+        *_sandbox_properties(plan, accounts),
     ]
 
 
-def _lifecycle(plan: KernelPlan, folder: str, settings: SystemdSettings) -> Iterator[Property]:
+def _lifecycle_properties(
+    plan: KernelPlan, folder: str, settings: SystemdSettings
+) -> Iterator[Property]:
     spec = plan.spec
     yield "Type", "s", "exec"
     yield "ExitType", "s", "cgroup"
@@ -138,7 +140,7 @@ def unexpanded(words: Iterable[str]) -> list[str]:
     return [word.replace("$", "$$") for word in words]
 
 
-def _limits(
+def _limit_properties(
     plan: KernelPlan,
     settings: SystemdSettings,
     memory_nodes: Sequence[int],
@@ -159,15 +161,15 @@ def _limits(
         yield counted, "b", True
     yield "TasksMax", "t", options.pids_limit or settings.pids_limit
     for name, limit in options.ulimits.items():
-        yield f"Limit{name.upper()}", "t", _limit(limit.hard)
-        yield f"Limit{name.upper()}Soft", "t", _limit(limit.soft)
+        yield f"Limit{name.upper()}", "t", _limit_value(limit.hard)
+        yield f"Limit{name.upper()}Soft", "t", _limit_value(limit.soft)
 
 
-def _limit(value: int) -> int:
+def _limit_value(value: int) -> int:
     return INFINITY if value < 0 else value
 
 
-def _sandbox(plan: KernelPlan, accounts: UserAccounts) -> Iterator[Property]:
+def _sandbox_properties(plan: KernelPlan, accounts: UserAccounts) -> Iterator[Property]:
     edits = plan.edits
     refuse_what_no_unit_has(edits, is_user=accounts.is_user)
     yield "NoNewPrivileges", "b", True

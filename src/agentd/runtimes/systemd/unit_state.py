@@ -21,7 +21,7 @@ SEEN = (
 UNSET = 2**64 - 1
 """systemd's value for an unknown number."""
 LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
-_CLD = {1: "exited", 2: "killed", 3: "dumped"}
+_END_KINDS = {1: "exited", 2: "killed", 3: "dumped"}
 """Ends of a process, by the `CLD_` numbers of sigaction(2)."""
 
 
@@ -35,7 +35,7 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
         return ObservedState.RUNNING
     if active == "activating":
         return ObservedState.CREATED
-    events = _events(f"{root}/{control_group.lstrip('/')}") if control_group else b""
+    events = _read_events(f"{root}/{control_group.lstrip('/')}") if control_group else b""
     if b"populated 1" in events:
         return ObservedState.PAUSED if b"frozen 1" in events else ObservedState.RUNNING
     if active in ("failed", "inactive") or (active, sub) == ("active", "exited"):
@@ -43,7 +43,7 @@ def state_of(active: str, sub: str, control_group: str = "", root: Path = MOUNT)
     return ObservedState.RUNNING
 
 
-def _events(cgroup: str) -> bytes:
+def _read_events(cgroup: str) -> bytes:
     """Return a cgroup's `cgroup.events` (cgroups(7)), empty if it does not exist."""
     try:
         return Path(cgroup, "cgroup.events").read_bytes()
@@ -53,17 +53,17 @@ def _events(cgroup: str) -> bytes:
         raise
 
 
-def end_of(seen: Mapping[str, Any]) -> End:
+def end_of(properties: Mapping[str, Any]) -> End:
     """Return the end of a unit's process from its properties."""
-    code = _CLD.get(seen["ExecMainCode"], "")
-    finished_at = seen["ExecMainExitTimestamp"] / 1e6 or time.time()
-    return End(seen["Result"], code, str(seen["ExecMainStatus"]), finished_at)
+    code = _END_KINDS.get(properties["ExecMainCode"], "")
+    finished_at = properties["ExecMainExitTimestamp"] / 1e6 or time.time()
+    return End(properties["Result"], code, str(properties["ExecMainStatus"]), finished_at)
 
 
-def usage_of(seen: Mapping[str, Any]) -> Usage:
+def usage_of(properties: Mapping[str, Any]) -> Usage:
     """Return the usage of a unit whose cgroup is gone, as the manager reports it."""
     cpu, read, written = (
-        None if seen[name] == UNSET else int(seen[name])
+        None if properties[name] == UNSET else int(properties[name])
         for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
     )
     if not counts_blocks():
