@@ -402,6 +402,7 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
     error = error_of({"code": code, "detail": "why", "status": STATUSES[code]})
     assert (error.code, str(error)) == (code, "why")
     assert error.content["code"] == code
+    assert error.facts() is not None
 
 
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:

@@ -4,86 +4,111 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from agentd.errors import MOST_DETAIL, AgentdError, Problem, Refused, Unavailable, Unreachable
+from agentd import errors
+from agentd.errors import (
+    MOST_DETAIL,
+    AgentdError,
+    ConfigRefused,
+    Forbidden,
+    InsufficientResource,
+    InvalidRequest,
+    InvalidSlotAmount,
+    InvalidSlotCombination,
+    Problem,
+    Refused,
+    Unavailable,
+    Unreachable,
+    UnsupportedResource,
+)
 
+_T = TypeVar("_T")
 _SERVER_ERROR = 500
-NO_FACTS = frozenset({"type", "title", "status", "detail", "code", "retry_after_s"})
 
 
 def error_of(content: Mapping[str, Any]) -> AgentdError:
-    """Return the error of a problem: its class by `code`, its facts as attributes.
-
-    An unknown code becomes a `Refused`.
-    """
-    kind = _CLASSES.get(str(content.get("code", "")))
-    detail = str(content.get("detail", content))
-    if kind is None:
-        return Refused(str(content.get("code", "Internal")), detail, content)
-    error = kind.__new__(kind)
-    Exception.__init__(error, detail)
-    for name, value in content.items():
-        if name not in NO_FACTS and not name.startswith("_") and not hasattr(AgentdError, name):
-            setattr(error, "limit" if name == "reason" else name, value)
-    if isinstance(listed := content.get("errors"), list):
-        problems = tuple(
-            Problem(str(item.get("where", "")), str(item.get("why", "")))
-            for item in listed
-            if isinstance(item, dict)
-        )
-        error.problems = problems  # type: ignore[attr-defined]
-    slots = content.get("known_slots")
-    if slots is not None:
-        error.known = slots  # type: ignore[attr-defined]
+    """Return the error of a problem: its class by `code`; an unknown code becomes a `Refused`."""
+    code, detail = str(content.get("code", "Internal")), str(content.get("detail", content))
+    error_class = _CLASSES.get(code)
+    if error_class is None:
+        return Refused(code, detail, content)
+    error = _with_facts(error_class, content)
+    error.args = (detail,)
     error.content = dict(content)
     return error
 
 
-def error_in(status: int, raw: bytes, retry_after: str | None = None) -> AgentdError:
+def _with_facts(error_class: type[AgentdError], content: Mapping[str, Any]) -> AgentdError:
+    """Return an error of a class with the facts of a problem; malformed ones are left out."""
+    if issubclass(error_class, UnsupportedResource):
+        slots, known = _entries(content, "slots", str), _entries(content, "known_slots", str)
+        plugins = content.get("plugins")
+        return error_class(slots, known, plugins if isinstance(plugins, dict) else {})
+    if issubclass(error_class, InsufficientResource):
+        names = ("slot", "requested", "free", "reason")
+        slot, requested, free, limit = (str(content.get(name, "")) for name in names)
+        return error_class(slot, requested, free, _entries(content, "explain", dict), limit)
+    if issubclass(error_class, Forbidden):
+        return error_class("", "", "", _entries(content, "roles", str))
+    if issubclass(error_class, _LISTED):
+        return error_class(
+            [
+                Problem(str(entry.get("where", "")), str(entry.get("why", "")))
+                for entry in _entries(content, "errors", dict)
+            ]
+        )
+    return error_class()
+
+
+def _entries(content: Mapping[str, Any], member: str, kind: type[_T]) -> list[_T]:
+    """Return the entries of a list that are of a kind."""
+    entries = content.get(member)
+    return [e for e in entries if isinstance(e, kind)] if isinstance(entries, list) else []
+
+
+def error_in(status: int, body: bytes, retry_after: str | None = None) -> AgentdError:
     """Return the error of an answer; `retry_after` is that header."""
     try:
-        content = json.loads(raw)
+        content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
         error = error_of(content)
     else:
-        text = raw[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
+        text = body[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
     if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
         error.retry_after_s = max(1, int(retry_after or ""))  # type: ignore[misc]
     return error
 
 
-def content_of(raw: bytes) -> Any:
+def content_of(body: bytes) -> Any:
     """Parse the JSON of a successful answer, None if it is empty.
 
     Raises:
         Refused: it is not JSON, so not from this API.
     """
     try:
-        return json.loads(raw) if raw else None
+        return json.loads(body) if body else None
     except (ValueError, RecursionError):
-        shown = raw[:80].decode(errors="replace")
-        raise Refused("Internal", f"the answer is not JSON: {shown!r}", {}) from None
+        excerpt = body[:80].decode(errors="replace")
+        raise Refused("Internal", f"the answer is not JSON: {excerpt!r}", {}) from None
 
 
-def unreachable(where: str, error: Exception) -> Unreachable:
+def unreachable(address: str, error: Exception) -> Unreachable:
     """Return the error of a call without an answer."""
-    why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return Unreachable(f"{where}: {why}")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Unreachable(f"{address}: {reason}")
 
 
-def _all(kind: type[AgentdError]) -> Iterator[type[AgentdError]]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _all(below)
-
-
+_LISTED = (ConfigRefused, InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)
 _CLASSES = {
     kind.code: kind
-    for kind in reversed(list(_all(AgentdError)))
-    if "code" in vars(kind) and kind is not Refused
+    for kind in vars(errors).values()
+    if isinstance(kind, type)
+    and issubclass(kind, AgentdError)
+    and "code" in vars(kind)
+    and kind not in (AgentdError, Refused)
 }
