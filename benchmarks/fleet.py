@@ -26,9 +26,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agentd.core.slots import ONE, ResourceSlots, SlotKind, SlotType
 from agentd_fleet.placement.choice import (
@@ -72,8 +73,7 @@ LOADS, AGES, RATES, GATEWAYS = (50, 80, 90, 95, 99), (0, 1, 5), (100, 1500), (1,
 MOST_TRIES = 8
 
 
-@dataclass(slots=True)
-class Kernel:
+class Kernel(msgspec.Struct):
     kind: str
     slots: ResourceSlots
     where: Candidate

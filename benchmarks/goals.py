@@ -13,19 +13,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 FOLDER = Path(__file__).parent
 PROGRAMS = ("create", "claims", "plugins", "scale")
 
 
-class Goal(NamedTuple):
+class Goal(msgspec.Struct, frozen=True):
     """The most that a figure of a program's JSON may be."""
 
     program: str
     path: str
-    most: float
-    what: str
+    maximum: float
+    description: str
 
 
 GOALS = (
@@ -76,10 +78,10 @@ def main() -> None:
     programs = sys.argv[1:] or PROGRAMS
     missed = 0
     for goal, value in judged({program: measured(program) for program in programs}):
-        is_met = value <= goal.most
+        is_met = value <= goal.maximum
         missed += not is_met
         verdict = "met" if is_met else "MISSED"
-        print(f"{verdict:6} {goal.what}: {value:g}, at most {goal.most:g} ({goal.path})")
+        print(f"{verdict:6} {goal.description}: {value:g}, at most {goal.maximum:g} ({goal.path})")
     sys.exit(1 if missed else 0)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from agentd.client.paths import at, next_query
 from agentd.errors import Refused, Unavailable
@@ -12,8 +14,7 @@ from agentd.errors import Refused, Unavailable
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Call(Generic[T]):
+class Call(msgspec.Struct, Generic[T], frozen=True):
     """One call; `T` is its answer's type. One that `is_repeatable` may be sent again.
 
     One that `is_paged` asks for a list without a limit: the clients read all of its pages.
@@ -22,13 +23,13 @@ class Call(Generic[T]):
     method: str
     path: str
     body: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     is_repeatable: bool = True
     is_paged: bool = False
 
-    def is_worth_another(self, refusal: Unavailable, left_s: float) -> bool:
+    def is_worth_another(self, refusal: Unavailable, remaining_s: float) -> bool:
         """Return whether to send it again: what `refusal` asks to wait for fits what is left."""
-        return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= left_s
+        return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= remaining_s
 
     def next_page(self, link: str | None) -> Self | None:
         """Return the call for the page after an answer with the header `Link`, if there is one.
@@ -39,8 +40,8 @@ class Call(Generic[T]):
             Refused: it is this page again, as from a cache that does not look at the query.
         """
         query = next_query(link) if self.is_paged else None
-        path, _, asked = self.path.partition("?")
-        if query is not None and query == asked:
+        path, _, own_query = self.path.partition("?")
+        if query is not None and query == own_query:
             raise Refused("Internal", f"the page after {self.path} is the same page again", {})
         return None if query is None else replace(self, path=f"{path}?{query}")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from agentd.client.errors import content_of
 
 _FIELDS = ("event", "data", "id")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeEvent:
+class NodeEvent(msgspec.Struct, frozen=True):
     """An event: its kind, the answer of the matching call, and the id to resume after."""
 
     kind: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.service.weaknesses import Weakness
 from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regular
@@ -14,14 +15,14 @@ EXPIRY_WARNING_S = 14 * 24 * 3600.0
 """Seconds before the end of a certificate from which on it is a warning."""
 
 
-class Validity(NamedTuple):
+class Validity(msgspec.Struct, frozen=True):
     """The validity period of a certificate, in seconds since the epoch."""
 
     not_before: float
     not_after: float
 
 
-class Certificate(NamedTuple):
+class Certificate(msgspec.Struct, frozen=True):
     """A certificate: its TLS context, its validity and the mode of its key file."""
 
     context: ssl.SSLContext
@@ -82,11 +83,14 @@ def validity_of(pem: bytes) -> Validity | None:
 
 def validity_weaknesses(cert: Path, validity: Validity) -> list[Weakness]:
     """Return the warnings about a certificate before, near the end of and after its validity."""
-    begins, ends = map(_date, validity)
     return [
-        Weakness(f"{cert} is not valid before {begins}", until=validity.not_before),
         Weakness(
-            f"{cert} expires at {ends}", validity.not_after - EXPIRY_WARNING_S, validity.not_after
+            f"{cert} is not valid before {_date(validity.not_before)}", until=validity.not_before
+        ),
+        Weakness(
+            f"{cert} expires at {_date(validity.not_after)}",
+            validity.not_after - EXPIRY_WARNING_S,
+            validity.not_after,
         ),
         Weakness(expired_text(cert, validity), validity.not_after),
     ]

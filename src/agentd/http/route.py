@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -119,9 +119,9 @@ def _by_status(answers: Any) -> dict[int, Any]:
     return answers if isinstance(answers, dict) else {200: answers}
 
 
-class _Kind(NamedTuple):
+class _Kind(msgspec.Struct, frozen=True):
     pattern: re.Pattern[str]
-    what: str
+    noun: str
     unknown: type[RequestError]
 
 
@@ -155,4 +155,4 @@ def require_names(parameters: Mapping[str, str]) -> None:
     """
     for parameter, value in parameters.items():
         if parameter != REST and not (kind := _KINDS[parameter]).pattern.fullmatch(value):
-            raise kind.unknown(f"no {kind.what} {shortened(value)}: it is not a valid name")
+            raise kind.unknown(f"no {kind.noun} {shortened(value)}: it is not a valid name")

@@ -9,7 +9,8 @@ import socket
 import stat
 import struct
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.errors import StartRefused
 from agentd.tomlfile.folders import refusal
@@ -20,7 +21,7 @@ _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
 
 
-class SocketPeer(NamedTuple):
+class SocketPeer(msgspec.Struct, frozen=True):
     """The process at the other end of a unix socket, as it was when it connected."""
 
     socket: str
@@ -34,8 +35,8 @@ def peer_of(transport: asyncio.BaseTransport) -> SocketPeer | None:
     path = transport.get_extra_info("sockname")
     if not isinstance(path, str):
         return None
-    connected = transport.get_extra_info("socket")
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    client_socket = transport.get_extra_info("socket")
+    credentials = client_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
     return SocketPeer(path, pid, uid)
 
@@ -47,22 +48,22 @@ def path_refusal(path: Path) -> str:
     """
     if error := refusal(path.parent):
         return f"{path}: {error.strerror}"
-    kind = _kind_in_the_way(path)
+    kind = _non_socket_kind(path)
     return f"{path} is {kind}, expected a socket or nothing" if kind else ""
 
 
 def group_refusal(group: str) -> str:
     """Return why a socket cannot be given to a group, empty if it can."""
     try:
-        number = grp.getgrnam(group).gr_gid
+        gid = grp.getgrnam(group).gr_gid
     except KeyError:
         return f"no group {group!r} on this host"
-    if os.geteuid() != 0 and number not in {os.getegid(), *os.getgroups()}:
+    if os.geteuid() != 0 and gid not in {os.getegid(), *os.getgroups()}:
         return f"agentd is not root and not a member of group {group!r}"
     return ""
 
 
-def _kind_in_the_way(path: Path) -> str:
+def _non_socket_kind(path: Path) -> str:
     """Return the kind of a non-socket file at a path, empty if there is none."""
     try:
         mode = path.lstat().st_mode
@@ -81,17 +82,17 @@ def unix_socket(path: Path, group: str | None) -> socket.socket:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if kind := _kind_in_the_way(path):
+        if kind := _non_socket_kind(path):
             raise StartRefused(f"socket {path} is {kind}, expected a socket or nothing")
         if path.is_socket():
             _refuse_in_use(path)
             path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o777 & ~SOCKET_MODE)
+        previous_umask = os.umask(0o777 & ~SOCKET_MODE)
         try:
             listener.bind(str(path))
         finally:
-            os.umask(before)
+            os.umask(previous_umask)
         if group is not None:
             os.chown(path, -1, grp.getgrnam(group).gr_gid)
     except KeyError:
