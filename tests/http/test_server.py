@@ -135,7 +135,7 @@ async def test_stop_waits_a_limited_time_for_first_requests(
     with socket.socket(socket.AF_UNIX) as late, socket.socket(socket.AF_UNIX) as silent:
         for client in (late, silent):
             client.connect(str(path))
-        while len(server._newcomers) < 2:
+        while len(server._pending) < 2:
             await asyncio.sleep(0)
         stopping = asyncio.create_task(server.stop(Deadline.after(10)))
         while path.exists():

@@ -21,12 +21,12 @@ FAREWELL_S = 2.0
 """Seconds that the far end may take to close."""
 
 
-async def hang_up(wire: aiohttp.ClientWebSocketResponse) -> None:
+async def hang_up(websocket: aiohttp.ClientWebSocketResponse) -> None:
     """Close a WebSocket, even if the far end reads no more; unread data is lost."""
-    connection = wire.get_extra_info("socket")
+    connection = websocket.get_extra_info("socket")
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL_S):
-            await wire.close()
+            await websocket.close()
     with suppress(OSError):
         if connection is not None:
             connection.shutdown(socket.SHUT_RDWR)
@@ -44,11 +44,11 @@ class Execution:
     of it is 1. A command that did not start raises the daemon's refusal at the first step.
     """
 
-    def __init__(self, wire: aiohttp.ClientWebSocketResponse, where: str) -> None:
-        self._wire = wire
-        self._where = where
+    def __init__(self, websocket: aiohttp.ClientWebSocketResponse, address: str) -> None:
+        self._websocket = websocket
+        self._address = address
         self._exit_code: int | None = None
-        self._is_heard = asyncio.Event()
+        self._has_frame = asyncio.Event()
         self._is_reading = True
 
     @property
@@ -65,13 +65,13 @@ class Execution:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await hang_up(self._wire)
+        await hang_up(self._websocket)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
-        async for frame in self._wire:
-            self._is_heard.set()
+        async for frame in self._websocket:
+            self._has_frame.set()
             if frame.type is aiohttp.WSMsgType.PING:
-                await self._wire.pong(frame.data)
+                await self._websocket.pong(frame.data)
             elif frame.type is aiohttp.WSMsgType.BINARY:
                 self._is_reading = False
                 yield frame.data[0], frame.data[1:]
@@ -83,7 +83,7 @@ class Execution:
                     raise error_in(problem["status"], json.dumps(problem).encode(), None)
                 self._exit_code = int(content["exit_code"])
                 return
-        raise Unreachable(f"{self._where}: the connection ended before the command did")
+        raise Unreachable(f"{self._address}: the connection ended before the command did")
 
     async def is_served(self, seconds: float) -> bool:
         """Wait for a frame for a limited time, and return whether one arrived, or may have.
@@ -91,22 +91,22 @@ class Execution:
         The daemon sends one each second while the command runs, even if it prints nothing. None is
         read while the caller of the iterator is busy with the last one.
         """
-        self._is_heard.clear()
-        return await is_set_within(self._is_heard, seconds) or not self._is_reading
+        self._has_frame.clear()
+        return await is_set_within(self._has_frame, seconds) or not self._is_reading
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""
         for start in range(0, len(data), CHUNK):
-            await self._wire.send_bytes(data[start : start + CHUNK])
+            await self._websocket.send_bytes(data[start : start + CHUNK])
 
     async def close_input(self) -> None:
         """Close the command's input."""
-        await self._wire.send_str(json.dumps({"stdin": "closed"}))
+        await self._websocket.send_str(json.dumps({"stdin": "closed"}))
 
     async def resize(self, columns: int, rows: int) -> None:
         """Set the size of the terminal."""
-        await self._wire.send_str(json.dumps({"resize": [columns, rows]}))
+        await self._websocket.send_str(json.dumps({"resize": [columns, rows]}))
 
     async def send_signal(self, name: str) -> None:
         """Send a signal by its name, such as INT."""
-        await self._wire.send_str(json.dumps({"signal": name}))
+        await self._websocket.send_str(json.dumps({"signal": name}))

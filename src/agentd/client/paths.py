@@ -16,8 +16,8 @@ _NEXT = re.compile(r'<[^<>?]*\?([!"$-;=?-~]+)(?:#[^<>]*)?>\s*;\s*rel="?next"?')
 
 def next_query(link: str | None) -> str | None:
     """Return the query of the next page in the header `Link` (RFC 8288), None if it has none."""
-    found = _NEXT.search(link or "")
-    return found[1] if found else None
+    match = _NEXT.search(link or "")
+    return match[1] if match else None
 
 
 def at(*parts: str, **query: object) -> str:
@@ -26,8 +26,8 @@ def at(*parts: str, **query: object) -> str:
     Raises:
         InvalidRequest: a part is a path step, which would lead to another call.
     """
-    if steps := [part for part in parts if part in ("", ".", "..")]:
-        raise InvalidRequest([Problem("", f"invalid name {steps[0]!r}")])
+    if path_steps := [part for part in parts if part in ("", ".", "..")]:
+        raise InvalidRequest([Problem("", f"invalid name {path_steps[0]!r}")])
     path = "/v1/" + "/".join(quote(part, safe="", errors=_RAW) for part in parts)
     pairs = [
         (name, "true" if item is True else str(item))

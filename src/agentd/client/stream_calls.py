@@ -39,10 +39,12 @@ class StreamCalls(Transport):
 
         At a gateway `node` names the kernel's node, if the fleet did not place it.
         """
-        wire = await self._connected(Call("GET", at("kernels", kernel_id, "exec", node=node)))
-        asked = {"command": list(command), "tty": tty, "env": dict(env or {})}
-        await wire.send_json({**asked, "working_dir": working_dir})
-        async with Execution(wire, self._where) as execution:
+        websocket = await self._connect_websocket(
+            Call("GET", at("kernels", kernel_id, "exec", node=node))
+        )
+        request = {"command": list(command), "tty": tty, "env": dict(env or {})}
+        await websocket.send_json({**request, "working_dir": working_dir})
+        async with Execution(websocket, self._where) as execution:
             yield execution
 
     async def logs(
@@ -63,14 +65,14 @@ class StreamCalls(Transport):
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
         path = at("kernels", kernel_id, "logs", **query, stream=stream, node=node)
         call: Call[bytes] = Call("GET", path, is_repeatable=False)
-        async with await self._streamed(call) as response:
+        async with await self._open_stream(call) as response:
             try:
                 async for chunk in response.content.iter_chunked(CHUNK):
                     yield chunk
             except aiohttp.ClientError as error:
                 raise unreachable(self._where, error) from None
 
-    async def _streamed(
+    async def _open_stream(
         self, call: Call[bytes], *, silence_s: float | None = None
     ) -> aiohttp.ClientResponse:
         """Open a stream, whose answer must begin in time."""
@@ -78,8 +80,8 @@ class StreamCalls(Transport):
             async with asyncio.timeout(self._timeout_s):
                 return await self._opened(call, silence_s=silence_s)
         except TimeoutError:
-            why = f"no answer within {self._timeout_s:g} s"
-            raise Unreachable(f"{self._where}: {why}") from None
+            reason = f"no answer within {self._timeout_s:g} s"
+            raise Unreachable(f"{self._where}: {reason}") from None
 
     @asynccontextmanager
     async def listening(
@@ -90,22 +92,22 @@ class StreamCalls(Transport):
         Raises:
             AgentdError: the events are not available.
         """
-        stream = await self._streamed(calls.events(after), silence_s=SILENCE_S)
+        stream = await self._open_stream(calls.events(after), silence_s=SILENCE_S)
         async with stream as response:
-            yield _events_of(response.content.iter_any(), self._max_bytes)
+            yield _parse_events(response.content.iter_any(), self._max_bytes)
 
     async def events(self, *, after: str | None = None) -> AsyncIterator[NodeEvent]:
         """Yield events of the node forever, and reconnect after a lost connection.
 
         If events were missed, one of kind `reset` asks the reader to list everything again.
         """
-        is_again = False
+        has_connected = False
         while True:
             try:
                 async with self.listening(after=after) as events:
-                    if is_again and after is None:
+                    if has_connected and after is None:
                         yield NodeEvent("reset", {"reason": "the connection was lost"}, "")
-                    is_again = True
+                    has_connected = True
                     async for event in events:
                         after = event.id
                         yield event
@@ -114,7 +116,7 @@ class StreamCalls(Transport):
             await asyncio.sleep(RECONNECT_S)
 
 
-async def _events_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[NodeEvent]:
+async def _parse_events(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[NodeEvent]:
     """Yield the events of a stream until its connection ends.
 
     A line may be as long as a kernel's command and labels.
@@ -122,14 +124,14 @@ async def _events_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncItera
     Raises:
         Refused: a line exceeds `max_bytes`, or is not an event.
     """
-    frames, rest = Frames(), bytearray()
+    frames, partial_line = Frames(), bytearray()
     with suppress(aiohttp.ClientError, TimeoutError):
         async for chunk in chunks:
-            rest += chunk
+            partial_line += chunk
             if b"\n" in chunk:
-                *lines, rest = rest.split(b"\n")
+                *lines, partial_line = partial_line.split(b"\n")
                 for line in lines:
                     if (event := frames.read(line)) is not None:
                         yield event
-            if len(rest) > max_bytes:
+            if len(partial_line) > max_bytes:
                 raise Refused("Internal", f"an event exceeds {max_bytes} bytes", {})

@@ -86,15 +86,15 @@ class Transport:
     async def _answer(self, call: Call[Any], timeout_s: float) -> tuple[bytes, str | None]:
         """Return the content and the header `Link` of an answer."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + self._timeout_s
+        deadline = loop.time() + self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
                         async with await self._opened(call) as response:
-                            return await self._body(response), response.headers.get("Link")
+                            return await self._read_body(response), response.headers.get("Link")
                     except Unavailable as error:
-                        if not call.is_worth_another(error, end - loop.time()):
+                        if not call.is_worth_another(error, deadline - loop.time()):
                             raise
                         pause_s = error.retry_after_s
                     await asyncio.sleep(pause_s)
@@ -112,7 +112,7 @@ class Transport:
             AgentdError: the answer is an error, or missing.
             RuntimeError: the client is not open.
         """
-        session = self._opened_session
+        session = self._open_session
         try:
             response = await session.request(
                 call.method,
@@ -130,10 +130,10 @@ class Transport:
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
             async with response:
                 retry_after = response.headers.get("Retry-After")
-                raise error_in(response.status, await self._body(response), retry_after)
+                raise error_in(response.status, await self._read_body(response), retry_after)
         return response
 
-    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
         """Return the body of an answer.
 
         Raises:
@@ -155,8 +155,8 @@ class Transport:
         Raises:
             Unreachable: there is no answer.
         """
-        session = self._opened_session
-        forever = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        session = self._open_session
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         try:
             async with session.request(
                 method,
@@ -164,7 +164,7 @@ class Transport:
                 data=body,
                 headers=headers,
                 ssl=self._tls or True,
-                timeout=forever,
+                timeout=timeout,
                 allow_redirects=False,
                 auto_decompress=False,
             ) as response:
@@ -172,17 +172,17 @@ class Transport:
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(self._where, error) from None
 
-    async def _connected(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
+    async def _connect_websocket(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket, and repeat it while the daemon is not ready for it.
 
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
         """
-        session = self._opened_session
-        end = asyncio.get_running_loop().time() + self._timeout_s
+        session = self._open_session
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             try:
-                async with asyncio.timeout_at(end):
+                async with asyncio.timeout_at(deadline):
                     return await session.ws_connect(
                         self._base + call.path,
                         ssl=self._tls or True,
@@ -196,16 +196,16 @@ class Transport:
                     if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
                         raise
                 else:
-                    why = "the server does not support WebSockets"
-                    raise Unreachable(f"{self._where}: {why}") from None
+                    reason = "the server does not support WebSockets"
+                    raise Unreachable(f"{self._where}: {reason}") from None
             except TimeoutError:
-                why = f"no answer within {self._timeout_s:g} s"
-                raise Unreachable(f"{self._where}: {why}") from None
+                reason = f"no answer within {self._timeout_s:g} s"
+                raise Unreachable(f"{self._where}: {reason}") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise unreachable(self._where, error) from None
 
     @property
-    def _opened_session(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
         return self._session

@@ -73,16 +73,16 @@ class BlockingTransport:
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
         """
-        sent = dict(call.headers)
+        headers = dict(call.headers)
         if self._token:
-            sent["Authorization"] = f"Bearer {self._token}"
-        data = None
+            headers["Authorization"] = f"Bearer {self._token}"
+        body = None
         if call.body is not None:
-            data, sent["Content-Type"] = json.dumps(call.body).encode(), "application/json"
+            body, headers["Content-Type"] = json.dumps(call.body).encode(), "application/json"
         try:
             connection = self._connection(timeout_s or self._timeout_s)
             base = urlsplit(self._url or "").path.rstrip("/")
-            connection.request(call.method, f"{base}{call.path}", data, sent)
+            connection.request(call.method, f"{base}{call.path}", body, headers)
             response = connection.getresponse()
             if response.status >= http.client.MULTIPLE_CHOICES:
                 retry_after = response.headers.get("Retry-After")
@@ -108,13 +108,13 @@ class BlockingTransport:
 
     def _answer(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
         """Return the content and the header `Link` of an answer."""
-        end = time.monotonic() + self._retry_s
+        deadline = time.monotonic() + self._retry_s
         while True:
             try:
                 response = self.open(call, timeout_s)
                 return response.read(), response.headers.get("Link")
             except Unavailable as error:
-                if not call.is_worth_another(error, end - time.monotonic()):
+                if not call.is_worth_another(error, deadline - time.monotonic()):
                     raise
                 time.sleep(error.retry_after_s)
             except (OSError, http.client.HTTPException) as error:
@@ -162,10 +162,10 @@ class BlockingTransport:
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._url is None:
             return _UnixConnection(self._socket_path, timeout_s)
-        parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        url = urlsplit(self._url)
+        if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError("invalid address: expected http://HOST:PORT or https://HOST:PORT")
-        place = parts.hostname, parts.port
-        if parts.scheme == "https":
-            return http.client.HTTPSConnection(*place, timeout=timeout_s, context=client_tls())
-        return http.client.HTTPConnection(*place, timeout=timeout_s)
+        address = url.hostname, url.port
+        if url.scheme == "https":
+            return http.client.HTTPSConnection(*address, timeout=timeout_s, context=client_tls())
+        return http.client.HTTPConnection(*address, timeout=timeout_s)

@@ -45,14 +45,14 @@ def audited(
         caller, kernel_id = caller_of(request), id_of(request, "kernel")
         claim_id = id_of(request, "claim")
         audit = Audit(
-            caller.name,
-            caller.via,
-            caller.uid,
-            action,
-            agent_id,
-            kernel_id,
-            call.outcome,
-            claim_id,
+            caller=caller.name,
+            via=caller.via,
+            uid=caller.uid,
+            action=action,
+            agent_id=agent_id,
+            kernel_id=kernel_id,
+            outcome=call.outcome,
+            claim_id=claim_id,
         )
         if on_error is not None and caller.sees(agent_id) and isinstance(failure, AgentdError):
             on_error(audit, failure)

@@ -39,14 +39,14 @@ class Callers:
     def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
         self._tokens = tuple(tokens)
         self._sockets = dict(sockets)
-        self._main = next(iter(self._sockets))
+        self._main_socket = next(iter(self._sockets))
 
     def renew(self, tokens: Sequence[Token]) -> set[str]:
         """Replace the tokens and return the names of callers whose tokens are revoked."""
-        kept = {token.caller.name for token in tokens if token in self._tokens}
-        gone = {token.caller.name for token in self._tokens} - kept
+        unchanged = {token.caller.name for token in tokens if token in self._tokens}
+        revoked = {token.caller.name for token in self._tokens} - unchanged
         self._tokens = tuple(tokens)
-        return gone
+        return revoked
 
     def turns_of(self, request: web.BaseRequest) -> Hashable:
         """Return the owner of a request's turns: a user on a socket, else a caller or None."""
@@ -67,34 +67,34 @@ class Callers:
         """
         if (peer := connection_of(request).peer) is not None:
             caller = replace(self._sockets[peer.socket], uid=peer.uid)
-            is_gateway = peer.socket == self._main
+            is_gateway = peer.socket == self._main_socket
         else:
-            token = self._by_token(request.headers.get("Authorization", ""))
+            token = self._find_token(request.headers.get("Authorization", ""))
             if token is None:
                 return None
             caller, is_gateway = token.caller, token.is_gateway
-        named = request.headers.getall(ON_BEHALF, [])
-        return _named(named, caller, is_gateway=is_gateway) if named else caller
+        on_behalf = request.headers.getall(ON_BEHALF, [])
+        return _named_caller(on_behalf, caller, is_gateway=is_gateway) if on_behalf else caller
 
-    def _by_token(self, header: str) -> Token | None:
+    def _find_token(self, header: str) -> Token | None:
         """Find the token of a header, in constant time for each comparison."""
-        scheme, _, given = header.partition(" ")
-        secret = given.strip().encode(errors="surrogateescape")
-        found = [
+        scheme, _, credential = header.partition(" ")
+        secret = credential.strip().encode(errors="surrogateescape")
+        matches = [
             token for token in self._tokens if hmac.compare_digest(secret, token.secret.encode())
         ]
-        return found[0] if found and secret and scheme.lower() == "bearer" else None
+        return matches[0] if matches and secret and scheme.lower() == "bearer" else None
 
 
-def _named(named: Sequence[str], caller: Caller, *, is_gateway: bool) -> Caller:
+def _named_caller(on_behalf: Sequence[str], caller: Caller, *, is_gateway: bool) -> Caller:
     if not is_gateway:
         right = "act for another caller"
-        who = ["a token with gateway = true", "the main socket"]
-        raise Forbidden(caller.name, caller.role.value, right, who)
-    if len(named) > 1:
+        allowed = ["a token with gateway = true", "the main socket"]
+        raise Forbidden(caller.name, caller.role.value, right, allowed)
+    if len(on_behalf) > 1:
         raise InvalidRequest([Problem(ON_BEHALF, "given more than once")])
     try:
-        return Caller.named_in(named[0], caller)
+        return Caller.named_in(on_behalf[0], caller)
     except ValueError as error:
         raise InvalidRequest([Problem(ON_BEHALF, str(error))]) from None
 

@@ -38,15 +38,24 @@ def endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
     main = Caller(rpc.socket.stem, Role.ADMIN)
     sockets = [UnixSocket(rpc.socket.absolute(), rpc.socket_group, main)]
     sockets += [
-        UnixSocket(further.path.absolute(), further.group, further.to_caller(further.caller_name))
-        for further in rpc.sockets
+        UnixSocket(
+            settings.path.absolute(), settings.group, settings.to_caller(settings.caller_name)
+        )
+        for settings in rpc.sockets
     ]
     if rpc.listen is None:
         return Endpoint(tuple(sockets))
     host, port = rpc.host_port
     certificate = certificate_of(rpc, section)
     tls = certificate.context if certificate is not None else None
-    return Endpoint(tuple(sockets), str(host), port, tokens(rpc), tls, rpc.max_connections)
+    return Endpoint(
+        tuple(sockets),
+        host=str(host),
+        port=port,
+        tokens=tokens(rpc),
+        tls=tls,
+        max_connections=rpc.max_connections,
+    )
 
 
 def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
@@ -55,26 +64,26 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     Raises:
         ConfigRefused: files are unusable; lists all of them.
     """
-    named = [
+    sources = [
         (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name), token.gateway)
         for index, token in enumerate(rpc.tokens)
     ]
     if rpc.token_file is not None:
         admin = Caller(rpc.token_file.stem, Role.ADMIN)
-        named.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
-    found: list[Token] = []
+        sources.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
+    loaded: list[Token] = []
     problems: list[Problem] = []
-    for where, path, caller, is_gateway in named:
+    for key, path, caller, is_gateway in sources:
         try:
-            found.append(Token(guarded_secret_in(path), caller, is_gateway))
+            loaded.append(Token(guarded_secret_in(path), caller, is_gateway))
         except ValueError as error:
-            problems.append(Problem(where, f"{path} {error}"))
-    secrets = [token.secret for token in found]
+            problems.append(Problem(key, f"{path} {error}"))
+    secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
         problems.append(Problem("rpc.tokens", "two callers have the same token"))
     if problems:
         raise ConfigRefused(problems)
-    return tuple(found)
+    return tuple(loaded)
 
 
 def weaknesses(rpc: RpcSettings) -> list[Weakness]:
@@ -86,15 +95,16 @@ def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     """Return the weaknesses of the tokens; unreadable files are skipped."""
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
-    found: list[Weakness] = []
-    for file in files:
+    warnings: list[Weakness] = []
+    for path in files:
         with suppress(ValueError):
-            read = read_regular(file, MAX_TOKEN)
-            found += [Weakness(f"{file} {why}")] if (why := _exposed(read.mode)) else []
-            if (size := len(_secret(read))) < GOOD_TOKEN:
-                why = f"holds a token of {size} characters, expected {GOOD_TOKEN} or more"
-                found.append(Weakness(f"{file} {why}; agentctl token create writes one"))
-    return found
+            file = read_regular(path, MAX_TOKEN)
+            if problem := _mode_problem(file.mode):
+                warnings.append(Weakness(f"{path} {problem}"))
+            if (size := len(_parse_token(file))) < GOOD_TOKEN:
+                problem = f"holds a token of {size} characters, expected {GOOD_TOKEN} or more"
+                warnings.append(Weakness(f"{path} {problem}; agentctl token create writes one"))
+    return warnings
 
 
 def pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:
@@ -105,20 +115,21 @@ def pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:
         certificate = read_certificate(cert, key)
     except ValueError:
         return []
-    found = [Weakness(f"{key} {why}")] if (why := _exposed(certificate.key_mode)) else []
+    problem = _mode_problem(certificate.key_mode)
+    warnings = [Weakness(f"{key} {problem}")] if problem else []
     if certificate.validity is not None:
-        found += validity_weaknesses(cert, certificate.validity)
-    return found
+        warnings += validity_weaknesses(cert, certificate.validity)
+    return warnings
 
 
-def expiry_problems(where: str, cert: Path | None, key: Path | None) -> list[Problem]:
+def expiry_problems(setting: str, cert: Path | None, key: Path | None) -> list[Problem]:
     """Return the problem of a certificate that has expired; unusable files are skipped."""
     if cert is None or key is None:
         return []
     with suppress(ValueError):
         validity = read_certificate(cert, key).validity
         if validity is not None and validity.not_after <= time.time():
-            return [Problem(where, expired_text(cert, validity))]
+            return [Problem(setting, expired_text(cert, validity))]
     return []
 
 
@@ -128,26 +139,26 @@ def guarded_secret_in(path: Path) -> str:
     Raises:
         ValueError: the file is unusable; the message has the reason without the path.
     """
-    read = read_regular(path, MAX_TOKEN)
-    if why := _exposed(read.mode):
-        raise ValueError(why)
-    return _secret(read)
+    file = read_regular(path, MAX_TOKEN)
+    if problem := _mode_problem(file.mode):
+        raise ValueError(problem)
+    return _parse_token(file)
 
 
-def _exposed(mode: int) -> str:
+def _mode_problem(mode: int) -> str:
     """Return the problem of a secret file's mode, empty if it has none."""
     if not mode & ~SECRET_MODE:
         return ""
     return f"has mode {mode:04o}: accessible by others; expected 0600 or 0640"
 
 
-def _secret(read: RegularFile) -> str:
+def _parse_token(file: RegularFile) -> str:
     """Return the token in a file.
 
     Raises:
         ValueError: the content is not a single word.
     """
-    words = read.text.split()
+    words = file.text.split()
     if len(words) != 1:
         raise ValueError("is empty, expected one line" if not words else "is not a single word")
     return words[0]

@@ -45,14 +45,14 @@ class Gate:
         callers: Callers,
         pages: Pages | None,
         node_id: str | None,
-        patience_s: float,
+        open_timeout_s: float,
     ) -> None:
         self._site = site
         self._routes = {(route.method, route.path): route for route in routes}
         self._callers = callers
         self._pages = pages
         self._node_id = node_id
-        self._patience_s = patience_s
+        self._open_timeout_s = open_timeout_s
 
     async def answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Check a request and run its handler.
@@ -61,16 +61,16 @@ class Gate:
             AgentdError: the request is refused or fails.
             web.HTTPException: the same, raised by aiohttp.
         """
-        if (told := self._told_anybody(request)) is not None:
-            return told
-        caller = await self._identified(request)
-        route = self._route_of(request)
-        needs_nobody = route is not None and route.right is None
-        if caller is None and not needs_nobody:
+        if (public_response := self._told_anybody(request)) is not None:
+            return public_response
+        caller = await self._identify(request)
+        route = self._find_route(request)
+        is_public = route is not None and route.right is None
+        if caller is None and not is_public:
             challenge = {"WWW-Authenticate": 'Bearer realm="agentd"'}
             return problem("Unauthorized", "missing or unknown bearer token", None, challenge)
         if request.path not in OPEN_PATHS:
-            await self._site.until_open(self._patience_s)
+            await self._site.until_open(self._open_timeout_s)
         if route is None or caller is None or route.right is None:
             return await handler(request)
         note_caller(request, caller)
@@ -88,7 +88,7 @@ class Gate:
             call.answered(str(response.status))
         return response
 
-    async def _identified(self, request: web.Request) -> Caller | None:
+    async def _identify(self, request: web.Request) -> Caller | None:
         """Identify the caller again after the body has arrived: its token may be revoked by then.
 
         A body that is too large is refused later, by the handler, after rights and names.
@@ -110,7 +110,7 @@ class Gate:
             return problem("WrongNode", f"this is node {self._node_id}")
         return None
 
-    def _route_of(self, request: web.Request) -> Route | None:
+    def _find_route(self, request: web.Request) -> Route | None:
         resource = request.match_info.route.resource
         return self._routes.get((request.method, resource.canonical)) if resource else None
 
@@ -121,11 +121,11 @@ def refusal(request: web.Request, error: Exception) -> web.Response:
         headers = dict(error.headers)
         if isinstance(error, Unavailable):
             headers["Retry-After"] = str(error.retry_after_s)
-        told = {k: v for k, v in error.content.items() if k not in MEMBERS}
-        return problem(error.code, str(error), told or dict(error.facts()), headers)
+        facts = {k: v for k, v in error.content.items() if k not in MEMBERS}
+        return problem(error.code, str(error), facts or dict(error.facts()), headers)
     if isinstance(error, web.HTTPException):
-        unnamed = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
-        code = HTTP_CODES.get(error.status, unnamed)
+        default_code = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
+        code = HTTP_CODES.get(error.status, default_code)
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         detail = f"{request.method} {request.path}: {error.reason}"
         if code == "BodyTooLarge":

@@ -89,8 +89,8 @@ def address_refusal(host: str) -> str:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.bind((host, 0))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -116,15 +116,15 @@ class Server:
         self._callers = Callers(
             endpoint.tokens, {str(unix.path): unix.caller for unix in endpoint.sockets}
         )
-        patience_s = OPEN_PATIENCE_S if endpoint.passed else 0
-        self._gate = Gate(site, routes, self._callers, pages, node_id, patience_s)
+        open_timeout_s = OPEN_PATIENCE_S if endpoint.passed else 0
+        self._gate = Gate(site, routes, self._callers, pages, node_id, open_timeout_s)
         self._turns = RequestTurns()
-        self._newcomers: set[Connection] = set()
-        self._bound: list[Path] = []
+        self._pending: set[Connection] = set()
+        self._bound_paths: list[Path] = []
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
-        self._open: dict[int, web.Request] = {}
-        self._cancelled: list[str] = []
+        self._requests: dict[int, web.Request] = {}
+        self._cancelled_requests: list[str] = []
         site.describe(cache(lambda: document(title, routes)))
 
     async def start(self) -> None:
@@ -133,28 +133,30 @@ class Server:
         Raises:
             StartRefused: a socket or the address is unavailable.
         """
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._answer])
-        app.on_response_prepare.append(self._sign)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._handle])
+        app.on_response_prepare.append(self._add_node_header)
         for route in self._routes:
             path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
-            app.router.add_route(route.method, path, route.handler, expect_handler=_expected)
+            app.router.add_route(route.method, path, route.handler, expect_handler=_answer_expect)
         self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
         passed = dict(self._endpoint.passed)
         main, *others = self._endpoint.sockets
-        known = {str(unix.path) for unix in self._endpoint.sockets} | {self._endpoint.tcp_address}
-        if strange := sorted(passed.keys() - known):
-            raise StartRefused(f"systemd passed unexpected sockets: {', '.join(strange)}")
+        expected = {str(unix.path) for unix in self._endpoint.sockets} | {
+            self._endpoint.tcp_address
+        }
+        if unexpected := sorted(passed.keys() - expected):
+            raise StartRefused(f"systemd passed unexpected sockets: {', '.join(unexpected)}")
         further = Limits(self._endpoint.max_connections, FURTHER_PART)
         for unix, limits in ((main, None), *((other, further) for other in others)):
-            if (listening := passed.get(str(unix.path))) is None:
-                listening = unix_socket(unix.path, unix.group)
-                self._bound.append(unix.path)
-            await self._listen(listening, limits)
+            if (sock := passed.get(str(unix.path))) is None:
+                sock = unix_socket(unix.path, unix.group)
+                self._bound_paths.append(unix.path)
+            await self._listen(sock, limits)
         if (host := self._endpoint.host) is not None:
-            listening = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
+            sock = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
             limits = Limits(self._endpoint.max_connections, TCP_PART)
-            await self._listen(listening, limits, lambda: self._tls)
+            await self._listen(sock, limits, lambda: self._tls)
 
     def _tcp_socket(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -166,7 +168,7 @@ class Server:
 
     async def _listen(
         self,
-        listening: socket.socket,
+        sock: socket.socket,
         limits: Limits | None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
@@ -179,17 +181,17 @@ class Server:
         if server is None:
             raise RuntimeError("the server has not been set up")
         listener = await asyncio.get_running_loop().create_server(
-            lambda: Connection(server, self._newcomers, limits, tls),
-            sock=listening,
+            lambda: Connection(server, self._pending, limits, tls),
+            sock=sock,
             backlog=ACCEPTED_AT_ONCE,
         )
-        listening.listen(BACKLOG)
+        sock.listen(BACKLOG)
         self._listeners.append(listener)
 
     @property
     def cancelled(self) -> list[str]:
         """The requests that `stop` cancelled, as `METHOD /path`."""
-        return self._cancelled
+        return self._cancelled_requests
 
     @property
     def has_tls(self) -> bool:
@@ -207,16 +209,19 @@ class Server:
 
     async def stop(self, deadline: Deadline) -> None:
         """Remove the sockets, stop accepting, let open requests finish, and cancel the rest."""
-        for path in self._bound:  # after the close, the file may be that of the next daemon
+        for path in self._bound_paths:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
         await self._stop_accepting()
-        await _wait_until_empty(self._newcomers, deadline.left_s(FIRST_REQUEST_S))
+        await _wait_empty(self._pending, deadline.left_s(FIRST_REQUEST_S))
         self._site.streams.end()
-        for silent in list(self._newcomers):
-            silent.close()
-        patience = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
-        await _wait_until_empty(self._open, patience.left_s(SHUTDOWN_TIMEOUT_S))
-        self._cancelled += sorted(f"{open_.method} {open_.path}" for open_ in self._open.values())
+        for connection in list(self._pending):
+            connection.close()
+        requests_deadline = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
+        await _wait_empty(self._requests, requests_deadline.left_s(SHUTDOWN_TIMEOUT_S))
+        requests = self._requests.values()
+        self._cancelled_requests += sorted(
+            f"{request.method} {request.path}" for request in requests
+        )
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -227,23 +232,23 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
-            for listening in listener.sockets:
-                loop.remove_reader(listening.fileno())
+            for sock in listener.sockets:
+                loop.remove_reader(sock.fileno())
         for _ in range(ACCEPT_ROUNDS):
             await asyncio.sleep(0)
         for listener in self._listeners:
             listener.close()
 
-    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+    async def _add_node_header(self, _: web.Request, response: web.StreamResponse) -> None:
         if self._node_id is not None:
             response.headers[NODE] = self._node_id
 
     @web.middleware
-    async def _answer(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, handler: Answering) -> web.StreamResponse:
         """Pass a request through the gate, and turn every error into a problem."""
         connection = connection_of(request)
         connection.begin(request)
-        self._open[id(request)] = request
+        self._requests[id(request)] = request
         try:
             if request.path not in PROBE_PATHS:
                 await self._turns.begin(request, self._callers.turns_of(request))
@@ -253,20 +258,20 @@ class Server:
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
             response = refusal(request, error)
         finally:
-            del self._open[id(request)]
+            del self._requests[id(request)]
             end_turn(request)
             connection.end()
         return response
 
 
-async def _wait_until_empty(things: Sized, patience_s: float) -> None:
+async def _wait_empty(collection: Sized, timeout_s: float) -> None:
     """Wait until a collection is empty, for a limited time."""
-    deadline = Deadline.after(patience_s)
-    while things and deadline.left_s():  # noqa: ASYNC110 - only a stop waits for them
+    deadline = Deadline.after(timeout_s)
+    while collection and deadline.left_s():  # noqa: ASYNC110 - only a stop waits for them
         await asyncio.sleep(POLL_S)
 
 
-async def _expected(request: web.Request) -> web.StreamResponse | None:
+async def _answer_expect(request: web.Request) -> web.StreamResponse | None:
     """Answer an Expect header (RFC 9110): continue, or a problem."""
     if request.headers.get("Expect", "").lower() != "100-continue":
         return problem("ExpectationFailed", "unsupported Expect header: expected 100-continue")

@@ -18,7 +18,7 @@ from agentd.tomlfile.section import (
 )
 
 
-def _short_enough(path: Path) -> Path:
+def _validate_socket_path(path: Path) -> Path:
     """Refuse a socket path that is too long for Linux, or empty."""
     if path == Path():
         raise ValueError('is empty; expected a path such as "/run/agentd/agentd.sock"')
@@ -27,11 +27,11 @@ def _short_enough(path: Path) -> Path:
     return path
 
 
-SocketPath = Annotated[Path, AfterValidator(_short_enough)]
+SocketPath = Annotated[Path, AfterValidator(_validate_socket_path)]
 """The path of a unix socket."""
 
 
-class _Entry(Section):
+class _CallerSettings(Section):
     """The members that tokens and sockets share."""
 
     role: Role = Field(description='"admin", "agent" or "read".')
@@ -40,7 +40,7 @@ class _Entry(Section):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> _Entry:
+    def _validate_agents(self) -> _CallerSettings:
         if self.role is Role.AGENT and not self.agents:
             raise ValueError('role "agent" requires agents = ["…"], the agents in scope')
         if self.role is Role.ADMIN and self.agents:
@@ -52,7 +52,7 @@ class _Entry(Section):
         return Caller(name, self.role, frozenset(self.agents) or None)
 
 
-class TokenSettings(_Entry):
+class TokenSettings(_CallerSettings):
     """[[rpc.tokens]]: one bearer token for TCP."""
 
     name: Name = Field(description="Name of the caller in logs, events and kernels.")
@@ -63,13 +63,13 @@ class TokenSettings(_Entry):
     )
 
     @model_validator(mode="after")
-    def _trusted(self) -> TokenSettings:
+    def _validate_gateway(self) -> TokenSettings:
         if self.gateway and self.role is not Role.ADMIN:
             raise ValueError('gateway = true requires role = "admin": it may act for any caller')
         return self
 
 
-class SocketSettings(_Entry):
+class SocketSettings(_CallerSettings):
     """[[rpc.sockets]]: an additional unix socket; the main one has the role admin."""
 
     name: Name | None = Field(
@@ -109,28 +109,28 @@ class RpcSettings(Section):
     sockets: tuple[SocketSettings, ...] = ()
 
     @model_validator(mode="after")
-    def _distinct(self) -> RpcSettings:
+    def _validate_unique(self) -> RpcSettings:
         names = [self.socket.stem, *(token.name for token in self.tokens)]
         names += [socket.caller_name for socket in self.sockets]
         names += [self.token_file.stem] if self.token_file else []
-        if odd := [name for name in names[1:] if not is_name(name)]:
-            raise ValueError(f"invalid caller name {odd[0]!r}: set the name of the socket")
-        if twice := repeated(names):
-            raise ValueError(f"duplicate name {', '.join(twice)} of tokens and sockets")
+        if invalid := [name for name in names[1:] if not is_name(name)]:
+            raise ValueError(f"invalid caller name {invalid[0]!r}: set the name of the socket")
+        if duplicates := repeated(names):
+            raise ValueError(f"duplicate name {', '.join(duplicates)} of tokens and sockets")
         paths = [self.socket, *(socket.path for socket in self.sockets)]
-        if twice := repeated(paths):
-            raise ValueError(f"duplicate socket {', '.join(twice)}")
+        if duplicates := repeated(paths):
+            raise ValueError(f"duplicate socket {', '.join(duplicates)}")
         return self
 
     @field_validator("listen")
     @classmethod
-    def _address(cls, value: str | None) -> str | None:
+    def _validate_listen(cls, value: str | None) -> str | None:
         if value is not None:
-            _host_port(value)
+            _parse_host_port(value)
         return value
 
     @model_validator(mode="after")
-    def _protected(self) -> RpcSettings:
+    def _validate_tcp(self) -> RpcSettings:
         if self.listen is None:
             return self
         if self.token_file is None and not self.tokens:
@@ -146,10 +146,10 @@ class RpcSettings(Section):
     @property
     def host_port(self) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
         """The TCP address; valid only if `listen` is set."""
-        return _host_port(self.listen or "")
+        return _parse_host_port(self.listen or "")
 
 
-def _host_port(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+def _parse_host_port(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
     host, _, port = text.rpartition(":")
     try:
         address = ipaddress.ip_address(host.strip("[]"))

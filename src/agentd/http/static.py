@@ -42,8 +42,8 @@ class Pages:
         self._files: dict[str, tuple[bytes, str]] = {}
         for home, package in packages.items():
             for file in files(package).joinpath("ui").iterdir():
-                if (media := _TYPES.get(file.name.rpartition(".")[2])) is not None:
-                    self._files[home + file.name] = (file.read_bytes(), media)
+                if (media_type := _TYPES.get(file.name.rpartition(".")[2])) is not None:
+                    self._files[home + file.name] = (file.read_bytes(), media_type)
 
     def answer(self, request: web.BaseRequest) -> web.Response | None:
         """Return the file for a request, None if there is none."""
@@ -52,11 +52,11 @@ class Pages:
         if request.path in ("/", HOME.rstrip("/")):
             return web.Response(status=307, headers={"Location": HOME})
         path = request.path
-        found = self._files.get(path + _INDEX if path.endswith("/") else path)
-        if found is None:
+        file = self._files.get(path + _INDEX if path.endswith("/") else path)
+        if file is None:
             return None
-        content, media = found
-        return web.Response(body=content, headers={**_HEADERS, "Content-Type": media})
+        content, media_type = file
+        return web.Response(body=content, headers={**_HEADERS, "Content-Type": media_type})
 
 
 def is_foreign(request: web.BaseRequest) -> bool:

@@ -52,7 +52,7 @@ class ClaimHandlers:
             note_id(request, "claim", body.claim_id)
         require_id(caller, body.claim_id)
         _require_admin_for(body, caller)
-        spec = body.to_spec(agent_id, caller, self._holder(request, body.holder, caller))
+        spec = body.to_spec(agent_id, caller, self._verify_holder(request, body.holder, caller))
         note_id(request, "claim", spec.claim_id)
         status, is_new = await self._service.create(spec)
         headers = {"Location": f"/v1/claims/{spec.claim_id}"}
@@ -61,34 +61,36 @@ class ClaimHandlers:
     def _view(self, status: ClaimStatus) -> ClaimView:
         return rendering.claim_view(status, self._devices.inventory)
 
-    def _holder(self, request: web.Request, wanted: HolderRequest, caller: Caller) -> ClaimOwner:
+    def _verify_holder(
+        self, request: web.Request, requested: HolderRequest, caller: Caller
+    ) -> ClaimOwner:
         """Verify the holder that a caller names.
 
         Raises:
             InvalidRequest: it is not there, not the caller's, or cannot be named over TCP.
         """
-        if wanted.ttl is not None:
-            return TimeHolder(wanted.ttl)
-        if wanted.name is not None:
-            return NameHolder(wanted.name, wanted.survives_reboot)
-        where = "pid" if wanted.pid is not None else "cgroup"
+        if requested.ttl is not None:
+            return TimeHolder(requested.ttl)
+        if requested.name is not None:
+            return NameHolder(requested.name, requested.survives_reboot)
+        member = "pid" if requested.pid is not None else "cgroup"
         peer = peer_of(request)
         if peer is None:
-            why = "expected a caller on a unix socket of this node; over TCP: ttl or name"
-            raise InvalidRequest([Problem(f"holder.{where}", why)])
+            reason = "expected a caller on a unix socket of this node; over TCP: ttl or name"
+            raise InvalidRequest([Problem(f"holder.{member}", reason)])
         try:
-            if wanted.cgroup is not None:
+            if requested.cgroup is not None:
                 pids = [kernel.pid for kernel in self._state if kernel.pid is not None]
                 containers = [k.handle for k in self._state if k.runtime == "docker" and k.handle]
-                return self._holders.cgroup(wanted.cgroup, pids, containers)
+                return self._holders.cgroup(requested.cgroup, pids, containers)
             return self._holders.process(
-                wanted.pid or 0,
-                wanted.start_time,
+                requested.pid or 0,
+                requested.start_time,
                 caller_pid=peer.pid,
                 caller_uid=None if caller.role is Role.ADMIN else peer.uid,
             )
         except NoSuchHolder as error:
-            raise InvalidRequest([Problem(f"holder.{where}", str(error))]) from None
+            raise InvalidRequest([Problem(f"holder.{member}", str(error))]) from None
 
     async def list_claims(self, request: web.Request) -> web.Response:
         """List the claims that hold devices, the oldest first."""
@@ -133,11 +135,11 @@ def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
     Raises:
         Forbidden: the caller is none.
     """
-    wanted: dict[str, Any] = {
+    admin_members: dict[str, Any] = {
         "name a cgroup": body.holder.cgroup,
         "set owner_uid": body.owner_uid,
         "make observed claims": body.observed or None,
     }
-    for right, value in wanted.items():
+    for right, value in admin_members.items():
         if value is not None and caller.role is not Role.ADMIN:
             raise Forbidden(caller.name, caller.role.value, right, [Role.ADMIN.value])

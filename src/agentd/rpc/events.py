@@ -36,10 +36,10 @@ class EventHandlers:
         caller = caller_of(request)
 
         def encode(event: Event) -> bytes:
-            seen = self._visibility.event(event, caller)
-            if seen is None:
+            visible = self._visibility.event(event, caller)
+            if visible is None:
                 return b""
-            kind, content = seen
+            kind, content = visible
             head = f"id: {self._events.id_of(event)}\nevent: {kind}\ndata: "
             return head.encode() + msgspec.json.encode(content) + b"\n\n"
 

@@ -43,38 +43,38 @@ async def run_over(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Run a client's command and copy its input and output."""
-    wire = LimitedSocket()
-    if not wire.can_prepare(request).ok:
+    websocket = LimitedSocket()
+    if not websocket.can_prepare(request).ok:
         raise InvalidRequest([Problem("Upgrade", NO_SOCKET)])
-    await wire.prepare(request)
+    await websocket.prepare(request)
     session: Session | None = None
-    flood: TooManyControlFrames | None = None
-    frames = wire.frames()
+    overflow: TooManyControlFrames | None = None
+    frames = websocket.frames()
     try:
-        session = await begin(await _asked(frames))
-        await _converse(wire, frames, session)
+        session = await begin(await _receive_request(frames))
+        await _copy_streams(websocket, frames, session)
     except TooManyControlFrames as error:
-        flood = error
+        overflow = error
         warn_of_client("exec.aborted", path=request.path, reason=str(error))
     except AgentdError as error:
-        told = problem_content(error.code, str(error), error.facts())
+        problem = problem_content(error.code, str(error), error.facts())
         with suppress(ConnectionError):
-            await wire.send_str(json.dumps({"problem": told}))
+            await websocket.send_str(json.dumps({"problem": problem}))
     except ConnectionError:
         pass  # the client disconnected
     except Exception as error:
         log.exception("exec.failed", path=request.path)
-        told = problem_content("Internal", f"{type(error).__name__}; the log has more")
+        problem = problem_content("Internal", f"{type(error).__name__}; the log has more")
         with suppress(ConnectionError):
-            await wire.send_str(json.dumps({"problem": told}))
+            await websocket.send_str(json.dumps({"problem": problem}))
     finally:
         if session is not None:
             await to_the_end(session.close())
-        await wire.end(flood)
-    return wire
+        await websocket.end(overflow)
+    return websocket
 
 
-async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
+async def _receive_request(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     """Read the first frame.
 
     Raises:
@@ -86,84 +86,86 @@ async def _asked(frames: AsyncGenerator[WSMessage]) -> ExecSpec:
     except TimeoutError:
         raise InvalidRequest([Problem("", f"no first frame in {FIRST_FRAME_S:g} s")]) from None
     if frame is None or frame.type is not WSMsgType.TEXT:
-        why = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
-        raise InvalidRequest([Problem("", why)])
+        reason = 'expected a text frame: {"command": [...], "tty": false, "env": {}}'
+        raise InvalidRequest([Problem("", reason)])
     return read_body(ExecRequest, frame.data).to_spec()
 
 
-async def _converse(
-    wire: LimitedSocket, frames: AsyncGenerator[WSMessage], session: Session
+async def _copy_streams(
+    websocket: LimitedSocket, frames: AsyncGenerator[WSMessage], session: Session
 ) -> None:
     """Copy both directions until the command ends or the client disconnects."""
-    given: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
-    feeding = asyncio.create_task(_feed(session, given))
-    listening = asyncio.create_task(_listen(frames, session, given))
-    telling = asyncio.create_task(_tell(wire, session))
-    probing = asyncio.create_task(probe(wire))
+    input_queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
+    input_task = asyncio.create_task(_write_input(session, input_queue))
+    frames_task = asyncio.create_task(_read_frames(frames, session, input_queue))
+    output_task = asyncio.create_task(_tell(websocket, session))
+    probe_task = asyncio.create_task(probe(websocket))
     try:
-        ends = [telling, listening, probing]
+        ends = [output_task, frames_task, probe_task]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in (feeding, listening, telling, probing):
+        for task in (input_task, frames_task, output_task, probe_task):
             task.cancel()
-        await asyncio.gather(feeding, listening, telling, probing, return_exceptions=True)
+        await asyncio.gather(
+            input_task, frames_task, output_task, probe_task, return_exceptions=True
+        )
 
 
-async def _tell(wire: LimitedSocket, session: Session) -> None:
+async def _tell(websocket: LimitedSocket, session: Session) -> None:
     """Send the output of the command, then its exit code."""
     async with aclosing(session.output()) as output:
         async for stream, data in output:
-            await wire.send_bytes(bytes([stream]) + data)
-    await wire.send_str(json.dumps({"exit_code": await session.ended()}))
+            await websocket.send_bytes(bytes([stream]) + data)
+    await websocket.send_str(json.dumps({"exit_code": await session.ended()}))
 
 
-async def _feed(session: Session, given: asyncio.Queue[bytes | None]) -> None:
-    while (data := await given.get()) is not None:
+async def _write_input(session: Session, input_queue: asyncio.Queue[bytes | None]) -> None:
+    while (data := await input_queue.get()) is not None:
         await session.write(data)
     await session.close_input()
 
 
-async def _listen(
-    frames: AsyncGenerator[WSMessage], session: Session, given: asyncio.Queue[bytes | None]
+async def _read_frames(
+    frames: AsyncGenerator[WSMessage], session: Session, input_queue: asyncio.Queue[bytes | None]
 ) -> None:
     is_closed = False
     async for frame in frames:
         if frame.type is WSMsgType.BINARY:
             if frame.data and not is_closed:
-                await given.put(frame.data)
-        elif (order := _order(frame.data)) != {"stdin": "closed"}:
-            await _obey(session, order)
+                await input_queue.put(frame.data)
+        elif (control := _parse_control(frame.data)) != {"stdin": "closed"}:
+            await _obey(session, control)
         elif not is_closed:
             is_closed = True  # input after this is ignored
-            await given.put(None)
+            await input_queue.put(None)
 
 
-def _order(text: str) -> Mapping[str, Any]:
+def _parse_control(text: str) -> Mapping[str, Any]:
     """Parse a control frame.
 
     Raises:
         InvalidRequest: the frame is not a JSON object.
     """
     with suppress(msgspec.MsgspecError, RecursionError):
-        order = msgspec.json.decode(text)
-        if isinstance(order, Mapping):
-            return order
+        control = msgspec.json.decode(text)
+        if isinstance(control, Mapping):
+            return control
     raise InvalidRequest([Problem("", "expected a JSON object")])
 
 
-def _number_of(name: str) -> int | None:
+def _signal_number(name: str) -> int | None:
     """Return the number of a signal by name (`INT` or `SIGINT`), or None if it is unknown."""
-    known = signal.Signals.__members__.get(f"SIG{name.removeprefix('SIG')}")
-    return None if known is None else known.value
+    member = signal.Signals.__members__.get(f"SIG{name.removeprefix('SIG')}")
+    return None if member is None else member.value
 
 
-async def _obey(session: Session, order: Mapping[str, Any]) -> None:
-    match order:
+async def _obey(session: Session, control: Mapping[str, Any]) -> None:
+    match control:
         case {"resize": [int(columns), int(rows)]} if 0 < columns < MOST_SIZE > rows > 0:
             await session.resize(columns, rows)
-        case {"signal": str(name)} if (number := _number_of(name)) is not None:
+        case {"signal": str(name)} if (number := _signal_number(name)) is not None:
             await session.send_signal(number)
         case _:
             known = '{"resize": [columns, rows]}, {"stdin": "closed"}, {"signal": "INT"}'

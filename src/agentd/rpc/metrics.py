@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _DEVICE = ("device_name", "id")
 _KERNEL = ("kernel_id", "agent_id")
-_SIZES = ("capacity", "allocated", "free")
-_MEASURED = {
+_AMOUNT_MEMBERS = ("capacity", "allocated", "free")
+_MEASUREMENT_METRICS = {
     "utilization_percent": "Utilization of a device in percent",
     "memory_used_bytes": "Used memory of a device",
     "memory_total_bytes": "Total memory of a device",
@@ -43,7 +43,7 @@ _MEASURED = {
 }
 
 
-_USED = {
+_USAGE_METRICS = {
     "cpu_seconds": (counter, "cpu_seconds", "Processor time used by a kernel"),
     "cpu_throttled_seconds": (counter, "cpu_throttled_seconds", "Time spent throttled"),
     "memory_bytes": (gauge, "memory_bytes", "Memory charged to a kernel"),
@@ -85,13 +85,13 @@ class Metrics:
     async def text(self, caller: Caller, warnings: int) -> bytes:
         """Return the metrics that a caller may see; `warnings` is the node's number of warnings."""
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
-        uses = await self._statistics.of(kernels)
-        metrics = [*self._collected(caller, warnings)]
-        return await asyncio.to_thread(lambda: exposition([*metrics, *_usage(uses)]))
+        usages = await self._statistics.of(kernels)
+        metrics = [*self._collect(caller, warnings)]
+        return await asyncio.to_thread(lambda: exposition([*metrics, *_usage_metrics(usages)]))
 
-    def _collected(self, caller: Caller, warnings: int) -> Iterator[Metric]:
+    def _collect(self, caller: Caller, warnings: int) -> Iterator[Metric]:
         state, split, access = self._state, self._devices.split, self._access
-        agents, seen = access.agents(caller), access.devices(caller)
+        agents, visible = access.agents(caller), access.devices(caller)
         info = {(self._node_id, __version__): 1}
         yield gauge("agentd_info", "The node and its daemon", ("node", "version"), info)
         text = "Generation of the inventory; rises with each change"
@@ -103,24 +103,24 @@ class Metrics:
         yield gauge(
             "agentd_runtime_available", "Whether a runtime answers", ("runtime",), available
         )
-        yield from _plugins(self._plugins)
-        yield from _kernels(access.kernels(caller))
-        creates = _results(self._counts.creates, agents)
+        yield from _plugin_metrics(self._plugins)
+        yield from _kernel_metrics(access.kernels(caller))
+        creates = _results_by_agent(self._counts.creates, agents)
         text = "Creates by agent and result"
         yield counter("agentd_creates", text, ("agent", "result"), creates)
-        yield from _claims(state.claims.values(), self._claim_counts, agents)
+        yield from _claim_metrics(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
-            yield from _refusals(self._counts, self._devices.inventory.slot_types)
-        yield from _slots(state, split, agents)
-        yield from _limits(state, split, agents)
-        yield from _devices(state, split, self._plugins, seen, agents)
-        ids = {device.device_id for device in seen}
+            yield from _refusal_metrics(self._counts, self._devices.inventory.slot_types)
+        yield from _slot_metrics(state, split, agents)
+        yield from _limit_metrics(state, split, agents)
+        yield from _device_metrics(state, split, self._plugins, visible, agents)
+        ids = {device.device_id for device in visible}
         unclaimed = {(*i,): len(pids) for i, pids in self._unclaimed.found.items() if i in ids}
         text = "Processes that use a device which no kernel or claim holds"
         yield gauge("agentd_unclaimed_processes", text, _DEVICE, unclaimed)
 
 
-def _plugins(plugins: Plugins) -> Iterator[Metric]:
+def _plugin_metrics(plugins: Plugins) -> Iterator[Metric]:
     vitals, label = plugins.vitals(), ("plugin",)
     ready = {
         (plugin.name,): plugin.state is PluginState.READY
@@ -135,21 +135,23 @@ def _plugins(plugins: Plugins) -> Iterator[Metric]:
     yield gauge("agentd_plugin_last_list_seconds", text, label, listed)
 
 
-def _kernels(kernels: Iterable[Kernel]) -> Iterator[Metric]:
+def _kernel_metrics(kernels: Iterable[Kernel]) -> Iterator[Metric]:
     counts = Counter((kernel.agent_id, kernel.state.value) for kernel in kernels)
     samples = dict(sorted(counts.items()))
     yield gauge("agentd_kernels", "Kernels by agent and state", ("agent", "state"), samples)
 
 
-def _usage(uses: Sequence[KernelUse]) -> Iterator[Metric]:
-    for member, (kind, name, text) in _USED.items():
-        values = {(use.kernel_id, use.agent_id): getattr(use.usage, member) for use in uses}
+def _usage_metrics(usages: Sequence[KernelUse]) -> Iterator[Metric]:
+    for member, (kind, name, text) in _USAGE_METRICS.items():
+        values = {
+            (usage.kernel_id, usage.agent_id): getattr(usage.usage, member) for usage in usages
+        }
         known = {labels: value for labels, value in values.items() if value is not None}
         yield kind(f"agentd_kernel_{name}", text, _KERNEL, known)
     shares, memory = {}, {}
-    for use in uses:
-        for device in use.devices:
-            labels = (use.kernel_id, use.agent_id, device.device_name, device.id)
+    for usage in usages:
+        for device in usage.devices:
+            labels = (usage.kernel_id, usage.agent_id, device.device_name, device.id)
             shares[labels] = float(device.share)
             if device.used_by_kernel_bytes is not None:
                 memory[labels] = device.used_by_kernel_bytes
@@ -160,7 +162,7 @@ def _usage(uses: Sequence[KernelUse]) -> Iterator[Metric]:
     yield gauge("agentd_kernel_device_memory_bytes", text, labels_of_both, memory)
 
 
-def _results(
+def _results_by_agent(
     counts: Mapping[tuple[str, str], int], agents: Iterable[str]
 ) -> dict[tuple[str, str], int]:
     """Return the counts of requests by agent and result, zero by default."""
@@ -168,15 +170,17 @@ def _results(
     return {(agent, kind): counts.get((agent, kind), 0) for agent in agents for kind in results}
 
 
-def _claims(
+def _claim_metrics(
     claims: Iterable[Claim], counts: ClaimCounts, agents: Collection[str]
 ) -> Iterator[Metric]:
     kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimOwner)}
-    found = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
-    held = {(agent, kind): found[agent, kind] for agent in agents for kind in kinds.values()}
+    counts_by_kind = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
+    samples = {
+        (agent, kind): counts_by_kind[agent, kind] for agent in agents for kind in kinds.values()
+    }
     text = "Claims by agent and kind of holder"
-    yield gauge("agentd_claims", text, ("agent", "holder"), held)
-    results = _results(counts.results, agents)
+    yield gauge("agentd_claims", text, ("agent", "holder"), samples)
+    results = _results_by_agent(counts.results, agents)
     text = "Claim requests by agent and result"
     yield counter("agentd_claims", text, ("agent", "result"), results)
     ends = {
@@ -186,7 +190,7 @@ def _claims(
     yield counter("agentd_claim_ends", "Claims that ended, by reason", ("reason",), ends)
 
 
-def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
+def _refusal_metrics(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
     from prometheus_client.core import HistogramMetricFamily
 
     of_slots = InsufficientResource.code
@@ -202,19 +206,21 @@ def _refusals(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]
     yield durations
 
 
-def _slots(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
-    uses = {agent: rendering.agent_view(agent, split, state.ledger)["slots"] for agent in agents}
-    for member in _SIZES:
+def _slot_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
+    slots_by_agent = {
+        agent: rendering.agent_view(agent, split, state.ledger)["slots"] for agent in agents
+    }
+    for member in _AMOUNT_MEMBERS:
         samples = {
             (agent, slot): float(use[member])  # type: ignore[literal-required]
-            for agent, slots in uses.items()
+            for agent, slots in slots_by_agent.items()
             for slot, use in slots.items()
         }
         text = f"{member.title()} of an agent's slot"
         yield gauge(f"agentd_slot_{member}", text, ("agent", "slot"), samples)
 
 
-def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
+def _limit_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
     labels = ("agent", "device_name")
     limits = {
         (agent, name): limit
@@ -230,21 +236,21 @@ def _limits(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[M
     yield gauge("agentd_agent_limit_guaranteed", text, labels, guaranteed)
 
 
-def _devices(
+def _device_metrics(
     state: NodeState,
     split: Split,
     plugins: Plugins,
-    seen: Iterable[Device],
+    visible: Iterable[Device],
     agents: Collection[str],
 ) -> Iterator[Metric]:
-    accelerators = [device for device in seen if device.device_id.name not in (CPU, MEM)]
+    accelerators = [device for device in visible if device.device_id.name not in (CPU, MEM)]
     views = {
         device.device_id: rendering.device_view(device, split, state.ledger)
         for device in accelerators
     }
     states = {(*device_id, view["state"]): 1 for device_id, view in views.items()}
     yield gauge("agentd_device_state", "1 for the state of the device", (*_DEVICE, "state"), states)
-    for member in _SIZES:
+    for member in _AMOUNT_MEMBERS:
         sizes = {
             (*device_id, slot): float(use[member])  # type: ignore[literal-required]
             for device_id, view in views.items()
@@ -268,7 +274,7 @@ def _devices(
         for item in items
         if item.stable_id in known
     }
-    for member, text in _MEASURED.items():
+    for member, text in _MEASUREMENT_METRICS.items():
         values = {labels: getattr(item, member) for labels, item in measured.items()}
         samples = {labels: value for labels, value in values.items() if value is not None}
         yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "stable_id"), samples)

@@ -48,32 +48,32 @@ class NodeHandlers:
         self._check = check
         self._metrics = metrics
         self._reload = reload
-        self._checking = asyncio.Lock()
+        self._check_lock = asyncio.Lock()
         self._lookups = Lookups(most=1)
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts and its warnings; `check` runs the self-check, too."""
         caller = caller_of(request)
-        node = self._node(caller)
+        node = self._visible_node(caller)
         if query_of(request, NodeQuery).check:
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
-            used = {kernel.runtime for kernel in self._state if kernel.holds}
-            async with self._checking:
-                found = await self._warnings_of_host(used)
-                node["warnings"] = [*dict.fromkeys([*node["warnings"], *found])]
+            runtimes = {kernel.runtime for kernel in self._state if kernel.holds}
+            async with self._check_lock:
+                host_warnings = await self._read_host_warnings(runtimes)
+                node["warnings"] = [*dict.fromkeys([*node["warnings"], *host_warnings])]
         return answer(node)
 
-    async def _warnings_of_host(self, used: Collection[str]) -> Sequence[str]:
+    async def _read_host_warnings(self, runtimes: Collection[str]) -> Sequence[str]:
         try:
-            return await self._lookups.look("this host", lambda: self._host_warnings(used))
+            return await self._lookups.look("this host", lambda: self._host_warnings(runtimes))
         except RuntimeUnavailable as error:
             return [str(error)]
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
         caller = caller_of(request)
-        text = await self._metrics.text(caller, len(self._node(caller)["warnings"]))
+        text = await self._metrics.text(caller, len(self._visible_node(caller)["warnings"]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def reload(self, _: web.Request) -> web.Response:

@@ -28,7 +28,7 @@ _T = TypeVar("_T", Kernel, Claim)
 
 def answer_page(
     request: web.Request,
-    listed: Iterable[_T],
+    items: Iterable[_T],
     encode: Callable[[_T], bytes],
     is_selected: Callable[[_T], bool] = lambda _: True,
 ) -> web.Response:
@@ -39,8 +39,8 @@ def answer_page(
     """
     query = query_of(request, PageQuery)
     labels = query.labels
-    ordered = sorted(listed, key=_position)
-    after = None if query.after is None else _read(query.after, ordered)
+    ordered = sorted(items, key=_position)
+    after = None if query.after is None else _parse_position(query.after, ordered)
     start = 0 if after is None else bisect_right(ordered, after, key=_position)
     rows: list[bytes] = []
     size, last, headers = 0, (0, ""), dict[str, str]()
@@ -63,11 +63,11 @@ def _position(item: Kernel | Claim) -> _Position:
     return round(item.created_at * 1e6), name
 
 
-def _read(after: str, ordered: Sequence[Kernel | Claim]) -> _Position:
+def _parse_position(after: str, ordered: Sequence[Kernel | Claim]) -> _Position:
     if (cursor := _CURSOR.fullmatch(after)) is not None:
         return int(cursor[1]), cursor[2]
     for item in ordered:
         if (position := _position(item))[1] == after:
             return position
-    why = f"invalid position {after!r}: expected a listed id, or `after` of the header Link"
-    raise InvalidRequest([Problem("after", why)])
+    reason = f"invalid position {after!r}: expected a listed id, or `after` of the header Link"
+    raise InvalidRequest([Problem("after", reason)])

@@ -18,17 +18,19 @@ _TIME = re.compile(
 )
 
 
-def _nanoseconds(text: str) -> int:
+def _parse_nanoseconds(text: str) -> int:
     """Return a time in nanoseconds since the epoch, the engine's own resolution."""
     text = text.replace(" ", "+")  # a plus sign in a query means a space
-    lead, fraction, zone = match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
+    day_or_seconds, fraction, zone = (
+        match.groups("") if (match := _TIME.fullmatch(text)) else ("", "", "")
+    )
     try:
-        if "T" in lead:
-            moment = datetime.fromisoformat(lead + (zone or "Z"))
+        if "T" in day_or_seconds:
+            moment = datetime.fromisoformat(day_or_seconds + (zone or "Z"))
             seconds = int(moment.timestamp())
         else:
-            seconds = int(lead)
-        if not zone or "T" in lead:
+            seconds = int(day_or_seconds)
+        if not zone or "T" in day_or_seconds:
             return seconds * 10**9 + int(fraction.ljust(9, "0"))
     except (ValueError, OverflowError):
         pass
@@ -47,7 +49,7 @@ _Tail = Annotated[
         json_schema_input_type=_Lines | Literal["all"],
     ),
 ]
-_Time = Annotated[int, BeforeValidator(_nanoseconds, json_schema_input_type=str)]
+_Time = Annotated[int, BeforeValidator(_parse_nanoseconds, json_schema_input_type=str)]
 
 
 class NodeQuery(Query):
@@ -118,11 +120,11 @@ class LogsQuery(Query):
 
     def to_log_query(self) -> LogQuery:
         """Return the query as the services know it."""
-        one = None if self.stream in (None, "both") else LogStream(str(self.stream))
+        stream = None if self.stream in (None, "both") else LogStream(str(self.stream))
         return LogQuery(
             follow=self.follow,
             tail=self.tail,
             since_ns=self.since or 0,
             timestamps=self.timestamps,
-            streams=frozenset(LogStream if one is None else {one}),
+            streams=frozenset(LogStream if stream is None else {stream}),
         )

@@ -68,7 +68,7 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         if kernel.holds
         else {},
         "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
-        "degraded": _degraded(kernel, inventory) if kernel.holds else [],
+        "degraded": _degraded_texts(kernel, inventory) if kernel.holds else [],
         "ports": [
             {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
             for p in (kernel.ports if kernel.holds else ())
@@ -120,11 +120,11 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
     }
 
 
-def usage_view(use: KernelUse) -> KernelUseView:
+def usage_view(usage: KernelUse) -> KernelUseView:
     """Return the usage of a kernel."""
-    ids = {"kernel_id": use.kernel_id, "agent_id": use.agent_id, "state": use.state.value}
-    devices = [{**asdict(device), "share": format(device.share, "f")} for device in use.devices]
-    view = {**ids, "at": wire_time(use.at), **asdict(use.usage), "devices": devices}
+    ids = {"kernel_id": usage.kernel_id, "agent_id": usage.agent_id, "state": usage.state.value}
+    devices = [{**asdict(device), "share": format(device.share, "f")} for device in usage.devices]
+    view = {**ids, "at": wire_time(usage.at), **asdict(usage.usage), "devices": devices}
     return cast("KernelUseView", view)
 
 
@@ -135,14 +135,14 @@ def engine_view(status: EngineStatus) -> EngineView:
 
 
 def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object]:
-    held = ledger.holders(collision.device_id)
+    shares = ledger.holders(collision.device_id)
     return {
         "device_name": collision.device_id.name,
         "id": collision.device_id.id,
         "holders": [
-            _holder_view(holder, held[holder], is_seen=True)
+            _holder_view(holder, shares[holder], is_visible=True)
             for holder in collision.holders
-            if holder in held
+            if holder in shares
         ],
     }
 
@@ -175,7 +175,7 @@ def _unknown_slots(kernel: Kernel, inventory: Inventory) -> dict[str, str]:
     return slots
 
 
-def _degraded(kernel: Kernel, inventory: Inventory) -> list[str]:
+def _degraded_texts(kernel: Kernel, inventory: Inventory) -> list[str]:
     ids = dict.fromkeys(share.device_id for share in kernel.allocation.shares)
     devices = (inventory.by_id[device_id] for device_id in ids if device_id in inventory.by_id)
     broken = [
@@ -198,14 +198,14 @@ def device_view(
     device: Device,
     split: Split,
     ledger: Ledger,
-    is_seen: Callable[[Holder], bool] = lambda _: True,
+    is_visible: Callable[[Holder], bool] = lambda _: True,
 ) -> DeviceView:
     """Return a device with its holders and its gravest state.
 
-    A holder that is not seen is shown as `other`.
+    A holder that is not visible is shown as `other`.
     """
     holders = ledger.holders(device.device_id)
-    state, reason = _device_state(device, ledger, is_seen)
+    state, reason = _device_state(device, ledger, is_visible)
     agents = split.agents_of(device.device_id)
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
@@ -228,7 +228,7 @@ def device_view(
         "free": slots[device.slot]["free"],
         "slots": slots,
         "holders": [
-            _holder_view(holder, share, is_seen=is_seen(holder))
+            _holder_view(holder, share, is_visible=is_visible(holder))
             for holder, share in holders.items()
         ],
     }
@@ -238,11 +238,11 @@ def _device_slots(
     device: Device, partitions: Sequence[Partition], ledger: Ledger
 ) -> dict[str, SlotUseView]:
     """Return each slot of a device; what is free for several agents counts once."""
-    left = [ledger.left(device, partition) for partition in partitions]
+    free_amounts = [ledger.left(device, partition) for partition in partitions]
     slots: dict[str, SlotUseView] = {}
-    for place, offer in enumerate(device.slots):
+    for index, offer in enumerate(device.slots):
         used = ledger.used(device.device_id, offer.slot)
-        free = min(sum(each[place] for each in left), offer.capacity - used)
+        free = min(sum(part[index] for part in free_amounts), offer.capacity - used)
         slots[offer.slot] = {
             "capacity": format_amount(offer.capacity, offer.kind),
             "allocated": format_amount(used, offer.kind),
@@ -251,17 +251,17 @@ def _device_slots(
     return slots
 
 
-def _holder_view(holder: Holder, share: Share, *, is_seen: bool) -> HolderView | ClaimHolderView:
+def _holder_view(holder: Holder, share: Share, *, is_visible: bool) -> HolderView | ClaimHolderView:
     amount = format_amount(share.amount, share.kind)
-    amounts = {slot: format_amount(each, kind) for slot, kind, each in share.amounts if slot}
+    amounts = {slot: format_amount(value, kind) for slot, kind, value in share.amounts if slot}
     if isinstance(holder, ClaimHolder):
-        claim_id = holder.claim_id if is_seen else OTHER
+        claim_id = holder.claim_id if is_visible else OTHER
         return {"claim_id": claim_id, "amount": amount, "amounts": amounts}
-    return {"kernel_id": holder if is_seen else OTHER, "amount": amount, "amounts": amounts}
+    return {"kernel_id": holder if is_visible else OTHER, "amount": amount, "amounts": amounts}
 
 
 def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
-    device: Device, ledger: Ledger, is_seen: Callable[[Holder], bool]
+    device: Device, ledger: Ledger, is_visible: Callable[[Holder], bool]
 ) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
@@ -271,16 +271,18 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "withheld", device.withheld or f"until engine {device.awaited} is ready"
     if holders := ledger.kept_back_by(device):
         shares = ledger.holders(device.device_id)
-        held = [_held_text(holder, shares[holder], is_seen=is_seen(holder)) for holder in holders]
-        end = "it ends" if len(held) == 1 else "they end"
-        return "held", f"{', '.join(held)}; unavailable until {end}"
+        texts = [
+            _held_text(holder, shares[holder], is_visible=is_visible(holder)) for holder in holders
+        ]
+        until = "it ends" if len(texts) == 1 else "they end"
+        return "held", f"{', '.join(texts)}; unavailable until {until}"
     if excess := ledger.excess(device):
         kinds = {offer.slot: offer.kind for offer in device.slots}
-        over = [
+        excesses = [
             readable_amount(amount, kinds[slot]) + (f" of {slot}" if device.secondary else "")
             for slot, amount in excess.items()
         ]
-        return "overcommitted", f"over-allocated by {', '.join(over)}"
+        return "overcommitted", f"over-allocated by {', '.join(excesses)}"
     if device.busy:
         return "busy", device.busy
     if device.drained:
@@ -288,11 +290,11 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     return "ok", ""
 
 
-def _held_text(holder: Holder, share: Share, *, is_seen: bool) -> str:
+def _held_text(holder: Holder, share: Share, *, is_visible: bool) -> str:
     other = f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
     slots = " and ".join(share.slot_names)
-    held = f"{slots} of it" if slots else "it, or what it is a part of"
-    return f"{holder_text(holder) if is_seen else other} holds {held}"
+    part = f"{slots} of it" if slots else "it, or what it is a part of"
+    return f"{holder_text(holder) if is_visible else other} holds {part}"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
@@ -302,7 +304,7 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
         "agent_id": agent_id,
         "devices": partition_devices(split, agent_id),
         "slots": {
-            name: _slot_use(agent_id, slot, split, ledger)
+            name: _slot_use_view(agent_id, slot, split, ledger)
             for name, slot in split.inventory.slot_types.items()
         },
         "scaling_factors": {name: format(factor, "f") for name, factor in factors.items()},
@@ -331,7 +333,7 @@ def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
     return names
 
 
-def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> SlotUseView:
+def _slot_use_view(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> SlotUseView:
     partition, inventory = split.partitions[agent_id], split.inventory
     devices = inventory.by_slot.get(slot.name, ())
     offering = None if slot.primary is None else {device.device_id for device in devices}
@@ -343,9 +345,9 @@ def _slot_use(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) -> Sl
         if offering is None or share.device_id in offering  # else it is not charged
     )
     free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
-    if (left := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
-        most = int(left * per_primary(slot.name, devices, inventory))
-        free = min(free, most // slot.quantum * slot.quantum)
+    if (remaining := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
+        within_limit = int(remaining * per_primary(slot.name, devices, inventory))
+        free = min(free, within_limit // slot.quantum * slot.quantum)
     capacity = split.slots_of(agent_id)[slot.name]
     if slot.primary is not None:  # whole steps on each device, as in `free`
         capacity = sum(
@@ -401,7 +403,7 @@ def runtime_view(status: RuntimeStatus) -> RuntimeView:
     return {"name": status.name, "state": status.state.value, "reason": status.reason}
 
 
-_VIEWS: Mapping[type, Callable[[Any], object]] = {
+_SIMPLE_VIEWS: Mapping[type, Callable[[Any], object]] = {
     PluginStatus: plugin_view,
     RuntimeStatus: runtime_view,
     Refusal: refusal_view,
@@ -411,28 +413,28 @@ _VIEWS: Mapping[type, Callable[[Any], object]] = {
 
 def event_view(event: Event, split: Split, ledger: Ledger) -> object:
     """Return the payload of an event: the thing in its state at that moment."""
-    view = _VIEWS.get(type(event.value), lambda value: {"reason": str(value)})
-    shown: object = view(event.value)
+    view = _SIMPLE_VIEWS.get(type(event.value), lambda value: {"reason": str(value)})
+    content: object = view(event.value)
     match event.kind, event.value:
         case EventKind.KERNEL, Kernel() as kernel:
-            shown = kernel_view(kernel, split.inventory)
+            content = kernel_view(kernel, split.inventory)
         case EventKind.KERNEL_REMOVED, Kernel() as kernel:
-            shown = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
+            content = {"kernel_id": kernel.kernel_id, "agent_id": kernel.agent_id}
         case _, ClaimStatus() as status:
-            shown = claim_view(status, split.inventory)
+            content = claim_view(status, split.inventory)
         case _, EndedClaim(claim, reason):
             ids = {"claim_id": claim.claim_id, "agent_id": claim.agent_id}
-            shown = {**ids, "reason": reason.value}
+            content = {**ids, "reason": reason.value}
         case _, Collision() as collision:
-            shown = _collision_view(collision, ledger)
+            content = _collision_view(collision, ledger)
         case EventKind.DEVICE, Device() as device:
-            shown = device_view(device, split, ledger)
+            content = device_view(device, split, ledger)
         case EventKind.DEVICE_REMOVED, Device() as device:
-            shown = {"device_name": device.device_id.name, "id": device.device_id.id}
+            content = {"device_name": device.device_id.name, "id": device.device_id.id}
         case EventKind.AUDIT, Audit() as audit:
             members = asdict(audit).items()
-            shown = {name: text for name, text in members if text or name not in _OPTIONAL}
-    return shown
+            content = {name: text for name, text in members if text or name not in _OPTIONAL}
+    return content
 
 
 def node_view(
@@ -449,35 +451,37 @@ def node_view(
         "plugins": [plugin_view(status) for status in plugins.statuses()],
         "warnings": [
             *devices.warnings,
-            *_left_agents(state, devices.split),
-            *(what for status in state.runtimes.values() for what in status.ignored),
+            *_removed_agent_warnings(state, devices.split),
+            *(warning for status in state.runtimes.values() for warning in status.ignored),
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
             *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
-            *_collisions(state, devices.split),
+            *_collision_warnings(state, devices.split),
             *warnings,
         ],
         "generation": devices.generation,
     }
 
 
-def _collisions(state: NodeState, split: Split) -> Iterator[str]:
+def _collision_warnings(state: NodeState, split: Split) -> Iterator[str]:
     """Yield the devices that observed claims hold beside others."""
     observed = [claim for claim in state.claims.values() if claim.is_observed]
     for device_id in dict.fromkeys(s.device_id for c in observed for s in c.allocation.shares):
         if state.ledger.excess(split.inventory.by_id[device_id]):
-            who = " and ".join(map(holder_text, state.ledger.holders(device_id)))
-            yield f"device {device_id} is held by {who}: an engine uses it already"
+            holders = " and ".join(map(holder_text, state.ledger.holders(device_id)))
+            yield f"device {device_id} is held by {holders}: an engine uses it already"
 
 
-def _left_agents(state: NodeState, split: Split) -> Iterator[str]:
+def _removed_agent_warnings(state: NodeState, split: Split) -> Iterator[str]:
     """Yield a warning for each agent that is not configured but still holds devices."""
-    holding: dict[str, list[str]] = {}
-    for holder, held in state.ledger.holdings.items():
-        if held.agent_id not in split.partitions and held.allocation.shares:
-            holding.setdefault(held.agent_id or "unknown", []).append(holder_text(holder))
-    for agent, holders in holding.items():
-        its = f"devices are still held by {', '.join(holders)}"
-        yield f"agent {agent} was removed from the configuration; {its}"
+    holders_by_agent: dict[str, list[str]] = {}
+    for holder, holding in state.ledger.holdings.items():
+        if holding.agent_id not in split.partitions and holding.allocation.shares:
+            holders_by_agent.setdefault(holding.agent_id or "unknown", []).append(
+                holder_text(holder)
+            )
+    for agent, holders in holders_by_agent.items():
+        held_text = f"devices are still held by {', '.join(holders)}"
+        yield f"agent {agent} was removed from the configuration; {held_text}"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:
@@ -507,10 +511,10 @@ def status_line(node_id: str, node: Node) -> str:
     state, devices = node.state, node.devices
     living = sum(kernel.state in LIVE for kernel in state)
     ended = sum(kernel.state in ENDED for kernel in state)
-    found = [
+    accelerators = [
         device for device in devices.inventory.devices if device.device_id.name not in (CPU, MEM)
     ]
-    troubles = [
+    problems = [
         *(
             f"runtime {name}: {status.reason}"
             for name, status in state.runtimes.items()
@@ -518,5 +522,5 @@ def status_line(node_id: str, node: Node) -> str:
         ),
         *devices.warnings,
     ]
-    text = f"node {node_id}: {living} kernels, {ended} ended; {len(found)} accelerators"
-    return f"{text}; {len(troubles)} troubles, {troubles[0]}" if troubles else text
+    text = f"node {node_id}: {living} kernels, {ended} ended; {len(accelerators)} accelerators"
+    return f"{text}; {len(problems)} troubles, {problems[0]}" if problems else text

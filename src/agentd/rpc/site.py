@@ -54,8 +54,8 @@ class NodeSite(Site):
     def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
         claim = self._state.claims.get(request.match_info.get("claim", ""))
-        held = kernel or claim
-        agent = request.match_info.get("agent") or (held.agent_id if held else "")
+        item = kernel or claim
+        agent = request.match_info.get("agent") or (item.agent_id if item else "")
         is_create = (
             action in ("create_kernel", "create_claim") and agent in self._devices.split.partitions
         )

@@ -28,11 +28,11 @@ class Visibility:
         if caller.agents is None:
             return rendering.device_view(device, split, ledger)
 
-        def is_seen(holder: Holder) -> bool:
+        def is_visible(holder: Holder) -> bool:
             holding = ledger.holdings.get(holder)
             return holding is not None and caller.sees(holding.agent_id)
 
-        view = rendering.device_view(device, split, ledger, is_seen)
+        view = rendering.device_view(device, split, ledger, is_visible)
         view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
         return view
 

@@ -14,15 +14,15 @@ TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.
 class Limits:
     """A limit on connections of one kind, at most a fraction of all file descriptors."""
 
-    def __init__(self, most: int, part: float) -> None:
+    def __init__(self, maximum: int, fraction: float) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(most, int(descriptors * part))
+        self._maximum = min(maximum, int(descriptors * fraction))
         self._open = 0
 
     def admit(self) -> bool:
         """Count a connection unless the limit is reached; return whether it may stay."""
-        if self._open >= self._most:
-            warn_of_client("connection.refused", most=self._most)
+        if self._open >= self._maximum:
+            warn_of_client("connection.refused", most=self._maximum)
             return False
         self._open += 1
         return True

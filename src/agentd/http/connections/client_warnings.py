@@ -17,15 +17,15 @@ class ClientWarnings:
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
-        self._unsaid = 0
+        self._suppressed = 0
 
     def __call__(self, event: str, **facts: object) -> None:
         now = time.monotonic()
         if now < self._quiet_until:
-            self._unsaid += 1
+            self._suppressed += 1
             return
-        log.warning(event, further=self._unsaid, **facts)
-        self._quiet_until, self._unsaid = now + LOG_PAUSE_S, 0
+        log.warning(event, further=self._suppressed, **facts)
+        self._quiet_until, self._suppressed = now + LOG_PAUSE_S, 0
 
 
 warn_of_client = ClientWarnings()

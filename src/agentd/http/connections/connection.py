@@ -34,12 +34,12 @@ UNREAD_BYTES = 1 << 18
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection; it is one of the `newcomers` until its first request."""
+    """A connection; it is `pending` until its first request."""
 
     def __init__(
         self,
         server: web.Server,
-        newcomers: set[Connection],
+        pending: set[Connection],
         limits: Limits | None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
@@ -48,75 +48,79 @@ class Connection(asyncio.BufferedProtocol):
         self.may_pause = False
         """Whether the client may stop reading for a while."""
         self._handler = Handler(server, self)
-        self._newcomers = newcomers
+        self._pending = pending
         self._limits = limits
         self._tls = tls
-        self._plain: asyncio.Transport
+        self._plain_transport: asyncio.Transport
         self._transport: asyncio.Transport
         self._socket: socket.socket
         self._buffer = memoryview(bytearray(READ_BYTES))  # a slice is filled in place over TLS
-        self._early = b""  # received with the end of the TLS handshake
+        self._early_data = b""  # received with the end of the TLS handshake
         self._is_open = self._is_served = self._is_in_request = self._is_paused = False
         self._body: StreamReader = EMPTY_PAYLOAD
         self._header_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._plain = self._transport = cast("asyncio.Transport", transport)
+        self._plain_transport = self._transport = cast("asyncio.Transport", transport)
         self._socket = transport.get_extra_info("socket")  # over TLS unknown at the end
         if self._limits is not None and not self._limits.admit():
             self.close()
             return
         self._is_open = True
-        self._newcomers.add(self)
+        self._pending.add(self)
         self.peer = peer_of(transport)
         enable_keepalive(self._socket)
         if (context := self._tls()) is None:
             self._serve()
         else:
             self._transport.pause_reading()  # data received before `start_tls` would be lost
-            self._handshake = asyncio.create_task(self._secure(context))
+            self._handshake = asyncio.create_task(self._start_tls(context))
 
-    async def _secure(self, context: ssl.SSLContext) -> None:
+    async def _start_tls(self, context: ssl.SSLContext) -> None:
         try:
             secured = await asyncio.get_running_loop().start_tls(
-                self._plain, self, context, server_side=True, ssl_handshake_timeout=HEADER_TIMEOUT_S
+                self._plain_transport,
+                self,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=HEADER_TIMEOUT_S,
             )
         except (OSError, ssl.SSLError) as error:
             warn_of_client("tls.handshake_failed", reason=str(error)[:200])
             secured = None
         if secured is None or secured.is_closing():
             self.close()
-            self._leave()
+            self._release()
         else:
             self._transport = secured
             self._serve()
 
     def _serve(self) -> None:
         self._is_served = True
-        self._expect_header()
+        self._start_header_timer()
         self._handler.connection_made(self._transport)
-        if self._early:
-            self._handler.data_received(self._early)
+        if self._early_data:
+            self._handler.data_received(self._early_data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         with suppress(OSError):  # Linux would reset the connection, and the last response with it
             os.read(self._socket.fileno(), UNREAD_BYTES)
         self._handler.connection_lost(exc)
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Uncount the connection and stop its timers."""
         if self._is_open and self._limits is not None:
             self._limits.release()
         self._is_open = False
-        self._newcomers.discard(self)
-        self._expect_no_header()
-        self._expect_no_reading()
+        self._pending.discard(self)
+        self._cancel_header_timer()
+        self._cancel_reading_timer()
 
     def close(self) -> None:
         """Close the connection without delay."""
-        self._plain.abort()
+        self._plain_transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
@@ -125,10 +129,10 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])
         if not self._is_served:
-            self._early += data
+            self._early_data += data
             return
         if self._header_timer is None and not self._is_in_request and self._body.is_eof():
-            self._expect_header()
+            self._start_header_timer()
         self._handler.data_received(data)
 
     def eof_received(self) -> None:
@@ -136,61 +140,61 @@ class Connection(asyncio.BufferedProtocol):
 
     def begin(self, request: web.BaseRequest) -> None:
         """Begin a request: its header is complete."""
-        self._newcomers.discard(self)
+        self._pending.discard(self)
         self._is_in_request, self._body = True, request.content
-        self._expect_no_header()
+        self._cancel_header_timer()
         if not self._is_paused:
-            self._expect_no_reading()
+            self._cancel_reading_timer()
 
     def end(self) -> None:
         """End a request: its response will be written, and the next header may take its time."""
         self._is_in_request = False
-        self._expect_reading()
+        self._start_reading_timer()
 
     def pause_writing(self) -> None:
         self._is_paused = True
         self._handler.pause_writing()
         if not self.may_pause:
-            self._expect_reading(self._unread_bytes())
+            self._start_reading_timer(self._unread_bytes())
 
     def resume_writing(self) -> None:
         self._is_paused = False
         self._handler.resume_writing()
-        self._expect_no_reading()
+        self._cancel_reading_timer()
         if not self._is_in_request:
-            self._expect_reading()
+            self._start_reading_timer()
 
-    def _expect_header(self) -> None:
+    def _start_header_timer(self) -> None:
         self._header_timer = asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self.close)
 
-    def _expect_no_header(self) -> None:
+    def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _expect_reading(self, unread: float = math.inf) -> None:
+    def _start_reading_timer(self, unread: float = math.inf) -> None:
         """Close the connection if `unread` bytes or more are unread after a while."""
-        self._expect_no_reading()
+        self._cancel_reading_timer()
         if self._is_open:
             loop = asyncio.get_running_loop()
             self._reading_timer = loop.call_later(READ_TIMEOUT_S, self._check_reading, unread)
 
-    def _expect_no_reading(self) -> None:
+    def _cancel_reading_timer(self) -> None:
         if self._reading_timer is not None:
             self._reading_timer.cancel()
 
     def _unread_bytes(self) -> int:
         """Return the bytes that wait for the client, over TLS those of both transports."""
-        transports = {self._plain, self._transport}
+        transports = {self._plain_transport, self._transport}
         return sum(transport.get_write_buffer_size() for transport in transports)
 
-    def _check_reading(self, before: float) -> None:
+    def _check_reading(self, previous_unread: float) -> None:
         unread = self._unread_bytes()
-        if unread >= before:
+        if unread >= previous_unread:
             warn_of_client("connection.stalled", unread_bytes=unread)
             self.close()
         elif unread:
-            self._expect_reading(unread)
+            self._start_reading_timer(unread)
 
 
 def connection_of(request: web.BaseRequest) -> Connection:

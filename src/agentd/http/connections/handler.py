@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_S = 75.0
 
-_silent = logging.getLogger("agentd.http.aiohttp")
-_silent.disabled = True
+_disabled_log = logging.getLogger("agentd.http.aiohttp")
+_disabled_log.disabled = True
 
 
 class Handler(web.RequestHandler):
@@ -28,7 +28,7 @@ class Handler(web.RequestHandler):
 
     def __init__(self, server: web.Server, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S, logger=_silent)
+        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S, logger=_disabled_log)
         self.connection = connection
 
     def handle_error(

@@ -49,19 +49,19 @@ class Streams:
             TooManyStreams: the caller has reached the maximum.
         """
         caller, task, transport = caller_of(request), asyncio.current_task(), request.transport
-        mine = sum(1 for other in self._open.values() if other.name == caller.name)
-        if mine >= MOST_STREAMS:
-            raise TooManyStreams(f"{caller.name} has {mine} open streams, the maximum")
+        open_count = sum(1 for other in self._open.values() if other.name == caller.name)
+        if open_count >= MOST_STREAMS:
+            raise TooManyStreams(f"{caller.name} has {open_count} open streams, the maximum")
         if task is None or transport is None:
             raise ConnectionResetError("the client has hung up")
         self._open[task] = caller
         connection_of(request).may_pause = may_pause
         end_turn(request)
-        watching = asyncio.create_task(_end_at_hang_up(transport, task))
+        watch = asyncio.create_task(_cancel_on_hang_up(transport, task))
         try:
             yield
         finally:
-            watching.cancel()
+            watch.cancel()
             del self._open[task]
 
     def cut(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Streams:
             task.cancel()
 
 
-async def _end_at_hang_up(transport: asyncio.Transport, stream: asyncio.Task[object]) -> None:
+async def _cancel_on_hang_up(transport: asyncio.Transport, stream: asyncio.Task[object]) -> None:
     """Cancel a stream when its client hangs up, also while nothing is read from the client."""
     poll = select.poll()
     poll.register(
@@ -90,25 +90,25 @@ async def _end_at_hang_up(transport: asyncio.Transport, stream: asyncio.Task[obj
 
 async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web.StreamResponse:
     """Stream the bytes of a log."""
-    reading = asyncio.ensure_future(anext(chunks, b""))
+    next_chunk = asyncio.ensure_future(anext(chunks, b""))
     try:
-        await asyncio.wait([reading], timeout=LOG_PATIENCE_S)
-        if reading.done():
-            reading.result()  # a runtime that does not answer is still a problem response here
+        await asyncio.wait([next_chunk], timeout=LOG_PATIENCE_S)
+        if next_chunk.done():
+            next_chunk.result()  # a runtime that does not answer is still a problem response here
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await response.prepare(request)
         try:
-            while chunk := await reading:
+            while chunk := await next_chunk:
                 await response.write(chunk)
-                reading = asyncio.ensure_future(anext(chunks, b""))
+                next_chunk = asyncio.ensure_future(anext(chunks, b""))
         except AgentdError as error:
             log.warning("logs.interrupted", path=request.path, reason=str(error))
             raise ConnectionResetError from error  # too late for a problem response
         await response.write_eof()
         return response
     finally:
-        reading.cancel()
-        await asyncio.wait([reading])
+        next_chunk.cancel()
+        await asyncio.wait([next_chunk])
         await chunks.aclose()
 
 
