@@ -110,33 +110,19 @@ def test_check_config_refuses_a_socket_that_run_cannot_make(
     assert config.run("run")[0] == status
 
 
-def test_run_names_the_file_in_the_way_of_a_socket(config: Config) -> None:
-    (config.folder / "sub").mkdir()
-    config.write(rpc=f'socket = "{config.folder}/sub"\n')
-    assert "is a directory, expected a socket or nothing" in config.run("run")[1]
-
-
 def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> None:
     entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
     config.write(entry)
     assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this host"]
 
 
-@pytest.mark.parametrize(
-    ("state_dir", "expected"),
-    [
-        ("{folder}/file", "{folder}/file is a regular file, expected a directory"),
-        ("{folder}/file/below", "{folder}/file is a regular file, expected a directory"),
-    ],
-)
-def test_check_config_refuses_a_state_dir_that_cannot_be(
-    config: Config, state_dir: str, expected: str
-) -> None:
-    (config.folder / "file").touch()
-    state_dir = state_dir.replace("{folder}", str(config.folder))
-    config.write(node=f'id = "n"\nruntime = "process"\nstate-dir = "{state_dir}"\n')
+@pytest.mark.parametrize("below", ["file", "file/below"])
+def test_check_config_refuses_a_state_dir_that_cannot_be(config: Config, below: str) -> None:
+    file = config.folder / "file"
+    file.touch()
+    config.write(node=f'id = "n"\nruntime = "process"\nstate-dir = "{config.folder}/{below}"\n')
     (line,) = config.refusals()
-    assert line.startswith(f"node.state-dir: {expected.replace('{folder}', str(config.folder))}")
+    assert line.startswith(f"node.state-dir: {file} is a regular file, expected a directory")
 
 
 def test_check_config_refuses_a_file_in_the_state_dir(config: Config) -> None:
@@ -146,28 +132,25 @@ def test_check_config_refuses_a_file_in_the_state_dir(config: Config) -> None:
     assert "state/records is a regular file, expected a directory" in config.refusals()[0]
 
 
-def test_check_config_refuses_an_address_of_another_host(config: Config) -> None:
-    cert, key = certificate(config.folder)
+def listen_with_tls(config: Config, address: str, cert: Path, key: Path) -> None:
     token = config.folder / "token"
     token.write_text("a-token-that-is-long-enough")
     token.chmod(0o600)
     config.write(
-        rpc=config.values["rpc"] + f'listen = "192.0.2.7:6123"\ntoken-file = "{token}"\n'
+        rpc=config.values["rpc"] + f'listen = "{address}"\ntoken-file = "{token}"\n'
         f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
     )
+
+
+def test_check_config_refuses_an_address_of_another_host(config: Config) -> None:
+    listen_with_tls(config, "192.0.2.7:6123", *certificate(config.folder))
     (line,) = config.refusals()
     assert line == "rpc.listen: 192.0.2.7:6123: Cannot assign requested address"
 
 
 def test_check_config_refuses_an_expired_certificate(config: Config) -> None:
     cert, key = certificate_that_ends(config.folder, -1)
-    token = config.folder / "token"
-    token.write_text("a-token-that-is-long-enough")
-    token.chmod(0o600)
-    config.write(
-        rpc=config.values["rpc"] + f'listen = "127.0.0.1:6123"\ntoken-file = "{token}"\n'
-        f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
-    )
+    listen_with_tls(config, "127.0.0.1:6123", cert, key)
     status, text = config.run("check-config")
     assert status == 78
     assert text.count(f"rpc.tls-cert: {cert} expired at ") == text.count("expired") == 1
@@ -299,14 +282,6 @@ def test_check_config_starts_no_plugin_if_allow_is_unclear(config: Config, tmp_p
     status, text = config.run("check-config", PYTHONPATH=plugin_path(tmp_path))
     assert status == 78
     assert text == f"agentd: {config.file}: plugins.allow: expected a list, not 3"
-
-
-@pytest.mark.needs("root")
-def test_run_names_the_file_as_check_config_does(config: Config) -> None:
-    config.write('[[agents]]\nid = "a"\nuser = "nosuchuser"\n')
-    line = f"agentd: {config.file}: agents.0.user: no user 'nosuchuser' on this host"
-    assert config.run("check-config") == (78, line)
-    assert config.run("run") == (78, line)
 
 
 def test_a_plugin_that_is_not_installed_is_not_called_blocked(config: Config) -> None:

@@ -105,27 +105,6 @@ def test_plan_exits_78_with_all_reasons_when_impossible(config: Path) -> None:
         assert all(str(config) in line for line in lines)
 
 
-@pytest.mark.needs("root")
-def test_a_plan_names_users_that_are_not_there(config: Path) -> None:
-    text = config.read_text().replace("[[agents]]", '[[agents]]\nuser = "nobody-such"', 1)
-    config.write_text(text)
-    for command in ("plan", "check-config"):
-        done = run("agentd", command, "--config", str(config), code=78)
-        assert done.stderr.count("agents.0.user: no user 'nobody-such' on this host") == 1
-
-
-def test_a_wrong_table_of_a_plugin_exits_with_78(config: Path) -> None:
-    config.write_text(config.read_text().replace("count = 5", "cuont = 5"))
-    done = run("agentd", "check-config", "--config", str(config), code=78)
-    assert "plugins.cuda.cuont: unknown key; did you mean count?" in done.stderr
-
-
-def test_a_required_plugin_that_fails_stops_the_start(config: Path) -> None:
-    config.write_text(config.read_text() + '[plugins.tpu]\nplugin = "nothing"\nrequired = true\n')
-    done = run("agentd", "run", "--config", str(config), code=1)
-    assert "plugin tpu is required and failed" in done.stderr
-
-
 async def test_a_plan_tells_what_running_kernels_would_leave_held(up: Daemon) -> None:
     await up.running(kernel_id="k1", slots={"cuda.device": 1})
     up.config_file.write_text(up.config_file.read_text().replace('"device"', '"shares"'))
@@ -198,18 +177,6 @@ async def test_a_refused_create_says_why_of_each_device(up: Daemon) -> None:
     assert "in total); this can never fit" in refused.stderr
     other = ctl(up, "create", "agent-1", "--device", "cuda=cuda0", "--", "true", code=1)
     assert "no slot of cuda is requested" in other.stderr
-
-
-def test_check_config_reports_every_refusal_in_one_pass(tmp_path: Path) -> None:
-    file = tmp_path / "agent.toml"
-    file.write_text(
-        f'[node]\nstate-dir = "{tmp_path}"\n[rpc]\nsocket = "{tmp_path}/a.sock"\n'
-        'listen = "127.0.0.1:6001"\ntoken-file = "/nonexistent/token"\n'
-        '[plugins.cuda]\nplugin = "sim"\ncounts = 3\n[plugins.foo]\nx = 1\n'
-    )
-    refused = run("agentd", "check-config", "--config", str(file), code=78).stderr
-    for place in ("rpc.token-file", "plugins.cuda.counts", "plugins.foo.plugin"):
-        assert f"agentd: {file}: {place}: " in refused
 
 
 def test_an_event_is_a_line_with_agent_exit_code_and_caller() -> None:

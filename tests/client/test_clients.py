@@ -66,24 +66,6 @@ async def test_the_life_of_a_kernel_with_types(plain: Daemon) -> None:
             await node.kernel(made["kernel_id"])
 
 
-async def test_everything_else_can_be_asked(plain: Daemon) -> None:
-    async with AsyncClient(plain.folder / "agentd.sock") as node:
-        assert (await node.node(check=True))["checks"]
-        assert [d["id"] for d in await node.devices() if d["device_name"] == "cuda"] == [
-            "cuda0",
-            "cuda1",
-        ]
-        assert (await node.drain("cuda", "cuda0"))["state"] == "drained"
-        assert (await node.undrain("cuda", "cuda0"))["state"] == "ok"
-        assert {agent["agent_id"] for agent in await node.agents()} == {"agent-1", "agent-2"}
-        assert (await node.agent("agent-1"))["slots"]["cuda.device"]["free"] == "2"
-        assert "cuda.device" in {slot["name"] for slot in await node.slot_types()}
-        assert (await node.runtimes())[0]["name"] == "process"
-        assert "cuda" in {plugin["name"] for plugin in await node.plugins()}
-        assert "agentd_info" in await node.metrics()
-        assert (await node.openapi())["openapi"] == "3.1.0"
-
-
 async def test_logs_come_byte_for_byte_and_follow(plain: Daemon) -> None:
     async with AsyncClient(plain.folder / "agentd.sock") as node:
         script = "printf 'a\\nb\\n\\377'; sleep 0.2; echo end"

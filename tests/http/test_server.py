@@ -22,6 +22,8 @@ from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
 from agentd.http.site import Site
 
+pytestmark = pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
+
 
 class Words(Site):
     """Answers with a word, at once or later."""
@@ -51,6 +53,10 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+def unix_socket_at(folder: Path) -> UnixSocket:
+    return UnixSocket(folder / "socket", None, Caller("operator", Role.ADMIN))
+
+
 def words_at(end: Endpoint) -> Server:
     site = Words()
     routes = [
@@ -61,11 +67,10 @@ def words_at(end: Endpoint) -> Server:
     return Server("words", routes, site, end)
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 @pytest.mark.parametrize("rounds", range(8))
 async def test_stop_resets_no_accepted_connection(tmp_path: Path, rounds: int) -> None:
     path = tmp_path / "socket"
-    door = UnixSocket(path, None, Caller("operator", Role.ADMIN))
+    door = unix_socket_at(tmp_path)
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(path))
         held.listen()
@@ -85,11 +90,10 @@ async def test_stop_resets_no_accepted_connection(tmp_path: Path, rounds: int) -
     assert outcomes["200"] > 0 or rounds < 2
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 @pytest.mark.parametrize("is_passed", [True, False])
 async def test_stop_removes_no_file_of_passed_socket(tmp_path: Path, is_passed: bool) -> None:
     path = tmp_path / "socket"
-    unix = UnixSocket(path, None, Caller("operator", Role.ADMIN))
+    unix = unix_socket_at(tmp_path)
     with socket.socket(socket.AF_UNIX) as held, socket.socket(socket.AF_UNIX) as client:
         if is_passed:
             held.bind(str(path))
@@ -103,7 +107,6 @@ async def test_stop_removes_no_file_of_passed_socket(tmp_path: Path, is_passed: 
             client.connect(str(path))
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 async def test_stop_removes_no_file_of_the_next_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +119,7 @@ async def test_stop_removes_no_file_of_the_next_daemon(
         next_ones.append(unix_socket(path, None))
         next_ones[0].listen()
 
-    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    server = words_at(Endpoint((unix_socket_at(tmp_path),)))
     await server.start()
     monkeypatch.setattr(asyncio.Server, "close", close_and_start_next)
     await server.stop(Deadline.after(10))
@@ -124,13 +127,12 @@ async def test_stop_removes_no_file_of_the_next_daemon(
         client.connect(str(path))
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 async def test_stop_waits_a_limited_time_for_first_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "FIRST_REQUEST_S", 1.0)
     path = tmp_path / "socket"
-    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    server = words_at(Endpoint((unix_socket_at(tmp_path),)))
     await server.start()
     with socket.socket(socket.AF_UNIX) as late, socket.socket(socket.AF_UNIX) as silent:
         for client in (late, silent):
@@ -146,10 +148,9 @@ async def test_stop_waits_a_limited_time_for_first_requests(
         assert silent.recv(4096) == b""
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 async def test_probes_do_not_wait_for_turns_of_their_caller(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    server = words_at(Endpoint((UnixSocket(path, None, Caller("operator", Role.ADMIN)),)))
+    server = words_at(Endpoint((unix_socket_at(tmp_path),)))
     await server.start()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, Deadline.after(10))
@@ -171,7 +172,6 @@ async def test_probes_do_not_wait_for_turns_of_their_caller(tmp_path: Path) -> N
                 assert (await reader.readuntil(b"word")).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 async def test_connections_with_one_token_share_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +185,7 @@ async def test_connections_with_one_token_share_turns(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        unix = UnixSocket(tmp_path / "socket", None, Caller("operator", Role.ADMIN))
+        unix = unix_socket_at(tmp_path)
         tokens = tuple(Token(name, Caller(name, Role.ADMIN)) for name in ("one", "two"))
         passed = {f"127.0.0.1:{port}": listening}
         server = words_at(Endpoint((unix,), "127.0.0.1", port, tokens, passed=passed))
@@ -225,10 +225,9 @@ def _outcome(caller: socket.socket) -> str:
             return "reset"
 
 
-@pytest.mark.filterwarnings("ignore::aiohttp.web.NotAppKeyWarning")
 async def test_clients_beyond_the_limit_take_few_descriptors(tmp_path: Path) -> None:
     """A flood over TCP leaves descriptors to the operator's socket, also before it is refused."""
-    unix = UnixSocket(tmp_path / "socket", None, Caller("operator", Role.ADMIN))
+    unix = unix_socket_at(tmp_path)
     with socket.socket() as listening, ExitStack() as stack:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]

@@ -153,6 +153,7 @@ def test_refusal_of_a_hostile_body_is_short(hostile: bytes | dict[str, Any]) -> 
         ("devices", lambda n: {"a": ["x"] * n}, 4096),
         ("mounts", lambda n: [{"source": "/a", "target": "/b"}] * n, 256),
         ("ports", lambda n: [{"container": 1}] * n, 256),
+        ("tmpfs", lambda n: [{"target": "/a"}] * n, 256),
         ("env", lambda n: {"a": "x" * n}, 32768),
         ("env", lambda n: {"a" * n: ""}, 256),
         ("labels", lambda n: {"a" * n: ""}, 256),
