@@ -219,28 +219,6 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
     assert await world.census() == {"k1": [first]}
 
 
-async def test_forgotten_node_is_forgotten_by_every_gateway(world: World) -> None:
-    await world.start_etcd()
-    gateways = [world.gateway(), world.gateway()]
-    for gateway in gateways:
-        await gateway.until({})
-    async with world.client() as etcd:
-        lease = await etcd.grant(2)
-        chip = {"name": "ghost.chip", "kind": "count", "quantum": "1"}
-        report = {**SAID, "url": "unix:/nowhere", "agents": {}, "slot_types": [chip]}
-        await etcd.put("/agentd/main/nodes/ghost", msgspec.json.encode(report), lease=lease)
-        for gateway in gateways:
-            await gateway.until({"ghost": "lost"}, within_s=15)
-    assert (await gateways[0].call("DELETE", "/v1/nodes/ghost")).status == 204
-    assert (await gateways[0].call("DELETE", "/v1/slot-types/ghost.chip")).status == 204
-    async with asyncio.timeout(10):
-        for gateway in gateways:
-            while await gateway.states() or "ghost.chip" in {
-                slot["name"] for slot in await gateway.get("/v1/slot-types")
-            }:
-                await asyncio.sleep(0.02)
-
-
 async def test_exec_reaches_only_its_node(folder: Path) -> None:
     asked = []
 

@@ -1,9 +1,7 @@
 """A kernel id is on at most one node, whatever dies, freezes or loses an answer."""
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -209,20 +207,6 @@ async def test_overtaken_placement_tries_no_other_node(rig: Rig) -> None:
         assert isinstance(outcome, AgentdError) or [outcome] == census["k1"], outcomes
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_two_gateways_that_are_asked_at_once_agree(rig: Rig, seed: int) -> None:
-    rng = random.Random(seed)
-    orders = [order(f"k{n}") for n in range(6)] * 3
-    rng.shuffle(orders)
-    outcomes = await asyncio.gather(
-        *(rig.create(item, gateway=n % 2) for n, item in enumerate(orders)), return_exceptions=True
-    )
-    census = await rig.world.census()
-    assert all(len(nodes) == 1 for nodes in census.values())
-    for item, outcome in zip(orders, outcomes, strict=True):
-        assert isinstance(outcome, AgentdError) or [outcome] == census[item.kernel_id]
-
-
 async def test_a_full_node_sends_the_order_on_and_leaves_nothing(rig: Rig) -> None:
     first, second = rig.names
     await rig.world.nodes[first].running(kernel_id="big", slots={"cpu": 8, "mem": "1m"}, **SLEEP)
@@ -238,18 +222,3 @@ async def test_a_full_node_sends_the_order_on_and_leaves_nothing(rig: Rig) -> No
         await rig.create(nowhere)
     assert refused.value.code == "CommandNotFound"
     assert await rig.stores[0].route("bad") is None
-
-
-async def test_routes_and_slot_types_survive_a_restart(folder: Path) -> None:
-    state = FleetState()
-    store = SqliteStore(folder / "fleet.sqlite", (), state)
-    await store.open()
-    route = KernelRoute(kernel_id="k", node_id="n", agent_id="a", request_hash="h", owner="o")
-    revision = await store.keep(route, 0)
-    await store.close()
-    again = SqliteStore(folder / "fleet.sqlite", (), FleetState())
-    await again.open()
-    kept = await again.route("k")
-    assert kept is not None
-    assert (kept.route, kept.revision) == (route, revision)
-    await again.close()
