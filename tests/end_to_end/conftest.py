@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from agentd.client import AsyncClient
 from support.daemon import AGENTS, UNITS, Daemon, gpus
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
@@ -36,6 +37,13 @@ async def plain(folder: Path) -> AsyncIterator[Daemon]:
     made = Daemon(folder, "process")
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def client(daemon: Daemon) -> AsyncIterator[AsyncClient]:
+    """A client of `daemon`, which runs by then."""
+    async with AsyncClient(daemon.folder / "agentd.sock") as made:
+        yield made
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

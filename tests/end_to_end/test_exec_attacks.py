@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,10 +17,11 @@ from agentd.client import exec as client_exec
 from agentd.errors import Unreachable
 from agentd.host.cgroups.usage import groups_of
 from agentd.host.processes import read_uids
+from end_to_end.test_exec import SLEEPER, ran, websocket
 from support.daemon import AGENTS, BASE, Daemon, gone, gpus
 from support.daemon_pool import Serving
 
-SLEEPER = ["sleep", "100000"]
+LASTING = ["sh", "-c", "echo; sleep 100000"]
 
 
 @pytest.fixture
@@ -27,15 +29,17 @@ async def daemon(serving: Serving) -> Daemon:
     return await serving(AGENTS + gpus(1))
 
 
-@pytest.fixture
-async def client(daemon: Daemon):
-    async with AsyncClient(daemon.folder / "agentd.sock") as made:
-        yield made
-
-
 async def begun(running) -> None:
     """Wait for the first thing that a command prints."""
     await anext(aiter(running))
+
+
+async def ended(running) -> int:
+    """Wait for the end of a command, and return its exit code."""
+    async with asyncio.timeout(10):
+        async for _ in running:
+            pass
+    return int(running.exit_code)
 
 
 @pytest.mark.needs("cgroups")
@@ -60,9 +64,7 @@ async def test_no_root_process_is_ever_in_a_kernels_cgroup(plain: Daemon) -> Non
         async with AsyncClient(plain.folder / "agentd.sock") as client:
             for _ in range(10):
                 async with client.exec("k1", ["true"]) as running:
-                    async for _ in running:
-                        pass
-                assert running.exit_code == 0
+                    assert await ended(running) == 0
     finally:
         is_over = True
     await watching
@@ -99,14 +101,10 @@ async def test_a_signal_overtakes_input_that_is_not_taken(daemon, client) -> Non
     await daemon.running(kernel_id="k1", command=SLEEPER)
     script = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
     async with client.exec("k1", ["sh", "-c", script]) as running:
-        printed = aiter(running)
-        await anext(printed)
+        await begun(running)
         await running.write(bytes(256 * 1024))
         await running.send_signal("USR1")
-        async with asyncio.timeout(10):
-            async for _ in printed:
-                pass
-    assert running.exit_code == 9
+        assert await ended(running) == 9
 
 
 async def test_signal_arrives_after_repeated_input_closes(daemon, client) -> None:
@@ -116,22 +114,14 @@ async def test_signal_arrives_after_repeated_input_closes(daemon, client) -> Non
             await running.close_input()
             await running.write(b"too late")
         await running.send_signal("KILL")
-        async with asyncio.timeout(10):
-            async for _ in running:
-                pass
-    assert running.exit_code == 137
+        assert await ended(running) == 137
 
 
 async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
     plain.deadlines = {"agentd.rpc.exec.FIRST_FRAME_S": 1.0}
     await plain.start(AGENTS)
     await plain.running(kernel_id="k1", command=SLEEPER)
-    connector = aiohttp.UnixConnector(str(plain.folder / "agentd.sock"))
-    async with (
-        aiohttp.ClientSession(connector=connector) as session,
-        session.ws_connect("http://x/v1/kernels/k1/exec", autoping=False) as wire,
-        asyncio.timeout(30),
-    ):
+    async with websocket(plain, autoping=False) as wire, asyncio.timeout(30):
         told = None
         while told is None:
             await wire.ping()
@@ -142,32 +132,31 @@ async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
     assert told.json()["problem"]["errors"][0]["why"] == "no first frame in 1 s"
 
 
-async def test_the_end_of_the_kernel_is_the_commands(daemon, client) -> None:
-    await daemon.running(kernel_id="k1", command=SLEEPER)
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def test_a_command_ends_with_its_kernel(daemon, client, how: str) -> None:
+    """Nobody keeps a kernel's devices by a shell that was forgotten in it."""
+    kernel = await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
-    command = ["sh", "-c", "echo; sleep 100000"]
-    async with client.exec("k1", command, env={"MARKER": marker}) as running:
-        printed = aiter(running)
-        await anext(printed)
-        await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
-        async with asyncio.timeout(10):
-            async for _ in printed:
-                pass
-    assert running.exit_code in (137, 143)
+    async with client.exec("k1", LASTING, env={"MARKER": marker}) as running:
+        await begun(running)
+        if how == "stopped":
+            await daemon.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})
+        else:
+            os.kill(daemon.main_pid(kernel, daemon.test_engine), signal.SIGKILL)
+        assert await ended(running) in (137, 143)
     await gone(marker)
+    await daemon.until("k1", "terminated")
 
 
 async def test_a_stop_of_the_daemon_ends_commands_and_is_not_held_up(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
-    command = ["sh", "-c", "echo; sleep 100000"]
-    async with client.exec("k1", command, env={"MARKER": marker}) as running:
-        printed = aiter(running)
-        await anext(printed)
+    async with client.exec("k1", LASTING, env={"MARKER": marker}) as running:
+        await begun(running)
         async with asyncio.timeout(10):
             await daemon.stop()
         with pytest.raises(Unreachable):
-            await anext(printed)
+            await ended(running)
     await gone(marker)
     await daemon.start()
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
@@ -176,8 +165,7 @@ async def test_a_stop_of_the_daemon_ends_commands_and_is_not_held_up(daemon, cli
 async def test_a_daemon_that_dies_leaves_no_command_for_long(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
-    command = ["sh", "-c", "echo; sleep 100000"]
-    async with client.exec("k1", command, env={"MARKER": marker}) as running:
+    async with client.exec("k1", LASTING, env={"MARKER": marker}) as running:
         await begun(running)
         await daemon.restart(number=signal.SIGKILL)
     await gone(marker)
@@ -199,16 +187,13 @@ async def test_a_terminal_passes_on_every_key(daemon, client) -> None:
 
 async def test_streams_can_be_opened_by_name(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
-    printed = b""
-    async with client.exec("k1", ["sh", "-c", "echo here > /dev/stdout"]) as running:
-        async for _, data in running:
-            printed += data
-    assert (printed, running.exit_code) == (b"here\n", 0)
+    script = "echo here > /dev/stdout"
+    assert await ran(client, "sh", "-c", script) == (0, b"here\n", b"")
 
 
 async def test_exec_is_audited_when_it_begins(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
-    async with client.exec("k1", ["sh", "-c", "echo; sleep 100000"]) as running:
+    async with client.exec("k1", LASTING) as running:
         await begun(running)
         assert '"outcome": "begun"' in daemon.log
     with pytest.raises(Exception, match="no-such"):
@@ -217,27 +202,9 @@ async def test_exec_is_audited_when_it_begins(daemon, client) -> None:
     assert '"outcome": "CommandNotFound"' in daemon.log
 
 
-async def test_a_command_ends_with_the_kernels_own(daemon, client) -> None:
-    """Nobody keeps a kernel's devices by a shell that was forgotten in it."""
-    kernel = await daemon.running(kernel_id="k1", command=SLEEPER)
-    async with client.exec("k1", ["sh", "-c", "echo; sleep 100000"]) as running:
-        printed = aiter(running)
-        await anext(printed)
-        os.kill(daemon.main_pid(kernel, daemon.test_engine), signal.SIGKILL)
-        async with asyncio.timeout(10):
-            async for _ in printed:
-                pass
-    assert running.exit_code in (137, 143)
-    await daemon.until("k1", "terminated")
-
-
 async def test_a_kernel_that_was_given_the_id_meanwhile_is_another_one(daemon, client) -> None:
     await daemon.running("agent-1", kernel_id="k1", command=SLEEPER)
-    connector = aiohttp.UnixConnector(str(daemon.folder / "agentd.sock"))
-    async with (
-        aiohttp.ClientSession(connector=connector) as session,
-        session.ws_connect("http://agentd/v1/kernels/k1/exec") as wire,
-    ):
+    async with websocket(daemon) as wire:
         assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
         await daemon.running("agent-2", kernel_id="k1", command=SLEEPER, env={"SECRET": "x"})
         await wire.send_json({"command": ["env"]})
@@ -247,15 +214,9 @@ async def test_a_kernel_that_was_given_the_id_meanwhile_is_another_one(daemon, c
 
 async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, client) -> None:
     await daemon.running(kernel_id="k1", command=SLEEPER)
-    reader, writer = await asyncio.open_unix_connection(str(daemon.folder / "agentd.sock"))
-    writer.write(
-        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
-        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-    )
-    await reader.readuntil(b"\r\n\r\n")
-    order = b'{"command": ["yes"]}'
-    writer.write(bytes([0x81, 0x80 | len(order), 0, 0, 0, 0]) + order)  # RFC 6455, mask of zeros
+    ends = await asyncio.open_unix_connection(str(daemon.folder / "agentd.sock"))
+    await start_by_hand(ends, {"command": ["yes"]})
+    reader, writer = ends
     await reader.read(1)
     writer.transport.pause_reading()
     held = Path(f"/proc/{daemon.process.pid}/fd")
@@ -275,6 +236,21 @@ async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, cli
     writer.close()
 
 
+async def start_by_hand(
+    ends: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: dict[str, Any]
+) -> None:
+    """Start a command in k1 over a connection, by the bytes of RFC 6455 with a mask of zeros."""
+    reader, writer = ends
+    writer.write(
+        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer secret\r\n"
+        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    await reader.readuntil(b"\r\n\r\n")
+    frame = json.dumps(request).encode()
+    writer.write(bytes([0x81, 0x80 | len(frame), 0, 0, 0, 0]) + frame)
+
+
 def tcp_listener(folder: Path) -> tuple[int, str, str]:
     """Return a free port, and `listen` and `token-file` for it; the token is `secret`."""
     with socket.socket() as free:
@@ -288,16 +264,10 @@ def tcp_listener(folder: Path) -> tuple[int, str, str]:
 
 async def hang_up_behind_input(port: int, marker: str) -> None:
     """Run a command in k1 that reads nothing, send all that the connection takes, and close it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        b"GET /v1/kernels/k1/exec HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\n"
-        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer secret\r\n"
-        b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-    )
-    await reader.readuntil(b"\r\n\r\n")
-    asked = {"command": ["sh", "-c", "echo; exec sleep 100000"], "env": {"MARKER": marker}}
-    order = json.dumps(asked).encode()
-    writer.write(bytes([0x81, 0x80 | len(order), 0, 0, 0, 0]) + order)  # RFC 6455, mask of zeros
+    ends = await asyncio.open_connection("127.0.0.1", port)
+    command = ["sh", "-c", "echo; exec sleep 100000"]
+    await start_by_hand(ends, {"command": command, "env": {"MARKER": marker}})
+    reader, writer = ends
     await reader.readuntil(b"\n")
     frame = bytes([0x82, 0x80 | 126, 0xFF, 0xFF, 0, 0, 0, 0]) + bytes(0xFFFF)
     sent = 0

@@ -110,11 +110,7 @@ async def test_calls_succeed_after_the_token_has_expired(
     await running[0].require_logins(PASSWORD, a=(KEY,))
     async with Etcd(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
         await use(etcd)
-<<<<<<< HEAD
-        first, pause_s = etcd._transport._token, 1.0
-=======
-        first, pause_s = etcd._gateway._token, 0.0 if is_signed else 1.0
->>>>>>> 047781b6 (Tests of a fleet hold each promise once, with real parts where those show more)
+        first, pause_s = etcd._transport._token, 0.0 if is_signed else 1.0
         async with asyncio.timeout(20):
             while etcd._transport._token == first:
                 await asyncio.sleep(pause_s)  # each use of a simple token starts its time again
@@ -122,23 +118,6 @@ async def test_calls_succeed_after_the_token_has_expired(
                 await use(etcd)
 
 
-<<<<<<< HEAD
-async def test_calls_succeed_after_the_signed_token_has_expired(
-    tmp_path: Path, running: list[EtcdServers]
-) -> None:
-    running.append(EtcdServers(tmp_path / "etcd", options=[signed(tmp_path, "1s")]))
-    await running[0].start()
-    await running[0].require_logins(PASSWORD, a=(KEY,))
-    async with Etcd(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
-        await use(etcd)
-        first = etcd._transport._token
-        async with asyncio.timeout(20):
-            while etcd._transport._token == first:
-                await use(etcd)
-
-
-=======
->>>>>>> 047781b6 (Tests of a fleet hold each promise once, with real parts where those show more)
 async def test_changed_password_is_refused_until_it_is_right(
     servers: EtcdServers, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
