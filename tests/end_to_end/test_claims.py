@@ -83,15 +83,6 @@ async def test_a_claim_holds_devices_until_it_is_released(node: Daemon) -> None:
     assert await free(node) == "4"
 
 
-async def test_a_claim_and_a_kernel_of_one_id_are_two_holders(node: Daemon) -> None:
-    await claimed(node, "same")
-    await node.running(kernel_id="same", slots=ONE)
-    assert await free(node) == "2"
-    await node.call("DELETE", "/v1/kernels/same?timeout=0")
-    assert await free(node) == "3"
-    assert (await node.get("/v1/claims/same"))["state"] == "held"
-
-
 async def test_a_claim_ends_with_its_process(node: Daemon) -> None:
     child = subprocess.Popen(["sleep", "1000"])
     await claimed(node, "c1", {"pid": child.pid})
@@ -119,20 +110,6 @@ async def test_a_process_is_named_by_itself_its_parent_or_its_start(node: Daemon
         os.kill(grandchild, signal.SIGKILL)
         parent.wait()
     await until_ended(node, "c1")
-
-
-async def test_a_claim_ends_with_its_time_unless_it_is_renewed(node: Daemon) -> None:
-    made = await claimed(node, "c1", {"ttl": 1})
-    assert made["expires_at"] > made["created_at"]
-    renewed = await node.call("POST", "/v1/claims/c1/renew", {"ttl": 600})
-    assert (renewed.status, renewed.json["holder"]) == (200, {"ttl": 600})
-    await claimed(node, "c2", {"ttl": 1})
-    await until_ended(node, "c2")
-    assert (await node.get("/v1/claims/c1"))["state"] == "held"
-    assert (await node.call("POST", "/v1/claims/c1/renew", {})).json["holder"] == {"ttl": 600}
-    await claimed(node, "c3")
-    refused = await node.call("POST", "/v1/claims/c3/renew", {})
-    assert problem(refused) == (409, "ClaimConflict")
 
 
 @pytest.mark.needs("root")  # to show it another boot
@@ -164,9 +141,7 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         child.wait()
 
 
-async def test_unreadable_claim_withholds_devices_until_its_release(
-    node: Daemon,
-) -> None:
+async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon) -> None:
     await claimed(node, "c1")
     await node.stop()
     record = node.folder / "state/claims/c1.json"
@@ -203,27 +178,7 @@ async def test_dry_run_from_a_claim_offers_its_drained_device(node: Daemon) -> N
     kernel = await node.running(kernel_id="k1", claim="c1", slots=ONE)
     await node.call("POST", "/v1/devices/cuda/cuda0/undrain")
     assert kernel["allocation"] == dry.json["allocation"]
-
-
-async def test_a_create_from_part_of_a_claim_frees_the_rest(node: Daemon) -> None:
-    await claimed(node, "c1", slots={"cuda.device": 3})
-    more = await node.create(kernel_id="k1", claim="c1", slots={"cuda.device": 4})
-    assert problem(more) == (409, "InsufficientResource")
-    await node.running(kernel_id="k1", claim="c1", slots=ONE)
-    assert await free(node) == "3"
-
-
-async def test_a_failed_create_gives_the_claim_its_devices_back(node: Daemon) -> None:
-    before = await claimed(node, "c1", slots={"cuda.device": 2})
-    await node.call("POST", "/v1/devices/cuda/cuda0/drain")
-    failed = await node.create(kernel_id="k1", claim="c1", command=["/nowhere"])
-    await node.call("POST", "/v1/devices/cuda/cuda0/undrain")
-    assert failed.status == 422, failed.content
-    assert await node.get("/v1/claims/c1") == before
-    assert (await node.device("cuda0"))["holders"] == [
-        {"claim_id": "c1", "amount": "1", "amounts": {"cuda.device": "1"}}
-    ]
-    await node.running(kernel_id="k2", claim="c1")
+    assert await free(node) == "3", "the rest of the claim is free"
 
 
 async def test_a_kept_claim_serves_several_kernels(node: Daemon) -> None:

@@ -55,29 +55,3 @@ async def planned(daemon: Daemon) -> list[list[str]]:
     done = await asyncio.to_thread(CliRunner().invoke, agentd, arguments)
     assert done.exit_code == 0, done.output
     return [agent["devices"]["cuda"] for agent in json.loads(done.stdout)["agents"].values()]
-
-
-async def test_dealing_that_is_a_lie_is_a_plugin_that_failed(plain: Daemon) -> None:
-    await plain.start(config('lie = "unequal"\n'))
-    refused = await plain.create(slots={"cuda.device": 1})
-    assert (refused.status, refused.json["code"]) == (422, "UnsupportedResource")
-    assert refused.json["plugins"]["cuda"].endswith(
-        "it deals unequal numbers of devices with cuda.device without a reason:"
-        " agent-1 4, agent-2 0"
-    )
-
-
-async def test_dealing_that_fails_is_tried_again(plain: Daemon, tmp_path: Path) -> None:
-    mended = tmp_path / "mended"
-    fault = f'fault = "raise"\nfault-at = "partition"\nfault-until = "{mended}"\n'
-    await plain.start(config(fault + CROSSED))
-    refused = await plain.create(slots={"cuda.device": 1})
-    assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
-    assert (
-        "partition: RuntimeError: the simulated driver fails at partition"
-        in (refused.json["detail"])
-    )
-    mended.touch()
-    retried = await plain.call("POST", "/v1/plugins/cuda/retry")
-    assert retried.status == 200, retried.content
-    assert await owned(plain) == [["cuda0", "cuda3"], ["cuda1", "cuda2"]]

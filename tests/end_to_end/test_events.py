@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from agentd.events import KEPT
-from support.daemon import AGENTS, Daemon, gpus
+from support.daemon import Daemon
 
 DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
 """Whichever looks first lets go of a reader that takes nothing."""
@@ -122,42 +121,3 @@ async def test_stalled_event_reader_is_dropped_alone(plain: Daemon) -> None:
         async with asyncio.timeout(30):
             while not DROPPED.search(plain.log):
                 await plain.call("GET", "/livez")
-
-
-async def test_open_streams_do_not_hold_up_the_end(plain: Daemon) -> None:
-    await plain.start()
-    async with listening(plain) as frames:
-        assert await asyncio.wait_for(plain.stop(), 5) == 0
-        assert [frame async for frame in frames] == []
-
-
-async def test_plugins_and_runtimes_are_told_of(plain: Daemon) -> None:
-    health = plain.folder / "health"
-    health.write_text("")
-    table = gpus().replace("[plugins.cuda]", "[plugins]\nhealth-interval = 0.1\n[plugins.cuda]")
-    await plain.start(AGENTS + table + f'health-file = "{health}"\n')
-    async with listening(plain) as frames:
-        health.write_text("cuda0 unhealthy it coughs\n")
-        (sick,) = await until(frames, event="device")
-        assert (sick["data"]["state"], sick["data"]["reason"]) == ("unhealthy", "it coughs")
-
-
-async def test_metrics(plain: Daemon) -> None:
-    await plain.start()
-    await plain.running(kernel_id="k1", slots={"cuda.device": 1, "mem": "1g"})
-    answer = await plain.call("GET", "/metrics")
-    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(answer.content.decode())
-        for sample in family.samples
-    }
-    assert samples["agentd_kernels", "agent-1", "running"] == 1
-    assert samples["agentd_slot_allocated", "agent-1", "cuda.device"] == 1
-    assert samples["agentd_slot_free", "agent-2", "cuda.device"] == 1
-    assert samples["agentd_slot_allocated", "agent-1", "mem"] == 2**30
-    assert samples["agentd_plugin_ready", "cuda"] == 1
-    assert samples["agentd_plugin_restarts_total", "cuda"] == 0
-    assert 0 <= samples["agentd_plugin_last_list_seconds", "cuda"] < 60
-    assert samples["agentd_runtime_available", "process"] == 1
-    assert samples["agentd_device_state", "cuda", "cuda1", "ok"] == 1

@@ -1,13 +1,12 @@
 """Kernels, through the HTTP socket, on both runtimes."""
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from agentd.host.cgroups.hierarchies import find_cgroups
-from support.daemon import AGENTS, Daemon, gpus
+from support.daemon import Daemon, gpus
 from support.daemon_pool import Serving
 
 
@@ -129,29 +128,6 @@ async def test_delete_stops_a_running_kernel(serving: Serving) -> None:
     assert await daemon.get("/v1/kernels") == []
 
 
-async def test_an_end_by_itself_is_seen_with_exit_code_and_time(serving: Serving) -> None:
-    daemon = await serving()
-    answer = await daemon.create(kernel_id="k1", command=["sh", "-c", "exit 7"])
-    assert answer.status == 201
-    kernel = await daemon.until("k1", "terminated")
-    assert kernel["exit_code"] == 7
-    assert kernel["oom_killed"] is False
-    assert kernel["started_at"] <= kernel["finished_at"]
-
-
-async def test_logs_are_raw_bytes(serving: Serving) -> None:
-    daemon = await serving()
-    await daemon.create(kernel_id="k1", command=["sh", "-c", r"printf 'a\n\377b\n'; echo e >&2"])
-    await daemon.until("k1", "terminated")
-    logs = await daemon.call("GET", "/v1/kernels/k1/logs")
-    assert sorted(logs.content.splitlines()) == [b"a", b"e", b"\xffb"]
-    assert logs.headers["Content-Type"] == "application/octet-stream"
-    tail = await daemon.call("GET", "/v1/kernels/k1/logs?tail=1")
-    assert len(tail.content.splitlines()) == 1
-    followed = await daemon.call("GET", "/v1/kernels/k1/logs?follow=true")
-    assert followed.content == logs.content
-
-
 async def test_respond_async_answers_at_once_and_keeps_a_failure(daemon: Daemon) -> None:
     await daemon.start()
     headers = {"Prefer": "respond-async"}
@@ -169,32 +145,6 @@ async def test_respond_async_answers_at_once_and_keeps_a_failure(daemon: Daemon)
     assert (await daemon.call("DELETE", "/v1/kernels/k2")).status == 204
 
 
-async def test_dry_run_decides_and_changes_nothing(serving: Serving) -> None:
-    daemon = await serving()
-    dry = await daemon.create(query="?dry_run=true", slots={"cuda.device": 2})
-    assert dry.status == 200
-    assert dry.json["allocation"]["cuda"] == {"cuda.device": {"cuda0": "1", "cuda1": "1"}}
-    assert [row["device"] for row in dry.json["explain"]["cuda.device"]] == ["cuda0", "cuda1"]
-    assert await daemon.get("/v1/kernels") == []
-    refused = await daemon.create(query="?dry_run=true", slots={"cuda.device": 3})
-    assert refused.status == 409
-
-
-async def test_refusal_explains_each_device(
-    serving: Serving,
-) -> None:
-    daemon = await serving()
-    await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
-    refused = await daemon.create(slots={"cuda.device": 2})
-    problem = refused.json
-    assert (refused.status, problem["code"]) == (409, "InsufficientResource")
-    assert (problem["slot"], problem["requested"], problem["free"]) == ("cuda.device", "2", "1")
-    rows = {row["device"]: row for row in problem["explain"]}
-    assert rows["cuda0"]["free"] == "0"
-    assert "k1" in rows["cuda0"]["reason"]
-    assert rows["cuda1"]["considered"]
-
-
 async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
     await daemon.start()
     bad = await daemon.create(command=["no-such-command"], slots={"cuda.device": 2})
@@ -207,62 +157,6 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
         assert daemon.test_engine.containers() == []
     else:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
-
-
-async def test_64_creates_on_8_devices_give_8_kernels(
-    serving: Serving,
-) -> None:
-    daemon = await serving(AGENTS + gpus(8))
-
-    async def create(n: int):
-        slots = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
-        return await daemon.create(f"agent-{n % 2 + 1}", slots=slots)
-
-    answers = await asyncio.gather(*(create(n) for n in range(64)))
-    statuses = Counter(answer.status for answer in answers)
-    assert statuses == {201: 8, 409: 56}
-    given = [
-        device
-        for answer in answers
-        if answer.status == 201
-        for device in answer.json["allocation"]["cuda"]["cuda.device"]
-    ]
-    assert sorted(given) == [f"cuda{n}" for n in range(8)]
-    for answer in answers:
-        if answer.status == 409:
-            assert answer.json["code"] == "InsufficientResource"
-            assert len(answer.json["explain"]) == 8
-
-
-@pytest.mark.parametrize("mode", ["auto-split", "manual"])
-async def test_outside_shared_mode_agents_keep_to_their_devices(
-    serving_process: Serving, mode: str
-) -> None:
-    agents = "".join(
-        f'[[agents]]\nid = "agent-{n}"\n'
-        + (
-            f'[agents.resource]\ncpu = 4\nmem = "4g"\ndevices = {{ cuda = ["cuda{n - 1}"] }}\n'
-            if mode == "manual"
-            else ""
-        )
-        for n in (1, 2)
-    )
-    plain = await serving_process(f'[resource]\nallocation-mode = "{mode}"\n' + agents + gpus(2))
-    first = await plain.running("agent-1", slots={"cuda.device": 1})
-    second = await plain.running("agent-2", slots={"cuda.device": 1})
-    assert list(first["allocation"]["cuda"]["cuda.device"]) == ["cuda0"]
-    assert list(second["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
-    assert first["allocation"]["cpu"]["cpu"] == {"0": "1"}
-    assert second["allocation"]["cpu"]["cpu"] == {"4": "1"}
-    refused = await plain.create("agent-1", slots={"mem": "5g"})
-    assert (refused.status, refused.json["free"]) == (409, str(4 * 2**30 - 256 * 2**20))
-
-
-async def test_two_requests_with_one_name_at_once_make_one_kernel(serving: Serving) -> None:
-    daemon = await serving()
-    answers = await asyncio.gather(*(daemon.create(kernel_id="k1") for _ in range(6)))
-    assert sorted(answer.status for answer in answers) == [200] * 5 + [201]
-    assert len({answer.json["container_id"] or answer.json["pid"] for answer in answers}) == 1
 
 
 async def test_deleting_again_and_again_during_a_create_leaves_nothing(daemon: Daemon) -> None:
@@ -283,27 +177,6 @@ async def test_deleting_again_and_again_during_a_create_leaves_nothing(daemon: D
         assert daemon.test_engine.containers() == []
     else:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
-
-
-@pytest.mark.docker
-async def test_a_container_renamed_by_hand_stays_charged(serving_docker: Serving) -> None:
-    dockered = await serving_docker()
-    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
-    path = f"/containers/{kernel['container_id']}/rename?name=renamed"
-    dockered.test_engine.call("POST", path)
-    await dockered.running(kernel_id="k2")
-    assert (await dockered.get("/v1/kernels/k1"))["state"] == "running"
-    assert await dockered.free("cuda.device") == "1"
-
-
-@pytest.mark.docker
-async def test_container_removed_by_hand_is_lost(dockered) -> None:
-    await dockered.start()
-    kernel = await dockered.running(kernel_id="k1", slots={"cuda.device": 2})
-    dockered.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
-    await dockered.until("k1", "lost")
-    assert await dockered.free("cuda.device") == "2"
-    assert (await dockered.call("DELETE", "/v1/kernels/k1")).status == 204
 
 
 @pytest.mark.docker
@@ -348,24 +221,6 @@ async def test_process_runtime_refuses_container_options(plain: Daemon) -> None:
         answer = await plain.call("GET", f"/v1/kernels/k1/logs?{query}")
         assert (answer.status, answer.json["code"]) == (422, "InvalidRequest")
         await plain.call("DELETE", "/v1/kernels/k1?timeout=0")
-
-
-async def test_a_request_may_name_the_devices_to_choose_from(daemon: Daemon) -> None:
-    await daemon.start(AGENTS + gpus(4))
-    stable = (await daemon.device("cuda2"))["stable_id"]
-    named = {"cuda": ["cuda1", stable]}
-    two = await daemon.running(slots={"cuda.device": 2}, devices=named)
-    assert two["allocation"]["cuda"]["cuda.device"] == {"cuda1": "1", "cuda2": "1"}
-    taken = await daemon.create(slots={"cuda.device": 1}, devices=named)
-    assert (taken.status, taken.json["code"]) == (409, "InsufficientResource")
-    reasons = {row["device"]: row["reason"] for row in taken.json["explain"]}
-    assert reasons["cuda0"] == "not among the devices that the request or its claim names"
-    unknown = await daemon.create(slots={"cuda.device": 1}, devices={"cuda": ["cuda9"], "x": ["y"]})
-    assert (unknown.status, unknown.json["code"]) == (422, "InvalidRequest")
-    assert [e["where"] for e in unknown.json["errors"]] == ["devices.cuda.0", "devices.x.0"]
-    dry = await daemon.create(slots={"cuda.device": 1}, devices={"cuda": ["cuda3"]},
-                              query="?dry_run=true")  # fmt: skip
-    assert dry.json["allocation"]["cuda"]["cuda.device"] == {"cuda3": "1"}
 
 
 async def test_limit_is_kept_shown_and_named_in_refusals(plain: Daemon) -> None:

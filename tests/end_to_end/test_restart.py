@@ -130,68 +130,6 @@ async def test_memory_below_the_held_amount_is_overcommitted(daemon: Daemon) -> 
     assert (await daemon.device("root"))["state"] == "ok"
 
 
-def devices(*ids: str) -> str:
-    listed = ", ".join(
-        f'{{ id = "cuda{n}", stable-id = "GPU-{name}" }}' for n, name in enumerate(ids)
-    )
-    return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
-
-
-async def test_ids_follow_devices_over_a_changed_driver_order(plain: Daemon) -> None:
-    await plain.start(AGENTS + devices("a", "b", "c"))
-    await plain.running(kernel_id="k1", slots={"cuda.device": 1})
-    await plain.restart(AGENTS + devices("c", "b", "a"))
-    stable = {d["id"]: d["stable_id"] for d in await plain.get("/v1/devices")}
-    assert stable["cuda0"] == "GPU-a"
-    assert stable["cuda2"] == "GPU-c"
-    assert (await plain.device("cuda0"))["holders"][0]["kernel_id"] == "k1"
-
-
-async def test_missing_device_keeps_its_index_until_forgotten(plain: Daemon) -> None:
-    split = '[resource]\nallocation-mode = "auto-split"\n' + AGENTS
-    await plain.start(split + devices("a", "b", "c", "d"))
-    await plain.restart(split + devices("b", "c", "d"))
-    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
-    assert parts == {"agent-1": ["cuda0", "cuda1"], "agent-2": ["cuda2", "cuda3"]}
-    assert (await plain.device("cuda0"))["state"] == "gone"
-    assert await plain.free("cuda.device") == "1"
-    assert any("cuda0 is gone" in w for w in (await plain.get("/v1/node"))["warnings"])
-    conflict = await plain.call("DELETE", "/v1/devices/cuda/cuda1")
-    assert (conflict.status, conflict.json["code"]) == (409, "Conflict")
-    assert (await plain.call("DELETE", "/v1/devices/cuda/cuda0")).status == 204
-    await plain.restart(split + devices("b", "c", "d"))
-    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
-    assert parts == {"agent-1": ["cuda1", "cuda2"], "agent-2": ["cuda3"]}
-
-
-async def test_a_drain_survives_a_restart(plain: Daemon) -> None:
-    await plain.start()
-    drained = await plain.call("POST", "/v1/devices/cuda/cuda0/drain")
-    assert (drained.status, drained.json["state"]) == (200, "drained")
-    await plain.restart()
-    assert await plain.free("cuda.device") == "1"
-    kernel = await plain.running(slots={"cuda.device": 1})
-    assert list(kernel["allocation"]["cuda"]["cuda.device"]) == ["cuda1"]
-    await plain.call("POST", "/v1/devices/cuda/cuda0/undrain")
-    assert await plain.free("cuda.device") == "1"
-
-
-@pytest.mark.needs("cgroups")
-async def test_a_damaged_record_is_recovered_from_the_kernel_itself(plain: Daemon) -> None:
-    await plain.start()
-    kernel = await plain.running(kernel_id="k1", slots={"cuda.device": 1})
-    await plain.running(kernel_id="k2")
-    record = plain.folder / "state" / "kernels" / "k1" / "record.json"
-    await plain.stop()
-    record.write_text(record.read_text()[:40])
-    await plain.start()
-    after = await plain.get("/v1/kernels/k1")
-    assert (after["state"], after["pid"]) == ("running", kernel["pid"])
-    assert after["allocation"] == kernel["allocation"]
-    assert "recovered" in after["reason"]
-    assert (await plain.get("/v1/kernels/k2"))["state"] == "running"
-
-
 @pytest.mark.docker
 async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Daemon) -> None:
     daemon = dockered
@@ -229,40 +167,6 @@ async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Da
     assert [c["Id"] for c in engine.containers()] == [foreign["Id"]]
     assert await daemon.free("cuda.device") == "2"
     engine.call("DELETE", f"/containers/{foreign['Id']}?force=1")
-
-
-@pytest.mark.docker
-async def test_a_container_that_never_started_is_removed(dockered: Daemon) -> None:
-    daemon = dockered
-    await daemon.start()
-    kernel = await daemon.running(kernel_id="k1")
-    engine = daemon.test_engine
-    shown = engine.call("GET", f"/containers/{kernel['container_id']}/json")
-    await daemon.stop()
-    engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
-    labels = shown["Config"]["Labels"]
-    config = {"Image": "agentd-test:1", "Cmd": ["true"], "Labels": labels}
-    name = kernel_name(daemon.node, "k1")
-    assert engine.call("POST", f"/containers/create?name={name}", config)["Id"]
-    await daemon.start()
-    assert await daemon.get("/v1/kernels") == []
-    assert engine.containers() == []
-
-
-@pytest.mark.docker
-async def test_container_removed_meanwhile_is_lost(dockered: Daemon) -> None:
-    daemon = dockered
-    await daemon.start()
-    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
-    await daemon.stop()
-    daemon.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
-    for _ in range(2):
-        await daemon.restart()
-        assert (await daemon.get("/v1/kernels/k1"))["state"] == "lost"
-        assert await daemon.free("cuda.device") == "2"
-    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
-    await daemon.restart()
-    assert await daemon.get("/v1/kernels") == []
 
 
 @pytest.mark.docker

@@ -5,31 +5,9 @@ import json
 import signal
 from collections import Counter
 
-import pytest
-
 from agentd.client.paths import next_query
 from support.daemon import Daemon
 from support.daemon_pool import Serving
-
-
-@pytest.mark.parametrize(
-    ("word", "code"),
-    [
-        ("", "InvalidRequest"),
-        ("a" * 5000, "InvalidRequest"),
-        ("a" * 300, "CommandNotFound"),
-        ("/bin/" + "a" * 300, "CommandNotFound"),
-        ("/bin/sh/x", "CommandNotFound"),
-        ("/bin", "CommandNotFound"),
-    ],
-    ids=lambda word: word[:8],
-)
-async def test_first_word_that_cannot_be_executed_is_the_callers_fault(
-    serving: Serving, word: str, code: str
-) -> None:
-    daemon = await serving()
-    refused = await daemon.create(command=[word])
-    assert (refused.status, refused.json["code"]) == (422, code), refused.content
 
 
 async def test_each_end_of_a_short_command_is_logged_once(serving: Serving) -> None:

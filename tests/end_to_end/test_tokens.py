@@ -123,19 +123,6 @@ async def test_a_token_that_goes_before_its_body_has_come_does_nothing(tokens: T
     assert await tokens.daemon.get("/v1/kernels") == []
 
 
-async def test_a_reload_that_cannot_be_read_changes_nothing(tokens: Tokens) -> None:
-    tokens.configure(tokens.entry("team", "agent", "team-a"))
-    await tokens.daemon.start()
-    tokens.daemon.config_file.write_text("[rpc")
-    assert tokens.daemon.process is not None
-    tokens.daemon.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
-        while "daemon.reload_refused" not in tokens.daemon.log:
-            await asyncio.sleep(0.02)
-    assert (await tokens.get("team")).status == 200
-    tokens.configure(tokens.entry("team", "agent", "team-a"))
-
-
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
