@@ -90,43 +90,6 @@ async def test_an_error_of_any_length_is_cut(one_gpu, engine: Engine, size: int)
     await settled(daemon, engine, containers=0, free="1")
 
 
-async def test_too_large_a_list_loses_and_frees_no_kernel(one_gpu, engine: Engine) -> None:
-    daemon, proxy = one_gpu
-    kernel = await daemon.running(**ASK)
-    before = most_resident(daemon)
-    proxy.rule("GET .*/containers/json", too_much(proxy, 100 * MIB), always=True)
-    await proxy.cut()
-    async with asyncio.timeout(20):
-        while "too large" not in (await daemon.get("/v1/node"))["runtime"]["reason"]:
-            await asyncio.sleep(0.05)
-    await is_as_it_was(daemon, kernel)
-    assert most_resident(daemon) - before < 200
-    proxy.clear()
-    await daemon.runtime_is("available")
-    await is_as_it_was(daemon, kernel)
-
-
-async def test_too_large_an_inspection_loses_and_frees_no_kernel(one_gpu, engine: Engine) -> None:
-    daemon, proxy = one_gpu
-    kernel = await daemon.running(**ASK)
-    path = f"/containers/{kernel['container_id']}"
-    proxy.rule(f"GET .*{path}/json", too_much(proxy, 20 * MIB), always=True)
-    engine.call("POST", f"{path}/pause")
-    await daemon.until("k1", "paused")  # as the list says, which comes after an event
-    assert await daemon.free("cuda.device") == "0"
-    assert (await daemon.call("POST", "/v1/kernels/k1/stop")).status == 503
-    assert await daemon.free("cuda.device") == "0"
-    proxy.clear()
-    assert (await daemon.until("k1", "terminated"))["exit_code"] is not None
-
-
-async def is_as_it_was(daemon: Daemon, kernel: dict[str, Any]) -> None:
-    """Look at a kernel that runs, and holds the only GPU."""
-    shown = await daemon.get("/v1/kernels/k1")
-    assert (shown["state"], shown["container_id"]) == ("running", kernel["container_id"])
-    assert await daemon.free("cuda.device") == "0"
-
-
 def by_hand(engine: Engine, daemon: Daemon, kernel: dict[str, Any], name: str) -> str:
     """Make a container with the labels of a kernel that has been removed."""
     shown = engine.call("GET", f"/containers/{kernel['container_id']}/json")
@@ -160,22 +123,6 @@ async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engin
     await dockered.until("k1", "terminated")
     engine.call("DELETE", f"/containers/{container}")
     await dockered.until("k1", "lost")
-
-
-async def test_event_with_inherited_labels_creates_no_kernel(dockered, engine: Engine) -> None:
-    engine.clean()
-    await dockered.start(ONE_GPU)
-    kernel = await dockered.running(**ASK)
-    engine.call("POST", f"/commit?container={kernel['container_id']}&repo=child&tag=1")
-    await dockered.call("DELETE", "/v1/kernels/k1?timeout=0")
-    body = {"Image": "child:1", "Cmd": ["sleep", "1000"], "HostConfig": {"NetworkMode": "none"}}
-    container = engine.call("POST", "/containers/create?name=not-ours", body)["Id"]
-    engine.call("POST", f"/containers/{container}/start")
-    marker = await dockered.running(kernel_id="k2", slots={"cuda.device": 1})
-    engine.call("POST", f"/containers/{marker['container_id']}/kill")
-    await dockered.until("k2", "terminated")  # and so the events before were heard
-    assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["k2"]
-    engine.call("DELETE", f"/containers/{container}?force=1")
 
 
 async def test_a_limit_that_is_changed_by_hand_is_shown(dockered, engine: Engine) -> None:

@@ -20,6 +20,7 @@ NAME = "/" + "x" * 300
 IN_CONTAINERS: list[tuple[dict[str, Any], str]] = [
     ({"user": "-1"}, "user"),
     ({"user": "0:-1"}, "user"),
+    ({"user": "0:nosuch"}, "user"),
     ({"user": "99999999999"}, "user"),
     ({"user": "nosuch"}, "user"),
     ({"image": "user:1"}, "image"),
@@ -31,6 +32,20 @@ IN_CONTAINERS: list[tuple[dict[str, Any], str]] = [
     ({"ulimits": {"nofile": 0}}, "ulimits.nofile"),
     ({"ulimits": {"nproc": 2**62}}, "ulimits.nproc"),
     ({"ulimits": {"data": 1}}, "ulimits.data"),
+    ({"ulimits": {"rtprio": 99}}, "ulimits.rtprio"),
+    ({"ulimits": {"files": 1}}, "ulimits"),
+    ({"ulimits": {"nofile": {"soft": 2, "hard": 1}}}, "ulimits"),
+    ({"network": "bridge"}, "network"),
+    ({"network": "host"}, "network"),
+    ({"network": "container:other"}, "network"),
+    ({"shm_size": 0}, "shm_size"),
+    ({"shm_size": "much"}, "shm_size"),
+    ({"pids_limit": 0}, "pids_limit"),
+    ({"mounts": [{"source": "/etc", "target": "/x"}]}, "mounts.0.source"),
+    ({"env": {"NVIDIA_VISIBLE_DEVICES": "all"}}, "env.NVIDIA_VISIBLE_DEVICES"),
+    ({"env": {"AMD_VISIBLE_DEVICES": "0"}}, "env.AMD_VISIBLE_DEVICES"),
+    ({"labels": {"io.agentd.node": "other"}}, "labels.io.agentd.node"),
+    ({"tmpfs": [{"target": "/a"}, {"target": "/a"}]}, "mounts"),
     *(
         ({"mounts": [{"source": "{data}", "target": target}]}, "mounts.0.target")
         for target in (
@@ -44,7 +59,9 @@ IN_CONTAINERS: list[tuple[dict[str, Any], str]] = [
     ({"mounts": [{"source": "{data}/chain0", "target": "/x"}]}, "mounts.0.source"),
     *(
         ({"tmpfs": [{"target": target}]}, "tmpfs.0.target")
-        for target in ("/dev/null", LONG, "/bin/busybox", "/bin/busybox/x")
+        for target in (
+            "/dev/null", LONG, "/bin/busybox", "/bin/busybox/x", "/proc/sys", "/../etc",
+        )
     ),
     *(
         ({"working_dir": folder}, "working_dir")
