@@ -9,8 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd.config.plugins import PluginTable
-from agentd.core.allocation.ledger import Allocation, Share
-from agentd.core.devices import Device, DeviceId, Health, SecondarySlot
+from agentd.core.devices import Device, Health, SecondarySlot
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
 from agentd.pluginhost.dealing import DealingRules
@@ -21,6 +20,7 @@ from agentd_cuda import CudaPlugin, nvml
 from agentd_cuda.files import capability_minors
 from agentd_rocm import RocmPlugin
 from native.libraries import nvml_library
+from plugins.rig import given
 from support.fakes import FakeMemory
 
 HEALTHY = """driver 570.124.06
@@ -107,23 +107,21 @@ async def test_a_healthy_node(node: Node) -> None:
 @pytest.mark.parametrize(
     "trouble",
     [
-        "fail nvmlDeviceRegisterEvents 999 0",
-        "fail nvmlDeviceGetSupportedEventTypes 15 0",
-        "fail nvmlEventSetCreate 999",
-        "fail nvmlDeviceGetName 999 0",
-        "fail nvmlDeviceGetMigMode 15 0",
-        "fail nvmlDeviceGetMemoryInfo 15 0",
+        "nvmlDeviceGetMigMode 13",
+        "nvmlDeviceGetFieldValues 13",
+        "nvmlDeviceGetPowerUsage 13",
+        "nvmlEventSetCreate 13",
+        "nvmlDeviceGetSupportedEventTypes 13",
+        "nvmlDeviceRegisterEvents 999 0",
+        "nvmlDeviceGetSupportedEventTypes 15 0",
+        "nvmlEventSetCreate 999",
     ],
 )
-async def test_one_bad_gpu_at_the_start_harms_no_other(node: Node, trouble: str) -> None:
-    node.say(f"{HEALTHY}{trouble}\n")
-    host = await node.plugin()
-    first, second = devices(host)
+async def test_driver_without_a_function_or_events_still_serves(node: Node, trouble: str) -> None:
+    node.say(f"{HEALTHY}fail {trouble}\n")
+    first, second = devices(await node.plugin())
     assert (first.stable_id, second.stable_id) == ("GPU-aaaa", "GPU-bbbb")
     assert second.health is Health.HEALTHY
-    if "Event" not in trouble:
-        assert first.health is Health.UNHEALTHY
-        assert first.reason.startswith("no answer")
 
 
 async def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_said_so(node: Node) -> None:
@@ -142,14 +140,6 @@ async def test_an_xid_of_a_gpu_that_is_lost_with_it_counts(node: Node) -> None:
     await until(host, lambda found: found[0].health is Health.UNHEALTHY)
     node.say(HEALTHY.replace("recovery=0", "recovery=-1", 1))
     await until(host, lambda found: found[0].reason == "Xid 79")
-
-
-async def test_without_gpus_kernels_see_none_even_if_the_driver_fails(node: Node) -> None:
-    node.say(HEALTHY.replace("init 0", "init 9"))
-    host = await node.plugin()
-    assert host.statuses()[0].state is PluginState.PENDING
-    edits = await host.container_edits(Allocation(()), Features("process"))
-    assert edits.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
 
 
 async def test_shares_by_setting(node: Node) -> None:
@@ -205,24 +195,10 @@ async def test_a_driver_that_is_not_loaded_says_so(node: Node) -> None:
     (status,) = host.statuses()
     assert (status.state, host.listings()) == (PluginState.PENDING, [])
     assert "NVML does not start: Driver Not Loaded" in status.reason
+    edits = await host.container_edits(given("cuda"), Features("process"))
+    assert edits.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
     node.say(HEALTHY)
     assert (await host.retry("cuda")).state is PluginState.READY
-    assert [d.stable_id for d in devices(host)] == ["GPU-aaaa", "GPU-bbbb"]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        "nvmlDeviceGetMigMode",
-        "nvmlDeviceGetFieldValues",
-        "nvmlDeviceGetPowerUsage",
-        "nvmlEventSetCreate",
-        "nvmlDeviceGetSupportedEventTypes",
-    ],
-)
-async def test_an_old_driver_that_lacks_a_function_still_serves(node: Node, function: str) -> None:
-    node.say(f"{HEALTHY}fail {function} 13\n")
-    host = await node.plugin()
     assert [d.stable_id for d in devices(host)] == ["GPU-aaaa", "GPU-bbbb"]
 
 
@@ -247,6 +223,11 @@ async def test_a_gpu_in_mig_mode_offers_its_parts_alone(node: Node) -> None:
 )  # fmt: skip
 def test_profiles_are_named_as_nvidia_names_them(slices, memory_mib, profile) -> None:
     assert nvml.profile_name(*slices, memory_mib << 20, 80 << 30) == profile
+
+
+def test_half_a_gib_is_rounded_up_as_nvidia_does() -> None:
+    assert nvml.profile_name(3, 3, 69632 << 20, 143771 << 20) == "3g.71gb"
+    assert nvml.profile_name(1, 1, 22500 << 20, 183359 << 20) == "1g.23gb"
 
 
 PROFILES = {
@@ -285,6 +266,10 @@ async def test_profiles_keep_their_attributes_in_the_slot(node: Node, gpu: str) 
     assert part.processes == [ProcessUse(99, 7)]
 
 
+def test_pci_address_is_written_as_sysfs_does() -> None:
+    assert nvml.pci_address("00010000:E1:00.0") == "10000:e1:00.0"
+
+
 def test_the_reference_lists_the_slots_of_every_gpu() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/slots.md").read_text()
     for profile in " ".join(PROFILES.values()).split():
@@ -295,12 +280,6 @@ async def until_measured(host: PluginHost, count: int) -> None:
     async with asyncio.timeout(10):
         while len(host.measurements().get("cuda", ())) != count:
             await asyncio.sleep(0.02)
-
-
-def test_half_a_gib_is_rounded_up_as_nvidia_does() -> None:
-    assert nvml.profile_name(3, 3, 69632 << 20, 143771 << 20) == "3g.71gb"
-    assert nvml.profile_name(1, 1, 22500 << 20, 183359 << 20) == "1g.23gb"
-    assert nvml.pci_address("00010000:E1:00.0") == "10000:e1:00.0"
 
 
 async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(
@@ -340,17 +319,6 @@ async def test_required_recovery_counts_until_it_is_done(node: Node) -> None:
     await until(host, lambda found: found[0].health is Health.HEALTHY)
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-async def test_a_lost_gpu_harms_no_other(node: Node, lost: int) -> None:
-    host = await node.plugin()
-    node.say(HEALTHY.replace("lost=0", f"lost={lost}", 1))
-    found = await until(host, lambda found: found[0].health is not Health.HEALTHY or len(found) < 2)
-    assert found[-1].stable_id == "GPU-bbbb"
-    assert found[-1].health is Health.HEALTHY
-    if lost == 2:
-        assert "lost" in found[0].reason.lower()
-
-
 async def test_another_order_after_a_reboot_keeps_the_identities(node: Node) -> None:
     before = {d.stable_id: d.aliases for d in devices(await node.plugin())}
     head, first, second = HEALTHY.strip().rsplit("\ngpu ", 2)
@@ -360,19 +328,10 @@ async def test_another_order_after_a_reboot_keeps_the_identities(node: Node) -> 
     assert {d.stable_id: d.aliases for d in after} == before
 
 
-def given(*stable_ids: str) -> Allocation:
-    return Allocation(
-        tuple(
-            Share(DeviceId("cuda", f"cuda{n}"), stable_id, "cuda.device", SlotKind.COUNT, ONE)
-            for n, stable_id in enumerate(stable_ids)
-        )
-    )
-
-
 async def test_edits_name_gpus_by_uuid_in_the_best_way(node: Node, tmp_path: Path) -> None:
     host = await node.plugin()
-    two = given("GPU-aaaa", "GPU-bbbb")
-    none = await host.container_edits(given(), Features("docker", device_requests=True))
+    two = given("cuda", "GPU-aaaa", "GPU-bbbb")
+    none = await host.container_edits(given("cuda"), Features("docker", device_requests=True))
     assert none.env == {"NVIDIA_VISIBLE_DEVICES": "void", "CUDA_VISIBLE_DEVICES": ""}
     assert not none.device_requests
     requests = await host.container_edits(two, Features("docker", device_requests=True))
@@ -381,7 +340,7 @@ async def test_edits_name_gpus_by_uuid_in_the_best_way(node: Node, tmp_path: Pat
     spec = {"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-aaaa"}, {"name": "0"}]}
     (tmp_path / "nvidia.yaml").write_text(json.dumps(spec))
     with_cdi = Features("docker", cdi=True, device_requests=True, cdi_spec_dirs=[str(tmp_path)])
-    one = await host.container_edits(given("GPU-aaaa"), with_cdi)
+    one = await host.container_edits(given("cuda", "GPU-aaaa"), with_cdi)
     assert (one.cdi, one.device_requests) == (("nvidia.com/gpu=GPU-aaaa",), ())
     assert one.env["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert (await host.container_edits(two, with_cdi)).device_requests

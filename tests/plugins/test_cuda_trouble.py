@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,25 +230,32 @@ def with_sick(sick: frozenset[str], unknown: frozenset[str] = NONE) -> dict[str,
     return WELL | dict.fromkeys(sick, "unhealthy") | dict.fromkeys(unknown, "gone")
 
 
+@asynccontextmanager
+async def keeping_places(machine: Machine, well: str | None = None) -> AsyncIterator[None]:
+    """Trouble that moves no device, and after which all are well without a word."""
+    before = machine.places, machine.slot_types
+    yield
+    assert (machine.places, machine.slot_types) == before
+    machine.node.say(well or gpus())
+    await machine.until(lambda: machine.health() == WELL)
+    assert (machine.places, machine.slot_types) == before
+    assert machine.is_quiet()
+
+
 @pytest.mark.parametrize("name", FAULTS)
 async def test_failing_function_keeps_the_form_of_a_gpu(machine: Machine, name: str) -> None:
-    fault, places, slot_types = FAULTS[name], machine.places, machine.slot_types
-    for code, words in CODES.items():
-        sick = fault.refused if code == 4 else fault.sick
-        lines = [line for gpu in "24" for line in fails(fault.function, code=code, gpu=gpu)]
-        machine.node.say(gpus(*lines))
-        expected = with_sick(sick), {f"no answer: {words}"} if sick else set()
-        await machine.until(
-            lambda expected=expected: (machine.health(), machine.reasons()) == expected
-        )
-        assert machine.places == places
-    await machine.restart()
-    assert machine.health() == with_sick(fault.sick, fault.unknown)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
-    machine.node.say(gpus())
-    await machine.until(lambda: machine.health() == WELL)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
-    assert machine.is_quiet()
+    fault = FAULTS[name]
+    async with keeping_places(machine):
+        for code, words in CODES.items():
+            sick = fault.refused if code == 4 else fault.sick
+            lines = [line for gpu in "24" for line in fails(fault.function, code=code, gpu=gpu)]
+            machine.node.say(gpus(*lines))
+            expected = with_sick(sick), {f"no answer: {words}"} if sick else set()
+            await machine.until(
+                lambda expected=expected: (machine.health(), machine.reasons()) == expected
+            )
+        await machine.restart()
+        assert machine.health() == with_sick(fault.sick, fault.unknown)
 
 
 async def test_unreadable_numa_node_keeps_the_form_of_a_gpu(machine: Machine) -> None:
@@ -261,30 +269,13 @@ async def test_unreadable_numa_node_keeps_the_form_of_a_gpu(machine: Machine) ->
     assert machine.reasons() == {"its NUMA node cannot be read: Is a directory"}
 
 
-OLD = {"name0": "name=NVIDIA H100", "name1": "name=NVIDIA H100"}
 SITUATIONS = {
     # k8s-device-plugin 231 and 2038: Xid 79, and not even a handle
     "fallen off the bus": (gpus().replace("mig=1", "mig=1 lost=1"), MIG, MIG),
     # nvidia-smi: "Unable to determine the device handle for GPU ...: Unknown Error"
     "lost behind its handle": (gpus().replace("mig=1", "mig=1 lost=2"), MIG, MIG),
-    # nvidia-smi: "[GPU requires reset]" in each column but the first ones
-    "requires reset": (gpus(*IDENTITY_ONLY), MIG, NONE),
-    # nvidia-smi: "[Unknown Error]" in each column but the first ones
-    "unknown error": (gpus(*fails(*EVERYTHING, code=999)), MIG, NONE),
     # open-gpu-kernel-modules 446: Xid 119, each call waits for the GSP in vain
     "GSP timeout": (gpus(*fails(*EVERYTHING, code=10)), MIG, NONE),
-    # k8s-device-plugin 399, nvidia-container-toolkit 842: no monitor of all MIG instances
-    "memory of a MIG GPU refused": (gpus(*fails("nvmlDeviceGetMemoryInfo", code=4)), NONE, NONE),
-    # HAMi 1044: "Failed to display compute instances: Insufficient Permissions"
-    "MIG instances refused": (
-        gpus(*fails("nvmlDeviceGetMigDeviceHandleByIndex", code=4)), MIG, MIG,
-    ),
-    # go-nvml 60: an index with an instance, and NVML knows nothing more of it
-    "attributes not found": (gpus(*fails("nvmlDeviceGetAttributes_v2", code=6)), MIG, NONE),
-    # the same on a driver that does not name profiles
-    "attributes not found, no names": (
-        gpus(*fails("nvmlDeviceGetAttributes_v2", code=6), names=OLD), MIG, MIG,
-    ),
     # a GPU in MIG mode after an uncorrectable error
     "recovery required": (gpus().replace("mig=1 recovery=0", "mig=1 recovery=1"), MIG, NONE),
     # GPUs are busy, and nvidia-smi shows "ERR!" for fan and power
@@ -301,37 +292,37 @@ SITUATIONS = {
 @pytest.mark.parametrize("name", SITUATIONS)
 async def test_gpu_in_trouble_is_well_when_it_answers(machine: Machine, name: str) -> None:
     text, sick, unknown = SITUATIONS[name]
-    if "no names" in name:
-        machine.node.say(gpus(names=OLD))
-        machine.store.save_devices([], {})
+    async with keeping_places(machine):
+        machine.node.say(text)
+        await machine.until(lambda: machine.health() == with_sick(sick))
+        assert machine.is_quiet()
         await machine.restart()
-    well = gpus(names=OLD if "no names" in name else NAMED)
-    places, slot_types = machine.places, machine.slot_types
-    machine.node.say(text)
-    await machine.until(lambda: machine.health() == with_sick(sick))
-    assert (machine.places, machine.is_quiet()) == (places, True)
+        assert machine.health() == with_sick(sick, unknown)
+
+
+async def test_unnamed_instances_without_attributes_keep_their_places(machine: Machine) -> None:
+    """Drivers that do not name profiles, and know nothing of an instance (go-nvml 60)."""
+    old = {"name0": "name=NVIDIA H100", "name1": "name=NVIDIA H100"}
+    machine.node.say(gpus(names=old))
+    machine.store.save_devices([], {})
     await machine.restart()
-    assert machine.health() == with_sick(sick, unknown)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
-    machine.node.say(well)
-    await machine.until(lambda: machine.health() == WELL)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
-    assert machine.is_quiet()
+    async with keeping_places(machine, gpus(names=old)):
+        machine.node.say(gpus(*fails("nvmlDeviceGetAttributes_v2", code=6), names=old))
+        await machine.until(lambda: machine.health() == with_sick(MIG))
+        await machine.restart()
+        assert machine.health() == with_sick(MIG, MIG)
 
 
 @pytest.mark.parametrize("machine", [(order, SHARES) for order in SplitOrder], indirect=True)
 async def test_gpu_of_a_late_driver_has_its_last_form(machine: Machine) -> None:
-    places, slot_types = machine.places, machine.slot_types
-    machine.node.say(gpus("init 9"))
-    await machine.restart()
-    assert (machine.places, set(machine.health().values())) == (places, {"gone"})
-    machine.node.say(gpus(*IDENTITY_ONLY))
-    await machine.host.retry("cuda")
-    await machine.until(lambda: machine.health() == SICK)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
-    machine.node.say(gpus())
-    await machine.until(lambda: machine.health() == WELL)
-    assert (machine.places, machine.slot_types) == (places, slot_types)
+    async with keeping_places(machine):
+        places = machine.places
+        machine.node.say(gpus("init 9"))
+        await machine.restart()
+        assert (machine.places, set(machine.health().values())) == (places, {"gone"})
+        machine.node.say(gpus(*IDENTITY_ONLY))
+        await machine.host.retry("cuda")
+        await machine.until(lambda: machine.health() == SICK)
 
 
 async def test_gpu_that_left_mig_mode_in_trouble_is_whole(machine: Machine) -> None:

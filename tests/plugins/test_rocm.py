@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from agentd.config.plugins import PluginTable
-from agentd.core.allocation.ledger import Allocation, Share
-from agentd.core.devices import Device, DeviceId, Health
-from agentd.core.slots import ONE, SlotKind
+from agentd.core.devices import Device, Health
+from agentd.core.slots import ONE
 from agentd.plugin_api import Features, Measurement
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
 from agentd_rocm import RocmPlugin, smi
 from native.libraries import built
+from plugins.rig import given
 
 GPUS = """handles big
 stderr libdrm: amdgpu.ids: No such file
@@ -43,16 +43,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def host(root: Path, tmp_path: Path, monkeypatch) -> AsyncIterator[PluginHost]:
+def gpus(root: Path, tmp_path: Path, monkeypatch) -> Path:
+    """The file that the library reads."""
     file = tmp_path / "gpus"
     file.write_text(GPUS)
     monkeypatch.setenv("ROCM_PATH", str(root))
     monkeypatch.setenv("FAKE_AMDSMI_FILE", str(file))
     monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
+    return file
+
+
+@pytest.fixture
+async def host(root: Path, gpus: Path) -> AsyncIterator[PluginHost]:
     made = plugin(sysfs=str(root / "sys"))
     await made.open(10)
     yield made
     await made.close()
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, gpus: Path) -> Path:
+    """The folder in sysfs of a GPU that is partitioned, in a tree that a test may change."""
+    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    (folder / "drm/renderD129").mkdir(parents=True)
+    (folder / "../0002:05:1f.7/drm/renderD130").mkdir(parents=True)
+    for name, text in (("unique_id", "a2f6ed0b5ee5f900"), ("numa_node", "1"),
+                       ("current_memory_partition", "NPS4")):  # fmt: skip
+        (folder / name).write_text(f"{text}\n")
+    return folder
 
 
 def plugin(**settings) -> PluginHost:
@@ -100,17 +118,8 @@ async def test_measurements(host: PluginHost) -> None:
     )
 
 
-def given(*stable_ids: str) -> Allocation:
-    return Allocation(
-        tuple(
-            Share(DeviceId("rocm", f"rocm{n}"), stable_id, "rocm.device", SlotKind.COUNT, ONE)
-            for n, stable_id in enumerate(stable_ids)
-        )
-    )
-
-
 async def test_edits(host: PluginHost) -> None:
-    one = given("GPU-a2f6ed0b5ee5f900")
+    one = given("rocm", "GPU-a2f6ed0b5ee5f900")
     docker = await host.container_edits(one, Features("docker"))
     assert [node.host_path for node in docker.device_nodes] == ["/dev/kfd", "/dev/dri/renderD129"]
     assert (docker.env, docker.groups) == (
@@ -120,7 +129,7 @@ async def test_edits(host: PluginHost) -> None:
     process = await host.container_edits(one, Features("process"))
     visible = {"ROCR_VISIBLE_DEVICES": "GPU-a2f6ed0b5ee5f900", "HIP_VISIBLE_DEVICES": "0"}
     assert process.env == visible
-    hidden = await host.container_edits(given(), Features("docker"))
+    hidden = await host.container_edits(given("rocm"), Features("docker"))
     assert hidden.env == {"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
@@ -131,30 +140,23 @@ async def test_edits(host: PluginHost) -> None:
      ("../x", "NPS1", "rocm.device")],
 )  # fmt: skip
 async def test_partitions_have_slots_of_their_own(
-    root: Path, tmp_path: Path, monkeypatch, compute: str, memory: str, slot: str
+    gpu: Path, tmp_path: Path, compute: str, memory: str, slot: str
 ) -> None:
-    gpus = tmp_path / "gpus"
-    gpus.write_text(GPUS)
-    monkeypatch.setenv("ROCM_PATH", str(root))
-    monkeypatch.setenv("FAKE_AMDSMI_FILE", str(gpus))
-    monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
-    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
-    (folder / "drm/renderD129").mkdir(parents=True)
-    (folder / "current_compute_partition").write_text(f"{compute}\n")
-    (folder / "current_memory_partition").write_text(f"{memory}\n")
+    (gpu / "current_compute_partition").write_text(f"{compute}\n")
+    (gpu / "current_memory_partition").write_text(f"{memory}\n")
     made = plugin(sysfs=str(tmp_path / "sys"))
     await made.open(10)
     (listing,) = made.listings()
     await made.close()
     first = listing.devices[0]
     assert first.slot == slot
-    whole = "0000:c1:00.0"
+    whole = "GPU-a2f6ed0b5ee5f900"
     is_part = slot != "rocm.device"
     assert (first.stable_id, first.parent) == ((f"{whole}-p0", whole) if is_part else (whole, None))
     assert [found.name for found in listing.slot_types] == [*dict.fromkeys(["rocm.device", slot])]
 
 
-async def test_unavailable_measurement_is_none(host: PluginHost) -> None:
+def test_unavailable_measurement_is_none() -> None:
     assert smi._known(2**16 - 1) is None
     assert smi._known(2**32 - 1) is None
     assert smi._known(137) == 137
@@ -194,22 +196,6 @@ NO_ADDRESS = "fail amdsmi_get_gpu_device_bdf 2 0"
 HIDDEN = ("unique_id", NO_ADDRESS)
 """Faults that leave a GPU without identity in a process that has not seen it before."""
 UNREADABLE = "cannot be read: Is a directory"
-
-
-@pytest.fixture
-def gpu(root: Path, tmp_path: Path, monkeypatch) -> Path:
-    """The folder in sysfs of a GPU that is partitioned, in a tree that a test may change."""
-    monkeypatch.setenv("ROCM_PATH", str(root))
-    monkeypatch.setenv("FAKE_AMDSMI_FILE", str(tmp_path / "gpus"))
-    monkeypatch.setenv("PATH", f"{root}/bin:{os.environ['PATH']}")
-    (tmp_path / "gpus").write_text(GPUS)
-    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
-    (folder / "drm/renderD129").mkdir(parents=True)
-    (folder / "../0002:05:1f.7/drm/renderD130").mkdir(parents=True)
-    for name, text in (("unique_id", "a2f6ed0b5ee5f900"), ("numa_node", "1"),
-                       ("current_memory_partition", "NPS4")):  # fmt: skip
-        (folder / name).write_text(f"{text}\n")
-    return folder
 
 
 async def until(host: PluginHost, reason: str) -> Device:

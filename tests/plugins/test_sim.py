@@ -33,12 +33,6 @@ async def test_the_settings_of_the_design() -> None:
     assert finer.slot_types[0].quantum == 1000
 
 
-async def test_the_same_physical_device_in_either_mode() -> None:
-    one = await listing(count=2, mode="device")
-    other = await listing(count=2, mode="shares")
-    assert [d.stable_id for d in one.devices] == [d.stable_id for d in other.devices]
-
-
 async def test_devices_one_by_one() -> None:
     entries = [{"id": "a0", "capacity": "0.05", "numa-node": 0}, {"id": "a1", "stable-id": "X"}]
     found = await listing(mode="shares", devices=entries)

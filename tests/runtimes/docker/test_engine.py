@@ -51,14 +51,6 @@ async def test_a_refusal_carries_status_and_message(engine, client, body, messag
     assert (caught.value.status, caught.value.message) == (404, message)
 
 
-async def test_an_answer_that_is_no_json_is_lost(engine, client) -> None:
-    engine.answer = says(200, b"<html>")
-    with pytest.raises(EngineAnswerLost, match="JSON"):
-        await client.call("POST", "/containers/create")
-    engine.answer = says(204, b"")
-    assert await client.call("POST", "/x") is None
-
-
 def breaking(engine: FakeEngine, times: int) -> None:
     """Answer once, then receive so many requests and break their connections."""
     broken = 0
@@ -165,13 +157,6 @@ async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: EngineClien
         assert await stream.readline() == b"line\n"
     async with asyncio.timeout(10):
         await engine.hung_up.wait()
-
-
-async def test_a_stream_that_is_refused_says_why(engine: FakeEngine, client: EngineClient) -> None:
-    engine.answer = says(500, b'{"message": "it went wrong"}')
-    with pytest.raises(EngineError, match="it went wrong"):
-        async with client.stream("GET", "/events", {}):
-            pass
 
 
 async def test_refused_events_are_a_state_of_the_engine(engine, client) -> None:

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from agentd.core.kernel.states import KernelRef
-from agentd.errors import OutcomeUnknown, RuntimeUnavailable
+from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.docker.engine import container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
 from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
 from agentd.runtimes.docker.observer import ContainerObserver
-from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.docker.streams import ContainerEvent, _parse_event
-from contracts.test_runtime import docker_settings, plan
 
 HASH = "0123456789abcdef" * 4
 NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.upper(), f"{HASH}\n",
@@ -85,19 +83,6 @@ async def test_a_malformed_inspection_is_a_lost_answer() -> None:
         with pytest.raises(RuntimeUnavailable):
             await observer(Lying(containers=answer)).find(KernelRef("k1", HASH))
     assert inspected(shown()) == shown()
-
-
-@pytest.mark.parametrize("raw", NO_IDS)
-async def test_a_create_answered_without_an_id_has_an_unknown_outcome(
-    folder, monkeypatch, raw: Any
-) -> None:
-    runtime = DockerRuntime("n", docker_settings(folder / "none.sock"))
-    engine = Lying(info={}, containers={"Id": raw})
-    monkeypatch.setattr(runtime, "_docker", engine)
-    with pytest.raises(OutcomeUnknown, match="invalid container id"):
-        await runtime.create(plan("sleep", "1", node="n"), lambda _: None)
-    assert [asked for asked in engine.asked if "create" not in asked] == ["GET /info"]
-    await runtime.close()
 
 
 EVENT = '{"Action": "%s", "Actor": {"ID": %s, "Attributes": {"name": "x", "io.agentd.kernel": %s}}}'

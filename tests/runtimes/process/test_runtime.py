@@ -6,9 +6,8 @@ import json
 import os
 import pwd
 import signal
-import subprocess
-from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,8 +17,8 @@ from agentd.core.kernel.record import parse_statement
 from agentd.core.kernel.states import ObservedState
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
-from agentd.host.processes import all_processes, read_stat
-from agentd.runtimes.host.user_accounts import UserAccounts, find_account
+from agentd.host.processes import read_stat
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery
@@ -70,15 +69,6 @@ async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folde
     assert (ended.state, ended.ending.exit_code) == (ObservedState.EXITED, 5)
 
 
-async def test_kernel_that_ignores_term_is_killed(runtime) -> None:
-    await create(runtime, "sh", "-c", "trap '' TERM; echo ready; sleep 1000; sleep 1000")
-    logs = runtime.logs(K1, LogQuery(follow=True))
-    assert await anext(logs) == b"ready\n"
-    await logs.aclose()
-    await runtime.stop(K1, 0.2)
-    assert (await found(runtime)).ending.exit_code == 137
-
-
 async def test_stop_without_timeout_uses_the_configured_one(folder) -> None:
     (folder / "kernels").mkdir()
     runtime = process_runtime(folder / "kernels", stop_timeout=0)
@@ -103,17 +93,6 @@ async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, f
     assert "exit status is lost" in ended.ending.reason
 
 
-async def test_kernel_without_identity_is_proved_by_its_cgroup(runtime, folder) -> None:
-    if not await has_cgroups(runtime):
-        return
-    await create(runtime, "sh", "-c", "env -i setsid sleep 1000 & exit")
-    await command(folder).ended()
-    await without_shim(folder)
-    assert await is_running(process_runtime(folder / "kernels"))
-    await runtime.stop(K1, 0)
-    assert not await is_running(runtime)
-
-
 @pytest.mark.parametrize("with_cgroups", [True, False])
 async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with_cgroups) -> None:
     (folder / "kernels").mkdir()
@@ -128,12 +107,22 @@ async def test_a_kernel_that_forks_and_exits_without_pause_is_ended(folder, with
     await runtime.close()
 
 
-@pytest.mark.parametrize("program", [("chain.c", "2000"), ("headless.c",)])
-async def test_cgroup_with_members_proves_a_live_kernel(runtime, folder, program):
-    """Its member has moved on, or looks like a zombie, and there is no shim."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("sh", "-c", "env -i setsid sleep 1000 & exit"), id="without its variables"),
+        pytest.param(("chain.c", "2000"), id="has moved on"),
+        pytest.param(("headless.c",), id="looks like a zombie"),
+    ],
+)
+async def test_cgroup_with_members_proves_a_live_kernel(runtime, folder, words):
+    """Of a kernel without a shim, there is one member that nothing else shows to be its own."""
     if not await has_cgroups(runtime):
         return
-    await create(runtime, str(built(program[0], folder / "program")), *program[1:])
+    program, *arguments = words
+    if program.endswith(".c"):
+        program = str(built(program, folder / "program"))
+    await create(runtime, program, *arguments)
     await without_shim(folder)
     for _ in range(20):
         assert await is_running(process_runtime(folder / "kernels"))
@@ -162,38 +151,6 @@ async def test_pid_of_another_boot_proves_nothing(runtime, folder) -> None:
     assert "the node restarted" in ended.ending.reason
     await after.remove(K1)
     await after.close()
-
-
-async def test_reused_pid_proves_nothing(runtime, folder) -> None:
-    await create(runtime, "sleep", "1000")
-    await runtime.stop(K1, 0)
-    (bundle(folder) / "exit.json").unlink()
-    successor = identity(folder) | {"pid": os.getpid(), "shim_pid": os.getpid()}
-    (bundle(folder) / "identity.json").write_text(json.dumps(successor))
-    assert not await is_running(runtime)
-    await runtime.stop(K1, 0)
-    await runtime.remove(K1)
-
-
-async def test_a_bundle_without_identity_never_ran(runtime, folder) -> None:
-    bundle(folder).mkdir(mode=0o700)
-    (bundle(folder) / "record.json").write_text(plan("sleep").record)
-    assert (await found(runtime)).state is ObservedState.CREATED
-    assert await runtime.remove(K1, unless_alive=True)
-    assert (await runtime.list()).kernels == ()
-
-
-async def test_the_cgroup_holds_the_kernel_and_is_removed_with_it(runtime, folder) -> None:
-    if not await has_cgroups(runtime):
-        return
-    await create(runtime, "sleep", "1000")
-    cgroups = find_cgroups()
-    assert cgroups is not None
-    group = cgroups.group(kernel_name(NODE, "k1"))
-    for file in group.procs_files:
-        assert str(identity(folder)["pid"]) in file.read_text().split()
-    await runtime.remove(K1)
-    assert not any(folder.exists() for folder in group.folders)
 
 
 async def test_processes_are_limited(runtime) -> None:
@@ -266,52 +223,6 @@ async def test_a_bundle_of_another_node_is_not_touched(runtime, folder) -> None:
     assert (listing.kernels, listing.leftovers) == ((), (Leftover("k1", "folder k1"),))
 
 
-async def test_cancelling_a_create_leaves_nothing(runtime, folder) -> None:
-    creating = asyncio.create_task(create(runtime, "sleep", "1000"))
-    async with asyncio.timeout(20):
-        while not bundle(folder).exists():
-            await asyncio.sleep(0)
-    creating.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await creating
-    assert list((folder / "kernels").iterdir()) == []
-    assert not await asyncio.to_thread(who_runs, "1000", NODE)
-
-
-def who_runs(argument: str, node: str) -> list[int]:
-    lines = {s.pid: Path(f"/proc/{s.pid}/cmdline") for s in all_processes()}
-    environs = {pid: path.with_name("environ") for pid, path in lines.items()}
-    return [
-        pid
-        for pid, path in lines.items()
-        if content_of(path).endswith(argument.encode() + b"\0")
-        and f"AGENTD_NODE={node}\0".encode() in content_of(environs[pid])
-    ]
-
-
-def content_of(file: Path) -> bytes:
-    """Return a file of a process, empty where it has ended or is another user's."""
-    with suppress(OSError):
-        return file.read_bytes()
-    return b""
-
-
-@pytest.mark.needs("root")
-async def test_an_agent_can_have_a_user_of_its_own(folder) -> None:
-    (folder / "kernels").mkdir()
-    daemon = find_account("daemon", "agents.0.user")
-    runtime = process_runtime(folder / "kernels", own={"agent-1": daemon})
-    support = await runtime.support(plan("sleep").spec)
-    assert "separation" not in support.not_enforced
-    await create(runtime, "sleep", "1000")
-    assert Path(f"/proc/{identity(folder)['pid']}").stat().st_uid == daemon.uid
-    assert [str(p) for p in await runtime.problems(plan("x", user="nobody").spec)] == [
-        "user: kernels of agent-1 run as daemon here"
-    ]
-    await runtime.remove(K1)
-    await runtime.close()
-
-
 async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
     """The user of a container need not be in its /etc/passwd."""
 
@@ -327,34 +238,27 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
     assert str(problem) == f"user: kernels of agent-1 run as {me} here"
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
-async def test_shortage_of_processes_is_unavailable(runtime, monkeypatch, number) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
+@pytest.mark.parametrize(
+    ("spawning", "error", "why"),
+    [
+        ("subprocess.run", OSError(errno.EAGAIN, ""), "shim: Resource temporarily"),
+        ("subprocess.run", OSError(errno.ENOMEM, ""), "shim: Cannot allocate memory"),
+        (
+            "agentd.runtimes.process.runtime.spawn",
+            RuntimeError("can't start new thread"),
+            "can't start new thread",
+        ),
+    ],
+    ids=["processes", "memory", "threads"],
+)
+async def test_shortage_is_unavailable(runtime, monkeypatch, spawning, error, why) -> None:
     monkeypatch.setattr(runtime, "_manager", None)
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", fails)
-        with pytest.raises(RuntimeUnavailable, match=f"shim: {os.strerror(number)}"):
+        patch.setattr(spawning, Mock(side_effect=error))
+        with pytest.raises(RuntimeUnavailable, match=why):
             await create(runtime, "true")
     assert await runtime.find(K1) is None
     await create(runtime, "sleep", "1000")
-
-
-async def test_shortage_of_threads_is_unavailable(runtime, monkeypatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(runtime, "_manager", None)
-    with monkeypatch.context() as patch:
-        patch.setattr("agentd.runtimes.process.runtime.spawn", fails)
-        with pytest.raises(RuntimeUnavailable, match="can't start new thread"):
-            await create(runtime, "true")
-    assert await runtime.find(K1) is None
-
-
-async def test_kernels_of_one_user_are_said_not_to_be_separated(runtime) -> None:
-    assert "separation" in (await runtime.support(plan("sleep").spec)).not_enforced
 
 
 async def test_kernel_with_a_stopped_shim_can_be_removed(runtime, folder):
@@ -397,15 +301,3 @@ async def test_the_end_of_a_kernel_that_was_found_later_is_told(runtime, folder)
     assert (await found(after)).state is ObservedState.RUNNING
     await assert_end_is_told(events, folder)
     await after.close()
-
-
-async def test_logs_are_not_read_through_a_bundle_that_is_a_link(runtime, folder) -> None:
-    await create(runtime, "sh", "-c", "echo mine")
-    (folder / "theirs").mkdir(mode=0o700)
-    (folder / "theirs" / "output.log").write_text("secret")
-    bundle(folder).rename(folder / "kept")
-    bundle(folder).symlink_to(folder / "theirs")
-    with pytest.raises(RuntimeUnavailable):
-        _ = [chunk async for chunk in runtime.logs(K1, LogQuery())]
-    bundle(folder).unlink()
-    (folder / "kept").rename(bundle(folder))

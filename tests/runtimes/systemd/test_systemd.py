@@ -275,31 +275,6 @@ def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
     assert bundle.end() is None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, ("", "", False)),
-        ("", ("", "its file is empty or cannot be read", True)),
-        ("{", ("", "Expecting property name", True)),
-        (OWN.replace('"k1"', '"k2"'), ("", "it is the record of kernel k2 of node n", False)),
-        (OWN.replace('"n"', '"m"'), ("", "it is the record of kernel k1 of node m", False)),
-        (OWN, (OWN, "", True)),
-    ],
-    ids=["missing", "empty", "no-json", "other", "other-node", "own"],
-)
-def test_problem_of_a_record_is_told(tmp_path: Path, text, expected) -> None:
-    observer = UnitObserver(tmp_path, "n", "boot", Manager(is_user=True))
-    bundle = observer.bundle("k1")
-    bundle.make("", {})
-    (bundle.path / "record.json").unlink()
-    if text is not None:
-        (bundle.path / "record.json").write_text(text)
-    record = observer._read_own_record(bundle)
-    assert (record.text, record.is_own) == (expected[0], expected[2])
-    assert record.problem.startswith(expected[1])
-    assert bool(record.problem) is bool(expected[1])
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o750, 0o700])
 def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int) -> None:
     observer = UnitObserver(tmp_path, "n", "boot", Manager(is_user=True))
