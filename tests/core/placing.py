@@ -3,6 +3,7 @@
 from agentd.core.allocation.allocator import allocate
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
+from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, ResourceSlots
 from core.machines import gpus, machine, memory, shared
 
@@ -26,9 +27,16 @@ def given_ids(allocation: Allocation, name: str) -> dict[str, float]:
     return {s.device_id.id: s.amount / ONE for s in allocation.devices_of(name)}
 
 
-def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None) -> Allocation:
+def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None, only=()) -> Allocation:
+    """Allocate to the one agent of a machine; `only`: the names of the devices to choose from."""
+    names = {device.name for device in only}
+    choice = {name: frozenset(device for device in only if device.name == name) for name in names}
     node = shared(machine(*devices, memory(), quantum=quantum), "a")
-    return allocate(ledger or Ledger(), node.inventory, node.partitions["a"], asked, policy)
+    return allocate(ledger or Ledger(), node.inventory, node.partitions["a"], asked, policy, choice)
+
+
+def named(name: str, *ids: object) -> list[DeviceId]:
+    return [DeviceId(name, str(device_id)) for device_id in ids]
 
 
 def numa(*nodes: int | None, capacity: float = 1, slot: str = "cuda.device"):

@@ -29,13 +29,6 @@ def test_natural_order() -> None:
     assert sorted(names, key=natural_key) == ["9", "10", "a1b2", "a1b10", "cuda", "cuda2", "cuda10"]
 
 
-def test_a_device_keeps_its_id_whatever_order_the_driver_lists() -> None:
-    before = gpus(1, 1, 1)
-    a, b, c = before
-    swapped = [replace(a, device_id=c.device_id), b, replace(c, device_id=a.device_id)]
-    assert ids(with_remembered(swapped, before)) == ids(before)
-
-
 def test_missing_device_stays_gone_and_keeps_its_id() -> None:
     before = gpus(1, 1)
     new = replace(before[0], stable_id="GPU-new")
@@ -143,12 +136,6 @@ def test_device_of_a_late_plugin_has_unknown_health() -> None:
     assert (late.gone, late.health, late.reason) == (True, Health.UNKNOWN, "plugin cuda is pending")
 
 
-def test_unhealthy_device_stays_so_without_its_plugin() -> None:
-    sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]
-    inventory = Inventory.of([], sick).with_health_unknown("cuda", "plugin cuda: lost")
-    assert inventory.devices[0].reason == "Xid 79"
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -234,12 +221,15 @@ def test_new_device_is_added_when_its_slot_is_known() -> None:
     assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
-def test_unknown_health_keeps_the_capacity() -> None:
+def test_unknown_health_keeps_capacity_and_known_trouble() -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: lost")
     (device,) = inventory.devices
     assert (device.health, device.reason, device.usable) == (
         Health.UNKNOWN, "plugin cuda: lost", True
     )  # fmt: skip
+    sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]
+    inventory = Inventory.of([], sick).with_health_unknown("cuda", "plugin cuda: lost")
+    assert inventory.devices[0].reason == "Xid 79"
 
 
 def test_health_belongs_to_the_physical_device() -> None:
@@ -268,19 +258,19 @@ def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
     assert warnings == ["cuda0, cuda1 list other secondary slots now; restart agentd to use them"]
 
 
-def test_a_missing_device_returns_without_a_disabled_slot() -> None:
-    remembered = gpu(0, gone=True)
-    off = Inventory.of([SHARES], [remembered, gpu(1, None)])
-    back, warnings = off.with_listing("cuda", [gpu(0, None), gpu(1, None)])
-    assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
-    assert warnings == []
-
-
-def test_missing_device_never_returns_with_an_untyped_slot() -> None:
+@pytest.mark.parametrize(
+    ("listed", "warnings"),
+    [
+        (gpu(0, None), []),
+        (gpu(0), ["cuda0 lists other secondary slots now; restart agentd to use them"]),
+    ],
+    ids=["disabled", "listed"],
+)
+def test_missing_device_never_returns_with_an_untyped_slot(listed, warnings) -> None:
     off = Inventory.of([SHARES], [gpu(0, gone=True), gpu(1, None)])
-    back, warnings = off.with_listing("cuda", [gpu(0), gpu(1, None)])
+    back, said = off.with_listing("cuda", [listed, gpu(1, None)])
     assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
-    assert warnings == ["cuda0 lists other secondary slots now; restart agentd to use them"]
+    assert said == warnings
 
 
 def test_a_new_device_with_an_unknown_slot_waits_for_a_restart() -> None:

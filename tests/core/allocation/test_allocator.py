@@ -1,8 +1,4 @@
-import random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import allocate
@@ -13,7 +9,7 @@ from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.partition.split import split
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
-from core.machines import GIB, cores, gpus, machine, memory, shared, threads
+from core.machines import GIB, cores, gpus, machine, memory, shared
 from core.placing import CENT, EVENLY, FILL, NEAR, SNUG, given_ids, numa, place, slots
 
 
@@ -81,17 +77,27 @@ def test_shares_on_equal_devices_are_halved_or_filled() -> None:
     assert given_ids(place(devices, asked, FILL, CENT), "cuda") == {"cuda0": 1, "cuda1": 0.5}
 
 
+def held(slot: str, *amounts: int, agent: str = "a") -> Ledger:
+    """A ledger in which a kernel holds so much of cuda0, cuda1 and so on."""
+    shares = (
+        Share(DeviceId("cuda", f"cuda{n}"), f"GPU-{n}", slot, SlotKind.COUNT, amount)
+        for n, amount in enumerate(amounts)
+    )
+    return Ledger().with_held("k1", agent, Allocation(tuple(shares)))
+
+
+def with_memory(ledger: Ledger, agent: str, amount: int) -> Ledger:
+    share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
+    return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
+
+
 def test_parts_are_equal_on_fewest_devices_or_refused() -> None:
     whole = AllocationPolicy(allow_fragmentation=False)
     devices = [*cores(1), *gpus(1, 1, 1, slot="cuda.shares")]
     asked = slots(cuda_shares=1.5)
     allocation = place(devices, asked, whole, CENT)
     assert sorted(given_ids(allocation, "cuda").values()) == [0.75, 0.75]
-    held = (
-        Share(DeviceId("cuda", f"cuda{n}"), f"GPU-{n}", "cuda.shares", SlotKind.COUNT, 40 * CENT)
-        for n in range(3)
-    )
-    used = Ledger().with_held("k", "a", Allocation(tuple(held)))
+    used = held("cuda.shares", *[40 * CENT] * 3)
     with pytest.raises(InsufficientResource):
         place(devices, asked, whole, CENT, used)
     assert place(devices, asked, EVENLY, CENT, used)
@@ -102,11 +108,6 @@ def test_a_refusal_takes_nothing_of_the_other_slots() -> None:
         place([*cores(2), *gpus(1)], slots(cuda_device=1, cpu=3))
     assert caught.value.slot == "cpu"
     assert caught.value.free == "2"
-
-
-def held(slot: str, amount: int, device: str = "cuda0", agent: str = "a") -> Ledger:
-    share = Share(DeviceId("cuda", device), f"GPU-{device}", slot, SlotKind.COUNT, amount)
-    return Ledger().with_held("k1", agent, Allocation((share,)))
 
 
 @pytest.mark.parametrize(
@@ -154,15 +155,12 @@ def test_an_agent_s_memory_is_the_less_of_its_own_and_the_node_s() -> None:
     )
     device, part = node.inventory.by_id[MEMORY], node.partitions["a"]
 
-    def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
-        share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
-        return ledger.with_held(f"{agent}-{amount}", agent, Allocation((share,)))
-
+    other = with_memory(Ledger(), "b", 6 * GIB)
     assert Ledger().free(device, part) == 4 * GIB
-    assert use(Ledger(), "a", GIB).free(device, part) == 3 * GIB
-    assert use(Ledger(), "b", 6 * GIB).free(device, part) == 2 * GIB
-    assert use(use(Ledger(), "b", 6 * GIB), "a", GIB).free(device, part) == GIB
-    assert use(Ledger(), "gone", 9 * GIB).free(device, part) == 0
+    assert with_memory(Ledger(), "a", GIB).free(device, part) == 3 * GIB
+    assert other.free(device, part) == 2 * GIB
+    assert with_memory(other, "a", GIB).free(device, part) == GIB
+    assert with_memory(Ledger(), "gone", 9 * GIB).free(device, part) == 0
 
 
 def test_moved_device_is_not_free_while_a_kernel_holds_it() -> None:
@@ -222,13 +220,9 @@ def test_memory_refusal_names_the_agents_own_kernels() -> None:
             allocate(ledger, node.inventory, part, asked, EVENLY)
         return str(caught.value.explain[0]["reason"])
 
-    def use(ledger: Ledger, agent: str, amount: int) -> Ledger:
-        share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
-        return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
-
-    other = use(Ledger(), "b", GIB)
+    other = with_memory(Ledger(), "b", GIB)
     assert reason(other, 5 * GIB).endswith("the agent's part of it is 4 GiB")
-    mine = use(other, "a", 4 * GIB)
+    mine = with_memory(other, "a", 4 * GIB)
     assert reason(mine, GIB) == "the agent's part of 4 GiB is held by k-a"
 
 
@@ -238,91 +232,6 @@ def test_devices_without_numa_node_count_for_each_node() -> None:
     )
     nodes = (0, 0, 0, 0, 0, 1, 1, None)
     devices = [*cores(1), *gpus(1, 1, 1, 1, 1, 1, 1, 1, slot="cuda.shares", nodes=nodes)]
-    used = Ledger()
-    for number, amount in enumerate((5, 40, 40, 40, 40)):
-        share = Share(
-            DeviceId("cuda", f"cuda{number}"),
-            f"GPU-{number}",
-            "cuda.shares",
-            SlotKind.COUNT,
-            amount * CENT,
-        )
-        used = used.with_held(f"k{number}", "a", Allocation((share,)))
+    used = held("cuda.shares", *(amount * CENT for amount in (5, 40, 40, 40, 40)))
     allocation = place(devices, slots(cuda_shares=2.85), policy, CENT, used)
     assert sorted(given_ids(allocation, "cuda")) == ["cuda5", "cuda6", "cuda7"]
-
-
-def test_releasing_twice_changes_nothing() -> None:
-    ledger = held("cuda.device", ONE)
-    once = ledger.without("k1")
-    assert once == Ledger()
-    assert once.without("k1") is once
-    assert ledger.without("other") is ledger
-
-
-AMOUNTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "cuda.shares": st.integers(0, 250).map(lambda n: n * CENT),
-        "npu.device": st.integers(0, 4).map(lambda n: n * ONE),
-        "cpu": st.integers(0, 5).map(lambda n: n * ONE),
-        "mem": st.integers(0, 3 * GIB),
-    },
-)
-POLICIES = st.builds(
-    AllocationPolicy, st.sampled_from(Strategy), st.sampled_from(Affinity), st.booleans()
-)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("ab"), AMOUNTS, st.booleans()), max_size=12),
-    POLICIES,
-    st.sampled_from(AllocationMode),
-)
-def test_no_share_is_ever_given_twice(steps, policy, mode) -> None:
-    devices = [
-        *threads(*((n % 4 // 2, n % 2) for n in range(8))),
-        memory(8 * GIB),
-        *gpus(1, 1, 0.5, 1, slot="cuda.shares", nodes=(0, 0, 1, None)),
-        *gpus(1, 1, 1, slot="npu.device", nodes=(0, 1, 1)),
-    ]
-    inventory = machine(*devices, quantum=CENT)
-    whole = replace(inventory.slot_types["npu.device"], quantum=ONE)
-    inventory = replace(inventory, slot_types={**inventory.slot_types, "npu.device": whole})
-    rules = (AgentRule("a"), AgentRule("b"))
-    if mode is AllocationMode.MANUAL:
-        mode = AllocationMode.AUTO_SPLIT
-    node = split(inventory, SplitRules(mode, rules))
-    ledger = Ledger()
-    for number, (agent, amounts, is_release) in enumerate(steps):
-        if is_release and ledger.holdings:
-            before = ledger
-            name = next(iter(ledger.holdings))
-            holding = ledger.holdings[name]
-            ledger = ledger.without(name)
-            assert ledger.with_held(name, holding.agent_id, holding.allocation).held == before.held
-        asked = ResourceSlots(amounts)
-        try:
-            got = allocate(ledger, node.inventory, node.partitions[agent], asked, policy)
-        except InsufficientResource as error:
-            assert error.explain
-            continue
-        assert _summed(got) == asked
-        assert len({share.device_id for share in got.shares}) == len(got.shares)
-        shuffled = ResourceSlots(dict(random.sample(list(amounts.items()), len(amounts))))
-        again = allocate(ledger, node.inventory, node.partitions[agent], shuffled, policy)
-        assert again == got
-        ledger = ledger.with_held(f"k{number}", agent, got)
-        for device in node.inventory.devices:
-            assert ledger.used(device.device_id) <= device.capacity
-        if mode is not AllocationMode.SHARED:
-            for device_id, holders in ledger.held.items():
-                owners = {ledger.holdings[name].agent_id for name in holders}
-                assert device_id == MEMORY or len(owners) == 1
-
-
-def _summed(allocation: Allocation) -> ResourceSlots:
-    total = ResourceSlots()
-    for share in allocation.shares:
-        total += ResourceSlots({share.slot: share.amount})
-    return total

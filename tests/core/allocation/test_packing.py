@@ -4,13 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.allocator import allocate
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.policy import AllocationPolicy
-from agentd.core.devices import DeviceId
 from agentd.errors import InsufficientResource
-from core.machines import cores, gpus, machine, memory, shared, threads
-from core.placing import CENT, EVENLY, SNUG, given_ids, numa, place, slots
+from core.machines import cores, gpus, threads
+from core.placing import CENT, EVENLY, SNUG, given_ids, named, numa, place, slots
 
 
 def test_small_kernels_leave_whole_nodes_to_larger_ones() -> None:
@@ -23,39 +21,31 @@ def test_small_kernels_leave_whole_nodes_to_larger_ones() -> None:
     assert sorted(given_ids(got, "cuda")) == ["cuda4", "cuda5", "cuda6", "cuda7"]
 
 
-def named(*ids: str) -> dict[str, frozenset[DeviceId]]:
-    return {"cuda": frozenset(DeviceId("cuda", device_id) for device_id in ids)}
-
-
 @pytest.mark.parametrize(
     ("only", "asked", "expected"),
     [
-        (named("cuda1", "cuda3"), 1, {"cuda1": 1}),
-        (named("cuda1", "cuda3"), 2, {"cuda1": 1, "cuda3": 1}),
-        (named("cuda3"), 1, {"cuda3": 1}),
-        ({"rocm": frozenset()}, 1, {"cuda0": 1}),
+        (named("cuda", "cuda1", "cuda3"), 1, {"cuda1": 1}),
+        (named("cuda", "cuda1", "cuda3"), 2, {"cuda1": 1, "cuda3": 1}),
+        (named("cuda", "cuda3"), 1, {"cuda3": 1}),
+        (named("rocm", "rocm0"), 1, {"cuda0": 1}),
     ],
 )
 def test_a_request_may_name_the_devices_to_choose_from(only, asked, expected) -> None:
-    node = shared(machine(*cores(2), *gpus(1, 1, 1, 1), memory()), "a")
-    part = node.partitions["a"]
-    got = allocate(Ledger(), node.inventory, part, slots(cuda_device=asked), EVENLY, only)
-    assert given_ids(got, "cuda") == expected
+    devices = [*cores(2), *gpus(1, 1, 1, 1)]
+    assert given_ids(place(devices, slots(cuda_device=asked), only=only), "cuda") == expected
 
 
 def test_unnamed_devices_are_not_allocated_or_hinted() -> None:
-    node = shared(machine(*cores(2), *gpus(1, 1), memory(), quantum=CENT), "a")
-    part = node.partitions["a"]
+    devices, only, whole = [*cores(2), *gpus(1, 1)], named("cuda", "cuda1"), AllocationPolicy()
     with pytest.raises(InsufficientResource) as refused:
-        allocate(Ledger(), node.inventory, part, slots(cuda_device=2), EVENLY, named("cuda1"))
+        place(devices, slots(cuda_device=2), EVENLY, CENT, only=only)
     assert refused.value.free == "1"
     first, second = refused.value.explain
     assert first["reason"] == "not among the devices that the request or its claim names"
     assert (second["considered"], second["free"]) == (True, "1")
-    whole = AllocationPolicy()
     with pytest.raises(InsufficientResource):
-        allocate(Ledger(), node.inventory, part, slots(cuda_device=1.5), whole, named("cuda1"))
-    got = allocate(Ledger(), node.inventory, part, slots(cuda_device=0.5), whole, named("cuda1"))
+        place(devices, slots(cuda_device=1.5), whole, CENT, only=only)
+    got = place(devices, slots(cuda_device=0.5), whole, CENT, only=only)
     assert given_ids(got, "cuda") == {"cuda1": 0.5}
 
 
@@ -97,26 +87,25 @@ LONE = threads((0, 0), (0, 1), (0, 1), (0, 2), (0, 2))
 def test_both_threads_of_a_core_are_taken_before_the_next_core(
     devices, held, asked, expected
 ) -> None:
-    node = shared(machine(*devices, memory()), "a")
-    ledger, part = Ledger(), node.partitions["a"]
-    for n in held:
-        core = {"cpu": frozenset({DeviceId("cpu", str(n))})}
-        got = allocate(ledger, node.inventory, part, slots(cpu=1), EVENLY, core)
-        ledger = ledger.with_held(f"h{n}", "a", got)
-    got = allocate(ledger, node.inventory, part, slots(cpu=asked), EVENLY)
+    ledger = held_cores(devices, held)
+    got = place(devices, slots(cpu=asked), ledger=ledger)
     assert "".join(sorted(given_ids(got, "cpu"))) == expected
+
+
+def held_cores(devices, held) -> Ledger:
+    """A ledger in which a kernel holds these cores."""
+    if not held:
+        return Ledger()
+    had = place(devices, slots(cpu=len(held)), only=named("cpu", *held))
+    return Ledger().with_held("h", "a", had)
 
 
 def test_parts_of_one_parent_are_given_together() -> None:
     """Of three boards of four chips, with 1, 3 and 4 chips free, three come from the second."""
     devices = threads(*((0, n // 4) for n in range(12)))
-    node = shared(machine(*devices, memory()), "a")
-    part = node.partitions["a"]
-    only = {"cpu": frozenset(DeviceId("cpu", str(n)) for n in (0, 1, 2, 4))}
-    had = allocate(Ledger(), node.inventory, part, slots(cpu=4), EVENLY, only)
-    ledger = Ledger().with_held("h", "a", had)
+    ledger = held_cores(devices, (0, 1, 2, 4))
     for asked, expected in ((3, "567"), (2, "56"), (1, "3")):
-        got = given_ids(allocate(ledger, node.inventory, part, slots(cpu=asked), EVENLY), "cpu")
+        got = given_ids(place(devices, slots(cpu=asked), ledger=ledger), "cpu")
         assert "".join(sorted(got)) == expected
 
 
@@ -127,13 +116,7 @@ def test_no_more_cores_are_broken_than_must_be(held: set[int], asked: int, width
     free = [n for n in range(12) if n not in held]
     if asked > len(free):
         return
-    node = shared(machine(*devices, memory()), "a")
-    part, ledger = node.partitions["a"], Ledger()
-    if held:
-        only = {"cpu": frozenset(DeviceId("cpu", str(n)) for n in held)}
-        had = allocate(ledger, node.inventory, part, slots(cpu=len(held)), EVENLY, only)
-        ledger = ledger.with_held("h", "a", had)
-    got = given_ids(allocate(ledger, node.inventory, part, slots(cpu=asked), EVENLY), "cpu")
+    got = given_ids(place(devices, slots(cpu=asked), ledger=held_cores(devices, held)), "cpu")
     groups: dict[int, set[str]] = {}
     for n in range(12):
         groups.setdefault(n % (12 // width), set()).add(str(n))

@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.allocation.candidates import find_candidates
-from agentd.core.allocation.derivation import beyond_primary, room
+from agentd.core.allocation.derivation import room
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.ledger import charged as charged_share
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.devices import Health, Inventory, SlotMeasure
+from agentd.core.devices import Inventory, SlotMeasure
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
 from core.several_slots import (
-    MIB,
     TYPES,
     asked,
     charged,
@@ -229,16 +228,6 @@ def test_free_is_of_a_slot_and_room_of_a_device() -> None:
     assert (found.room, found.capacity) == (25, 100)
 
 
-@pytest.mark.parametrize("why", [
-    {"drained": True}, {"busy": "process 7"}, {"awaited": "slurm"}, {"withheld": "agentd other"},
-    {"gone": True}, {"health": Health.UNHEALTHY},
-], ids=lambda why: next(iter(why)))  # fmt: skip
-def test_nothing_is_free_of_a_device_that_is_not_allocated(why) -> None:
-    split = node(gpu(0, **why))
-    (device,) = split.inventory.by_name["cuda"]
-    assert Ledger().left(device, split.partitions["a"]) == (0, 0)
-
-
 def test_a_slot_without_one_free_quantum_leaves_no_room() -> None:
     split = node(gpu(0))
     ledger = holding(split, asked(cuda_shares="0.1", cuda_mem="80g"))
@@ -299,9 +288,3 @@ def test_a_kernel_counts_with_its_largest_fraction(case: str) -> None:
     ledger = holding(node(gpu(0)), request)
     assert ledger.held_of("a", "cuda") == expected
     assert ledger.without("k1").held_of("a", "cuda") == 0
-
-
-def test_excess_over_the_primary_slot_is_rounded_up() -> None:
-    assert beyond_primary([ONE // 10, 60 * GIB], [ONE, 80 * GIB]) == 650_000
-    assert beyond_primary([10_000, 27300 * MIB], [ONE, 80 * GIB]) == 333_252 - 10_000
-    assert beyond_primary([ONE, 80 * GIB], [ONE, 80 * GIB]) == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.access import Caller, Role
-from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger, Share, holder_text
+from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger, Share
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.allocation import (
     allocate_from,
@@ -172,15 +172,6 @@ def test_a_union_has_each_device_once() -> None:
         ("cuda1", 2 * ONE),
         ("cuda2", ONE),
     ]
-
-
-def test_a_kernel_and_a_claim_of_one_id_are_two_holders() -> None:
-    both = (
-        Ledger().with_held("x", "a", allocation(0)).with_held(ClaimHolder("x"), "a", allocation(1))
-    )
-    assert len(both.holdings) == 2
-    assert both.without("x").holdings.keys() == {ClaimHolder("x")}
-    assert [holder_text(holder) for holder in both.holdings] == ["kernel x", "claim x"]
 
 
 INVENTORY = machine(*gpus(1, 1, 1, 1))

@@ -9,26 +9,6 @@ from agentd.core.kernel.record import encode, statement
 from agentd.core.kernel.states import KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
 from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
-from core.machines import cores, gpus, machine, memory
-
-
-def test_share_is_charged_to_the_renamed_physical_device() -> None:
-    swapped = [
-        replace(d, device_id=DeviceId("cuda", "cuda1" if n == 0 else "cuda0"))
-        for n, d in enumerate(gpus(1, 1))
-    ]
-    node = machine(*cores(4), memory(), *swapped)
-    kernel = adopt(found(), node).kernel
-    assert kernel.allocation.shares[0].device_id.id == "cuda1"
-
-
-def test_unknown_device_is_added_as_gone_without_an_id() -> None:
-    node = machine(*cores(4), memory(), *(replace(d, stable_id="GPU-new") for d in gpus(1)))
-    action = adopt(found(), node)
-    (missing,) = action.missing
-    assert missing.gone
-    assert missing.device_id == ("cuda", "GPU-cuda-0")
-    assert action.kernel.allocation.shares[0].device_id == missing.device_id
 
 
 def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
@@ -129,7 +109,14 @@ EDITED = {
     "another-name": ((replace(GPU, device_id=OTHER.device_id),), {"GPU-cuda-0": ONE}, "cuda1"),
     "less": ((replace(GPU, amount=1),), {"GPU-cuda-0": ONE}, "=0.000001@"),
     "more": ((replace(GPU, amount=ONE + 1),), {"GPU-cuda-0": ONE}, "=1.000001@"),
-    "another-slot": ((replace(GPU, slot="x.y"),), {"GPU-cuda-0": ONE}, "x.y=1"),
+    "another-slot": (
+        (replace(GPU, slot="x.y"),),
+        {"GPU-cuda-0": ONE},
+        (
+            "its record says cuda/cuda0/x.y=1@GPU-cuda-0 and its device label"
+            " cuda/cuda0/cuda.device=1@GPU-cuda-0; the devices of both are charged"
+        ),
+    ),
     "twice": ((GPU, GPU), {"GPU-cuda-0": ONE}, "duplicate device cuda/cuda0 (GPU-cuda-0)"),
     "two-slots": ((GPU, replace(GPU, slot="x.y")), {"GPU-cuda-0": ONE}, "x.y=1"),
     "zero": ((ZERO,), {"GPU-cuda-0": ONE}, "amount of cuda/cuda0: got 0"),
@@ -151,16 +138,6 @@ def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
     assert all(device.gone for device in adoption.missing)
     again = recalled("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
     assert again.allocation == kernel.allocation
-
-
-def test_a_difference_names_both_statements() -> None:
-    text = encoded(allocation=Allocation((replace(GPU, slot="cuda.shares"),)))
-    kernel = adopt(found(record=text, statement=statement(Allocation((GPU,)))), NODE).kernel
-    assert kernel.reason == (
-        "its record says cuda/cuda0/cuda.shares=1@GPU-cuda-0 and its device label"
-        " cuda/cuda0/cuda.device=1@GPU-cuda-0; the devices of both are charged"
-    )
-    assert kernel.allocation.to_wire() == {"cuda": {"cuda.device": {"cuda0": "1"}}}
 
 
 def test_order_of_a_statement_does_not_matter() -> None:

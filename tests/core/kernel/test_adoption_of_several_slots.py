@@ -112,13 +112,6 @@ def _written(each) -> str:
     return str(each.amount) if each.kind is SlotKind.BYTES else f"{each.amount / ONE:g}"
 
 
-def test_a_disabled_slot_is_charged_again_once_offered() -> None:
-    off, _ = located(BOTH, inventory_of(gpu(0, None)))
-    assert statement(off) == statement(BOTH)
-    again, _ = located(off, inventory_of(gpu(0)))
-    assert again == BOTH
-
-
 def test_slot_that_one_device_lacks_now_is_not_charged() -> None:
     split = node(gpu(0, None), gpu(1))
     off, _ = located(BOTH, split.inventory)

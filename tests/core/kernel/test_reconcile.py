@@ -6,7 +6,7 @@ from agentd.core.allocation.ports import Port
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import Adoption, adopt
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.reconcile import MarkAbsent, RemoveNeverRan, reconcile, stopped
+from agentd.core.kernel.reconcile import RemoveNeverRan, reconcile, stopped
 from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from core.kernels import GPU, HELD, NODE, encoded, found
 from core.machines import cores, machine, memory
@@ -26,41 +26,18 @@ def test_two_lost_devices_of_one_name_stay_two() -> None:
     assert len(set(ids)) == 2
 
 
-def test_an_unknown_kernel_is_adopted_with_its_devices() -> None:
-    (action,) = reconcile({}, [found()], NODE)
-    assert isinstance(action, Adoption)
-    kernel = action.kernel
-    assert (kernel.state, kernel.handle, kernel.spec_hash) == (KernelState.RUNNING, "c1", "hash")
-    assert kernel.allocation == HELD
-    assert kernel.not_enforced == ("mem",)
-
-
 @pytest.mark.parametrize(
-    ("state", "before", "after"),
+    ("state", "known_as"),
     [
-        (ObservedState.EXITED, KernelState.RUNNING, KernelState.TERMINATED),
-        (ObservedState.EXITED, KernelState.STOPPING, KernelState.TERMINATED),
-        (ObservedState.PAUSED, KernelState.RUNNING, KernelState.PAUSED),
-        (ObservedState.RUNNING, KernelState.PAUSED, KernelState.RUNNING),
-        (ObservedState.RUNNING, KernelState.TERMINATED, KernelState.RUNNING),
-        (ObservedState.RUNNING, KernelState.CREATING, KernelState.RUNNING),
-        (ObservedState.RUNNING, KernelState.LOST, KernelState.RUNNING),
-        (ObservedState.RUNNING, KernelState.RUNNING, None),
-        (ObservedState.RUNNING, KernelState.STOPPING, None),
-        (ObservedState.EXITED, KernelState.TERMINATED, None),
+        (ObservedState.RUNNING, KernelState.RUNNING),
+        (ObservedState.RUNNING, KernelState.STOPPING),
+        (ObservedState.EXITED, KernelState.TERMINATED),
     ],
 )
-def test_a_known_kernel_follows_what_is_found(state, before, after) -> None:
-    kernels = known(before)
-    if after is None and before is KernelState.TERMINATED:
-        kernels = {k: replace(v, ending=found(state).ending) for k, v in kernels.items()}
-    actions = reconcile(kernels, [found(state)], NODE)
-    if after is None:
-        assert actions == []
-        return
-    (action,) = actions
-    assert action.kernel.state is after
-    assert action.kernel.ending.exit_code == (3 if state is ObservedState.EXITED else None)
+def test_observation_that_is_known_changes_nothing(state, known_as) -> None:
+    ended = {"ending": found(state).ending} if known_as is KernelState.TERMINATED else {}
+    kernels = known(known_as, **ended)
+    assert reconcile(kernels, [found(state)], NODE) == []
 
 
 def unreadable(state: ObservedState = ObservedState.RUNNING, handle: str = "") -> ObservedKernel:
@@ -87,12 +64,6 @@ def test_unreadable_kernel_keeps_what_is_known(state, before, after) -> None:
     assert reconcile({"k1": kernel}, [unreadable(state)], NODE) == []
 
 
-@pytest.mark.parametrize("state", [KernelState.TERMINATED, KernelState.LOST])
-def test_unreadable_remains_of_an_ended_kernel_change_nothing(state: KernelState) -> None:
-    assert reconcile(known(state), [unreadable()], NODE) == []
-    assert reconcile({}, [unreadable()], NODE) == []
-
-
 def test_unreadable_kernel_is_adopted_once_it_is_mended() -> None:
     (action,) = reconcile(known(), [unreadable()], NODE)
     (mended,) = reconcile({"k1": action.kernel}, [found()], NODE)
@@ -105,32 +76,12 @@ def test_unknown_kernel_with_members_is_adopted_unreadable() -> None:
     assert "has mode 0777" in action.kernel.reason
 
 
-def test_container_that_never_started_is_removed() -> None:
-    item = found(ObservedState.CREATED)
-    assert reconcile({}, [item], NODE) == [RemoveNeverRan(item)]
-    assert reconcile(known(KernelState.CREATING), [item], NODE) == [RemoveNeverRan(item)]
-
-
-def test_only_a_complete_list_without_it_makes_a_kernel_lost() -> None:
-    assert reconcile(known(), [], NODE) == [MarkAbsent("k1")]
-    assert reconcile(known(KernelState.TERMINATED), [], NODE) == [MarkAbsent("k1")]
-    assert reconcile(known(KernelState.LOST), [], NODE) == []
-    assert reconcile(known(KernelState.FAILED), [], NODE) == []
-
-
 @pytest.mark.parametrize("state", [KernelState.TERMINATED, KernelState.LOST])
 def test_an_ended_unreadable_kernel_holds_if_it_lives(state: KernelState) -> None:
-    item = replace(found(), record="", record_problem="mode 0770", is_unreadable=True)
-    (action,) = reconcile(known(state), [item], NODE)
-    assert isinstance(action, Adoption)
+    (action,) = reconcile(known(state), [unreadable(handle="c1")], NODE)
     assert (action.kernel.state, action.kernel.holds) == (KernelState.UNREADABLE, True)
-    assert reconcile(known(state), [replace(item, handle="")], NODE) == []
-
-
-def test_unresolved_create_is_resolved_after_its_grace() -> None:
-    creating = known(KernelState.CREATING)
-    assert reconcile(creating, [], NODE) == []
-    assert reconcile(creating, [], NODE, expired=["k1"]) == [MarkAbsent("k1")]
+    assert reconcile(known(state), [unreadable()], NODE) == []
+    assert reconcile({}, [unreadable()], NODE) == []
 
 
 def test_ending_is_learned_from_inspection_not_from_a_list() -> None:

@@ -1,13 +1,8 @@
 """The state machine: two tables, and nothing besides."""
 
-import importlib.util
-from dataclasses import fields, is_dataclass
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
-from agentd import plugin_api
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.reconcile import MarkAbsent, reconcile
 from agentd.core.kernel.states import (
@@ -22,7 +17,6 @@ from agentd.core.kernel.states import (
 )
 from core.kernels import NODE, found
 
-GENERATOR = Path(__file__).parents[3] / "docs" / "generate.py"
 FINDS = {
     ObservedState.RUNNING: found(ObservedState.RUNNING),
     ObservedState.PAUSED: found(ObservedState.PAUSED),
@@ -90,17 +84,3 @@ def test_every_state_is_reachable_and_only_ended_ones_stay() -> None:
 def test_adopted_kernel_starts_in_the_state_after_a_create() -> None:
     assert adopt(found(ObservedState.CREATED), NODE).kernel.state is KernelState.CREATING
     assert adopt(found(), NODE).kernel.state is KernelState.RUNNING
-
-
-def test_the_page_of_states_is_made_from_the_tables() -> None:
-    spec = importlib.util.spec_from_file_location("generate", GENERATOR)
-    assert spec is not None
-    assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    api = generate.plugin_api_page()
-    for name in plugin_api.__all__:
-        value = getattr(plugin_api, name)
-        assert f"## `{name}`" in api
-        members = fields(value) if is_dataclass(value) else ()
-        assert all(f"| `{member.name}` |" in api for member in members)

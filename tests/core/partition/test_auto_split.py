@@ -93,12 +93,6 @@ def test_auto_split_deals_threads_when_cores_are_few() -> None:
     assert node.warnings == ("cpu 1, 3 are threads of one core and go to a2 and a3",)
 
 
-def test_agent_without_a_core_is_a_warning() -> None:
-    node = dealt(cores(2), 3)
-    assert ids(node, "cpu") == [["0"], ["1"], []]
-    assert node.warnings == ("agent a3 has no core: there are more agents than cores",)
-
-
 @pytest.mark.parametrize(
     ("accelerators", "agents", "expected"),
     [
@@ -108,7 +102,6 @@ def test_agent_without_a_core_is_a_warning() -> None:
         # mixed profiles of two GPUs
         ([*mig(0, "1g.10gb", "3g.40gb", "1g.10gb"), *mig(1, "3g.40gb", "1g.10gb", "1g.10gb")], 2,
          [["cuda0:0", "cuda0:1", "cuda0:2"], ["cuda1:0", "cuda1:1", "cuda1:2"]]),
-        (gpus(1, 1, 1, 1, 1), 3, [["cuda0", "cuda1"], ["cuda2", "cuda3"], ["cuda4"]]),
     ],
 )  # fmt: skip
 def test_devices_of_each_slot_are_dealt_separately(accelerators, agents, expected) -> None:
