@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 
-from agentd.core.devices import DeviceId
 from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.services.protocols import PluginListing
@@ -118,18 +116,3 @@ async def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -
     assert dealt(rig)[:2] == ["", "0"]
     assert NOT_READY not in rig.devices.warnings
     assert memory.dealings == {"cuda": new}
-
-
-async def test_missing_device_keeps_its_agent() -> None:
-    rig = node(listing(devices=GPUS[1:]), memory=remembering())
-    assert dealt(rig) == ["02", "13"]
-    assert rig.devices.find("cuda", "cuda0").gone
-
-
-async def test_device_that_appears_belongs_to_nobody_before_a_restart() -> None:
-    rig = node(listing())
-    fifth = replace(GPUS[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
-    rig.plugins.ready = [listing(devices=(*GPUS, fifth))]
-    rig.devices.refresh("cuda")
-    assert dealt(rig) == ["02", "13"]
-    assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}

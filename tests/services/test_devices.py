@@ -10,14 +10,6 @@ from core.machines import gpus
 from services.node import CUDA, Rig
 
 
-async def test_an_unhealthy_device_leaves_capacity_not_the_known_slots(rig: Rig) -> None:
-    sick = replace(gpus(1, 1)[0], health=Health.UNHEALTHY, reason="Xid 79")
-    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (sick, gpus(1, 1)[1]))]
-    rig.devices.discover()
-    assert rig.free_gpus == 1
-    assert "cuda.device" in rig.devices.inventory.slot_types
-
-
 async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
     await rig.create(cuda_device=1)
     npu = SlotType("npu.device", SlotKind.COUNT, ONE)
@@ -134,17 +126,6 @@ async def test_many_that_appear_are_one_warning() -> None:
     told = [warning for warning in rig.devices.warnings if "restart agentd" in warning]
     first = "cuda2, cuda3, cuda4, cuda5"
     assert told == [f"{first} and 296 more are new; restart agentd to assign them"]
-
-
-async def test_a_plugin_that_is_not_allowed_any_more_is_one_warning(rig: Rig) -> None:
-    rig.plugins.ready = [PluginListing("cuda", (CUDA,), tuple(gpus(*[1] * 4096)))]
-    rig.devices.refresh("cuda")
-    again = Rig(rig.memory)
-    again.plugins.ready = []
-    again.devices.discover()
-    (warning,) = again.devices.warnings
-    assert warning.startswith("4096 devices of cuda are gone (cuda0, cuda1, cuda2, cuda3 and 4092")
-    assert len(warning) < 200
 
 
 async def test_plugins_hear_of_each_step_of_a_kernel_once(rig: Rig) -> None:

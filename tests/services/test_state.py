@@ -167,14 +167,6 @@ def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> N
     assert not state.is_second("k1", "other"), "whose it is was a guess: its record is unreadable"
 
 
-def test_recreated_kernel_never_looks_unchanged(state: NodeState) -> None:
-    state.put(kernel())
-    since = state.snapshot()
-    state.drop("k1")
-    state.put(kernel())
-    assert not state.is_unchanged("k1", since)
-
-
 def test_labels_of_what_has_ended_do_not_count(state: NodeState) -> None:
     large = {"a": "x" * (MAX_AGENT_BYTES - 1)}
     one = {"a": ""}

@@ -153,13 +153,6 @@ async def test_there_are_only_so_many_claims(rig: Rig) -> None:
         await rig.claims.create(spec("c2"))
 
 
-async def test_a_holder_that_ends_ends_its_claim(rig: Rig) -> None:
-    await rig.claims.create(spec(holder=PROCESS))
-    rig.holders.ended[PROCESS]()
-    assert (rig.free_gpus, rig.memory.claims, rig.holders.ended) == (2, {}, {})
-    assert reasons(rig) == [EndReason.PROCESS]
-
-
 async def test_a_record_that_stays_keeps_the_devices(rig: Rig) -> None:
     await rig.claims.create(spec(holder=PROCESS))
     rig.memory.is_read_only = True
@@ -221,17 +214,6 @@ async def test_only_a_time_limit_is_renewed(rig: Rig, holder: ClaimOwner) -> Non
         rig.claims.renew("c1", 5, ADMIN)
 
 
-async def test_another_user_does_not_find_an_owned_claim(rig: Rig) -> None:
-    await rig.claims.create(spec(holder=TimeHolder(60), owner_uid=1000))
-    stranger = Caller("x", Role.AGENT, frozenset({"a"}), uid=1001)
-    for act in (
-        lambda: rig.claims.release("c1", stranger),
-        lambda: rig.claims.renew("c1", 5, stranger),
-    ):
-        with pytest.raises(UnknownClaim):
-            act()
-
-
 async def test_a_kernel_takes_a_claim_over(rig: Rig) -> None:
     await rig.claims.create(spec(gpus=2))
     rig.runtime.gate = asyncio.Event()
@@ -250,16 +232,6 @@ async def test_a_kernel_takes_a_claim_over(rig: Rig) -> None:
     assert reasons(rig) == [EndReason.USED]
     await rig.service.remove("k1")
     assert rig.free_gpus == 2
-
-
-async def test_a_failed_create_gives_a_claim_its_devices_back(rig: Rig) -> None:
-    status, _ = await rig.claims.create(spec(gpus=2, holder=TimeHolder(60)))
-    rig.runtime.fail_create = RuntimeFailure("no space left")
-    rig.now += 10
-    with pytest.raises(RuntimeFailure):
-        await rig.service.create(kernel())
-    assert rig.claims.get("c1") == status
-    assert (held(rig), rig.free_gpus) == (2, 0)
 
 
 async def test_holder_that_ends_during_a_create_waits_for_its_outcome(rig: Rig) -> None:
@@ -330,23 +302,6 @@ async def test_the_holder_of_a_kept_claim_ends_once_no_kernel_lives(rig: Rig) ->
     assert (rig.free_gpus, [*rig.memory.claims]) == (0, ["c1"])
     await rig.service.remove("k1")
     assert (rig.free_gpus, rig.memory.claims) == (2, {})
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_a_restart_charges_a_device_once(rig: Rig, keeps: bool) -> None:
-    await rig.claims.create(spec(gpus=2))
-    claims = dict(rig.memory.claims)
-    await rig.service.create(kernel(keeps=keeps, cuda_device=1))
-    rig.memory.claims = claims  # as after a death between the two records
-    again = Rig(rig.memory)
-    again.runtime.kernels = rig.runtime.kernels
-    again.recall()
-    if keeps:
-        assert (held(again), again.free_gpus, [*rig.memory.claims]) == (1, 0, ["c1"])
-    else:
-        assert (held(again), again.free_gpus, rig.memory.claims) == (0, 1, {})
-    await again.relist()
-    assert again.free_gpus == (0 if keeps else 1)
 
 
 async def test_a_renewal_tells_others_nothing(rig: Rig) -> None:

@@ -9,35 +9,20 @@ from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
     MOST_PROBLEMS,
-    CommandNotFound,
     Draining,
     InsufficientResource,
     InvalidRequest,
     InvalidSlotAmount,
     KernelConflict,
     OutcomeUnknown,
-    PluginUnavailable,
     RuntimeFailure,
     RuntimeUnavailable,
     UnknownAgent,
-    UnknownKernel,
     UnsupportedResource,
 )
 from agentd.services.kernels.creates import GRACE_S
-from agentd.services.protocols import Undone
 from agentd.state.schemas import Phase
 from services.node import Rig, running, settled
-
-
-async def test_a_kernel_holds_its_devices_until_it_is_removed(rig: Rig) -> None:
-    kernel = await rig.create(cuda_device=1)
-    assert kernel.state is KernelState.RUNNING
-    assert rig.free_gpus == 1
-    await rig.service.remove("k1")
-    assert rig.free_gpus == 2
-    assert rig.states == {}
-    with pytest.raises(UnknownKernel):
-        await rig.service.remove("k1")
 
 
 async def test_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) -> None:
@@ -57,26 +42,6 @@ async def test_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) 
     rig.runtime.gate.set()
     assert (await seconds[0]).state is KernelState.RUNNING
     assert "k1" not in rig.service.creates
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [RuntimeFailure("no space left"), CommandNotFound("x"), RuntimeUnavailable("down")],
-)
-async def test_a_failed_create_gives_the_devices_back(rig: Rig, failure) -> None:
-    rig.runtime.fail_create = failure
-    with pytest.raises(type(failure)):
-        await rig.create(cuda_device=2)
-    assert rig.free_gpus == 2
-    assert rig.states == {}
-    assert rig.memory.records == {}
-
-
-async def test_a_plugin_that_does_not_answer_gives_the_devices_back(rig: Rig) -> None:
-    rig.plugins.failure = PluginUnavailable("hung")
-    with pytest.raises(PluginUnavailable):
-        await rig.create(cuda_device=2)
-    assert rig.free_gpus == 2
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_create(rig: Rig) -> None:
@@ -100,32 +65,6 @@ async def test_delete_cancels_a_create_and_releases_its_share(rig: Rig) -> None:
     assert rig.free_gpus == 2
     assert rig.states == {}
     with pytest.raises(KernelConflict, match="deleted while it was being created"):
-        await caller
-
-
-async def test_deleting_twice_does_not_interrupt_the_clean_up(rig: Rig) -> None:
-    cleaned = asyncio.Event()
-
-    async def create(plan, progress):
-        progress(KernelState.CREATING)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            cleaned.set()
-            raise Undone from None
-
-    rig.runtime.create = create
-    caller = asyncio.create_task(rig.service.create(rig.spec(cuda_device=2)))
-    await settled(rig, "k1", "creating")
-    removes = [asyncio.create_task(rig.service.remove("k1")) for _ in range(3)]
-    await asyncio.sleep(0)
-    late = asyncio.create_task(rig.service.remove("k1"))
-    await asyncio.gather(*removes, late, return_exceptions=True)
-    assert cleaned.is_set()
-    assert rig.free_gpus == 2
-    with pytest.raises(KernelConflict):
         await caller
 
 
@@ -194,35 +133,12 @@ async def test_refused_request_reaches_no_runtime(rig: Rig, change, error) -> No
     assert rig.memory.records == {}
 
 
-async def test_refusal_names_failed_plugins(rig) -> None:
-    rig.plugins.failed = {"tpu": "no driver"}
-    rig.plugins.pending = ["npu"]
-    rig.plugins.absent = {"rocm": "open: no AMD GPU on the PCI bus. Please ensure"}
-    with pytest.raises(UnsupportedResource, match="plugin tpu failed: no driver"):
-        await rig.create(tpu_chip=1)
-    absent = "; plugin rocm: no such hardware on this node$"
-    with pytest.raises(UnsupportedResource, match=absent):
-        await rig.create(rocm_device=1)
-    with pytest.raises(PluginUnavailable):
-        await rig.create(npu_device=1)
-
-
 async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> None:
     await rig.create(cuda_device=2)
     kernel = await rig.service.stop("k1", 0)
     assert (kernel.state, kernel.ending.exit_code) == (KernelState.TERMINATED, 137)
     assert rig.free_gpus == 2
     assert (await rig.service.stop("k1")) == kernel
-
-
-async def test_failed_stop_leaves_the_kernel_unchanged(rig: Rig) -> None:
-    await rig.create(cuda_device=2)
-    rig.runtime.is_down = True
-    for call in (rig.service.stop, rig.service.remove):
-        with pytest.raises(RuntimeUnavailable):
-            await call("k1")
-        assert rig.states == {"k1": "running"}
-        assert rig.free_gpus == 0
 
 
 async def test_two_removes_at_once_are_one_and_a_not_found(rig: Rig) -> None:
@@ -278,31 +194,6 @@ async def test_drain_cancels_creates_before_the_runtime(rig: Rig) -> None:
     with pytest.raises(Draining):
         await caller
     assert rig.memory.records == {}
-
-
-async def test_a_drain_leaves_a_late_create_with_its_intent(rig: Rig) -> None:
-    rig.runtime.gate = asyncio.Event()
-    caller = asyncio.create_task(rig.create(cuda_device=1))
-    await settled(rig, "k1", "creating")
-    assert await rig.service.creates.drain(Deadline(0.0, lambda: 1.0)) == ([], ["k1"])
-    with pytest.raises(OutcomeUnknown, match="k1 may exist"):
-        await caller
-    assert rig.memory.records["k1"].phase is Phase.INTENT
-    assert rig.states == {"k1": "creating"}
-    rig.runtime.gate.set()
-
-
-async def test_64_creates_at_once_share_out_every_device_once(rig: Rig) -> None:
-    rig.runtime.gate = asyncio.Event()
-    creates = [
-        asyncio.create_task(rig.create(f"k{n}", "ab"[n % 2], cuda_device=1, cpu=0, mem=1))
-        for n in range(64)
-    ]
-    await asyncio.sleep(0)
-    rig.runtime.gate.set()
-    answers = await asyncio.gather(*creates, return_exceptions=True)
-    assert sum(isinstance(answer, Kernel) for answer in answers) == 2
-    assert sum(isinstance(answer, InsufficientResource) for answer in answers) == 62
 
 
 async def test_repeated_unresolved_create_is_unavailable(rig: Rig) -> None:

@@ -22,25 +22,6 @@ def about(logged: list[Any], kernel_id: str = "k1") -> list[tuple[str, object]]:
     ]
 
 
-async def test_kernel_that_ends_within_its_create_is_logged_once(watched: Rig) -> None:
-    with capture_logs() as logged:
-        await watched.create("k1", "a", "sh", "-c", "exit 7")
-        await settled(watched, "k1", "terminated")
-        watched.reconciler.requeue("k1")
-        await watched.relist()
-        await settled(watched, "k1", "terminated")
-    assert about(logged) == [("kernel.created", None), ("kernel.ended", 7)]
-
-
-async def test_kernel_that_ends_later_is_logged_once(watched: Rig) -> None:
-    await watched.create()
-    with capture_logs() as logged:
-        watched.runtime.end("k1", 3)
-        await settled(watched, "k1", "terminated")
-        await watched.relist()
-    assert about(logged) == [("kernel.ended", 3)]
-
-
 async def test_kernel_of_an_unknown_outcome_that_ended_is_logged_once(rig: Rig) -> None:
     rig.runtime.fail_create = OutcomeUnknown("lost")
     with pytest.raises(OutcomeUnknown):

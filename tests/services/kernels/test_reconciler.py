@@ -1,4 +1,5 @@
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec.structs import replace
@@ -23,11 +24,8 @@ async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> N
     cut_short = replace(rig.runtime.kernels["k1"], state=ObservedState.CREATED)
     after = Rig()
     after.runtime.kernels["k1"] = cut_short
-
-    async def failing(*_: object, **__: object) -> bool:
-        raise RuntimeFailure("500")
-
-    remove, after.runtime.remove = after.runtime.remove, failing
+    remove = after.runtime.remove
+    after.runtime.remove = AsyncMock(side_effect=RuntimeFailure("500"))
     await after.relist()
     assert (after.states, after.free_gpus) == ({"k1": "creating"}, 0)
     assert after.state.runtime("fake").is_listed
@@ -36,41 +34,9 @@ async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> N
     assert (after.states, after.free_gpus) == ({}, 2)
 
 
-async def test_what_was_to_be_removed_and_runs_after_all_is_adopted(watched: Rig) -> None:
-    await watched.create(cuda_device=1)
-    running = watched.runtime.kernels["k1"]
-    after = Rig()
-    after.runtime.kernels["k1"] = running
-    stale = replace(running, state=ObservedState.CREATED)
-
-    async def out_of_date() -> Listing:
-        return Listing((stale,))
-
-    after.runtime.list = out_of_date
-    await after.relist()
-    assert "k1" in after.runtime.kernels
-    await after.reconciler.observe("k1")
-    assert after.states == {"k1": "running"}
-
-
-async def test_nothing_is_created_while_the_runtime_is_unavailable(rig: Rig) -> None:
-    rig.runtime.is_down = True
-    with pytest.raises(RuntimeUnavailable):
-        await rig.relist()
-    rig.runtime.is_down = False
-    with pytest.raises(RuntimeUnavailable):
-        await rig.create()
-    await rig.reconciler.retry()
-    assert (await rig.create()).state is KernelState.RUNNING
-
-
 async def test_a_name_that_is_gone_from_the_list_is_no_proof(rig: Rig) -> None:
     await rig.create(cuda_device=1)
-
-    async def without() -> Listing:
-        return Listing(())
-
-    rig.runtime.list = without
+    rig.runtime.list = AsyncMock(return_value=Listing(()))
     await rig.relist()
     assert rig.states == {"k1": "running"}
 
@@ -107,20 +73,6 @@ async def test_a_create_that_comes_true_late_is_adopted(rig: Rig) -> None:
     assert rig.state.unsettled == {}
 
 
-async def test_intent_of_the_last_daemon_is_held_until_resolved(rig: Rig) -> None:
-    rig.runtime.fail_create = OutcomeUnknown("killed here")
-    with pytest.raises(OutcomeUnknown):
-        await rig.create(cuda_device=2)
-    after = Rig(rig.memory)
-    after.recall()
-    assert (after.states, after.free_gpus) == ({"k1": "creating"}, 0)
-    await after.relist()
-    assert after.free_gpus == 0
-    after.now += GRACE_S
-    await after.relist()
-    assert (after.states, after.free_gpus) == ({}, 2)
-
-
 async def test_nothing_is_created_before_the_first_complete_list() -> None:
     rig = Rig()
     with pytest.raises(NotReady):
@@ -136,29 +88,6 @@ async def test_nothing_is_created_before_the_first_complete_list() -> None:
     assert (await rig.create()).state is KernelState.RUNNING
 
 
-async def test_an_end_seen_by_an_event_frees_the_devices(watched: Rig) -> None:
-    await watched.create(cuda_device=2)
-    watched.runtime.end("k1", 4)
-    await settled(watched, "k1", "terminated")
-    assert watched.state.get("k1").ending.exit_code == 4
-    assert watched.free_gpus == 2
-
-
-async def test_an_end_during_the_create_is_not_missed(watched: Rig) -> None:
-    await watched.create("k1", "a", "sh", "-c", "exit 3")
-    await settled(watched, "k1", "terminated")
-    assert watched.state.get("k1").ending.exit_code == 3
-
-
-async def test_kernel_removed_outside_is_lost_and_released(watched) -> None:
-    await watched.create(cuda_device=2)
-    watched.runtime.vanish("k1")
-    await settled(watched, "k1", "lost")
-    assert watched.free_gpus == 2
-    await watched.service.remove("k1")
-    assert watched.states == {}
-
-
 async def test_kernel_started_by_hand_is_charged_beyond_capacity(watched) -> None:
     await watched.create("k1", cuda_device=2)
     await watched.service.stop("k1", 0)
@@ -168,19 +97,6 @@ async def test_kernel_started_by_hand_is_charged_beyond_capacity(watched) -> Non
     device = watched.devices.inventory.by_name["cuda"][0]
     assert watched.state.ledger.used(device.device_id) == 2 * ONE
     assert watched.free_gpus == 0
-
-
-async def test_a_runtime_that_comes_back_is_listed_again(watched: Rig) -> None:
-    await watched.create(cuda_device=1)
-    watched.runtime.is_down = True
-    with pytest.raises(RuntimeUnavailable):
-        await watched.relist()
-    assert watched.state.runtime("fake").state is RuntimeState.UNAVAILABLE
-    assert watched.states == {"k1": "running"}
-    assert watched.free_gpus == 1
-    watched.runtime.is_down = False
-    await watched.relist()
-    assert watched.state.runtime("fake").state is RuntimeState.AVAILABLE
 
 
 async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> None:
@@ -268,11 +184,8 @@ async def test_what_never_ran_is_looked_at_again_before_it_is_removed(rig: Rig) 
     running = rig.runtime.kernels["k1"]
     after = Rig()
     after.runtime.kernels["k1"] = running
-
-    async def out_of_date() -> Listing:
-        return Listing((replace(running, state=ObservedState.CREATED),))
-
-    after.runtime.list = out_of_date
+    stale = replace(running, state=ObservedState.CREATED)
+    after.runtime.list = AsyncMock(return_value=Listing((stale,)))
     await after.relist()
     assert after.states == {"k1": "running"}
     assert after.runtime.kernels == {"k1": running}
@@ -295,12 +208,7 @@ async def test_kernel_recreated_during_a_list_is_not_overwritten(rig: Rig) -> No
 
 async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig) -> None:
     hung = FakeRuntime()
-    hung.name = "hung"
-
-    async def never() -> Listing:
-        return await asyncio.Event().wait()
-
-    hung.list = never
+    hung.name, hung.list = "hung", asyncio.Event().wait
     both = Rig(None, "hung")
     both.runtimes["hung"] = hung
     both.reconciler._first_lists["hung"] = asyncio.Event()

@@ -39,34 +39,6 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
     assert rig.memory.records == {}
 
 
-async def test_kernels_of_an_unavailable_engine_stay_held(rig: Rig) -> None:
-    await rig.create("lives", cuda_device=1)
-    await rig.create("ended", cuda_device=1)
-    await rig.service.stop("ended", 0)
-    after = await restarted(rig, is_down=True)
-    assert after.states == {"lives": "running", "ended": "terminated"}
-    assert after.free_gpus == 1
-    for call in (after.service.stop, after.service.remove):
-        with pytest.raises(RuntimeUnavailable):
-            await call("lives")
-    after.runtime.is_down = False
-    await after.reconciler.retry()
-    assert after.states == {"lives": "running", "ended": "terminated"}
-    assert after.state.get("ended").ending.exit_code == 137
-    assert after.state.get("lives").handle == rig.state.get("lives").handle
-
-
-async def test_kernel_missing_after_a_restart_is_lost(rig) -> None:
-    await rig.create(cuda_device=2)
-    rig.runtime.kernels.clear()
-    for _ in range(2):
-        rig = await restarted(rig)
-        assert rig.states == {"k1": "lost"}
-        assert rig.free_gpus == 2
-    await rig.service.remove("k1")
-    assert (await restarted(rig)).states == {}
-
-
 async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:
     await rig.create(cuda_device=1)
     rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")

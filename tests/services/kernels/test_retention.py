@@ -46,21 +46,6 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     running.cancel()
 
 
-async def test_retention_waits_while_there_are_few() -> None:
-    state = NodeState(["any"], EventLog())
-    keeper = Retention(state, SimpleNamespace(), 1)  # type: ignore[arg-type]
-    running = asyncio.create_task(keeper.run())
-    await asyncio.sleep(0)
-    state.put(ended("first", 1.0))
-    assert not keeper._prune_event.is_set()
-    state.drop("first")
-    state.put(ended("second", 2.0))
-    assert not keeper._prune_event.is_set()
-    state.put(ended("third", 3.0))
-    assert keeper._prune_event.is_set()
-    running.cancel()
-
-
 async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> None:
     state = NodeState(["any"], EventLog())
 
