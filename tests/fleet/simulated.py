@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentd.core.access import Caller, Role
-from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotName, SlotType
+from agentd.core.slots import BUILT_IN, ONE, ResourceSlots
 from agentd.errors import AgentdError
 from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost
 from agentd_fleet.placement import attempts, placer
@@ -57,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class SimulatedStore:
-    """`route.Store`, in memory: each call takes effect at one instant between its two ends."""
+    """Routes of `route.Store`, in memory: a call takes effect at one instant between its ends."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -113,18 +113,6 @@ class SimulatedStore:
             with suppress(RouteUnreadable):
                 kept.append(read_route(name, *row))
         yield kept
-
-    async def learn(self, slot: SlotType) -> None:
-        raise NotImplementedError(slot)
-
-    async def unlearn(self, name: SlotName) -> None:
-        raise NotImplementedError(name)
-
-    async def forget(self, node: FleetNode) -> bool:
-        raise NotImplementedError(node)
-
-    async def run(self) -> None:
-        raise NotImplementedError
 
 
 class SimulatedNodes:

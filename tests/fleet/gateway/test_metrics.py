@@ -41,14 +41,6 @@ def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> N
     }
 
 
-@pytest.mark.parametrize("caller", [ADMIN, TEAM], ids=lambda caller: caller.role.value)
-def test_every_caller_gets_the_series_of_the_whole_fleet(caller: Caller) -> None:
-    text = exposition(fleet_metrics(FleetView(), caller, GatewayCounts(), is_live=False)).decode()
-    assert "agentd_fleet_view_live 0.0" in text
-    for state in ("ready", "daemon-down", "lost", "conflicting"):
-        assert f'agentd_fleet_nodes{{state="{state}"}} 0.0' in text
-
-
 async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 

@@ -19,23 +19,11 @@ from agentd_fleet.placement.choice import (
 )
 from agentd_fleet.placement.refusals import NoNode, refusal
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
-from fleet.view.test_fleet_view import GIB, NAMES, NODES, fleet, gpu_node, node, slot
+from fleet.view.test_fleet_view import GIB, fleet, gpu_node, node, slot
 
 
 def fits(request: ResourceSlots, free: ResourceSlots) -> bool:
     return all(amount <= free[name] for name, amount in request.items())
-
-
-@given(NODES, st.sampled_from(NAMES), st.integers(1, 9), st.sampled_from(PlacementPolicy))
-def test_every_candidate_fits_and_every_other_has_a_reason(nodes, name, count, policy) -> None:
-    view = fleet(*nodes)
-    request = ResourceSlots({name: count * ONE})
-    found = candidates(view, request, Constraints(), policy, random.Random(7))
-    for candidate in found:
-        chosen = view.nodes[candidate.node_id]
-        assert fits(request, view.understood(chosen, chosen.offers[candidate.agent_id].free))
-    agents = sum(len(each.offers) for each in view.nodes.values())
-    assert len(found) + sum(row.count for row in unfit(view, request, Constraints())) == agents
 
 
 def test_refusals_are_told_by_class() -> None:
@@ -63,25 +51,6 @@ def test_refusal_shows_bytes_for_people_in_its_text_alone() -> None:
     assert str(refused).startswith("insufficient cuda.mem: requested 20 GiB; ")
     assert isinstance(refused, InsufficientResource)
     assert (refused.requested, refused.free) == (str(20 * GIB), str(10 * GIB))
-
-
-def test_constraints_narrow_and_packing_fills_the_fullest_first() -> None:
-    view = fleet(
-        replace(node("a", slot("cuda.device"), cuda_device=8), labels={"zone": "x"}),
-        replace(node("b", slot("cuda.device"), cuda_device=2), labels={"zone": "y"}),
-        replace(node("c", slot("cuda.device"), cuda_device=4), labels={"zone": "x"}),
-    )
-    request = ResourceSlots({"cuda.device": 2 * ONE})
-
-    def found(policy: PlacementPolicy = PlacementPolicy.PACK, **wanted) -> list[str]:
-        chosen = candidates(view, request, Constraints(**wanted), policy, random.Random(3))
-        return [candidate.node_id for candidate in chosen]
-
-    assert found() == ["b", "c", "a"]
-    assert found(labels={"zone": "x"}) == ["c", "a"]
-    assert found(nodes=frozenset({"a", "nowhere"})) == ["a"]
-    assert found(agents=frozenset({"other"})) == []
-    assert sorted(found(PlacementPolicy.RANDOM)) == ["a", "b", "c"]
 
 
 AMOUNTS = st.dictionaries(

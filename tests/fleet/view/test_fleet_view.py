@@ -61,47 +61,6 @@ def test_slot_types_keep_their_first_definition(nodes) -> None:
     assert view.statistics() == dict.fromkeys(first, Use())
 
 
-@given(NODES, st.randoms(use_true_random=False))
-def test_view_is_independent_of_the_order_of_reports(nodes, rng) -> None:
-    """Which definition is the first is the store's to say; all else follows from what is there."""
-    settled = FleetView(slot_types=fleet(*nodes).slot_types)
-    last = {found.node_id: found for found in nodes}
-    views = []
-    for _ in range(2):
-        order = list(last.values())
-        rng.shuffle(order)
-        view = settled
-        for found in order:
-            view = view.changed([found], revision=1)
-        views.append(view)
-    one, other = views
-    assert one.statistics() == other.statistics()
-    assert one.conflicts == other.conflicts
-    states = [{node_id: view.state_of(node_id) for node_id in view.nodes} for view in views]
-    assert states[0] == states[1]
-
-
-@given(NODES)
-def test_sums_exclude_conflicting_slots(nodes) -> None:
-    view = fleet(*nodes)
-    parts = [view.statistics([node_id]) for node_id in view.nodes]
-    for name in view.slot_types:
-        assert view.statistics()[name] == sum((part[name] for part in parts), Use())
-    for node_id, names in view.conflicts.items():
-        for name in names:
-            assert view.statistics([node_id])[name] == Use()
-            mine, theirs = view.nodes[node_id].slot_types[name], view.slot_types[name]
-            assert not is_same(mine, theirs)
-
-
-def test_missing_slot_of_a_node_is_zero() -> None:
-    view = fleet(node("a", slot("cuda.device")), node("b", slot("rocm.device")), node("c"))
-    assert set(view.slot_types) == {"cpu", "mem", "cuda.device", "rocm.device"}
-    assert view.statistics()["cuda.device"] == Use(8 * ONE, 8 * ONE)
-    assert view.statistics(["c"])["cuda.device"] == Use()
-    assert view.statistics()["cpu"].capacity == 3 * 8 * ONE
-
-
 def test_unknown_fleet_slot_is_refused_with_known_ones() -> None:
     view = fleet(node("a", slot("cuda.device")))
     with pytest.raises(UnsupportedResource) as refused:
@@ -135,16 +94,6 @@ def test_a_slot_of_a_node_of_a_newer_schema_is_not_forgotten() -> None:
     newer = node("b", status=NodeStatus.NEWER)
     view = fleet(node("a", slot("tpu.chip")), newer).changed((), ["a"], 2)
     assert "1 nodes of a newer schema may offer tpu.chip (b)" in view.offer_of("tpu.chip")
-
-
-def test_a_request_keeps_the_view_that_it_began_with() -> None:
-    before = fleet(node("a", slot("cuda.device"), cuda_device=2))
-    after = before.changed([node("a", slot("cuda.device"), cuda_device=0)], revision=9)
-    request = ResourceSlots({"cuda.device": ONE})
-    choose = (request, Constraints(), PlacementPolicy.RANDOM, random.Random(1))
-    assert [c.node_id for c in candidates(before, *choose)] == ["a"]
-    assert candidates(after, *choose) == []
-    assert (before.revision, after.revision) == (1, 9)
 
 
 AGENTS = ("main", "other")
