@@ -10,11 +10,13 @@ from agentd.pluginhost.dealing import DealingRules
 from agentd.pluginhost.validation import checked_listing
 from agentd.services.protocols import PluginListing, PluginState
 from core.machines import gpus
-from pluginhost.rig import opened, states, until
+from pluginhost.rig import opened
 from support.fakes import FakeMemory
 from support.faulty_plugins import Deals
 
 FAIR = {"a": ("S-one0", "S-one2"), "b": ("S-one1", "S-one3")}
+IN_ORDER = {"a": ("S-one0", "S-one1", "S-one2"), "b": ("S-one3", "S-one4")}
+UNEQUAL = {"a": ("S-one0", "S-one1", "S-one2", "S-one3"), "b": ()}
 ALONE = DealingRules(("a", "b"), FakeMemory())
 
 
@@ -38,12 +40,18 @@ def listed() -> PluginListing:
     return checked_listing("one", plugin.slot_types(), plugin.list_devices())
 
 
-async def test_dealing_gives_agents_what_the_plugin_says(host, tmp_path) -> None:
-    made = host([table(tmp_path / "word", "fair")], Deals="Deals", dealing_rules=ALONE)
+@pytest.mark.parametrize(
+    ("word", "dealt", "reason"),
+    [("fair", FAIR, ""), ("none", IN_ORDER, ""), ("reasoned", UNEQUAL, "one board has four")],
+)
+async def test_dealing_gives_agents_what_the_plugin_says(
+    host, tmp_path, word, dealt, reason
+) -> None:
+    made = host([table(tmp_path / "word", word)], Deals="Deals", dealing_rules=ALONE)
     assert (await opened(made))["one"] == (PluginState.READY, "")
     dealing = listing_of(made).dealing
     assert dealing is not None
-    assert (dealing.devices, dealing.reason) == (FAIR, "")
+    assert (dealing.devices, dealing.reason) == (dealt, reason)
     assert [*dealing.slots] == [f"S-one{n}" for n in range(5)]
 
 
@@ -55,25 +63,6 @@ async def test_dealing_is_absent_where_nobody_deals(host, tmp_path, target, deal
     made = host([given], dealing_rules=dealing_rules, **{target: target})
     assert (await opened(made))["one"][0] is PluginState.READY
     assert listing_of(made).dealing is None
-
-
-async def test_dealing_of_none_is_in_the_order_of_ids(host, tmp_path) -> None:
-    made = host([table(tmp_path / "word", "none")], Deals="Deals", dealing_rules=ALONE)
-    await opened(made)
-    dealing = listing_of(made).dealing
-    assert dealing is not None
-    assert dealing.devices == {
-        "a": ("S-one0", "S-one1", "S-one2"),
-        "b": ("S-one3", "S-one4"),
-    }
-
-
-async def test_dealing_may_be_unequal_with_a_reason(host, tmp_path) -> None:
-    made = host([table(tmp_path / "word", "reasoned")], Deals="Deals", dealing_rules=ALONE)
-    await opened(made)
-    dealing = listing_of(made).dealing
-    assert dealing is not None
-    assert (len(dealing.devices["a"]), dealing.reason) == (4, "one board has four")
 
 
 @pytest.mark.parametrize(
@@ -94,26 +83,6 @@ async def test_dealing_that_is_a_lie_fails_the_plugin(host, tmp_path, word, why)
     state, reason = (await opened(made))["one"]
     assert (state, made.listings()) == (PluginState.FAILED, [])
     assert reason.startswith(why)
-
-
-@pytest.mark.parametrize(
-    ("word", "why"),
-    [
-        ("raise", "partition: OSError: the links cannot be read; next try in 1 s"),
-        ("hang", "partition: partition: no answer within 0.5 s; next try in 1 s"),
-    ],
-)
-async def test_dealing_that_fails_is_tried_again(host, tmp_path, word, why) -> None:
-    file = tmp_path / "word"
-    made = host([table(file, word)], Deals="Deals", dealing_rules=ALONE, call_timeout_s=0.5)
-    await made.open(10)
-    await until(made, lambda: "next try" in made.statuses()[0].reason)
-    assert (states(made)["one"], made.statuses()[0].reason) == (PluginState.PENDING, why)
-    file.write_text("fair")
-    await until(made, lambda: states(made)["one"] is PluginState.READY)
-    dealing = listing_of(made).dealing
-    assert dealing is not None
-    assert dealing.devices == FAIR
 
 
 async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:

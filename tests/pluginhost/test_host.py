@@ -130,11 +130,6 @@ async def test_a_module_that_misbehaves_at_import_harms_nothing(
     assert seen["bad"][1].startswith(why)
 
 
-async def test_missing_plugin_hints_at_the_nearest(host) -> None:
-    states = await opened(host([PluginTable(name="x", plugin="goood")], good="Good"))
-    assert "did you mean good? installed: good" in states["x"][1]
-
-
 async def test_wrong_settings_are_listed_with_their_place(host) -> None:
     tables = [PluginTable(name="cuda", plugin="good", settings={"sped": 1, "x": 2})]
     made = host(tables, good="Good")
@@ -156,30 +151,11 @@ async def test_late_plugin_is_added_after_readiness(
     assert [listing.name for listing in made.listings()] == ["late"]
 
 
-async def test_a_required_plugin_that_failed_is_reported_as_such(host) -> None:
-    made = host([PluginTable(name="bad", plugin="bad", required=True)], bad="RaisesAtOpen")
-    await opened(made)
-    assert list(made.failed_required().values()) == [
-        "plugin bad is required and pending: open: RuntimeError: no driver here; next try in 1 s"
-    ]
-
-
 async def test_edits_give_allocated_devices_and_hide_others(host) -> None:
     made = host(one="Good", two="Good")
     await opened(made)
     assert (await made.container_edits(given("one"), PROCESS)).env == {"ONE": "one0", "TWO": ""}
     assert (await made.container_edits(given(), PROCESS)).env == {"ONE": "", "TWO": ""}
-
-
-async def test_failed_edits_name_the_plugin(host, tmp_path) -> None:
-    table, file = scripted(tmp_path)
-    made = host([table], Scripted="Scripted", two="Good")
-    await opened(made)
-    file.write_text("broken")
-    with pytest.raises(PluginUnavailable, match=r"plugin one .* driver gone"):
-        await made.container_edits(given("one"), PROCESS)
-    env = (await made.container_edits(given(), PROCESS)).env
-    assert (env["ONE"], env["TWO"]) == ("", "")
 
 
 async def test_edits_beyond_their_bounds_are_the_plugin_s_fault(host, tmp_path) -> None:

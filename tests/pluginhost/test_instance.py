@@ -158,14 +158,6 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
     await until_ready(made, "one")
 
 
-async def test_health_change_is_found_without_an_event(host, tmp_path) -> None:
-    table, file = scripted(tmp_path)
-    made = host([table], Scripted="Scripted")
-    await opened(made)
-    file.write_text("sick")
-    await until(made, lambda: made.listings()[0].devices[0].reason == "it coughs")
-
-
 async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
     table, file = scripted(tmp_path, "TellsOfChanges")
     made = host([table], TellsOfChanges="TellsOfChanges")
@@ -198,14 +190,3 @@ async def test_plugins_hear_of_their_kernels_in_order(host, tmp_path) -> None:
         made.notify(step, "k1", given("one"))
     await made.container_edits(given("one"), PROCESS)
     assert file.read_text() == "before-create k1 one0\nafter-start k1 one0\n"
-
-
-async def test_plugin_output_is_logged_and_bounded(host, capsys) -> None:
-    with capture_logs() as logged:
-        made = host(loud="Prints")
-        await opened(made)
-        await made.close()
-    lines = [entry for entry in logged if entry["event"] == "plugin.log"]
-    assert {entry["plugin"] for entry in lines} == {"loud"}
-    assert lines[0]["text"] == "to standard output"
-    assert 10 < len(lines) <= 50
