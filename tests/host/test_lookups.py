@@ -47,17 +47,6 @@ async def test_error_names_what_does_not_answer() -> None:
     await free_again(lookups)
 
 
-async def test_lookup_without_a_place_names_who_has_it() -> None:
-    hanging, lookups = Hanging(), Lookups(most=1)
-    asked = asyncio.create_task(lookups.look("x", hanging, 0.1))
-    await asyncio.sleep(0)
-    with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
-        await lookups.look("y", lambda: 2, 0.5)
-    with pytest.raises(RuntimeUnavailable):
-        await asked
-    hanging.answered.set()
-
-
 async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
     hanging, lookups = Hanging(), Lookups(most=2)
     asked = asyncio.create_task(lookups.look("x", hanging, 10))

@@ -41,14 +41,6 @@ def line_in(folder: Path) -> dict | None:
     return json.loads(text) if text else None
 
 
-async def test_first_agentd_serves_and_writes_its_line(agentd: Agentd, folder: Path) -> None:
-    one = agentd("one")
-    await one.acquire()
-    assert (one.reason, one.warnings()) == ("", [])
-    assert line_in(folder) == {"node_id": "one", "pid": os.getpid(), "boot_id": "boot-1"}
-    assert (folder / "host.lock").read_text().count("\n") == 1
-
-
 async def test_second_agentd_yields_and_names_the_first(agentd: Agentd, folder: Path) -> None:
     one, two = agentd("one"), agentd("two")
     await one.acquire()
@@ -71,30 +63,6 @@ async def test_one_of_many_that_start_at_once_serves(agentd: Agentd, folder: Pat
     assert winner is locks[int(line["node_id"].removeprefix("n"))]
     reasons = {lock.reason.partition(";")[0] for lock in locks} - {""}
     assert reasons == {f"served by agentd {line['node_id']} (pid {os.getpid()}"}
-
-
-async def test_killed_agentd_keeps_the_host_for_its_node(agentd: Agentd, folder: Path) -> None:
-    one = agentd("one")
-    await one.acquire()
-    kill(one)
-    two = agentd("two")
-    await two.acquire()
-    assert two.reason.startswith("served by agentd one")
-    again = agentd("one")
-    await again.acquire()
-    assert again.reason == ""
-    line = line_in(folder)
-    assert line is not None
-    assert line["node_id"] == "one"
-
-
-async def test_a_reboot_ends_the_rights_of_a_line(agentd: Agentd) -> None:
-    one = agentd("one")
-    await one.acquire()
-    kill(one)
-    two = agentd("two", "boot-2")
-    await two.acquire()
-    assert two.reason == ""
 
 
 @pytest.mark.parametrize(

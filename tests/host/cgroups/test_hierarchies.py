@@ -1,14 +1,8 @@
 """Where groups are made, what holds in them, and who is told of by them."""
 
-import os
 from pathlib import Path
 
-import pytest
-
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroups, Hierarchy, find_cgroups
-from support.needs import require
-
-NAME = f"agentd-test-cgroups-{os.getpid()}"
 
 
 def v2(folder: Path, controllers: str) -> Path:
@@ -50,29 +44,3 @@ def test_on_v1_each_controller_has_a_hierarchy_of_its_own(tmp_path: Path) -> Non
         (tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True)
     # plain folders keep the probe's files, so they count as such that cannot be used
     assert find_cgroups(tmp_path) is None
-
-
-@pytest.fixture
-def cgroups() -> Cgroups:
-    found = find_cgroups()
-    if found is None:
-        require("cgroups")
-    return found
-
-
-async def test_cgroup_attributes_last_until_removal(cgroups) -> None:
-    group = cgroups.group(NAME)
-    try:
-        stated = {"agent": "a", "devices": "cuda/cuda0/cuda.device=1@GPU-1 " * 100}
-        cgroups.create(group, {MEMORY: 64 << 20, PIDS: 8}, stated)
-        assert all(folder.is_dir() for folder in group.folders)
-        assert NAME in cgroups.names()
-        assert group.members() == set()
-        assert {name: group.attribute(name) for name in stated} == stated
-        assert group.attribute("nothing") == ""
-    finally:
-        await group.remove()
-    assert not any(folder.exists() for folder in group.folders)
-    assert group.members() == set()
-    assert group.attribute("agent") == ""
-    assert NAME not in cgroups.names()

@@ -87,20 +87,6 @@ async def test_a_reboot_explains_ends_after_the_last_event(watch: Watch) -> None
     assert watch.reason(watch.now - 620) == NODE
 
 
-async def test_an_outage_outlives_a_kill_of_agentd(watch: Watch) -> None:
-    watch.connect()
-    watch.now += 10
-    watch.last_seen.mark_lost()
-    watch.now += 60
-    watch.connect()
-    assert watch.reason(watch.now - 30) == ENGINE
-    watch.kill()
-    assert watch.reason(watch.now - 30) == ENGINE
-    watch.now += 60
-    watch.connect()
-    assert watch.reason(watch.now - 30) == ""
-
-
 @pytest.mark.parametrize("end_agentd", [Watch.restart, Watch.kill])
 async def test_a_lost_stream_outlives_agentd(
     watch: Watch, end_agentd: Callable[[Watch], None]
@@ -153,15 +139,11 @@ async def test_a_list_before_the_stream_does_not_end_an_outage(watch: Watch) -> 
     assert watch.reason(watch.now - 30) == ENGINE
 
 
-async def test_a_restart_of_agentd_alone_explains_nothing(watch: Watch) -> None:
-    watch.connect()
-    watch.restart()
+async def test_a_start_of_agentd_alone_explains_nothing(watch: Watch) -> None:
     watch.now += 60
     watch.connect()
     assert watch.reason(watch.now - 30) == ""
-
-
-async def test_a_first_start_explains_nothing(watch: Watch) -> None:
+    watch.restart()
     watch.now += 60
     watch.connect()
     assert watch.reason(watch.now - 30) == ""

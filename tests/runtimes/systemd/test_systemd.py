@@ -32,7 +32,6 @@ from agentd.runtimes.systemd.bundle import (
     quoted,
     static_busybox,
 )
-from agentd.runtimes.systemd.journal import JournalSource
 from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
@@ -361,13 +360,6 @@ def test_the_fence_holds_the_partition_and_what_lives() -> None:
     assert (fence.cores, fence.memory_bytes) == (("0", "1"), 100)
     declared = fence_of("a", ("0", "9"), 100, frozenset({"0"}), Ledger())
     assert declared.cores == (), "a core that is not there cannot be pinned"
-
-
-def test_lines_are_selected_by_what_journald_notes_itself() -> None:
-    source = JournalSource("u.service", "ab", "team-a")
-    assert source.journal == ["--namespace=agentd-team-a"]
-    assert all(match.startswith("_") for match in source.matches)
-    assert JournalSource("u.service", "ab", None).journal == ["--user"]
 
 
 @pytest.mark.parametrize(
