@@ -7,7 +7,7 @@ import pytest
 from agentd.concurrency import run_endless, to_the_end
 
 
-async def test_a_step_ends_before_its_cancellation_takes_effect() -> None:
+async def test_shielded_step_ends_before_its_cancellation() -> None:
     goes_on, has_ended = asyncio.Event(), False
 
     async def step() -> None:
@@ -29,7 +29,7 @@ async def test_a_step_ends_before_its_cancellation_takes_effect() -> None:
     assert has_ended
 
 
-async def test_a_step_that_fails_after_a_cancellation_is_cancelled() -> None:
+async def test_shielded_step_that_fails_when_cancelled_is_cancelled() -> None:
     goes_on = asyncio.Event()
 
     async def fails() -> None:
@@ -45,7 +45,7 @@ async def test_a_step_that_fails_after_a_cancellation_is_cancelled() -> None:
         await task
 
 
-async def test_what_a_step_returns_or_raises_is_the_callers() -> None:
+async def test_shielded_step_returns_and_raises_to_its_caller() -> None:
     async def fails() -> None:
         raise ValueError("why")
 
@@ -66,7 +66,7 @@ async def test_what_a_step_returns_or_raises_is_the_callers() -> None:
             await to_the_end(step())
 
 
-async def test_a_step_may_meet_a_cancellation_that_is_not_its_callers() -> None:
+async def test_shielded_step_may_meet_another_cancellation() -> None:
     async def step() -> str:
         task = asyncio.create_task(asyncio.Event().wait())
         asyncio.get_running_loop().call_soon(task.cancel)

@@ -61,7 +61,7 @@ def script(typed: list[str]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) -> None:
+def test_commands_of_a_page_print_what_it_shows(page: str, folder: Path) -> None:
     require("curl")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "configs").mkdir()
@@ -99,7 +99,7 @@ def test_what_a_page_has_typed_comes_out_as_it_shows(page: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("console") if b.info], ids=lambda b: b.place)
-def test_what_is_not_run_here_is_run_elsewhere_or_says_why(block: Block) -> None:
+def test_console_block_is_run_elsewhere_or_says_why_not(block: Block) -> None:
     if block.info == ["node"]:
         assert block.place.partition(":")[0] in {f"docs/{page}" for page in NODE_PAGES}
     else:
@@ -119,7 +119,7 @@ def test_blocks_that_are_not_run_are_few() -> None:
     assert len(not_run) <= MOST_NOT_RUN
 
 
-def test_commands_stand_in_blocks_that_are_looked_at() -> None:
+def test_commands_are_in_console_blocks() -> None:
     # A script of a batch job is not typed; tests/engines submits it.
     found = [
         block.place

@@ -21,7 +21,7 @@ def disarmed() -> Iterator[None]:
     failpoints.arm("")
 
 
-def test_every_point_stands_somewhere_and_nowhere_stands_another() -> None:
+def test_every_failpoint_in_the_source_is_listed() -> None:
     named = named_in(SOURCE)
     assert {"{what}.before_replace", "{what}.after_replace"} <= named
     named = {name for name in named if "{" not in name}
@@ -37,14 +37,14 @@ def named_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("runtime", sorted(RUNTIMES))
-def test_a_point_of_a_runtime_stands_in_its_package(runtime: str) -> None:
+def test_failpoint_of_a_runtime_is_in_its_package(runtime: str) -> None:
     elsewhere = {name for name, point in POINTS.items() if point.on == RUNTIMES}
     expected = {name for name, point in POINTS.items() if runtime in point.on} - elsewhere
     assert named_in(SOURCE / "runtimes" / runtime) == expected
 
 
 @pytest.mark.parametrize("runtime", sorted(RUNTIMES))
-def test_a_point_is_the_same_as_one_other_of_each_runtime(runtime: str) -> None:
+def test_failpoint_shares_its_state_with_one_of_a_runtime(runtime: str) -> None:
     for name, point in POINTS.items():
         others = [other for other in point.same_as if runtime in POINTS[other].on]
         assert len(others) <= 1, name
@@ -55,20 +55,20 @@ def test_a_point_is_the_same_as_one_other_of_each_runtime(runtime: str) -> None:
             others = [other for other in POINTS[others[0]].same_as if runtime in POINTS[other].on]
 
 
-def test_every_point_is_documented() -> None:
+def test_every_failpoint_is_documented() -> None:
     page = SOURCE.parents[1] / "docs/explanation/crash-safety.md"
     rows = dict(re.findall(r"^\| `(\w+)` \| (`.*`) \|$", page.read_text(), re.MULTILINE))
     listed = {f"{step}.{p}" for step, names in rows.items() for p in re.findall(r"\w+", names)}
     assert listed >= set(POINTS)
 
 
-def test_nothing_happens_where_nothing_is_set() -> None:
+def test_failpoint_that_is_not_set_does_nothing() -> None:
     hit("create.after_commit")
     assert failpoints.armed() == []
     assert failpoints.inherited() == {}
 
 
-def test_a_term_counts_for_its_visits_and_then_the_next_does() -> None:
+def test_failpoint_term_counts_for_its_visits() -> None:
     failpoints.arm("create.after_commit=1*off->2*error(ENOSPC)->off; stop.after_term=error(EIO)")
     assert failpoints.armed() == ["create.after_commit", "stop.after_term"]
     hit("create.after_commit")
@@ -83,7 +83,7 @@ def test_a_term_counts_for_its_visits_and_then_the_next_does() -> None:
             hit("stop.after_term")
 
 
-async def test_a_delay_of_a_coroutine_lets_others_go_on() -> None:
+async def test_failpoint_delay_of_a_coroutine_blocks_no_other() -> None:
     failpoints.arm("create.after_plan=1*delay(200)")
     waiting = asyncio.create_task(reach("create.after_plan"))
     await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_a_delay_of_a_coroutine_lets_others_go_on() -> None:
     await waiting
 
 
-def test_a_delay_of_a_plain_step_blocks_it() -> None:
+def test_failpoint_delay_of_a_function_blocks_it() -> None:
     failpoints.arm("record.before_drop=delay(20)")
     start = time.monotonic()
     hit("record.before_drop")
@@ -112,7 +112,7 @@ def test_a_delay_of_a_plain_step_blocks_it() -> None:
         ("create.after_plan=", "invalid term ''"),
     ],
 )
-def test_what_cannot_be_read_is_refused_and_changes_nothing(text: str, why: str) -> None:
+def test_invalid_failpoint_is_refused_and_changes_nothing(text: str, why: str) -> None:
     failpoints.arm("create.after_plan=off")
     with pytest.raises(ValueError, match=re.escape(why)):
         failpoints.arm(text)

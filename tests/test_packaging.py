@@ -78,7 +78,7 @@ def test_every_plugin_needs_this_project_s_daemon_within_bounds() -> None:
         assert not {re.split(r"[<>=]", item)[0] for item in found["dependencies"]} & {*STRANGERS}
 
 
-def test_a_plugin_brings_our_daemon_and_no_stranger_s(index: Path) -> None:
+def test_plugin_installs_agentd_node_and_no_foreign_package(index: Path) -> None:
     publish(index, ROOT)
     names = [publish(index, folder) for folder in PLUGINS]
     found = resolved(index, *names)
@@ -87,12 +87,12 @@ def test_a_plugin_brings_our_daemon_and_no_stranger_s(index: Path) -> None:
     assert not found.keys() & {*STRANGERS}
 
 
-def test_without_our_daemon_a_plugin_cannot_be_installed(index: Path) -> None:
+def test_plugin_cannot_be_installed_without_agentd_node(index: Path) -> None:
     names = [publish(index, folder) for folder in PLUGINS]
     assert all(resolved(index, name) is None for name in names)
 
 
-def test_a_daemon_beyond_the_bound_does_not_come_with_an_upgrade(index: Path) -> None:
+def test_plugin_installs_no_agentd_node_beyond_its_bound(index: Path) -> None:
     publish(index, ROOT)
     publish(index, ROOT, "0.3.0")
     name = publish(index, PLUGINS[0])
@@ -101,7 +101,7 @@ def test_a_daemon_beyond_the_bound_does_not_come_with_an_upgrade(index: Path) ->
     assert found["agentd-node"] == "0.2.0"
 
 
-def test_what_is_built_bears_the_names_that_are_declared(tmp_path: Path) -> None:
+def test_distributions_have_the_names_that_are_declared(tmp_path: Path) -> None:
     """The metadata of the installed project, which setuptools made of the declaration."""
     from importlib.metadata import distribution
 

@@ -35,12 +35,12 @@ def analyzed(*arguments: str, unit: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_every_unit_file_is_looked_at() -> None:
+def test_every_unit_file_is_checked() -> None:
     assert {path.stem for path in ROOT.glob("systemd/*.service")} == UNITS.keys()
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_file_is_one_that_systemd_takes(unit: str) -> None:
+def test_systemd_accepts_the_unit_file(unit: str) -> None:
     done = analyzed("verify", "--man=no", unit=unit)
     said = [line for line in done.stderr.splitlines() if INSTALLED not in line]
     assert (done.stdout, said) == ("", [])
@@ -50,6 +50,6 @@ def test_a_unit_file_is_one_that_systemd_takes(unit: str) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_unit_has_little_that_it_does_not_need(unit: str) -> None:
+def test_unit_has_few_unneeded_privileges(unit: str) -> None:
     done = analyzed("security", "--offline=true", f"--threshold={EXPOSED}", unit=unit)
     assert done.returncode == 0, done.stdout[-200:]

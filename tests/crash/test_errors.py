@@ -93,7 +93,7 @@ async def test_stop_and_delete_can_be_repeated_after_any_failure(node: CheckedNo
     await node.check()
 
 
-async def test_a_look_that_fails_is_taken_again(node: CheckedNode) -> None:
+async def test_failed_reconcile_is_repeated(node: CheckedNode) -> None:
     daemon = node.daemon
     await node.start(armed("adopt", "reconcile"), NODE)
     await until(

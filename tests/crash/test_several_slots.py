@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from crash.test_sweep import A_DAY_S, Sweep, asked_of, at_start_of
+from crash.test_deaths_at_failpoints import A_DAY_S, Sweep, asked_of, at_start_of
 from support.checked_node import SEED, SOAK_S, CheckedNode, until_soak_ends
 from support.daemon import AGENTS
 from support.registry import Registry
@@ -93,7 +93,7 @@ def lives(chance: random.Random) -> list[tuple[str, str]]:
 @pytest.mark.long
 @pytest.mark.needs("cgroups")
 @pytest.mark.timeout(100 + 2 * SOAK_S)
-async def test_dying_with_two_slots_loses_no_amount(
+async def test_death_with_two_slots_loses_no_amount(
     process_node: CheckedNode, registry: Registry
 ) -> None:
     sweep = TwoSlots(process_node, registry)

@@ -171,7 +171,7 @@ async def test_an_unreadable_record_file_holds_as_known(node: Daemon) -> None:
     assert process.is_alive()
 
 
-async def test_a_damaged_record_beside_a_stranger_frees_nothing(node: Daemon) -> None:
+async def test_damaged_record_beside_a_foreign_file_frees_nothing(node: Daemon) -> None:
     await started(node, has_cgroups=False)
     process = await running(node)
     (bundle(node) / "record.json.bak").touch()

@@ -24,7 +24,7 @@ async def test_sync_ends_a_claim_that_the_epilog_left(slurm: NodesOf) -> None:
     await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
     await nodes.daemon.stop(signal.SIGKILL)
     nodes.cluster.run("scancel", job)
-    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+    nodes.cluster.until_idle()
     await nodes.daemon.start()
     assert await nodes.claims() == {f"slurm-{job}": ["cuda0"]}
     nodes.start_sync(nodes.node)
@@ -54,8 +54,7 @@ async def test_job_that_slurmctld_forgot_keeps_its_claim(slurm: NodesOf) -> None
         file.unlink()
     cluster.start_controller()
     assert cluster.state(job) == ""
-    done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
-    assert done.returncode == 0, done.stderr
+    nodes.sync_once()
     assert await nodes.claims() == {f"slurm-{job}": ["cuda0"]}
     cluster.start_node(nodes.node)
     nodes.start_sync(nodes.node)
@@ -69,9 +68,7 @@ async def test_gpu_that_is_not_in_the_map_sends_the_job_back(slurm: NodesOf) -> 
     del content["devices"]["1"]
     nodes.map_file(nodes.node).write_text(json.dumps(content))
     job = nodes.cluster.submit("--gres=gpu:cuda1:1")
-    nodes.cluster.until(
-        lambda: int(nodes.cluster.job(job).get("Restarts", "0")) > 0, "the job was not sent back"
-    )
+    nodes.cluster.until_requeued(job)
     text = nodes.cluster.run("scontrol", "show", "job", job)
     assert "AdminComment=agentd: GPU 1 of Slurm is missing from the map" in text
     assert not nodes.cluster.node_state(nodes.node).startswith("drain")
@@ -84,5 +81,5 @@ async def test_epilog_after_a_failed_prolog_releases_nothing_of_others(slurm: No
     assert (await nodes.daemon.call("POST", "/v1/agents/notebooks/claims", body)).status == 201
     job = nodes.cluster.submit("--gres=gpu:2", "--no-requeue")
     nodes.cluster.until_state(job, "CANCELLED")
-    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+    nodes.cluster.until_idle()
     assert await nodes.claims() == {"other": ["cuda1"]}

@@ -12,7 +12,6 @@ from typing import Any
 from support.slurm_nodes import NodesOf, SlurmNodes
 
 GPU = {"cuda.device": "1"}
-NOBODY = 65534
 
 
 async def test_job_claims_the_devices_that_its_positions_name(slurm: NodesOf) -> None:
@@ -29,7 +28,7 @@ async def test_job_claims_the_devices_that_its_positions_name(slurm: NodesOf) ->
     await nodes.until_claims({})
     assert f"AGENTD_CLAIM=slurm-{job}\n" in output.read_text()
     assert "AGENTD_AGENT=slurm\n" in output.read_text()
-    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+    nodes.cluster.until_idle()
 
 
 async def test_job_of_two_types_claims_both(slurm: NodesOf) -> None:
@@ -38,30 +37,11 @@ async def test_job_of_two_types_claims_both(slurm: NodesOf) -> None:
     await nodes.until_claims({f"slurm-{job}": ["cuda1", "cuda3"]})
 
 
-async def test_job_without_gpus_claims_nothing(slurm: NodesOf) -> None:
-    nodes = await slurm()
-    await nodes.daemon.stop()
-    job = nodes.cluster.submit(script="true")
-    nodes.cluster.until_state(job, "COMPLETED")
-
-
-async def test_comment_of_a_user_neither_blocks_nor_names_devices(slurm: NodesOf) -> None:
-    nodes = await slurm()
-    lie = f"agentd:x\n     Nodes={nodes.node} CPU_IDs=0 Mem=0 GRES=gpu:cuda7:1(IDX:7)"
-    nodes.folder.chmod(0o777)
-    job = nodes.cluster.submit(
-        "--gres=gpu:cuda2:1", f"--comment={lie}", "--output=/dev/null", user=NOBODY
-    )
-    await nodes.until_claims({f"slurm-{job}": ["cuda2"]})
-
-
 async def test_collision_requeues_the_job_and_drains_nothing(slurm: NodesOf) -> None:
     nodes = await slurm()
     kernel = await nodes.daemon.running("notebooks", slots=GPU, devices={"cuda": ["cuda3"]})
     job = nodes.cluster.submit("--gres=gpu:cuda3:1")
-    nodes.cluster.until(
-        lambda: int(nodes.cluster.job(job).get("Restarts", "0")) > 0, "the job was not requeued"
-    )
+    nodes.cluster.until_requeued(job)
     fields = nodes.cluster.run("scontrol", "show", "job", job)
     assert "InsufficientResource" in fields.partition("AdminComment=")[2], fields
     assert not nodes.cluster.node_state(nodes.node).startswith("drain")
@@ -103,7 +83,7 @@ async def test_orphans_of_a_killed_slurmstepd_keep_the_claim(slurm: NodesOf) -> 
     assert orphans, "Slurm ended the orphans"
     assert await nodes.claims() == held
     nodes.start_sync(nodes.node)
-    assert nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node).returncode == 0
+    nodes.sync_once()
     assert await nodes.claims() == held
     for pid in orphans:
         os.kill(pid, signal.SIGKILL)
@@ -193,14 +173,12 @@ async def test_no_task_starts_on_gpus_without_a_claim(slurm: NodesOf) -> None:
     await nodes.until_claims({f"slurm-{job}": ["cuda3"]})
     assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{job}")).status == 204
     goes.touch()
-    nodes.cluster.until(
-        lambda: int(nodes.cluster.job(job).get("Restarts", "0")) > 0, "the job was not requeued"
-    )
+    nodes.cluster.until_requeued(job)
     assert not ran.exists()
     nodes.cluster.until(ran.exists, "the job does not run again")
 
 
-async def test_job_without_a_claim_is_claimed_beside_its_stranger(slurm: NodesOf) -> None:
+async def test_job_without_a_claim_is_claimed_beside_a_kernel(slurm: NodesOf) -> None:
     """Slurm may start a job without its prolog, or somebody release the claim of one by hand."""
     nodes = await slurm()
     job = nodes.cluster.submit("--gres=gpu:cuda3:1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.slurm_nodes import NodesOf, SlurmNodes
+from support.waiting import until
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 WORK = "echo got $CUDA_VISIBLE_DEVICES; exec sleep 1000"
@@ -39,11 +39,13 @@ async def kernels(nodes: SlurmNodes) -> list[dict[str, Any]]:
 
 async def until_kernels(nodes: SlurmNodes, count: int) -> list[dict[str, Any]]:
     """Wait until so many kernels run."""
-    for _ in range(600):
-        if len(found := await kernels(nodes)) == count:
-            return found
-        await asyncio.sleep(0.1)
-    raise AssertionError((await kernels(nodes), nodes.cluster.logs()))
+    return await until(
+        lambda: kernels(nodes),
+        lambda rows: len(rows) == count,
+        text=f"{count} kernels run",
+        within_s=60,
+        every_s=0.1,
+    )
 
 
 def devices_of(row: dict[str, Any]) -> list[str]:
@@ -77,7 +79,7 @@ async def test_job_on_three_nodes_runs_kernels_on_its_gpus(slurm: NodesOf) -> No
     for node in cluster.nodes:
         await nodes.until_claims({}, node)
         assert await nodes.daemons[node].get("/v1/kernels") == []
-    cluster.until(cluster.are_idle, "a node is not idle")
+    cluster.until_idle()
 
 
 @pytest.mark.long
@@ -94,8 +96,7 @@ async def test_kernel_of_a_job_is_no_reason_for_a_placeholder(slurm: NodesOf) ->
     nodes = await slurm(gpu_count=2)
     nodes.cluster.submit("--gres=gpu:1", script=run_script(nodes))
     await until_kernels(nodes, 1)
-    done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
-    assert done.returncode == 0, done.stderr
+    nodes.sync_once()
     assert "agentd:" not in nodes.cluster.run("squeue", "-o", "%k")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ NOBODY = 65534
 async def test_colliding_task_of_an_array_is_requeued_alone(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=2)
     array, first, kernel = await collide(nodes)
-    nodes.cluster.until(partial(restarted, nodes, f"{array}_1"), "not requeued")
+    nodes.cluster.until_requeued(f"{array}_1")
     assert nodes.cluster.job(f"{array}_1")["JobId"] == array
     still_runs(nodes, f"{array}_0")
     await nodes.daemon.call("DELETE", f"/v1/kernels/{kernel}?timeout=0")
@@ -47,10 +46,6 @@ async def collide(nodes: SlurmNodes, *options: str) -> tuple[str, str, str]:
     return array, first, kernel["kernel_id"]
 
 
-def restarted(nodes: SlurmNodes, job: str) -> bool:
-    return int(nodes.cluster.job(job).get("Restarts", "0")) > 0
-
-
 def still_runs(nodes: SlurmNodes, job: str) -> None:
     fields = nodes.cluster.job(job)
     assert (fields["JobState"], fields["Restarts"]) == ("RUNNING", "0")
@@ -65,7 +60,7 @@ async def test_task_prolog_sends_one_task_of_an_array_back(slurm: NodesOf) -> No
     await nodes.until_claims({f"slurm-{first}": ["cuda0"], f"slurm-{array}": ["cuda1"]})
     assert (await nodes.daemon.call("DELETE", f"/v1/claims/slurm-{array}")).status == 204
     goes.touch()
-    nodes.cluster.until(partial(restarted, nodes, f"{array}_1"), "not requeued")
+    nodes.cluster.until_requeued(f"{array}_1")
     nodes.cluster.until(ran.exists, "the other task did not start its step")
     still_runs(nodes, f"{array}_0")
 
@@ -80,7 +75,7 @@ async def test_colliding_component_requeues_its_job_and_no_other(slurm: NodesOf)
     words = (f"--nodelist={first}", component, ":", f"--nodelist={second}", component)
     leader = nodes.cluster.submit(*words)
     for name in (f"{leader}+0", f"{leader}+1"):
-        nodes.cluster.until(partial(restarted, nodes, name), f"{name} was not requeued")
+        nodes.cluster.until_requeued(name)
     still_runs(nodes, other)
     await nodes.until_claims({f"slurm-{other}": ["cuda1"]})
     await nodes.until_claims({}, second)
@@ -92,11 +87,10 @@ async def test_names_of_processes_drain_no_node(slurm: NodesOf, name: bytes) -> 
     with named_process(name) as process, in_cgroup(process.pid, os.fsdecode(name)):
         job = nodes.cluster.submit("--gres=gpu:1", "--no-requeue")
         await nodes.until_claims({f"slurm-{job}": ["cuda0"]})
-        done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
-        assert done.returncode == 0, done.stderr
+        nodes.sync_once()
         nodes.cluster.run("scancel", job)
         await nodes.until_claims({})
-        nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+        nodes.cluster.until_idle()
 
 
 @contextlib.contextmanager
@@ -130,7 +124,7 @@ async def test_job_that_could_be_another_is_refused_without_a_drain(slurm: Nodes
         nodes.cluster.until_state(job, "CANCELLED")
         assert "looks like another job" in nodes.cluster.run("scontrol", "show", "job", job)
     assert await nodes.claims() == {}
-    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+    nodes.cluster.until_idle()
 
 
 async def test_sync_ends_the_claim_of_a_job_with_any_name(slurm: NodesOf) -> None:
@@ -142,22 +136,21 @@ async def test_sync_ends_the_claim_of_a_job_with_any_name(slurm: NodesOf) -> Non
     name = LIES[0].removeprefix("--job-name=")
     nodes.cluster.run("scontrol", "update", f"JobId={job}", f"Name={name}")
     for wanted in ({f"slurm-{job}": ["cuda0"]}, {}):
-        done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
-        assert done.returncode == 0, done.stderr
+        nodes.sync_once()
         assert await nodes.claims() == wanted
         nodes.cluster.run("scancel", job)
-        nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+        nodes.cluster.until_idle()
 
 
 async def test_names_of_jobs_change_no_claim(slurm: NodesOf) -> None:
     nodes = await slurm(gpu_count=2)
-    lie = f"x\nJobId=1 JobState=PENDING NodeList= Nodes={nodes.node} CPU_IDs=0 GRES=gpu:1(IDX:0)"
+    gpus = f"Nodes={nodes.node} CPU_IDs=0 GRES=gpu:1(IDX:0)"
+    lie = f"agentd:x\nJobId=1 JobState=PENDING NodeList= {gpus}"
     for text in (lie, os.fsdecode(b"\xff\r\x85 cut \xc3")):
         words = (f"--job-name={text}", f"--comment={text}", f"--mcs-label={text}", "-o/dev/null")
         job = nodes.cluster.submit("--gres=gpu:cuda1:1", *words, user=NOBODY)
         await nodes.until_claims({f"slurm-{job}": ["cuda1"]})
-        done = nodes.engine(nodes.node, "sync", "--once", "--node", nodes.node)
-        assert done.returncode == 0, done.stderr
+        nodes.sync_once()
         nodes.cluster.run("scancel", job)
         await nodes.until_claims({})
 
@@ -216,7 +209,7 @@ async def test_job_without_gpus_asks_nobody(slurm: NodesOf) -> None:
     for _ in range(3):
         job = nodes.cluster.submit(script="srun true")
         nodes.cluster.until_state(job, "COMPLETED")
-    nodes.cluster.until(nodes.cluster.are_idle, "the node is not idle")
+    nodes.cluster.until_idle()
     assert not asked.exists(), asked.read_text()
 
     await nodes.daemon.start()

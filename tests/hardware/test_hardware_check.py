@@ -63,7 +63,7 @@ def test_each_device_is_given_to_a_real_kernel(node: Node) -> None:
     assert "devices in containers | not tried | name an image with --image" in result.stdout
 
 
-def test_the_probe_decides(node: Node) -> None:
+def test_probe_decides_whether_a_device_works(node: Node) -> None:
     sees = 'test -n "$ACC"'
     node.configure(more='env = { ACC = "{ids}" }\n')
     good = node.rows("--probe", sees)

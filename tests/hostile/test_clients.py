@@ -155,7 +155,7 @@ async def test_half_requests_do_not_block_other_clients(node: Node) -> None:
 
 
 @pytest.mark.parametrize("node", [READERS + 100], indirect=True, ids=["room for all"])
-async def test_readers_that_read_nothing_are_let_go_of(node: Node) -> None:
+async def test_clients_that_read_no_logs_are_disconnected(node: Node) -> None:
     """The first 64 of a caller get an answer that they do not read; all others a 429."""
     await node.daemon.running(
         kernel_id="loud", command=["sh", "-c", "yes | head -c 30000000; sleep 1000"]
@@ -195,7 +195,7 @@ async def test_followers_with_queued_requests_leave_nothing(node: Node) -> None:
         await node.back_to(before, within_s=5)
 
 
-async def test_readers_of_an_answer_are_dropped_too(node: Node) -> None:
+async def test_clients_that_read_no_answer_are_disconnected(node: Node) -> None:
     """Many answers requested at once, and none read."""
     command = ["sh", "-c", "exec sleep 1000", "x" * 30000]
     for number in range(60):

@@ -53,7 +53,7 @@ def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
     assert float(re.search(r"level for agentd.service: ([0-9.]+)", exposure)[1]) <= 4.0
 
 
-def test_limits_hold(node: Node) -> None:
+def test_limits_of_kernels_hold(node: Node) -> None:
     script = "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096])"
     node.create("big", "python3", "-c", script, slots={"cpu": 0, "mem": "64m"})
     ended = node.until("big", "terminated")

@@ -87,7 +87,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     assert "dies" not in node.must("ls -A /var/lib/agentd/units /var/lib/agentd/*s")
 
 
-def test_the_resident_goes(node: Node, resident: str) -> None:
+def test_resident_kernel_is_deleted(node: Node, resident: str) -> None:
     assert node.main_pid("resident") == resident
     node.remove("resident")
     node.must(f"rm -r {DROP_IN} && systemctl daemon-reload")

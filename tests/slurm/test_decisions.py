@@ -162,7 +162,7 @@ SYNC_CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("case", SYNC_CASES)
-def test_sync_when(case: str) -> None:
+def test_sync_decides(case: str) -> None:
     changes, wanted = SYNC_CASES[case]
     assert decide_sync(replace(SYNC, **changes)) == wanted
 

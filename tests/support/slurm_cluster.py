@@ -258,6 +258,14 @@ class SlurmCluster:
         self.until(lambda: self.state(job) in states, f"job {job} is not {states}")
         return self.job(job)
 
+    def until_idle(self) -> None:
+        """Wait until every node waits for jobs, which a node that is drained never does."""
+        self.until(self.are_idle, "a node is not idle")
+
+    def until_requeued(self, job: str) -> None:
+        """Wait until a job was sent back to the queue."""
+        self.until(lambda: int(self.job(job).get("Restarts", "0")) > 0, f"{job} is not requeued")
+
     def until(self, holds: Callable[[], object], text: str, within_s: float = WAIT_S) -> None:
         """Wait for something to hold."""
         end = time.monotonic() + within_s

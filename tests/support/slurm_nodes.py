@@ -107,7 +107,7 @@ class SlurmNodes:
         self.cluster.start_controller()
         for node in self.cluster.nodes:
             self.cluster.start_node(node)
-        self.cluster.until(self.cluster.are_idle, "a node is not idle")
+        self.cluster.until_idle()
 
     def _write_scripts(self) -> None:
         """Write the programs that slurmd runs, each with the sockets of its node."""
@@ -143,6 +143,11 @@ class SlurmNodes:
         command = self.cluster.inside(BIN / "agentd-slurm", *words)
         environment = self.environment(node)
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    def sync_once(self) -> None:
+        """Run `agentd-slurm sync --once` on the first node."""
+        done = self.engine(self.node, "sync", "--once", "--node", self.node)
+        assert done.returncode == 0, done.stderr
 
     def start_sync(self, node: str) -> subprocess.Popen[bytes]:
         """Start `agentd-slurm sync` for a node."""

@@ -105,7 +105,7 @@ def lives_of(runtime: str, part: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("runtime", ["process", "docker"])
-def test_the_parts_together_die_in_every_state(runtime: str) -> None:
+def test_parts_cover_a_failpoint_of_every_state(runtime: str) -> None:
     shared = [life for part in range(PARTS) for life in lives_of(runtime, part)]
     assert shared == lives(runtime, random.Random(SEED))
     asked, at_start = (
@@ -258,7 +258,7 @@ def other_container(request: pytest.FixtureRequest, engine: Engine) -> Callable[
 @pytest.mark.needs("cgroups")
 @pytest.mark.timeout(200 + 2 * SOAK_S)
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_dying_at_every_point_loses_nothing(
+async def test_death_at_every_failpoint_loses_nothing(
     part: int, node: CheckedNode, registry: Registry, request: pytest.FixtureRequest
 ) -> None:
     runtime, engine = node.daemon.runtime, node.engine
@@ -305,7 +305,7 @@ def shared_states(runtime: str) -> list[list[str]]:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("runtime", ["process", pytest.param("docker", marks=pytest.mark.docker)])
-async def test_deaths_in_one_state_leave_the_same(
+async def test_deaths_at_failpoints_of_one_state_leave_the_same(
     runtime: str, folder: Path, registry: Registry, request: pytest.FixtureRequest
 ) -> None:
     engine = request.getfixturevalue("engine") if runtime == "docker" else None

@@ -355,7 +355,7 @@ def pairs_of(runtime: str, part: int) -> list[tuple[Event, Event]]:
 
 
 @pytest.mark.parametrize("runtime", ["process", "docker"])
-def test_the_parts_together_try_every_event(runtime: str) -> None:
+def test_parts_cover_every_event(runtime: str) -> None:
     shared = [pair for part in range(PARTS) for pair in pairs_of(runtime, part)]
     assert set(shared) == set(pairs(random.Random(f"{SEED}{runtime}")))
     assert {event for pair in shared for event in pair} == set(EVENTS)
