@@ -180,7 +180,13 @@ class GatewayDaemon:
         state, tls = FleetState(), tls_of(settings.fleet)
         nodes = await stack.enter_async_context(Nodes(state, token, tls))
         store = await self._open_store(stack, state, token, tls)
-        placer = Placer(store, state, nodes, settings.gateway.policy, self._timeouts)
+        placer = Placer(
+            store=store,
+            state=state,
+            nodes=nodes,
+            policy=settings.gateway.policy,
+            timeouts=self._timeouts,
+        )
         stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
         gateway = Gateway(store, state, nodes, placer)
         background = Background(self._shutdown.fail)
@@ -189,10 +195,10 @@ class GatewayDaemon:
         )
         background.run("store", store.run())
         server = Server(
-            "agentd-fleet",
-            routes(gateway),
-            gateway,
-            server_endpoint,
+            title="agentd-fleet",
+            routes=routes(gateway),
+            site=gateway,
+            endpoint=server_endpoint,
             pages=Pages({HOME: "agentd_fleet", NODE_HOME: "agentd"}),
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)

@@ -255,9 +255,9 @@ class Daemon:
 
     def _record_accelerator_use(self, node: Node) -> None:
         """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
-        by_id, held = node.devices.inventory.by_id, node.state.ledger.held
+        by_id, holders = node.devices.inventory.by_id, node.state.ledger.held
         is_used = any(
-            device_id not in by_id or by_id[device_id].is_real_accelerator for device_id in held
+            device_id not in by_id or by_id[device_id].is_real_accelerator for device_id in holders
         )
         self._host_lock.note_use(is_used=is_used, is_known=node.state.is_listed)
 

@@ -110,12 +110,12 @@ class Reload:
         started = self._loaded.settings
         settings = load(self._loaded.path, self._loaded.environ).settings
         rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self._rpc
-        wanted = settings.model_copy(update={"agents": started.agents, "rpc": rpc})
-        steps = list(self._steps(wanted))
-        return settings, wanted, steps
+        applicable = settings.model_copy(update={"agents": started.agents, "rpc": rpc})
+        steps = list(self._steps(applicable))
+        return settings, applicable, steps
 
-    def _steps(self, wanted: Settings) -> Iterator[Step]:
-        rpc = wanted.rpc
+    def _steps(self, applicable: Settings) -> Iterator[Step]:
+        rpc = applicable.rpc
         if rpc.listen is not None:
             new_tokens = tokens(rpc)
             yield Step(APPLIED["tokens"], lambda: self._server.renew_tokens(new_tokens))
@@ -124,9 +124,9 @@ class Reload:
             yield Step(APPLIED["certificate"], lambda: self._server.renew_tls(context))
         new_weaknesses = weaknesses(rpc)
         yield Step((), lambda: self._weaknesses.replace(new_weaknesses))
-        yield Step(APPLIED["log level"], lambda: logging.set_level(wanted.node.log_level))
+        yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
-            yield Step(APPLIED[name], runtime_factory.renewal(runtime, wanted))
+            yield Step(APPLIED[name], runtime_factory.renewal(runtime, applicable))
 
     async def take(self) -> list[str]:
         """Read and apply the configuration; return the keys that require a restart.
@@ -136,12 +136,12 @@ class Reload:
             RuntimeUnavailable: something of it does not answer; nothing has changed.
         """
         preparing = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
-        settings, wanted, steps = await preparing
-        applicable = values_of(wanted)
+        settings, applicable, steps = await preparing
+        values = values_of(applicable)
         for step in steps:
             step.take()
-            self._in_force |= {key: applicable[key] for key in step.keys}
-        self._rpc = wanted.rpc
+            self._in_force |= {key: values[key] for key in step.keys}
+        self._rpc = applicable.rpc
         in_force, configured = self._in_force, values_of(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 

@@ -56,9 +56,9 @@ def fleet_metrics(
     yield counter("agentd_fleet_creates", text, ("result",), creates)
     text = "Lines of the gateway's log that could not be written"
     yield counter("agentd_fleet_log_lines_lost", text, (), {(): LOST.total})
-    uses = view.statistics(agents=caller.agents)
-    units = {name: 1 if view.slot_types[name].kind is SlotKind.BYTES else ONE for name in uses}
+    usages = view.statistics(agents=caller.agents)
+    units = {name: 1 if view.slot_types[name].kind is SlotKind.BYTES else ONE for name in usages}
     for member in ("capacity", "allocated", "free"):
-        amounts = {(name,): getattr(use, member) / units[name] for name, use in uses.items()}
+        amounts = {(name,): getattr(usage, member) / units[name] for name, usage in usages.items()}
         text = f"Slots over the fleet: {member}"
         yield gauge(f"agentd_fleet_slot_{member}", text, ("slot",), amounts)

@@ -106,11 +106,11 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
 
 
 def uses_view(
-    slot_types: Mapping[SlotName, SlotType], uses: Mapping[SlotName, Use]
+    slot_types: Mapping[SlotName, SlotType], usages: Mapping[SlotName, Use]
 ) -> dict[str, SlotUseView]:
     """Return the usage of slots."""
     views: dict[str, SlotUseView] = {}
-    for name, usage in uses.items():
+    for name, usage in usages.items():
         kind = slot_types[name].kind
         views[name] = {
             "capacity": format_amount(usage.capacity, kind),

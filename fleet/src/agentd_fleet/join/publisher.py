@@ -86,7 +86,7 @@ class Publisher:
         self._lease = 0
         self._revision = 0
         self._published_values: tuple[bytes, bytes] = (b"", b"")
-        self._known = b""
+        self._recorded = b""
         self._free_publish_at = 0.0
         self._notifier = Notifier()
         self._next_log_at = 0.0
@@ -141,7 +141,7 @@ class Publisher:
         if revision is None:
             raise Taken(f"node id {reading.node_id} was claimed concurrently by another node")
         self._lease, self._revision, self._published_values = lease, revision, (value, b"")
-        self._known = b""
+        self._recorded = b""
         log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
         self._notifier.status(f"node {reading.node_id} is in fleet {self._options.fleet}")
 
@@ -177,20 +177,20 @@ class Publisher:
     async def _record_node(self, reading: NodeReading) -> None:
         """Record the node and its slots permanently, beyond its lease."""
         content = msgspec.json.encode([self._options.url, reading.slot_types])
-        if content == self._known:
+        if content == self._recorded:
             return
         key = self._key("known", reading)
         try:
             stored = await self._etcd.get(key)
-            known = KnownNode(
+            record = KnownNode(
                 first_seen=first_seen(stored.value if stored is not None else None),
                 url=self._options.url,
                 slot_types=reading.slot_types,
             )
-            await self._etcd.put(key, msgspec.json.encode(known))
+            await self._etcd.put(key, msgspec.json.encode(record))
         except EtcdRefused as error:  # a missing right; the node is in the fleet anyway
             log.warning("node.record_failed", key=key, reason=str(error))
-        self._known = content
+        self._recorded = content
 
     def _encode_report(self, reading: NodeReading) -> bytes:
         options = self._options

@@ -47,8 +47,8 @@ class NodeReader:
         self._address = address
         self._client = client
         self._on_reading = on_reading
-        self._last: NodeReading | None = None
-        self._logged = ""
+        self._last_reading: NodeReading | None = None
+        self._logged_reason = ""
 
     async def run(self) -> None:
         """Follow until cancelled; the client must be open."""
@@ -68,7 +68,7 @@ class NodeReader:
                 reason = unreadable(error)
             pause_s = min(pause_s * 2, max_pause_s)
             if loop.time() - read_at > max_pause_s:
-                pause_s, self._logged = BACKOFF_S[0], ""
+                pause_s, self._logged_reason = BACKOFF_S[0], ""
             await self._report_failure(reason)
             await asyncio.sleep(pause_s)
 
@@ -76,20 +76,20 @@ class NodeReader:
         """Learn the node's id, so that a node whose other answers cannot be read is listed."""
         node: object = await self._client.node()
         node_id = name_or_empty(node.get("id")) if isinstance(node, dict) else ""
-        if node_id and (self._last is None or self._last.node_id != node_id):
-            self._last = NodeReading(node_id=node_id, is_down=True)
+        if node_id and (self._last_reading is None or self._last_reading.node_id != node_id):
+            self._last_reading = NodeReading(node_id=node_id, is_down=True)
 
     async def _report_failure(self, reason: str) -> None:
         """Report that the node is unreadable for this reason, or down without one."""
-        if reason and reason != self._logged:
-            self._logged = reason
-            node_id = "" if self._last is None else self._last.node_id
+        if reason and reason != self._logged_reason:
+            self._logged_reason = reason
+            node_id = "" if self._last_reading is None else self._last_reading.node_id
             log.warning("node.read_failed", address=self._address, node_id=node_id, reason=reason)
-        if self._last is None:
+        if self._last_reading is None:
             return
-        reading = replace(self._last, is_down=not reason, reason=reason)
-        if reading != self._last:
-            self._last = reading
+        reading = replace(self._last_reading, is_down=not reason, reason=reason)
+        if reading != self._last_reading:
+            self._last_reading = reading
             await self._on_reading(reading)
 
     async def _read(self) -> None:
@@ -99,8 +99,8 @@ class NodeReader:
             slot_types, devices = await client.slot_types(), await client.devices()
             if node_in(await client.node()).generation != node_in(node).generation:
                 raise TimeoutError("the node changed during the reading")
-        self._last = reading_of(node, slot_types, agents, devices)
-        await self._on_reading(self._last)
+        self._last_reading = reading_of(node, slot_types, agents, devices)
+        await self._on_reading(self._last_reading)
 
     async def _follow(self, events: AsyncIterator[NodeEvent]) -> None:
         """Read again after events, until the stream ends or the daemon does not answer."""

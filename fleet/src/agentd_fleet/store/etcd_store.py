@@ -53,7 +53,7 @@ class EtcdStore:
         self._state = state
         self._reports: dict[str, Published] = {}
         self._free: dict[str, bytes] = {}
-        self._known: set[str] = set()
+        self._known_ids: set[str] = set()
         self._forgotten: dict[str, int] = {}
         self._unavailable_reasons: dict[str, str] = dict.fromkeys(
             PARTS, "etcd has not answered yet"
@@ -107,17 +107,17 @@ class EtcdStore:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
     async def forget(self, node: FleetNode) -> bool:
-        nodes, free, known = (
+        node_key, free_key, known_key = (
             key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
         async for page in self.routes():  # first, so that a forget that ends early can be repeated
             for stored in page:
                 if stored.route.node_id == node.node_id:
                     key = key_of(self._prefix, "routes", stored.route.kernel_id)
-                    await self._etcd.delete_if(key, expected=stored.revision, without=nodes)
+                    await self._etcd.delete_if(key, expected=stored.revision, without=node_key)
         # A gateway may know of a node without this key, and a deletion of nothing causes no event.
-        await self._etcd.put_if(known, b"{}", expected=0)
-        if not await self._etcd.delete_without(nodes, known, free):
+        await self._etcd.put_if(known_key, b"{}", expected=0)
+        if not await self._etcd.delete_without(node_key, known_key, free_key):
             return False
         self._state.forget(node.node_id)
         return True
@@ -135,7 +135,7 @@ class EtcdStore:
 
     async def _follow_known(self) -> None:
         await self._listed["nodes/"].wait()
-        await self._follow("known/", lambda: self._known, self._knows)
+        await self._follow("known/", lambda: self._known_ids, self._knows)
 
     async def _follow(
         self, part: str, known_names: Callable[[], Iterable[str]], on_change: _OnChange
@@ -211,12 +211,12 @@ class EtcdStore:
         if not is_name(node_id):
             return
         if value is None:
-            self._known.discard(node_id)
+            self._known_ids.discard(node_id)
             self._forgotten[node_id] = revision
             if node_id not in self._reports:
                 self._state.forget(node_id)
             return
-        self._known.add(node_id)
+        self._known_ids.add(node_id)
         if node_id not in self._reports and not self._is_listed(node_id):
             self._state.note(replace(known_in(node_id, value), seen_at=time.time()))
 
@@ -237,8 +237,8 @@ class EtcdStore:
         """Apply a node's report and write its new slot types."""
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
-        before = self._state.node(node_id)
-        if node.remark and (before is None or before.remark != node.remark):
+        previous = self._state.node(node_id)
+        if node.remark and (previous is None or previous.remark != node.remark):
             if node.status is NodeStatus.NEWER:
                 log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
             elif node.remark.startswith("unreadable: "):

@@ -97,9 +97,9 @@ class Stream:
             AgentdError: the connection ended, or etcd ended the watch.
         """
         while True:
-            line, end, remaining = (self._parts.pop() if self._parts else b"").partition(b"\n")
+            line, newline, remaining = (self._parts.pop() if self._parts else b"").partition(b"\n")
             self._parts.append(line)
-            if end:
+            if newline:
                 message, self._parts = b"".join(self._parts), [remaining]
                 return _parse_watch_message(self.endpoint, message)
             try:
@@ -167,7 +167,7 @@ class EtcdTransport:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._as_user(
-                    endpoint, lambda at, token: self._post(at, token, path, body)
+                    endpoint, lambda server, token: self._post(server, token, path, body)
                 )
         except TimeoutError:
             raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
@@ -182,12 +182,12 @@ class EtcdTransport:
 
     async def _call_endpoints(self, attempt: Callable[[str, str], Awaitable[T]]) -> tuple[T, bool]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        order = [*range(self._preferred, len(self._endpoints)), *range(self._preferred)]
+        indices = [*range(self._preferred, len(self._endpoints)), *range(self._preferred)]
         faults = []
         is_repeat = False
-        for attempts, index in enumerate(order):
+        for attempts, index in enumerate(indices):
             endpoint = self._endpoints[index]
-            share_s = (deadline - asyncio.get_running_loop().time()) / (len(order) - attempts)
+            share_s = (deadline - asyncio.get_running_loop().time()) / (len(indices) - attempts)
             try:
                 async with asyncio.timeout(share_s):
                     answer = await self._as_user(endpoint, attempt)

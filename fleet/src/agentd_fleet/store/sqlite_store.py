@@ -68,7 +68,7 @@ class SqliteStore:
         self._nodes = nodes
         self._state = state
         self._address_by_node: dict[str, str] = {}
-        self._known: dict[str, bytes] = {}
+        self._known_values: dict[str, bytes] = {}
         self._unwritten: dict[tuple[str, str], bytes] = {}
         """Values by table and name: what the nodes reported and the file lacks."""
         self._has_unwritten = asyncio.Event()
@@ -97,8 +97,8 @@ class SqliteStore:
             lambda: self._rows("SELECT node_id, value FROM known")
         ):
             if is_name(node_id):
-                self._known[node_id] = _bytes(value)
-                node = known_in(node_id, self._known[node_id])
+                self._known_values[node_id] = _bytes(value)
+                node = known_in(node_id, self._known_values[node_id])
                 self._state.note(replace(node, seen_at=time.time()))
 
     async def close(self) -> None:
@@ -172,7 +172,7 @@ class SqliteStore:
         if self._address_by_node.get(node.node_id) is not None:
             return False
         await self._transact(partial(self._delete_node, node.node_id))
-        self._known.pop(node.node_id, None)
+        self._known_values.pop(node.node_id, None)
         self._state.forget(node.node_id)
         return True
 
@@ -211,11 +211,11 @@ class SqliteStore:
             value = msgspec.json.encode(slot_type_report(slot))
             self._write_soon("slot_types", slot.name, value)
         self._state.note(node)
-        known = self._known.get(node_id)
-        seen_since = first_seen(known)
+        recorded = self._known_values.get(node_id)
+        seen_since = first_seen(recorded)
         value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen_since))
-        if value != known and not reading.reason:
-            self._known[node_id] = value
+        if value != recorded and not reading.reason:
+            self._known_values[node_id] = value
             self._write_soon("known", node_id, value)
 
     def _write_soon(self, table: str, name: str, value: bytes) -> None:

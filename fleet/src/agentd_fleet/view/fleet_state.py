@@ -22,7 +22,7 @@ class FleetState:
     def __init__(self) -> None:
         self._slot_types = {slot.name: slot for slot in BUILT_IN}
         self._view = FleetView(slot_types=self._slot_types)
-        self._changed: dict[str, FleetNode] = {}
+        self._unfolded: dict[str, FleetNode] = {}
         self._forgotten: set[str] = set()
         self._reported: dict[str, FleetNode] = {}
         self._revision = 0
@@ -35,22 +35,22 @@ class FleetState:
         """The current view; a request takes it once and keeps it."""
         if self._slot_types is not self._view.slot_types:
             self._view = self._view.with_slot_types(self._slot_types, self._next_revision())
-        if self._changed or self._forgotten:
+        if self._unfolded or self._forgotten:
             self._view = self._view.changed(
-                self._changed.values(), self._forgotten, self._next_revision()
+                self._unfolded.values(), self._forgotten, self._next_revision()
             )
-            self._changed, self._forgotten = {}, set()
+            self._unfolded, self._forgotten = {}, set()
         return self._view
 
     def node(self, node_id: str) -> FleetNode | None:
         """Return the latest report of a node."""
         if node_id in self._forgotten:
             return None
-        return self._changed.get(node_id) or self._view.nodes.get(node_id)
+        return self._unfolded.get(node_id) or self._view.nodes.get(node_id)
 
     def note(self, node: FleetNode) -> None:
         """Apply a node's report."""
-        self._changed[node.node_id] = self._reported[node.node_id] = node
+        self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)
         if node.status is not NodeStatus.READY:
@@ -58,13 +58,13 @@ class FleetState:
 
     def lose(self, node_id: str, seen_at: float) -> None:
         """Mark a node as lost; it stays listed."""
-        known = self.node(node_id) or FleetNode(node_id, {}, {})
-        if known.status is not NodeStatus.LOST:
-            self.note(replace(known, status=NodeStatus.LOST, seen_at=seen_at))
+        node = self.node(node_id) or FleetNode(node_id, {}, {})
+        if node.status is not NodeStatus.LOST:
+            self.note(replace(node, status=NodeStatus.LOST, seen_at=seen_at))
 
     def forget(self, node_id: str) -> None:
         """Forget a node."""
-        self._changed.pop(node_id, None)
+        self._unfolded.pop(node_id, None)
         self._reported.pop(node_id, None)
         self._forgotten.add(node_id)
         self._shorten_calls(node_id)
@@ -99,7 +99,7 @@ class FleetState:
         if (timer := self._debits.pop(node_id, None)) is not None:
             timer.cancel()
         if (reported := self._reported.get(node_id)) is not None:
-            self._changed[node_id] = reported
+            self._unfolded[node_id] = reported
             self._fold_soon()
 
     def undebited(self) -> FleetView:

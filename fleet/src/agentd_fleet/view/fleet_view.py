@@ -144,11 +144,11 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         replaced = [
             self.nodes[node_id] for node_id in forgotten | reported.keys() if node_id in self.nodes
         ]
-        nodes, conflicts, uses = dict(self.nodes), dict(self.conflicts), dict(self.uses)
+        nodes, conflicts, usages = dict(self.nodes), dict(self.conflicts), dict(self.uses)
         for node in replaced:
             conflicts.pop(node.node_id, None)
             for name, usage in self.uses_of(node).items():
-                uses[name] -= usage
+                usages[name] -= usage
         for node_id in forgotten:
             nodes.pop(node_id, None)
         for node_id, node in reported.items():
@@ -156,9 +156,9 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             if conflicting := self._strange(node):
                 conflicts[node_id] = conflicting
             for name, usage in self.uses_of(node).items():
-                uses[name] = uses.get(name, Use()) + usage
+                usages[name] = usages.get(name, Use()) + usage
         revision = self.revision if revision is None else revision
-        return FleetView(revision, self.slot_types, nodes, conflicts, uses)
+        return FleetView(revision, self.slot_types, nodes, conflicts, usages)
 
     def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
         """Return the view in which an agent holds more, with nothing free below zero.
@@ -245,7 +245,7 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             return {}
         agent_ids = node.offers if agents is None else node.offers.keys() & set(agents)
         offers = [node.offers[agent] for agent in agent_ids]
-        uses = {}
+        usages = {}
         for name in self._common_names(node):
             capacity = free = allocated = 0
             for offer in offers:
@@ -255,8 +255,8 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             if node.whole is not None:
                 capacity = min(capacity, node.whole.capacity[name])
                 free = min(free, node.whole.free[name])
-            uses[name] = Use(capacity, free, allocated)
-        return uses
+            usages[name] = Use(capacity, free, allocated)
+        return usages
 
     def _common_names(self, node: FleetNode) -> set[SlotName]:
         """Return the slots that node and fleet define equally."""

@@ -99,15 +99,15 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, node: FleetNode) -> KnownNode:
         """Return the lasting record of a node that was just lost."""
         types = [slot_type_report(slot) for slot in node.slot_types.values()]
-        seen = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
-        return cls(first_seen=seen, url=node.url, slot_types=types)
+        seen_at = datetime.fromtimestamp(node.seen_at, UTC).isoformat()
+        return cls(first_seen=seen_at, url=node.url, slot_types=types)
 
 
-def first_seen(known: bytes | None) -> str:
+def first_seen(record: bytes | None) -> str:
     """Return the time of a node's first report by its lasting record, or now without one."""
     try:
-        if known is not None:
-            return msgspec.json.decode(known, type=KnownNode).first_seen
+        if record is not None:
+            return msgspec.json.decode(record, type=KnownNode).first_seen
     except UNREADABLE:
         pass
     return datetime.now(UTC).isoformat()
@@ -118,10 +118,10 @@ def known_in(node_id: str, value: bytes) -> FleetNode:
     try:
         if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
             return FleetNode(node_id, {}, {}, NodeStatus.LOST)
-        known = msgspec.json.decode(value, type=KnownNode)
-        types = _slot_types(tuple(known.slot_types))
+        record = msgspec.json.decode(value, type=KnownNode)
+        types = _slot_types(tuple(record.slot_types))
         return FleetNode(
-            node_id, types, {}, NodeStatus.LOST, known.url, remark=unreachable(known.url)
+            node_id, types, {}, NodeStatus.LOST, record.url, remark=unreachable(record.url)
         )
     except UNREADABLE:
         return FleetNode(node_id, {}, {}, NodeStatus.LOST)
