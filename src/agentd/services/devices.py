@@ -217,7 +217,7 @@ class NodeDevices:
         return dealings
 
     def _valid_dealings(
-        self, inventory: Inventory, kept: Mapping[str, Dealing], listed: Collection[str]
+        self, inventory: Inventory, dealings: Mapping[str, Dealing], listed: Collection[str]
     ) -> dict[str, Dealing | None]:
         """Return the dealing of each device name that has one.
 
@@ -229,7 +229,7 @@ class NodeDevices:
         agents = [rule.agent_id for rule in self._rules.agents]
         valid: dict[str, Dealing | None] = {}
         for name, devices in inventory.by_name.items():
-            dealing = kept.get(name)
+            dealing = dealings.get(name)
             if name not in listed and name not in (CPU, MEM):
                 valid[name] = dealing if dealing and dealing.is_for(agents, devices) else None
             elif dealing is not None:

@@ -46,13 +46,13 @@ class Refusals:
             self._counts.refused(call.agent_id, call.kernel_id, error)
         detail = error.published()[:MOST_DETAIL]
         refusal = Refusal(
-            self._now(),
-            call.caller,
-            call.agent_id,
-            call.kernel_id,
-            error.code,
-            detail,
-            call.claim_id,
+            at=self._now(),
+            caller=call.caller,
+            agent_id=call.agent_id,
+            kernel_id=call.kernel_id,
+            code=error.code,
+            detail=detail,
+            claim_id=call.claim_id,
         )
         self._recent.append(refusal)
         self._events.publish(EventKind.REFUSAL, refusal)

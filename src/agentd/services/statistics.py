@@ -174,13 +174,13 @@ def _device_use(
 ) -> DeviceUse:
     percent = measurement.utilization_percent if measurement else None
     return DeviceUse(
-        share.device_id.name,
-        share.device_id.id,
-        _share_fraction(share.amount, device.capacity if device else 0),
-        None if percent is None else percent / 100,
-        measurement.memory_used_bytes if measurement else None,
-        _kernel_memory(groups, users),
-        measurement.power_w if measurement else None,
+        device_name=share.device_id.name,
+        id=share.device_id.id,
+        share=_share_fraction(share.amount, device.capacity if device else 0),
+        utilization=None if percent is None else percent / 100,
+        memory_used_bytes=measurement.memory_used_bytes if measurement else None,
+        used_by_kernel_bytes=_kernel_memory(groups, users),
+        power_watts=measurement.power_w if measurement else None,
     )
 
 

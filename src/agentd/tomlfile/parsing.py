@@ -91,7 +91,8 @@ def problem_of(
     if error["type"] == "extra_forbidden":
         message = _unknown_key_problem(keys[-1], error["input"], _table_at(keys[:-1], root))
     elif error["type"] not in ("value_error", "missing"):
-        message = f"{message}, not {_quote_value(error['input'])}"
+        value = error["input"]
+        message += f", not {(value.text if isinstance(value, WrittenFloat) else value)!r}"
         if location == key and isinstance(error["input"], Mapping):
             field = _fields_by_key(_table_at(keys[:-1], root)).get(keys[-1])
             is_list_of_tables = field is not None and any(models_of(field))
@@ -115,10 +116,6 @@ _MESSAGES = {
     "float_parsing": "expected a number",
 }
 """Messages for pydantic's error types, in the terms of a TOML file."""
-
-
-def _quote_value(value: object) -> str:
-    return repr(value.text if isinstance(value, WrittenFloat) else value)
 
 
 def _unknown_key_problem(key: str, value: object, parent: type[BaseModel]) -> str:

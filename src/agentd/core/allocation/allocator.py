@@ -31,6 +31,8 @@ from operator import attrgetter, or_
 from types import MappingProxyType
 from typing import TypeAlias
 
+import msgspec
+
 from agentd.core.allocation import distribute
 from agentd.core.allocation.candidates import (
     DeviceCandidate,
@@ -50,6 +52,14 @@ Nodes: TypeAlias = set[int | None]
 """NUMA nodes; None is the place of devices that are near everything."""
 
 
+class _Placement(msgspec.Struct):
+    """The preferences of a request among its candidates; `near` are nodes of earlier steps."""
+
+    inventory: Inventory
+    policy: AllocationPolicy
+    near: set[int]
+
+
 def allocate(
     ledger: Ledger,
     inventory: Inventory,
@@ -67,7 +77,7 @@ def allocate(
     """
     shares: list[Share] = []
     usage_by_name: Counter[str] = Counter()
-    near: set[int] = set()
+    placement = _Placement(inventory, policy, near=set())
     for step in steps(slots, inventory.slot_types):
         name = device_name_of(step.slot)
         candidates_by_slot = {
@@ -76,20 +86,20 @@ def allocate(
             )
             for slot in step.amounts
         }
-        step_shares = _choose_shares(candidates_by_slot, step, inventory, near, policy)
+        step_shares = _choose_shares(candidates_by_slot, step, placement)
         step_usage = sum(share.counts for share in step_shares)
         headroom = ledger.within_limit(partition, name)
         if not step_shares or (
             headroom is not None and usage_by_name[name] + step_usage > headroom
         ):
             question = Question(
-                ledger,
-                inventory,
-                partition,
-                inventory.slot_types[step.slot],
-                step.amounts,
-                policy,
-                only.get(name),
+                ledger=ledger,
+                inventory=inventory,
+                partition=partition,
+                slot_type=inventory.slot_types[step.slot],
+                asked=step.amounts,
+                policy=policy,
+                only=only.get(name),
                 earlier=usage_by_name[name],
                 counts=step_usage,
             )
@@ -97,25 +107,23 @@ def allocate(
         usage_by_name[name] += step_usage
         shares += step_shares
         nodes = {inventory.by_id[share.device_id].numa_node for share in step_shares}
-        near |= {node for node in nodes if node is not None}
+        placement.near |= {node for node in nodes if node is not None}
     return Allocation(tuple(shares))
 
 
 def _choose_shares(
     candidates_by_slot: Mapping[SlotName, Sequence[DeviceCandidate]],
     step: SlotStep,
-    inventory: Inventory,
-    near: set[int],
-    policy: AllocationPolicy,
+    placement: _Placement,
 ) -> list[Share]:
     """Return the shares of one step, in natural order; none if it cannot be had."""
-    slot, candidates = step.slot, candidates_by_slot[step.slot]
+    slot, candidates, inventory = step.slot, candidates_by_slot[step.slot], placement.inventory
     quanta = {slot: inventory.quantum(slot) for slot in step.amounts}
     wanted = {slot: amount // quanta[slot] for slot, amount in step.amounts.items()}
     if len(wanted) > 1:
-        parts = _divide_slots(candidates_by_slot, wanted, inventory, near, policy)
+        parts = _divide_slots(candidates_by_slot, wanted, placement)
     else:
-        quanta_by_device = _divide_slot(candidates, slot, wanted[slot], inventory, near, policy)
+        quanta_by_device = _divide_slot(candidates, slot, wanted[slot], placement)
         parts = {device_id: {slot: part} for device_id, part in quanta_by_device.items()}
     return [
         share_of(
@@ -132,18 +140,17 @@ def _divide_slot(
     candidates: Sequence[DeviceCandidate],
     slot: SlotName,
     wanted: int,
-    inventory: Inventory,
-    near: set[int],
-    policy: AllocationPolicy,
+    placement: _Placement,
 ) -> dict[DeviceId, int]:
     """Return the quanta that each device gives of one slot; empty if they have too few."""
     if sum(candidate.room for candidate in candidates) < wanted:
         return {}
-    tiers = _numa_tiers(candidates, wanted, near, policy)
+    inventory, policy = placement.inventory, placement.policy
+    tiers = _numa_tiers(candidates, wanted, placement)
     are_shares = is_divisible(inventory.slot_types[slot])
     if are_shares and not policy.allow_fragmentation:
         count = distribute.fewest(sorted(c.capacity for c in candidates), wanted)
-        for nodes in _equal_part_groups(tiers, near) if count else ():
+        for nodes in _equal_part_groups(tiers, placement) if count else ():
             group = _sort_by_room(candidates, nodes)
             if parts := distribute.equal_parts([c.room for c in group], wanted, count):
                 return _assign(group, parts, inventory)
@@ -164,9 +171,7 @@ def _divide_slot(
 def _divide_slots(
     candidates_by_slot: Mapping[SlotName, Sequence[DeviceCandidate]],
     wanted: Mapping[SlotName, int],
-    inventory: Inventory,
-    near: set[int],
-    policy: AllocationPolicy,
+    placement: _Placement,
 ) -> dict[DeviceId, dict[SlotName, int]]:
     """Return the quanta that each device gives of several slots, in equal parts."""
     capacities = {
@@ -178,10 +183,11 @@ def _divide_slots(
     deciding = next(iter(wanted))
     device_ids = devices_with_room(candidates_by_slot, wanted, count)
     fitting = [c for c in candidates_by_slot[deciding] if c.device_id in device_ids]
-    for nodes in _equal_part_groups(_numa_tiers(fitting, wanted[deciding], near, policy), near):
+    tiers = _numa_tiers(fitting, wanted[deciding], placement)
+    for nodes in _equal_part_groups(tiers, placement):
         group = _sort_by_room(fitting, nodes)
         if len(group) >= count:
-            tightest = _assign(group, [1] * count + [0] * (len(group) - count), inventory)
+            tightest = _assign(group, [1] * count + [0] * (len(group) - count), placement.inventory)
             chosen_ids = [c.device_id for c in fitting if c.device_id in tightest]
             return {
                 device_id: {
@@ -220,20 +226,21 @@ def _assign(
     return part_by_device
 
 
-def _equal_part_groups(tiers: Sequence[Nodes], near: set[int]) -> list[Nodes]:
+def _equal_part_groups(tiers: Sequence[Nodes], placement: _Placement) -> list[Nodes]:
     """Return the groups of NUMA nodes among which equal parts are sought, in order."""
-    alone = tiers[:1] if near else [tier | {None} for tier in tiers]
+    alone = tiers[:1] if placement.near else [tier | {None} for tier in tiers]
     return [*alone, *accumulate(tiers, or_)]
 
 
 def _numa_tiers(
-    candidates: Sequence[DeviceCandidate], wanted: int, near: set[int], policy: AllocationPolicy
+    candidates: Sequence[DeviceCandidate], wanted: int, placement: _Placement
 ) -> list[Nodes]:
     """Return groups of NUMA nodes, each to be used up before the next is touched."""
     rooms: Counter[int | None] = Counter()
     for candidate in candidates:
         if candidate.room:
             rooms[candidate.device.numa_node] += candidate.room
+    near, policy = placement.near, placement.policy
     is_interleaved = policy.affinity is Affinity.INTERLEAVED
     if not near:
         return [{*rooms}] if is_interleaved else _rank_nodes(rooms, wanted, policy.strategy)

@@ -73,12 +73,12 @@ def fewest_together(
     if it can hold the larger part of each.
     """
     first, *others = (capacities[slot] for slot in amounts)
-    least_counts = sorted(
+    minimum_counts = sorted(
         max(-(-amount // capacities[slot][device]) for slot, amount in amounts.items())
         for device in first
         if all(device in other for other in others)
     )
-    for count, least in enumerate(least_counts, 1):
-        if least <= count <= min(amounts.values()):
+    for count, minimum in enumerate(minimum_counts, 1):
+        if minimum <= count <= min(amounts.values()):
             return count
     return 0

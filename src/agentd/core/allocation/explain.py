@@ -186,17 +186,19 @@ class Question(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def is_over_limit(self) -> bool:
         """Whether the request is refused for the agent's limit."""
-        left = self.ledger.within_limit(self.partition, self.name)
-        return left is not None and self.earlier + max(self.counts, self.least_counts) > left
+        headroom = self.ledger.within_limit(self.partition, self.name)
+        return (
+            headroom is not None and self.earlier + max(self.counts, self.least_counts) > headroom
+        )
 
     @cached_property
     def limit_line(self) -> str:
         """The agent's limit and the amount that it holds, as a line of text."""
         agent, limit = self.partition.agent_id, self.partition.limits[self.name]
-        most, held = readable_amounts(
+        allowed, held = readable_amounts(
             limit.kind, limit.amount, self.ledger.held_of(agent, self.name)
         )
-        return f"limit: {agent} may hold {most} of {self.name}, and holds {held}"
+        return f"limit: {agent} may hold {allowed} of {self.name}, and holds {held}"
 
     def written(self, amount: int) -> str:
         """Return an amount of the slot as it goes over the wire."""

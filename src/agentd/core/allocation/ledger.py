@@ -299,8 +299,8 @@ class Ledger(msgspec.Struct, frozen=True):
                 free - share.amount_of(slot) for slot, free in zip(names, free_amounts, strict=True)
             ]
         if is_memory:
-            mine = self.used_by(partition.agent_id, MEMORY)
-            free_amounts = [min(device.capacity - self.used(MEMORY), limits[0] - mine)]
+            own_amount = self.used_by(partition.agent_id, MEMORY)
+            free_amounts = [min(device.capacity - self.used(MEMORY), limits[0] - own_amount)]
         return tuple([max(0, amount) for amount in free_amounts])
 
 

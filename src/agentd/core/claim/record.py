@@ -57,7 +57,7 @@ def decode(claim_id: str, text: str) -> Claim:
         return claim
 
 
-def unreadable(claim_id: str, why: str, held: Allocation, now: float) -> Claim:
+def unreadable(claim_id: str, reason: str, held: Allocation, now: float) -> Claim:
     """Return the claim of a record that cannot be read: it may hold any device."""
     return Claim(
         claim_id=claim_id,
@@ -67,5 +67,5 @@ def unreadable(claim_id: str, why: str, held: Allocation, now: float) -> Claim:
         created_at=now,
         boot_id="",
         allocation=held,
-        problem=why,
+        problem=reason,
     )

@@ -46,7 +46,7 @@ Action: TypeAlias = Adoption | RemoveNeverRan | MarkAbsent
 
 def reconcile(
     known: Mapping[str, Kernel],
-    found: Iterable[ObservedKernel],
+    observed: Iterable[ObservedKernel],
     inventory: Inventory,
     *,
     expired: Collection[str] = (),
@@ -56,7 +56,7 @@ def reconcile(
 
     `now` is the time of adoption, in seconds since the epoch.
     """
-    by_id = {item.kernel_id: item for item in found}
+    by_id = {item.kernel_id: item for item in observed}
     actions: list[Action] = []
     for kernel_id, item in by_id.items():
         before = known.get(kernel_id)

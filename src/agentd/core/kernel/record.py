@@ -321,8 +321,8 @@ def parse_statement(text: str) -> Allocation:
 
 
 def _parse_word(word: str) -> Share:
-    device_and_slot, _, rest = word.partition("=")
-    amount, _, stable_id = rest.partition("@")
+    device_and_slot, _, amount_and_id = word.partition("=")
+    amount, _, stable_id = amount_and_id.partition("@")
     parts = device_and_slot.split("/", 2)
     if len(parts) != 3 or not is_slot_name(parts[2]) or not ID_PATTERN.fullmatch(stable_id):  # noqa: PLR2004 - name, id, slot
         raise RecordError(f"invalid statement {word!r}: expected name/id/slot=amount@stable-id")

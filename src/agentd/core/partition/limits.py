@@ -65,13 +65,13 @@ class Limitable(msgspec.Struct, frozen=True):
         are_bytes = {slot.kind is SlotKind.BYTES for slot in types}
         is_bytes = are_bytes == {True}
         return cls(
-            name,
-            sum(device.capacity for device in devices),
-            sum(_whole_quanta(device, inventory) for device in devices),
-            SlotKind.BYTES if is_bytes else SlotKind.COUNT,
-            not is_bytes and not any(is_divisible(slot) for slot in types),
-            len(devices),
-            len(are_bytes) > 1,
+            name=name,
+            total=sum(device.capacity for device in devices),
+            present=sum(_whole_quanta(device, inventory) for device in devices),
+            kind=SlotKind.BYTES if is_bytes else SlotKind.COUNT,
+            is_whole=not is_bytes and not any(is_divisible(slot) for slot in types),
+            devices=len(devices),
+            is_mixed=len(are_bytes) > 1,
         )
 
 

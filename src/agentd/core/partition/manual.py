@@ -35,7 +35,7 @@ class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
 
     devices: tuple[Device, ...]
     memory_bytes: int
-    reserved: frozenset[DeviceId]
+    reserved: tuple[DeviceId, ...]
     unlisted: Mapping[str, str]
     known_names: frozenset[str] = frozenset()
 
@@ -101,7 +101,7 @@ class _ManualAssignment:
                 self._add_problem(f"agents.{index}", f"{reason}, with cpu, mem and its devices")
 
     def _device_rules(self, location: str, rule: AgentRule) -> Iterator[tuple[str, DeviceRule]]:
-        if rule.cpu is None or _is_nothing(rule.cpu):
+        if rule.cpu in (None, Count(0), Ids(()), Percent(Fraction(0))):
             self._add_problem(
                 f"{location}.cpu", f"agent {rule.agent_id} has no cpu, expected one core or more"
             )
@@ -191,10 +191,6 @@ class _ManualAssignment:
 
 def _rule_location(location: str, name: str) -> str:
     return f"{location}.cpu" if name == CPU else f"{location}.devices.{name}"
-
-
-def _is_nothing(rule: DeviceRule) -> bool:
-    return rule in (Count(0), Ids(()), Percent(Fraction(0)))
 
 
 def _nearest_counts(rule: Percent, exact: Fraction, total: int) -> str:

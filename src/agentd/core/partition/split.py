@@ -158,7 +158,9 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         unassigned, appeared = dict(self.unassigned), dict[str, list[str]]()
         for device_id in new:
             unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
-            appeared.setdefault(device_id.name, []).append(_device_text(device_id))
+            appeared.setdefault(device_id.name, []).append(
+                str(device_id) if device_id.name == CPU else device_id.id
+            )
         warnings = [
             f"{first_of(ids)} {'is' if len(ids) == 1 else 'are'} new; restart agentd to assign"
             f" {'it' if len(ids) == 1 else 'them'}"
@@ -248,7 +250,7 @@ def split(
             if device.device_id != MEMORY and device.device_id not in reserved
         ),
         memory_bytes,
-        frozenset(reserved),
+        tuple(reserved),
         unlisted,
         frozenset(device_name_of(slot) for slot in inventory.slot_types),
     )
@@ -273,7 +275,7 @@ def split(
         warnings += remarks(limits, available)
     else:
         limits = {}
-    return _build_split(inventory, rules, reserved, pool, assignment, limits, warnings)
+    return _build_split(inventory, rules, pool, assignment, limits, warnings)
 
 
 def _limitable_by_name(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
@@ -350,7 +352,6 @@ def _dealing_warnings(
 def _build_split(
     inventory: Inventory,
     rules: SplitRules,
-    reserved: list[DeviceId],
     pool: AssignableDevices,
     assignment: Assignment,
     limits: Mapping[str, Mapping[str, Limit]],
@@ -377,7 +378,7 @@ def _build_split(
             )
             for agent, devices in assignment.devices.items()
         },
-        reserved_cpu=tuple(device_id.id for device_id in reserved),
+        reserved_cpu=tuple(device_id.id for device_id in pool.reserved),
         reserved_mem=rules.reserved_mem,
         unassigned=unassigned,
         unassigned_memory=0 if is_shared else pool.memory_bytes - assigned_bytes,
@@ -422,7 +423,3 @@ def _idle_agents(assignment: Assignment) -> Iterator[str]:
             yield f"agent {agent} has no core: there are more agents than cores"
         if not assignment.memory[agent]:
             yield f"agent {agent} has no memory: there is less than one aligned unit for it"
-
-
-def _device_text(device_id: DeviceId) -> str:
-    return str(device_id) if device_id.name == CPU else device_id.id

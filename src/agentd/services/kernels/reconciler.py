@@ -263,12 +263,14 @@ class Reconciler:
                     log_found(before, kernel)
                 case MarkAbsent(kernel_id):
                     self._mark_absent(self._state.get(kernel_id))
-                case RemoveNeverRan(found):
-                    removals.append(found)
+                case RemoveNeverRan(observed):
+                    removals.append(observed)
             hit("adopt.after_action")
-        for found in removals:
-            # the list is out of date by now: observe the kernel again, alone
-            await (self._remove_never_ran(found) if is_locked else self.observe(found.kernel_id))
+        for observed in removals:
+            if is_locked:
+                await self._remove_never_ran(observed)
+            else:  # the list is out of date by now: observe the kernel again, alone
+                await self.observe(observed.kernel_id)
 
     def _mark_absent(self, kernel: Kernel) -> None:
         create = self._state.unsettled.get(kernel.kernel_id)

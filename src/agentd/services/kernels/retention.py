@@ -22,10 +22,10 @@ MAX_ENDED_BYTES = 64 << 20
 class Retention:
     """Prunes ended kernels beyond a maximum number, and beyond `MAX_ENDED_BYTES`."""
 
-    def __init__(self, state: NodeState, service: KernelService, most: int) -> None:
+    def __init__(self, state: NodeState, service: KernelService, maximum: int) -> None:
         self._state = state
         self._service = service
-        self._most = most
+        self._maximum = maximum
         self._sizes: dict[str, int] = {}
         """The bytes of each ended kernel's record, in the order in which they ended."""
         self._prune_event = asyncio.Event()
@@ -37,7 +37,7 @@ class Retention:
     def _on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         if now is not None and now.state in ENDED:
             self._sizes[now.kernel_id] = len(encode(now, ""))
-            if len(self._sizes) > self._most or sum(self._sizes.values()) > MAX_ENDED_BYTES:
+            if len(self._sizes) > self._maximum or sum(self._sizes.values()) > MAX_ENDED_BYTES:
                 self._prune_event.set()
         elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
@@ -63,9 +63,9 @@ class Retention:
         count, size = len(ended), sum(self._sizes.values())
         for kernel in ended:
             is_too_large = size > MAX_ENDED_BYTES and kernel.kernel_id != latest
-            if count <= self._most and not is_too_large:
+            if count <= self._maximum and not is_too_large:
                 continue
             count, size = count - 1, size - self._sizes.get(kernel.kernel_id, 0)
             with suppress(AgentdError):
                 await self._service.remove(kernel.kernel_id, only=kernel)
-                log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._most)
+                log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._maximum)
