@@ -80,6 +80,12 @@ class NodeHandlers:
         """Reload the configuration, or refuse it with all of its problems."""
         return answer({"needs_restart": await self._reload()})
 
+    def _visible_node(self, caller: Caller) -> NodeView:
+        """Return the node without warnings about agents that the caller cannot see."""
+        node = self._view()
+        node["warnings"] = self._access.about_nobody_else(caller, node["warnings"])
+        return node
+
     def _node(self, caller: Caller) -> NodeView:
         """Return the node without warnings about agents that the caller cannot see."""
         node = self._view()
