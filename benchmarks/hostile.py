@@ -2,7 +2,7 @@
 
     python benchmarks/hostile.py [--seconds 5] [--only NAME] [--json]
 
-One daemon with the process runtime, and each attack of `tests/hostile/attacks.py` by one user on a
+One daemon with the process runtime, and each attack of `attack.py` by one user on a
 socket of its own, in another process. `/livez` is asked on the main socket, on one connection and
 on a new one in turns. Prints milliseconds (p50, p99, most) for each attack beside a quiet baseline
 right before it; where events are read, that has the same changes and no readers. Exit status 1 if
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/hostile")]
-from attacks import DATA, FRAMES  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests"))
+from attack import DATA, FRAMES  # noqa: E402
 
 from support.daemon import AGENTS, BASE, Daemon, gpus  # noqa: E402 - the tests' harness is the benchmarks'
 
@@ -90,7 +90,7 @@ def attacked(folder: Path, name: str, connections: int) -> Iterator[None]:
     attackers = []
     try:
         for team in range(teams):
-            command = [sys.executable, str(ROOT / "tests/hostile/attacks.py"), name]
+            command = [sys.executable, str(ROOT / "benchmarks/attack.py"), name]
             command += [str(folder / f"team{team}.sock")]
             command += ["--connections", str(connections // teams)]
             attackers.append(subprocess.Popen(command, stdout=subprocess.PIPE))

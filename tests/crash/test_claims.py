@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-import subprocess
 import time
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from crash.points import POINTS
 from support.checked_node import NO_ANSWER, ONE, SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, gpus
-from support.waiting import until
 
 NODE = '[plugins]\nallow = ["sim"]\n' + AGENTS + gpus(8)
 CLAIMS = 100_000 if SOAK_S else 2_000
@@ -119,18 +117,3 @@ async def test_random_kills_leak_no_claim_and_give_no_device_twice(
     assert await node.daemon.free("cuda.device") == "8"
     assert not list((node.daemon.folder / "state/claims").iterdir())
     print(f"\n{done} claims and releases, {node.deaths} deaths, seed {SEED}")
-
-
-async def test_process_that_ends_while_the_daemon_is_dead_frees(process_node: CheckedNode) -> None:
-    node = process_node
-    assert await node.start(text=NODE)
-    child = subprocess.Popen(["sleep", "1000"])
-    try:
-        assert (await node.claim("c1", holder={"pid": child.pid})).status == 201
-        await node.kill()
-    finally:
-        child.kill()
-        child.wait()
-    assert await node.start()
-    await until(node.claim_ids, set(), within_s=5)
-    assert await node.daemon.free("cuda.device") == "8"

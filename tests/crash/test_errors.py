@@ -31,7 +31,7 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(
         answer = await daemon.create(kernel_id=f"k{number}", slots=ONE)
         if answer.status == 201:
             break
-        assert answer.status in (500, 502, 503), answer.content
+        assert answer.status in (500, 502, 503)
         failures.append(answer.json["detail"])
         await node.check()
     assert len(failures) >= 7, failures
@@ -40,7 +40,7 @@ async def test_a_create_fails_at_every_step_and_leaves_nothing(
     assert daemon.process.poll() is None
     for number in range(len(failures)):
         again = await daemon.create(kernel_id=f"k{number}", slots=ONE)
-        assert again.status in (200, 201, 503), again.content
+        assert again.status in (200, 201, 503)
     await node.remove_kernels_except()
     await node.check()
     assert await daemon.free("cuda.device") == "64"
@@ -58,7 +58,7 @@ async def test_a_shim_that_dies_leaves_its_kernel_accounted_or_nothing(
     rest = "exit 0" if point.endswith("_exit") else "sleep 1000"
     command = ["sh", "-c", f"echo yes > {ran}; {rest}"]
     answer = await node.daemon.create(kernel_id="k1", slots=ONE, command=command)
-    assert answer.status in (201, 502), answer.content
+    assert answer.status in (201, 502)
     assert (answer.status == 201) == point.endswith("_exit"), answer.content
     if point.endswith("_exit"):
         ended = await node.daemon.until("k1", "terminated")
@@ -86,7 +86,7 @@ async def test_stop_and_delete_can_be_repeated_after_any_failure(node: CheckedNo
             await node.check()
             if answer.status in (200, 204, 404):
                 break
-            assert answer.status in (500, 502, 503), answer.content
+            assert answer.status in (500, 502, 503)
         assert answer.status in (200, 204, 404)
     assert "k1" not in node.live_commands()
     assert "k2" in node.live_commands()
@@ -136,17 +136,3 @@ async def created_again(node: CheckedNode, before: NodeSnapshot) -> None:
     )
     await node.check(before, {"k2"})
     await node.remove("k2")
-
-
-async def test_drain_that_cannot_be_saved_is_refused(node: CheckedNode) -> None:
-    daemon = node.daemon
-    await node.start(text=NODE)
-    await node.kill()
-    await node.start("devices.before_replace=1*off->1*error(ENOSPC)")
-    refused = await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")
-    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable")
-    assert (await daemon.device("cuda0"))["state"] == "ok"
-    assert (await daemon.call("POST", "/v1/devices/cuda/cuda0/drain")).json["state"] == "drained"
-    await node.kill()
-    await node.start()
-    assert (await daemon.device("cuda0"))["state"] == "drained"

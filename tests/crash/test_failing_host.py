@@ -21,8 +21,6 @@ from support.daemon import Daemon
 from support.waiting import until
 
 ROOT_ONLY = pytest.mark.needs("root")
-
-
 pytestmark = pytest.mark.started
 
 
@@ -75,9 +73,7 @@ async def test_daemon_serves_with_a_read_only_state_folder(node: CheckedNode) ->
 
 
 @ROOT_ONLY
-async def test_full_state_folder_recovers_when_there_is_room(
-    folder: Path,
-) -> None:
+async def test_full_state_folder_recovers_when_there_is_room(folder: Path) -> None:
     node, state = CheckedNode(Daemon(folder, "process")), folder / "state"
     daemon = node.daemon
     state.mkdir()
@@ -94,6 +90,8 @@ async def test_full_state_folder_recovers_when_there_is_room(
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 503
         (state / "filler").unlink()
         assert (await daemon.create(kernel_id="k2", slots=ONE)).status == 201
+        drained = await daemon.call("POST", "/v1/devices/cuda/cuda9/drain")
+        assert drained.json["state"] == "drained"
         await until(daemon.warnings, lambda them: not any("not saved" in w for w in them))
         await node.check()
         await daemon.close()

@@ -185,7 +185,7 @@ async def claimant_is_killed(scene: Scene) -> None:
 async def claim_is_released(scene: Scene) -> None:
     await scene.up_to_date()
     answer = await scene.daemon.call("DELETE", "/v1/claims/c1")
-    assert answer.status in ((204,) if scene.is_claimed else (204, 404)), answer.content
+    assert answer.status in ((204,) if scene.is_claimed else (204, 404))
     scene.is_claimed = False
 
 
@@ -312,7 +312,7 @@ async def everything_that_is_free(scene: Scene, allowed: set[str], before: NodeS
         for _ in scene.setup.devices:
             body = {"slots": {slot: 1, "cpu": 0, "mem": "16m"}}
             answer = await daemon.create(agent, kernel_id=f"new-{given}", **body)
-            assert answer.status in (201, 409, 422, 503), answer.content
+            assert answer.status in (201, 409, 422, 503)
             given += answer.status == 201
     await node.check(before, scene.ended, allowed=allowed)
     healthy = not scene.setup.fault and "cuda" in scene.setup.plugins

@@ -119,7 +119,7 @@ async def test_a_kernel_that_forks_without_end_meets_its_limit(node: Daemon) -> 
         assert (await quickly(node, "/livez")).status == 200
     async with asyncio.timeout(30):
         answer = await node.call("DELETE", "/v1/kernels/k1?timeout=0")
-    assert answer.status == 204, answer.content
+    assert answer.status == 204
 
 
 @pytest.mark.needs("root")
@@ -174,7 +174,7 @@ async def test_kernels_of_agents_with_users_of_their_own_do_not_meet(node: Daemo
         f"kill -9 {victim['pid']}; cat /proc/{victim['pid']}/environ; ls /proc/{victim['pid']}/fd"
     )
     made = await node.create("agent-2", kernel_id="attacker", command=["sh", "-c", script])
-    assert made.status == 201, made.content
+    assert made.status == 201
     ended = await node.until("attacker", "terminated")
     assert "separation" in ended["not_enforced"]
     assert ended["exit_code"] != 0

@@ -222,12 +222,7 @@ class SlurmCluster:
 
     def succeeds(self, *words: str) -> bool:
         """Return whether a command exits with 0."""
-        return (
-            subprocess.run(
-                self.inside(*words), capture_output=True, check=False, env=self.environment
-            ).returncode
-            == 0
-        )
+        return self.complete(*words).returncode == 0
 
     def are_idle(self) -> bool:
         """Return whether every node waits for jobs."""
@@ -281,11 +276,7 @@ class SlurmCluster:
             lines = file.read_text(errors="replace").splitlines()[-40:]
             parts.append(f"--- {file.name}\n" + "\n".join(lines))
         if (self.folder / "etc/slurm.conf").exists() and self._namespace:
-            queue = subprocess.run(
-                self.inside("squeue", "-o", "%i %T %r %N %k"), capture_output=True, text=True,
-                check=False, env=self.environment,
-            )  # fmt: skip
-            parts.append(queue.stdout)
+            parts.append(self.complete("squeue", "-o", "%i %T %r %N %k").stdout)
         return "\n".join(parts)
 
     def job_cgroups(self) -> Iterator[Path]:
