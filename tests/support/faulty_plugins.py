@@ -57,37 +57,55 @@ class Good(AcceleratorPlugin):
         return ContainerEdits(env={self.name.upper(): ",".join(d.id for d in allocation)})
 
 
-class NeedsTable(Good):
-    needs_table: ClassVar[bool] = True
+def plugin(**members: Any) -> type[Good]:
+    """Return a plugin with other members."""
+    return type("Plugin", (Good,), members)
 
 
-class OldApi(Good):
-    api_version: ClassVar[int] = 0
+def fail(error: BaseException) -> Any:
+    raise error
 
 
-class RaisesAtOpen(Good):
-    def open(self) -> None:
-        raise RuntimeError("no driver\nhere")
+NeedsTable = plugin(needs_table=True)
+OldApi = plugin(api_version=0)
+NotAPlugin = 42
+
+RaisesAtOpen = plugin(open=lambda _: fail(RuntimeError("no driver\nhere")))
+ExitsAtOpen = plugin(open=lambda _: fail(SystemExit(3)))
+StopsIteration = plugin(open=lambda _: fail(StopIteration()))
+CrashesAtOpen = plugin(open=lambda _: os.kill(os.getpid(), signal.SIGSEGV))
+LeavesAtOpen = plugin(open=lambda _: os._exit(7))
+ClosesEverything = plugin(open=lambda _: os.closerange(3, 256))
+Late = plugin(open=lambda self: wait_for(self.settings))
+
+RaisesAtList = plugin(list_devices=lambda _: fail(OSError("device lost")))
+Twice = plugin(list_devices=lambda self: [*Good.list_devices(self), *Good.list_devices(self)])
+ListsNonsense = plugin(list_devices=lambda _: ["cuda0"])
+OutsidePrefix = plugin(slot_types=lambda _: [SlotTypeInfo("cpu")])
+HalfUnique = plugin(slot_types=lambda self: [SlotTypeInfo(f"{self.name}.device", "unique", "0.5")])
+OddEdits = plugin(container_edits=lambda *_: ContainerEdits(env={1: 2}))
+Deaf = plugin(kernel_event=lambda *_: fail(RuntimeError("not now")))
 
 
-class ExitsAtOpen(Good):
-    def open(self) -> None:
-        raise SystemExit(3)
+def lying(**changes: Any) -> type[Good]:
+    """Return a plugin whose one device is not as it should be."""
+
+    def list_devices(self: Good) -> Sequence[DeviceInfo]:
+        info = {"id": "d0", "stable_id": "S-0", "slot": f"{self.name}.device", **changes}
+        return [DeviceInfo(**info)]
+
+    return plugin(list_devices=list_devices)
 
 
-class StopsIteration(Good):
-    def open(self) -> None:
-        raise StopIteration
-
-
-class CrashesAtOpen(Good):
-    def open(self) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-
-class LeavesAtOpen(Good):
-    def open(self) -> None:
-        os._exit(7)
+NegativeAmount = lying(capacity="-1")
+NanAmount = lying(capacity="NaN")
+HugeAmount = lying(capacity="9" * 40)
+OddId = lying(id="a/b c")
+UnknownSlot = lying(slot="x.y")
+BadHealth = lying(health="so-so")
+OddParent = lying(parent=5)
+OddAliases = lying(aliases="GPU")
+OddNode = lying(numa_node=-1)
 
 
 class Scripted(Good):
@@ -177,11 +195,6 @@ class Hears(Good):
             file.write(f"{event.step} {event.kernel_id} {event.devices[0].id}\n")
 
 
-class Deaf(Good):
-    def kernel_event(self, event: KernelEvent) -> None:
-        raise RuntimeError("not now")
-
-
 class MovesSlots(Good):
     """Its slots are others at every listing."""
 
@@ -213,11 +226,6 @@ class Prints(Good):
     def open(self) -> None:
         sys.stdout.write("to standard output\n")
         sys.stderr.write("to standard error\n" * 1000)
-
-
-class ClosesEverything(Good):
-    def open(self) -> None:
-        os.closerange(3, 256)
 
 
 class Moves(Good):
@@ -277,69 +285,6 @@ class DealsByOrder(Deals):
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
     ) -> PartitionInfo | None:
         return PartitionInfo({agents[0]: [device.id for device in devices[:1]]})
-
-
-class RaisesAtList(Good):
-    def list_devices(self) -> Sequence[DeviceInfo]:
-        raise OSError("device lost")
-
-
-class Late(Good):
-    def open(self) -> None:
-        wait_for(self.settings)
-
-
-class OutsidePrefix(Good):
-    def slot_types(self) -> Sequence[SlotTypeInfo]:
-        return [SlotTypeInfo("cpu")]
-
-
-def lying(name: str, **changes: Any) -> type[Good]:
-    """A plugin whose one device is not as it should be."""
-
-    def list_devices(self: Good) -> Sequence[DeviceInfo]:
-        info = {"id": "d0", "stable_id": "S-0", "slot": f"{self.name}.device", **changes}
-        return [DeviceInfo(**info)] * changes.pop("times", 1)
-
-    return type(name, (Good,), {"list_devices": list_devices})
-
-
-NegativeAmount = lying("NegativeAmount", capacity="-1")
-NanAmount = lying("NanAmount", capacity="NaN")
-HugeAmount = lying("HugeAmount", capacity="9" * 40)
-OddId = lying("OddId", id="a/b c")
-UnknownSlot = lying("UnknownSlot", slot="x.y")
-BadHealth = lying("BadHealth", health="so-so")
-
-
-class HalfUnique(Good):
-    def slot_types(self) -> Sequence[SlotTypeInfo]:
-        return [SlotTypeInfo(f"{self.name}.device", "unique", "0.5")]
-
-
-class Twice(Good):
-    def list_devices(self) -> Sequence[DeviceInfo]:
-        return [*super().list_devices(), *super().list_devices()]
-
-
-class ListsNonsense(Good):
-    def list_devices(self) -> Sequence[DeviceInfo]:
-        return ["cuda0"]  # type: ignore[list-item]
-
-
-NotAPlugin = 42
-
-
-OddParent = lying("OddParent", parent=5)
-OddAliases = lying("OddAliases", aliases="GPU")
-OddNode = lying("OddNode", numa_node=-1)
-
-
-class OddEdits(Good):
-    def container_edits(
-        self, allocation: Sequence[AllocatedDevice], features: Features
-    ) -> ContainerEdits:
-        return ContainerEdits(env={1: 2})  # type: ignore[dict-item]
 
 
 class ListsSlowly(Good):
