@@ -149,6 +149,11 @@ class Node:
         assert not re.search("failed|error", summary), done.output
         return done.output
 
+    def findings(self) -> list[Any]:
+        """Return the checks of the node that found something."""
+        checks = self.ask("GET", "/v1/node?check=true")[1]["checks"]
+        return [check for check in checks if check["findings"]]
+
     def restarts(self) -> str:
         """Return how often systemd has restarted agentd."""
         return self.must("systemctl show agentd -p NRestarts --value").strip()

@@ -8,11 +8,6 @@ OWNED = {"cpu": 0, "mem": "16m", "tpu.device": 1}
 DEAF = "trap '' TERM; while :; do sleep 1; done"
 
 
-def no_findings(node: Node) -> None:
-    checks = node.ask("GET", "/v1/node?check=true")[1]["checks"]
-    assert [check for check in checks if check["findings"]] == []
-
-
 def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
     node.must("systemctl enable --now agentd.socket agentd.service", 300)
     node.configure(CONFIG.format(runtime="systemd"))
@@ -30,7 +25,7 @@ def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
     until_ready(node)
     ended = {name: node.until(name, "terminated")["exit_code"] for name in units}
     assert ended == {"killed": 137, "cleared": 143, "deaf": 137}
-    no_findings(node)
+    assert node.findings() == []
     node.remove("stopped", *units)
 
 

@@ -77,8 +77,7 @@ def test_a_daemon_that_dies_loses_nothing(node: Node, resident: str, point: str)
     kernels = node.ask("GET", "/v1/kernels")[1]
     assert {k["kernel_id"] for k in kernels if k["state"] == "running"} == living(node).keys()
     assert node.main_pid("resident") == resident
-    checks = node.ask("GET", "/v1/node?check=true")[1]["checks"]
-    assert [check for check in checks if check["findings"]] == []
+    assert node.findings() == []
     status, again = node.ask(*CREATE, BODY)
     was = next((k for k in kernels if k["kernel_id"] == "dies"), None)
     assert status == (201 if was is None else 200), again

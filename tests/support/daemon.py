@@ -281,6 +281,10 @@ class Daemon:
     async def warnings(self) -> list[str]:
         return (await self.get("/v1/node"))["warnings"]
 
+    async def failed_checks(self) -> list[dict[str, Any]]:
+        checks = (await self.get("/v1/node?check=true"))["checks"]
+        return [check for check in checks if not check["passed"]]
+
     async def device(self, device_id: str) -> dict[str, Any]:
         return next(d for d in await self.get("/v1/devices") if d["id"] == device_id)
 
