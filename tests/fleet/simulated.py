@@ -19,6 +19,7 @@ from agentd.core.slots import BUILT_IN, ONE, ResourceSlots
 from agentd.errors import AgentdError
 from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost
 from agentd_fleet.placement import attempts, placer
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels
 from agentd_fleet.placement.placer import Placer
@@ -224,11 +225,12 @@ class SimulatedGateway:
         for name in NODES:
             offers = {"main": Offer(amounts, amounts)}
             self.state.note(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
-        self.placer = Placer(store, self.state, nodes, timeouts=pace)
+        backend = FleetBackend(store, self.state, nodes)
+        self.placer = Placer(backend, timeouts=pace)
         self.placer._random = world.rng
-        kernels = FleetKernels(store, self.state, nodes, self.placer)
-        self.deleter = Deleter(store, nodes, self.placer, kernels)
-        self.sweep = Sweep(store, self.state, nodes, self.placer, pace)
+        kernels = FleetKernels(backend, self.placer)
+        self.deleter = Deleter(backend, self.placer, kernels)
+        self.sweep = Sweep(backend, self.placer, pace)
 
     async def create(self, kernel_id: str, command: str = "x") -> tuple[int, str]:
         """Return the status and the node, or 0 and the code of the error."""

@@ -39,6 +39,7 @@ from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
 from agentd_fleet.nodes.reader import MAX_ANSWER
 from agentd_fleet.placement.attempts import PlacementTimeouts
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.settings import FleetFile, FleetSettings
@@ -180,15 +181,10 @@ class GatewayDaemon:
         state, tls = FleetState(), tls_of(settings.fleet)
         nodes = await stack.enter_async_context(Nodes(state, token, tls))
         store = await self._open_store(stack, state, token, tls)
-        placer = Placer(
-            store=store,
-            state=state,
-            nodes=nodes,
-            policy=settings.gateway.policy,
-            timeouts=self._timeouts,
-        )
+        backend = FleetBackend(store=store, state=state, nodes=nodes)
+        placer = Placer(backend, settings.gateway.policy, self._timeouts)
         stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
-        gateway = Gateway(store, state, nodes, placer)
+        gateway = Gateway(backend, placer)
         background = Background(self._shutdown.fail)
         stack.push_async_callback(
             step, "background tasks", lambda _: background.close(), AFTER_PLACING_S
@@ -203,7 +199,7 @@ class GatewayDaemon:
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
-        sweep = Sweep(store, state, nodes, placer, self._timeouts)
+        sweep = Sweep(backend, placer, self._timeouts)
         background.run("sweep", sweep.run())
         certificates = certificate_weaknesses(settings)
         background.run("reload", self._reload_on_hangup(server, certificates))

@@ -15,6 +15,7 @@ from aiohttp import web
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.store.etcd_client import Etcd
@@ -124,7 +125,8 @@ async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar
     async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes(FleetState()) as nodes:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
-        placer = Placer(store, state, nodes, timeouts=PACE)
+        backend = FleetBackend(store, state, nodes)
+        placer = Placer(backend, timeouts=PACE)
         await tell(etcd, "liar", f"unix:{liar.path}")
         await tell(etcd, "typo", "https://node-9:abc")
         await etcd.put("/agentd/main/routes/bad", b"garbage")
@@ -138,7 +140,7 @@ async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar
         typo = state.node("typo")
         assert typo is not None
         assert typo.remark == "its address is malformed"
-        sweep = Sweep(store, state, nodes, placer, PACE)
+        sweep = Sweep(backend, placer, PACE)
         async with asyncio.timeout(10):
             while not liar.asked:
                 await sweep.once()

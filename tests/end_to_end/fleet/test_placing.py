@@ -9,6 +9,7 @@ from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, KernelConflict
 from agentd_fleet.nodes.calls import Nodes
 from agentd_fleet.placement.attempts import PlacementTimeouts, PlacementUnknown
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, PlacementRequest, order_of
 from agentd_fleet.placement.sweep import Sweep
@@ -46,7 +47,7 @@ class Rig:
             SqliteStore(world.folder / "fleet.sqlite", (), state) for state in self.states
         ]
         self.placers = [
-            Placer(store, state, self.nodes, timeouts=PACE)
+            Placer(FleetBackend(store, state, self.nodes), timeouts=PACE)
             for store, state in zip(self.stores, self.states, strict=True)
         ]
 
@@ -85,8 +86,8 @@ class Rig:
             await store.close()
 
     def sweep(self, gateway: int = 1) -> Sweep:
-        parts = self.stores[gateway], self.states[gateway], self.nodes, self.placers[gateway]
-        return Sweep(*parts, PACE)
+        backend = FleetBackend(self.stores[gateway], self.states[gateway], self.nodes)
+        return Sweep(backend, self.placers[gateway], PACE)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from agentd.http.metrics import exposition
 from agentd.http.problems import CREATE_CODES
 from agentd_fleet.gateway import handlers
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetView
 
@@ -51,7 +52,7 @@ async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(FleetView, "statistics", statistics)
     monkeypatch.setattr(handlers, "caller_of", lambda _: TEAM)
     store = SimpleNamespace(why_not_live=lambda: "")
-    gateway = handlers.Gateway(store, FleetState(), nodes=None, placer=None)
+    gateway = handlers.Gateway(FleetBackend(store, FleetState(), nodes=None), placer=None)
     response = await gateway.get_metrics(make_mocked_request("GET", "/metrics"))
     assert b"agentd_fleet_view_live 1.0" in response.body
     assert threads

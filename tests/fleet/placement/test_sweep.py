@@ -8,6 +8,7 @@ import pytest
 
 from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement import sweep
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 
@@ -37,7 +38,7 @@ class PagedNode:
 def swept(node: PagedNode) -> Sweep:
     none: Any = None
     nodes: Any = node
-    return Sweep(none, none, nodes, none, none)
+    return Sweep(FleetBackend(none, none, nodes), none, none)
 
 
 async def test_sweep_reads_all_pages_of_a_node() -> None:

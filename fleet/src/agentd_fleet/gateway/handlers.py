@@ -34,14 +34,13 @@ from agentd_fleet.gateway.lists import Lists
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.gateway.proxy import pass_on, pass_socket, picked_headers
 from agentd_fleet.gateway.queries import StatsQuery
-from agentd_fleet.nodes.calls import NodeAnswer, Nodes
+from agentd_fleet.nodes.calls import NodeAnswer
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import read
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels, KernelLocation, path_of, unknown_kernel
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.requests import FleetKernelRequest, order_of
-from agentd_fleet.store.route import Store
-from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
 log = structlog.get_logger()
@@ -52,15 +51,13 @@ REVISION = "Fleet-Revision"
 class Gateway(Site):
     """One gateway of a fleet."""
 
-    def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+    def __init__(self, backend: FleetBackend, placer: Placer) -> None:
         super().__init__()
-        self._store = store
-        self._state = state
-        self._nodes = nodes
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
-        self._kernels = FleetKernels(store, state, nodes, placer)
-        self._deleter = Deleter(store, nodes, placer, self._kernels)
-        self._lists = Lists(self._kernels, state)
+        self._kernels = FleetKernels(backend, placer)
+        self._deleter = Deleter(backend, placer, self._kernels)
+        self._lists = Lists(self._kernels, backend.state)
         self._events = EventLog()
         self._counts = GatewayCounts()
 

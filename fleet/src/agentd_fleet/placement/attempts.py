@@ -18,11 +18,10 @@ from agentd_fleet.nodes.calls import (
     NeverAsked,
     NodeAnswer,
     NodeAnswerLost,
-    Nodes,
 )
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.requests import PlacementRequest
-from agentd_fleet.store.route import Kept, KernelRoute, Store
-from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.store.route import Kept, KernelRoute
 from agentd_fleet.view.fleet_view import FleetNode
 
 
@@ -75,12 +74,8 @@ class Overtaken(PlacementUnknown):
 class Asker:
     """Calls nodes for kernels, each under its route."""
 
-    def __init__(
-        self, store: Store, state: FleetState, nodes: Nodes, timeouts: PlacementTimeouts
-    ) -> None:
-        self._store = store
-        self._state = state
-        self._nodes = nodes
+    def __init__(self, backend: FleetBackend, timeouts: PlacementTimeouts) -> None:
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._timeouts = timeouts
 
     def known(self, route: KernelRoute) -> FleetNode:

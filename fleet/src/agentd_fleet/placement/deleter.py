@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, NodeAnswer, Nodes
+from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, NodeAnswer
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnreadable, Store
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnreadable
 from agentd_fleet.view.fleet_view import FleetNode
 
 STOP_PATIENCE_S = 150.0
@@ -50,9 +51,8 @@ class _Owned(msgspec.Struct, frozen=True):
 class Deleter:
     """Deletes kernels of any node."""
 
-    def __init__(self, store: Store, nodes: Nodes, placer: Placer, kernels: FleetKernels) -> None:
-        self._store = store
-        self._nodes = nodes
+    def __init__(self, backend: FleetBackend, placer: Placer, kernels: FleetKernels) -> None:
+        self._store, self._nodes = backend.store, backend.nodes
         self._placer = placer
         self._kernels = kernels
 

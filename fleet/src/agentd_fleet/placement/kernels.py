@@ -24,11 +24,10 @@ from agentd_fleet.nodes.calls import (
     CREATE_PATIENCE_S,
     PATIENCE_S,
     NodeAnswer,
-    Nodes,
 )
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
-from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, StoreAway
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import UNREADABLE
 
@@ -56,11 +55,9 @@ class KernelLocation(msgspec.Struct, frozen=True):
 class FleetKernels:
     """Calls about kernels of any node."""
 
-    def __init__(self, store: Store, state: FleetState, nodes: Nodes, placer: Placer) -> None:
+    def __init__(self, backend: FleetBackend, placer: Placer) -> None:
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
-        self._store = store
-        self._state = state
-        self._nodes = nodes
 
     def routed(self, route: KernelRoute) -> FleetNode:
         """Return the node of a route.

@@ -23,13 +23,13 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer, Nodes
+from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer
 from agentd_fleet.placement.attempts import Asker, Overtaken, PlacementTimeouts, now, path_of
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import Candidate, PlacementPolicy, candidates, read
 from agentd_fleet.placement.refusals import refusal
 from agentd_fleet.placement.requests import PlacementRequest
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, Store, StoreAway
-from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, StoreAway
 from agentd_fleet.view.fleet_view import FleetView
 
 log = structlog.get_logger()
@@ -60,18 +60,14 @@ class Placer:
 
     def __init__(
         self,
-        store: Store,
-        state: FleetState,
-        nodes: Nodes,
+        backend: FleetBackend,
         policy: PlacementPolicy = PlacementPolicy.RANDOM,
         timeouts: PlacementTimeouts | None = None,
     ) -> None:
-        self._store = store
-        self._state = state
-        self._nodes = nodes
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._policy = policy
         self._timeouts = timeouts or PlacementTimeouts()
-        self._attempts = Asker(store, state, nodes, self._timeouts)
+        self._attempts = Asker(backend, self._timeouts)
         self._random = random.Random()  # noqa: S311 - spreads load, no secret
         self._confirming: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

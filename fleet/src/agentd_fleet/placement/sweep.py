@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from agentd.client.calls import Call
 from agentd.client.paths import at
 from agentd.errors import AgentdError, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY, Nodes
+from agentd_fleet.nodes.calls import GATEWAY
 from agentd_fleet.placement.attempts import PlacementTimeouts
+from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, RouteProgress, Store
-from agentd_fleet.view.fleet_state import FleetState
+from agentd_fleet.store.route import Kept, RouteProgress
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import UNREADABLE
 
@@ -50,17 +50,8 @@ class Sweep:
     process's monotonic clock. Routes to nodes that are not ready wait for their return.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        state: FleetState,
-        nodes: Nodes,
-        placer: Placer,
-        timeouts: PlacementTimeouts,
-    ) -> None:
-        self._store = store
-        self._state = state
-        self._nodes = nodes
+    def __init__(self, backend: FleetBackend, placer: Placer, timeouts: PlacementTimeouts) -> None:
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
         self._timeouts = timeouts
         self._first_seen_at: dict[_Key, float] = {}
