@@ -150,6 +150,15 @@ class Assembly:
                 engines.awaited(inventory), unclaimed.busy
             )
         )
+        claims = ClaimService(
+            node=node,
+            context=self._context,
+            planner=planner,
+            plugins=plugins,
+            store=store,
+            holders=holders,
+        )
+        node.state.listen(claims.note_kernel)
         return Services(
             kernels=KernelService(
                 node=node,
@@ -168,14 +177,7 @@ class Assembly:
                 node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=groups_of
             ),
             execs=Execs(state=node.state, runtimes=runtimes, plugins=plugins),
-            claims=ClaimService(
-                node=node,
-                context=self._context,
-                planner=planner,
-                plugins=plugins,
-                store=store,
-                holders=holders,
-            ),
+            claims=claims,
             engines=engines,
             unclaimed=unclaimed,
             holders=holders,

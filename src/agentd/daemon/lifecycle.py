@@ -153,11 +153,10 @@ class Daemon:
         stack.push_async_callback(reach, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
-        events, background = EventLog(), Background(self._shutdown.fail)
-        problems = Problems()
+        background, problems = Background(self._shutdown.fail), Problems()
         with problems.collecting():
             server_endpoint = replace(endpoint(self._settings.rpc), passed=self._passed_sockets)
-        parts = await self._assemble(stack, plugins, events, background, problems)
+        parts = await self._assemble(stack, plugins, background, problems)
         node, services = parts.node, parts.services
         self._weaknesses.replace(weaknesses(self._settings.rpc))
         server = Server(
@@ -184,22 +183,27 @@ class Daemon:
         await self._wait_listed(parts)
         await reach("start.before_ready")
         self._reload = Reload(self._loaded, server, parts.runtimes, self._weaknesses)
+        self._become_ready(parts, background)
+        return parts
+
+    def _become_ready(self, parts: _Parts, background: Background) -> None:
+        """Answer requests from now on, and start the tasks of a ready daemon."""
+        node = parts.node
         parts.site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = status_line(self._node_id, node)
         self._notifier.ready(self._status)
-        retention = Retention(node.state, services.kernels, self._settings.node.keep_ended)
+        keep_ended = self._settings.node.keep_ended
+        retention = Retention(node.state, parts.services.kernels, keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_heard:
             background.run("status", self._update_status(node))
         background.run("reload", self._reload_on_hangup())
-        return parts
 
     async def _assemble(
         self,
         stack: contextlib.AsyncExitStack,
         plugins: PluginHost,
-        events: EventLog,
         background: Background,
         problems: Problems,
     ) -> _Parts:
@@ -209,7 +213,7 @@ class Daemon:
             ConfigRefused: lists `problems`, and those of plugins, partition and host.
             StartRefused: a required plugin is not ready.
         """
-        host, store = probe(), self._store
+        host, store, events = probe(), self._store, EventLog()
         devices = await discover(self._settings, host, plugins, store, events, problems)
         problems.refuse()
         refuse_failed_required(plugins)
@@ -235,7 +239,6 @@ class Daemon:
         node = recalled.node
         await reach("start.after_recall")
         services = assembly.services(recalled, runtimes)
-        node.state.listen(services.claims.note_kernel)
         services.claims.resume(recalled.claims)
         stack.callback(self._record_accelerator_use, node)
         for warning in (*devices.warnings, *lock.warnings()):
