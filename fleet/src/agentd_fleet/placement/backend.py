@@ -1,4 +1,4 @@
-"""What a gateway works with: the store, the state and the nodes."""
+"""The backend of a gateway: the store, the state, and the connections to nodes."""
 
 from __future__ import annotations
 
