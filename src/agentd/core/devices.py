@@ -9,16 +9,19 @@ a missing GPU renames any other device or moves it to another agent.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, is_slot_of_parts
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 _DIGITS = re.compile(r"([0-9]+)")
 _LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
@@ -217,11 +220,11 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def parts(self) -> Mapping[str, list[Device]]:
         """The parts of each physical device that is listed in parts, by its stable id."""
-        return _group_pairs((device.parent, device) for device in self.devices if device.parent)
+        return group((device.parent, device) for device in self.devices if device.parent)
 
     @cached_property
     def by_slot(self) -> Mapping[SlotName, list[Device]]:
-        return _group_pairs((slot, device) for device in self.devices for slot in device.slot_names)
+        return group((slot, device) for device in self.devices for slot in device.slot_names)
 
     @cached_property
     def by_name(self) -> Mapping[str, list[Device]]:
@@ -350,13 +353,14 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 def by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
     """Return devices by device name."""
-    return _group_pairs((device.device_id.name, device) for device in devices)
+    return group((device.device_id.name, device) for device in devices)
 
 
-def _group_pairs(pairs: Iterable[tuple[str, Device]]) -> dict[str, list[Device]]:
-    groups: dict[str, list[Device]] = {}
-    for key, device in pairs:
-        groups.setdefault(key, []).append(device)
+def group(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, in the order of the pairs."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
     return groups
 
 

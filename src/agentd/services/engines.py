@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.devices import DeviceId, Inventory, group
 from agentd.core.slots import CPU, MEM
 from agentd.errors import UnknownEngine
 from agentd.services.devices import NodeDevices
@@ -50,9 +50,7 @@ class Engines:
         return [self._status(engine) for engine in self._wanted]
 
     def _status(self, engine: str) -> EngineStatus:
-        ids_by_name: dict[str, list[str]] = {}
-        for device_id in self._engine_devices(engine, self._devices.inventory):
-            ids_by_name.setdefault(device_id.name, []).append(device_id.id)
+        ids_by_name = group(self._engine_devices(engine, self._devices.inventory))
         devices = {name: tuple(ids) for name, ids in ids_by_name.items()}
         return EngineStatus(engine, self._is_ready(engine), devices)
 

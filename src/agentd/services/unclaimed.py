@@ -20,11 +20,11 @@ log = structlog.get_logger()
 PATIENCE_S = 10.0
 """Seconds that a process uses a device before it counts."""
 PERIOD_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two scans."""
 
 
 class UnclaimedProcesses:
-    """The unclaimed processes by device, at the last look."""
+    """The unclaimed processes by device, at the last scan."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class UnclaimedProcesses:
         ]
 
     async def run(self) -> None:
-        """Look again and again; until cancelled."""
+        """Scan repeatedly, until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(PERIOD_S)

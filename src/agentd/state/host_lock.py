@@ -96,7 +96,7 @@ class HostLock:
         return not self.reason
 
     async def watch(self, on_change: Callable[[], None]) -> None:
-        """Read the line again and again, as a user's agentd does; until cancelled."""
+        """Read the line repeatedly, as a user's agentd does, until cancelled."""
         while True:
             await asyncio.sleep(POLL_PAUSE_S)
             before = self.reason

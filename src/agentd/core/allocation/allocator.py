@@ -44,7 +44,7 @@ from agentd.core.allocation.explain import Question, refusal
 from agentd.core.allocation.ledger import Allocation, Ledger, Share, share_of
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.allocation.steps import SlotStep, steps
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.devices import DeviceId, Inventory, group
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotName, device_name_of, is_divisible
 
@@ -151,9 +151,9 @@ def _divide_slot(
     if are_shares and not policy.allow_fragmentation:
         count = distribute.fewest(sorted(c.capacity for c in candidates), wanted)
         for nodes in _equal_part_groups(tiers, placement) if count else ():
-            group = _sort_by_room(candidates, nodes)
-            if parts := distribute.equal_parts([c.room for c in group], wanted, count):
-                return _assign(group, parts, inventory)
+            tier = _sort_by_room(candidates, nodes)
+            if parts := distribute.equal_parts([c.room for c in tier], wanted, count):
+                return _assign(tier, parts, inventory)
         return {}
     rule = distribute.evenly_in_shares if are_shares else distribute.evenly
     if policy.strategy is Strategy.FILL:
@@ -185,9 +185,9 @@ def _divide_slots(
     fitting = [c for c in candidates_by_slot[deciding] if c.device_id in device_ids]
     tiers = _numa_tiers(fitting, wanted[deciding], placement)
     for nodes in _equal_part_groups(tiers, placement):
-        group = _sort_by_room(fitting, nodes)
-        if len(group) >= count:
-            tightest = _assign(group, [1] * count + [0] * (len(group) - count), placement.inventory)
+        tier = _sort_by_room(fitting, nodes)
+        if len(tier) >= count:
+            tightest = _assign(tier, [1] * count + [0] * (len(tier) - count), placement.inventory)
             chosen_ids = [c.device_id for c in fitting if c.device_id in tightest]
             return {
                 device_id: {
@@ -212,12 +212,10 @@ def _assign(
 
     Which of several candidates with the same room give is decided here, larger parts first.
     """
-    alike: dict[int, list[DeviceCandidate]] = {}
-    parts_by_room: dict[int, list[int]] = {}
-    for candidate, part in zip(candidates, parts, strict=True):
-        alike.setdefault(candidate.room, []).append(candidate)
-        if part:
-            parts_by_room.setdefault(candidate.room, []).append(part)
+    alike = group((candidate.room, candidate) for candidate in candidates)
+    parts_by_room = group(
+        (candidate.room, part) for candidate, part in zip(candidates, parts, strict=True) if part
+    )
     part_by_device: dict[DeviceId, int] = {}
     for room, parts_of_room in parts_by_room.items():
         chosen = choose_alike(alike[room], len(parts_of_room), inventory)

@@ -15,7 +15,7 @@ import msgspec
 
 from agentd.core.allocation.derivation import room
 from agentd.core.allocation.ledger import Ledger
-from agentd.core.devices import Device, DeviceId, Inventory
+from agentd.core.devices import Device, DeviceId, Inventory, group
 from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotName
 
@@ -76,28 +76,26 @@ def devices_with_room(
 def choose_alike(
     alike: Iterable[DeviceCandidate], count: int, inventory: Inventory
 ) -> list[DeviceCandidate]:
-    """Return so many of devices with the same room: one of each NUMA node in turn.
+    """Return `count` devices of those with the same room: one of each NUMA node in turn.
 
     Parts of one device (the threads of a core) are given together, whole devices first. An odd
-    count takes from a device in use, the smallest rest that has enough, then devices of one part,
-    before it divides another.
+    count takes from a device in use, the smallest remainder that has enough, then devices of one
+    part, before it divides another.
     """
-    groups: dict[str, list[DeviceCandidate]] = {}
-    for candidate in alike:
-        groups.setdefault(candidate.device.physical_id, []).append(candidate)
+    groups = group((candidate.device.physical_id, candidate) for candidate in alike)
     whole: list[list[DeviceCandidate]] = []
     in_use: list[list[DeviceCandidate]] = []
-    for group in groups.values():
-        (whole if _is_whole(group, inventory) else in_use).append(group)
+    for parts in groups.values():
+        (whole if _is_whole(parts, inventory) else in_use).append(parts)
     chosen: list[DeviceCandidate] = []
     divisible: list[list[DeviceCandidate]] = []
-    for group in _alternate_nodes(whole):
-        if len(group) > 1 and len(chosen) + len(group) <= count:
-            chosen += group
+    for parts in _alternate_nodes(whole):
+        if len(parts) > 1 and len(chosen) + len(parts) <= count:
+            chosen += parts
         else:
-            divisible.append(group)
+            divisible.append(parts)
     in_use = _alternate_nodes(in_use)
-    enough = [group for group in in_use if len(chosen) + len(group) >= count]
+    enough = [parts for parts in in_use if len(chosen) + len(parts) >= count]
     partial = [min(enough, key=len)] if enough else in_use
     return [*chosen, *chain.from_iterable([*partial, *sorted(divisible, key=len)])][:count]
 
@@ -106,16 +104,16 @@ def _alternate_nodes(groups: Iterable[list[DeviceCandidate]]) -> list[list[Devic
     """Order groups so that NUMA nodes alternate; those that are near everything come last."""
     counts: Counter[int | None] = Counter()
     ranked = []
-    for group in groups:
-        node = group[0].device.numa_node
+    for parts in groups:
+        node = parts[0].device.numa_node
         counts[node] += 1
-        ranked.append((node is None, counts[node], node or 0, group))
-    return [group for *_, group in sorted(ranked, key=itemgetter(0, 1, 2))]
+        ranked.append((node is None, counts[node], node or 0, parts))
+    return [parts for *_, parts in sorted(ranked, key=itemgetter(0, 1, 2))]
 
 
-def _is_whole(group: Sequence[DeviceCandidate], inventory: Inventory) -> bool:
+def _is_whole(parts: Sequence[DeviceCandidate], inventory: Inventory) -> bool:
     """Return whether these are all parts of one device that offer their slot."""
-    parent, slot = group[0].device.parent, group[0].device.slot
+    parent, slot = parts[0].device.parent, parts[0].device.slot
     if parent is None:
         return True
-    return len(group) == sum(part.slot == slot for part in inventory.parts[parent])
+    return len(parts) == sum(part.slot == slot for part in inventory.parts[parent])

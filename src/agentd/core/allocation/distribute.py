@@ -42,7 +42,7 @@ def evenly_in_shares(rooms: Sequence[int], amount: int) -> list[int]:
 
 
 def equal_parts(rooms: Sequence[int], amount: int, count: int) -> list[int]:
-    """Give parts one quantum apart at most on so many rooms, the tightest that have space.
+    """Give parts one quantum apart at most on `count` rooms, the tightest that have space.
 
     Empty if there are not so many, or no quantum for each.
     """

@@ -1,4 +1,4 @@
-"""Why a request got its devices, or none: device by device, for people."""
+"""Explanations of allocations and refusals, device by device, for people."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = "other"
 
 
 class Question(msgspec.Struct, frozen=True, dict=True):
-    """One slot of a request, and what there was when it was decided.
+    """One slot of a request, and the state of the node at its decision.
 
     `asked` are the named slots of the same devices with their amounts, the deciding one first.
     `slot_type` is the slot that is explained: one of these, or a derived one. `only` are the
@@ -79,7 +79,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_slot(self) -> Mapping[SlotName, Question]:
-        """The same about each named slot."""
+        """The question about each named slot."""
         return {slot: self.of(slot) for slot in self.asked}
 
     @cached_property
@@ -91,7 +91,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         return {candidate.device_id: candidate for candidate in candidates}
 
     def of(self, slot: SlotName) -> Question:
-        """Return the same about another slot."""
+        """Return the question about another slot."""
         return replace(self, slot_type=self.inventory.slot_types[slot])
 
     def room(self, device: Device) -> int:

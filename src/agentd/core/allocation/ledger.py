@@ -23,7 +23,7 @@ from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotKind, SlotName, derived_amount, format_amount
 
 UNREADABLE_SLOT: SlotName = ""
-"""The slot of a share whose record cannot be read: it keeps back the whole device."""
+"""The slot of a share whose record cannot be read: it quarantines the whole device."""
 
 
 class SlotAmount(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agentd.core.devices import natural_key
+from agentd.core.devices import group, natural_key
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, SlotType, device_name_of
 
 
@@ -32,9 +32,7 @@ class SlotStep(msgspec.Struct, frozen=True):
 
 def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
     """Return the steps of a request in the order in which they are decided."""
-    families: dict[SlotName, list[SlotName]] = {}
-    for slot in slots:
-        families.setdefault(types[slot].family, []).append(slot)
+    families = group((types[slot].family, slot) for slot in slots)
     slot_steps = []
     for primary, names in families.items():
         if len(names) > 1:

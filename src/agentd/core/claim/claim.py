@@ -22,7 +22,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import ClaimConflict
 
 MOST_CLAIMS = 4096
-"""Claims that a node has at most."""
+"""Maximum claims of a node."""
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 
 
@@ -72,7 +72,7 @@ class NameHolder(msgspec.Struct, frozen=True, tag="name"):
 
 
 ClaimOwner: TypeAlias = ProcessHolder | CgroupHolder | TimeHolder | NameHolder
-"""Whose end is the end of a claim."""
+"""The holder of a claim: its end ends the claim."""
 
 
 class ClaimSpec(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ class Claim(msgspec.Struct, frozen=True):
     problem: str = ""
 
     def ends_with(self, boot_id: str) -> bool:
-        """Return whether a reboot has ended it, given the id of the boot now."""
+        """Return whether a reboot has ended it, given the id of the current boot."""
         survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot
         return not (survives or self.problem or self.boot_id == boot_id)
 

@@ -18,7 +18,7 @@ device is held whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -46,7 +46,7 @@ from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 
 class Adoption(msgspec.Struct, frozen=True):
-    """A kernel as it is to be taken, and devices that only its record knows, as gone."""
+    """An adopted kernel, and missing devices that are known only from its record."""
 
     kernel: Kernel
     missing: tuple[Device, ...] = ()
@@ -67,21 +67,24 @@ def adopt(
     state = KernelState.CREATING
     if before is not None and item.state is not ObservedState.CREATED:
         state = before.state
+    facts: dict[str, Any] = {
+        "state": state,
+        "runtime": item.runtime,
+        "handle": item.handle,
+        "started_at": item.started_at,
+        "ending": item.ending if item.state is ObservedState.EXITED else Ending(),
+        "pid": item.pid,
+        "unit": item.unit,
+    }
     observed = Kernel(
         kernel_id=item.kernel_id,
         agent_id=item.agent_id,
-        state=state,
         spec_hash="",
         created_at=before.created_at if before else item.started_at or now,
-        runtime=item.runtime,
-        handle=item.handle,
-        started_at=item.started_at,
-        ending=item.ending if item.state is ObservedState.EXITED else Ending(),
         ports=item.ports,
-        pid=item.pid,
-        unit=item.unit,
         claim_id=before.claim_id if before else None,
         keeps_claim=before is not None and before.keeps_claim,
+        **facts,
     )
     try:
         recorded = _decode_record(item)
@@ -90,16 +93,10 @@ def adopt(
     allocation, missing, difference = _merge_with_label(recorded, item, inventory)
     kernel = replace(
         recorded,
-        state=state,
-        runtime=item.runtime,
         allocation=allocation,
         ports=recorded.ports or item.ports,
-        handle=item.handle,
-        started_at=observed.started_at,
-        ending=observed.ending,
         reason=difference or item.record_problem,
-        pid=item.pid,
-        unit=item.unit,
+        **facts,
     )
     return Adoption(_observe(kernel, item), missing)
 
@@ -178,7 +175,7 @@ def _observe(kernel: Kernel, item: ObservedKernel) -> Kernel:
 
 
 def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
-    """Return the limits of a kernel that are not what it was given, as far as its runtime tells.
+    """Return the limits that differ from a kernel's allocation, as its runtime reports them.
 
     One that was given no cores, or no memory, has those of its agent, and is not compared.
     """

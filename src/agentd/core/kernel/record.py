@@ -1,7 +1,7 @@
-"""The record and the statement of a kernel, kept where they survive everything: on the kernel.
+"""The record and the device label of a kernel, both kept on the kernel itself.
 
-The record is JSON with a schema number; the statement says the devices plainly a
-second time, so that a damaged record does not lose them:
+The record is JSON with a schema number. The device label repeats the devices as plain text, so that
+a damaged record does not lose them:
 
     cuda/cuda0/cuda.device=1@GPU-5f2c cpu/3/cpu=1@cpu-3
 
@@ -40,7 +40,7 @@ LAST_SECOND = 253_402_300_799
 
 
 class RecordError(ValueError):
-    """A record or statement that cannot be read, and why."""
+    """A record or device label that cannot be read, and the reason."""
 
 
 class MissingRecordError(RecordError):
@@ -118,7 +118,7 @@ def _encode_share(share: Share) -> list[dict[str, str]]:
 
 
 def decode(text: str) -> Kernel:
-    """Read a record: the kernel as its runtime was asked for it, `creating` and without a handle.
+    """Decode a record: the kernel as it was requested, `creating` and without a handle.
 
     Raises:
         RecordError: it is empty, not JSON, of a newer schema, lacks a member, has one of another
@@ -301,7 +301,7 @@ def _parse_name(raw: object) -> str:
 
 
 def statement(allocation: Allocation) -> str:
-    """Return the devices plainly: `name/id/slot=amount@stable-id`, separated by blanks."""
+    """Return the device label: `name/id/slot=amount@stable-id`, separated by blanks."""
     return " ".join(
         f"{share.device_id}/{slot}={format_amount(amount, kind)}"
         f"{'B' if kind is SlotKind.BYTES else ''}@{share.stable_id}"
@@ -311,7 +311,7 @@ def statement(allocation: Allocation) -> str:
 
 
 def parse_statement(text: str) -> Allocation:
-    """Read a statement back.
+    """Decode a device label; inverse of `statement`.
 
     Raises:
         RecordError: a word of it is damaged, gives nothing of a slot, or is of a slot of a device

@@ -1,10 +1,10 @@
 """Auto-split: dealing a node's devices to its agents, from the front.
 
-What offers the same slots is dealt together, so that everybody gets of each; the parts of one
-device stay side by side. Cores are dealt as physical cores, in the order NUMA node, core, thread,
-as long as there are enough for everybody. With `auto-split-order = "numa"` devices are dealt
-node by node, and each agent's cores come from the nodes of its devices. With `"plugin"` cores are
-dealt in the same way, and devices as their plugin deals them, else in the order of their ids.
+Devices that offer the same slots are dealt together, so that each agent gets some of them. The
+parts of one device stay side by side. Cores are dealt as physical cores, in the order NUMA node,
+core, thread, as long as there is one for each agent. With `auto-split-order = "numa"` devices are
+dealt node by node, and each agent's cores come from the nodes of its devices. With `"plugin"` cores
+are dealt in the same way, and devices as their plugin deals them, else in the order of their ids.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
-from agentd.core.devices import Device, DeviceId, natural_key
+from agentd.core.devices import Device, DeviceId, group, natural_key
 from agentd.core.partition.dealing import Dealing
 from agentd.core.partition.rules import SplitOrder
-from agentd.core.slots import CPU, SlotName
+from agentd.core.slots import CPU
 
 Unit: TypeAlias = tuple[Device, ...]
 """Devices that stay together: a single one, or the threads of a physical core."""
@@ -91,9 +91,7 @@ def _deal_out(units: Sequence[Unit], agents: Sequence[str]) -> Iterator[tuple[st
 
 
 def _group_by_slots(devices: Iterable[Device]) -> list[list[Device]]:
-    groups: dict[tuple[SlotName, ...], list[Device]] = {}
-    for device in devices:
-        groups.setdefault(device.slot_names, []).append(device)
+    groups = group((device.slot_names, device) for device in devices)
     return [groups[slots] for slots in sorted(groups, key=lambda slots: [*map(natural_key, slots)])]
 
 
@@ -117,9 +115,7 @@ def _node_order(device: Device) -> tuple[bool, int]:
 def _core_units(cores: Sequence[Device], agents: int) -> Iterator[Unit]:
     """Yield physical cores, or threads where there are fewer cores than agents."""
     ordered = sorted(cores, key=lambda core: (_node_order(core), natural_key(core.physical_id)))
-    physical: dict[str, list[Device]] = {}
-    for core in ordered:
-        physical.setdefault(core.physical_id, []).append(core)
+    physical = group((core.physical_id, core) for core in ordered)
     if len(physical) < agents:
         yield from ((core,) for core in ordered)
     else:
@@ -129,9 +125,9 @@ def _core_units(cores: Sequence[Device], agents: int) -> Iterator[Unit]:
 def _deal_near_devices(
     cores: Sequence[Unit], nodes: Mapping[str, set[int | None]]
 ) -> dict[str, list[Device]]:
-    """Give everybody as many cores as otherwise, from the nodes of its devices if they last.
+    """Deal each agent as many cores as otherwise, from the nodes of its devices if possible.
 
-    Who has the fewest nodes to choose from chooses first.
+    The agent with the fewest nodes to choose from chooses first.
     """
     remaining = list(cores)
     counts = dict(zip(nodes, split_units(len(remaining), len(nodes)), strict=True))
@@ -153,10 +149,7 @@ def _deal_near_devices(
 def torn_cores(dealt: Mapping[str, Iterable[DeviceId]], cores: Iterable[Device]) -> Iterator[str]:
     """Yield the physical cores whose threads two agents have, with these agents."""
     owners = {device_id: agent for agent, ids in dealt.items() for device_id in ids}
-    physical: dict[str, list[Device]] = {}
-    for core in cores:
-        if core.parent:
-            physical.setdefault(core.parent, []).append(core)
+    physical = group((core.parent, core) for core in cores if core.parent)
     for threads in physical.values():
         agents = sorted({owners[c.device_id] for c in threads if c.device_id in owners})
         if len(agents) > 1:

@@ -55,7 +55,7 @@ class Limitable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> Limitable:
-        """Return what these devices of one name are together."""
+        """Return the capacity of these devices of one name."""
         devices = tuple(devices)
         types = [
             slot_type
@@ -76,7 +76,7 @@ class Limitable(msgspec.Struct, frozen=True):
 
 
 def _whole_quanta(device: Device, inventory: Inventory) -> int:
-    """Return what can be given of a device, in whole steps of its slot."""
+    """Return the allocatable capacity of a device, in whole quanta of its slot."""
     slot = inventory.slot_types.get(device.slot)
     return device.offered // slot.quantum * slot.quantum if slot else 0
 
@@ -84,7 +84,7 @@ def _whole_quanta(device: Device, inventory: Inventory) -> int:
 def resolved(
     rules: Iterable[AgentRule], available: Mapping[str, Limitable], align: int
 ) -> tuple[dict[str, dict[str, Limit]], list[Problem]]:
-    """Return each agent's limits by device name, and every one that cannot be.
+    """Return each agent's limits by device name, and the problem of each impossible one.
 
     A name that is not `available` is left out: its plugin may still open.
     """
@@ -147,7 +147,7 @@ def _with_percent(amount: int, capacity: Limitable) -> str:
 def remarks(
     limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
 ) -> Iterator[str]:
-    """Yield what an operator should know of the limits that are set."""
+    """Yield warnings about the configured limits."""
     safe = guaranteed(limits, available)
     for name, capacity in available.items():
         by_agent = {agent: by_name[name] for agent, by_name in limits.items() if name in by_name}

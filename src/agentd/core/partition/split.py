@@ -24,6 +24,7 @@ from agentd.core.devices import (
     DeviceId,
     Inventory,
     first_of,
+    group,
     warnings_by_name,
 )
 from agentd.core.partition.auto_split import deal, split_units, torn_cores
@@ -42,8 +43,8 @@ _SCALE = Decimal("0.000001")
 class Partition(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The devices one agent may use, and how much of the memory; compared by identity.
 
-    `is_exclusive` outside shared mode: nobody else is given anything of its devices; in shared
-    mode `limits` are the most that it may hold, by device name.
+    It `is_exclusive` outside shared mode: no other agent is given a part of its devices. In shared
+    mode `limits` are the most that the agent may hold, by device name.
     """
 
     agent_id: str
@@ -141,8 +142,8 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def with_inventory(self, inventory: Inventory) -> Split:
         """Return the same assignment over devices whose health or presence changed.
 
-        Devices that are new belong to everybody in shared mode, and to an agent that is alone;
-        else to nobody yet.
+        New devices belong to every agent in shared mode, and to a single agent in auto-split.
+        Else they belong to no agent yet.
         """
         before = self.inventory.listed
         new = [d.device_id for d in inventory.devices if d.device_id in inventory.listed - before]
@@ -155,23 +156,13 @@ class Split(msgspec.Struct, frozen=True, dict=True):
                 for agent, part in self.partitions.items()
             }
             return replace(self, inventory=inventory, partitions=partitions)
-        unassigned, appeared = dict(self.unassigned), dict[str, list[str]]()
-        for device_id in new:
-            unassigned[device_id.name] = (*unassigned.get(device_id.name, ()), device_id.id)
-            appeared.setdefault(device_id.name, []).append(
-                str(device_id) if device_id.name == CPU else device_id.id
-            )
-        warnings = [
-            f"{first_of(ids)} {'is' if len(ids) == 1 else 'are'} new; restart agentd to assign"
-            f" {'it' if len(ids) == 1 else 'them'}"
-            for ids in appeared.values()
-        ]
-        return replace(
-            self,
-            inventory=inventory,
-            unassigned=unassigned,
-            warnings=(*self.warnings, *warnings),
-        )
+        unassigned, warnings = dict(self.unassigned), [*self.warnings]
+        for name, ids in group(new).items():
+            unassigned[name] = (*unassigned.get(name, ()), *ids)
+            texts = [f"{CPU}/{core}" for core in ids] if name == CPU else ids
+            are, them = ("is", "it") if len(ids) == 1 else ("are", "them")
+            warnings.append(f"{first_of(texts)} {are} new; restart agentd to assign {them}")
+        return replace(self, inventory=inventory, unassigned=unassigned, warnings=tuple(warnings))
 
 
 def joined(
@@ -279,7 +270,7 @@ def split(
 
 
 def _limitable_by_name(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
-    """Return what there is of each device name whose slots are known; others may still open."""
+    """Return the capacity of each device name with known slots; other plugins may still open."""
     names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
     return {
         name: Limitable.of(name, devices, inventory)

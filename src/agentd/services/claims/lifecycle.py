@@ -2,7 +2,7 @@
 
 The record of a claim is in place before the create is answered, and removed before its devices are
 free. Deciding and charging happen without an `await` between them. A claim that kernels use ends
-once they let go of it; whether a create from it succeeded shows in the kernel (`_note_kernel`).
+once they let go of it; whether a create from it succeeded shows in the kernel (`note_kernel`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FEATURES: Mapping[EditsFor, Features] = {
     EditsFor.PROCESS: Features("process"),
     EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
 }
-"""The ways to devices that are asked for."""
+"""The features for which plugins return the edits, by the target of the edits."""
 _WATCHED = {ProcessHolder: EndReason.PROCESS, CgroupHolder: EndReason.CGROUP}
 
 
@@ -87,7 +87,7 @@ class ClaimService:
         self._failures: dict[str, str] = {}
         """Why a claim could not be ended or watched when that was last tried."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._wake = asyncio.Event()
+        self._woken = asyncio.Event()
 
     def get(self, claim_id: str) -> ClaimStatus:
         """Return a claim as it is now.
@@ -219,7 +219,7 @@ class ClaimService:
         return await self._plugins.container_edits(allocation, FEATURES[edits_for])
 
     def renew(self, claim_id: str, ttl: int | None, caller: Caller) -> ClaimStatus:
-        """Give a claim its whole time again, or another time limit.
+        """Restart the time limit of a claim, or set another one.
 
         Raises:
             UnknownClaim: there is none, or it is not the caller's.
@@ -236,7 +236,7 @@ class ClaimService:
         self._save(claim)
         self._state.put_claim(claim)
         self._deadlines[claim_id] = self._clock.uptime() + ttl
-        self._wake.set()
+        self._woken.set()
         self._publish(claim_id, is_of_shares=False)
         return self.status(claim)
 
@@ -265,7 +265,7 @@ class ClaimService:
         self._state.open_claim(claim_id)
         if isinstance(claim.holder, TimeHolder):
             self._deadlines[claim_id] = self._clock.uptime() + claim.holder.ttl
-            self._wake.set()
+            self._woken.set()
         elif type(claim.holder) in _WATCHED:
             self._watch(claim)
 
@@ -278,7 +278,7 @@ class ClaimService:
             if self._is_new_failure(claim_id, error):
                 log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
             self._unwatched.add(claim_id)
-            self._wake.set()
+            self._woken.set()
 
     def _on_holder_end(self, claim_id: str, reason: EndReason) -> None:
         """End a claim now if no kernel uses it, else when none does any more."""
@@ -301,7 +301,7 @@ class ClaimService:
         except StateUnavailable as error:
             if self._is_new_failure(claim_id, error):
                 log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
-            self._wake.set()
+            self._woken.set()
 
     def _is_new_failure(self, claim_id: str, error: Exception) -> bool:
         """Note why a step failed that is tried again; return whether the reason is another one."""
@@ -351,7 +351,7 @@ class ClaimService:
             self._publish(claim.claim_id)
 
     def resume(self, claims: Iterable[Claim]) -> None:
-        """Go on with the claims of the state folder, with kernels that are known already.
+        """Resume the claims of the state folder, after its kernels were restored.
 
         Each has its whole time again, since its holder could not renew it.
         """
@@ -364,12 +364,12 @@ class ClaimService:
             self.note_kernel(kernel, kernel)
 
     async def run(self) -> None:
-        """End claims whose time is over, and retry what could not be done; until cancelled."""
+        """End claims whose time is over, and retry failed steps, until cancelled."""
         while True:
             self._end_due()
-            self._wake.clear()
+            self._woken.clear()
             is_idle = not (self._deadlines or self._ends or self._unwatched)
-            await is_set_within(self._wake, IDLE_S if is_idle else PERIOD_S)
+            await is_set_within(self._woken, IDLE_S if is_idle else PERIOD_S)
 
     def _end_due(self) -> None:
         now = self._clock.uptime()
