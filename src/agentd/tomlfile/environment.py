@@ -32,7 +32,9 @@ class Environment(EnvSettingsSource):
     ) -> dict[str, Any]:
         """Return the keys of one section; those without a known type are JSON or text."""
         values = super().explode_env_vars(field_name, field, env_vars)
-        has_tables = any(model.model_config.get("extra") == "allow" for model in models_of(field))
+        has_tables = any(
+            model.model_config.get("extra") == "allow" for model in models_of(field.annotation)
+        )
         return _decode_all(values) if has_tables else values
 
 
@@ -52,16 +54,12 @@ class FileSettings(BaseSettings):
         return Environment(settings_cls), init_settings
 
 
-def models_of(field: FieldInfo) -> Iterator[type[BaseModel]]:
+def models_of(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the models in a field's annotation: of its table, or of the tables in its list."""
-    yield from _models_in(field.annotation)
-
-
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models_in(argument)
+        yield from models_of(argument)
 
 
 def with_keys_of_file(values: Any, model: type[BaseModel]) -> Any:
@@ -74,7 +72,7 @@ def with_keys_of_file(values: Any, model: type[BaseModel]) -> Any:
     for name, field in model.model_fields.items():
         if name in values:
             inner_value = renamed.pop(name)
-            for inner_model in models_of(field):
+            for inner_model in models_of(field.annotation):
                 inner_value = with_keys_of_file(inner_value, inner_model)
             renamed[field.alias or name] = inner_value
     return renamed

@@ -95,7 +95,7 @@ def problem_of(
         message += f", not {(value.text if isinstance(value, WrittenFloat) else value)!r}"
         if location == key and isinstance(error["input"], Mapping):
             field = _fields_by_key(_table_at(keys[:-1], root)).get(keys[-1])
-            is_list_of_tables = field is not None and any(models_of(field))
+            is_list_of_tables = field is not None and any(models_of(field.annotation))
             message += f"; write [[{key}]] for each table" if is_list_of_tables else ""
     return Problem(printable_line(location), printable_line(message))
 
@@ -133,7 +133,7 @@ def _table_at(keys: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
     model = root
     for key in keys:
         if field := _fields_by_key(model).get(key):
-            model = next(models_of(field), model)
+            model = next(models_of(field.annotation), model)
     return model
 
 

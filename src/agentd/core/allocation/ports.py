@@ -24,7 +24,7 @@ HostPort: TypeAlias = tuple[str, int]
 
 
 def host_ports(ports: Iterable[Port]) -> list[HostPort]:
-    """Return the host ports among a kernel's ports."""
+    """Return the host ports that ports name."""
     return [(port.protocol, port.host) for port in ports if port.host is not None]
 
 
@@ -60,14 +60,13 @@ def hand_out(
     Raises:
         InsufficientResource: a requested port is in use, or no port is free.
     """
-    requested_ports = [(port.protocol, port.host) for port in requested if port.host is not None]
-    for protocol, host in requested_ports:
+    assigned = set(host_ports(requested))
+    for protocol, host in host_ports(requested):
         if (protocol, host) in holders or (protocol, host) in busy:
             holder = holders.get((protocol, host))
             reason = f"held by kernel {holder}" if holder else "in use outside agentd"
             row = {"device": f"{host}/{protocol}", "free": "0", "reason": reason}
             raise InsufficientResource("ports", f"{host}/{protocol}", "0", [row])
-    assigned = set(requested_ports)
     ports = []
     for port in requested:
         host = port.host or _find_lowest_free(port.protocol, {*assigned, *holders, *busy}, allowed)

@@ -24,11 +24,6 @@ class SlotStep(msgspec.Struct, frozen=True):
     slot: SlotName
     amounts: Mapping[SlotName, int]
 
-    @property
-    def amount(self) -> int:
-        """The amount of the deciding slot."""
-        return self.amounts[self.slot]
-
 
 def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
     """Return the steps of a request in the order in which they are decided."""

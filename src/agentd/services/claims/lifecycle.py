@@ -342,7 +342,8 @@ class ClaimService:
             return
         begins = before is None or before is now or before.state in STARTING
         is_held = begins and (before or kernel).holds
-        if is_held and now is not None and not now.keeps_claim and has_run(now):
+        has_run = now is not None and now.state not in STARTING | {KernelState.FAILED}
+        if is_held and has_run and not kernel.keeps_claim:
             self._ends[claim.claim_id] = EndReason.USED
             self._state.close_claim(claim.claim_id)
         is_step = now is None or before is None or before.holds != now.holds
@@ -397,8 +398,3 @@ class ClaimService:
     def _publish(self, claim_id: str, *, is_of_shares: bool = True) -> None:
         status = self.status(self._state.claim(claim_id))
         self._events.publish(EventKind.CLAIM, status, is_of_shares=is_of_shares)
-
-
-def has_run(kernel: Kernel) -> bool:
-    """Return whether a kernel ran: its create succeeded."""
-    return kernel.state not in STARTING | {KernelState.FAILED}
