@@ -287,7 +287,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         warnings += _secondary_warnings(devices, listed_by_id)
         fresh = (device for device in served if device.device_id.name == name)
         devices += _assign_free_ids(fresh, {device.device_id for device in current})
-        return self._with(devices), warnings
+        return self._replace_devices(devices), warnings
 
     def _unknown_slots(self, device: Device) -> str:
         """Return the slots of a listed device that no slot type describes."""
@@ -308,7 +308,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def with_withheld(self, reason: str) -> Inventory:
         """Return the inventory with its real accelerators withheld; an empty reason ends that."""
-        return self._with(
+        return self._replace_devices(
             replace(device, withheld=reason) if device.is_real_accelerator else device
             for device in self.devices
         )
@@ -317,7 +317,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
     ) -> Inventory:
         """Return the inventory in which exactly these devices wait for an engine, or are busy."""
-        return self._with(
+        return self._replace_devices(
             replace(
                 device,
                 awaited=awaited.get(device.device_id, ""),
@@ -331,7 +331,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         Unhealthy devices stay unhealthy: the loss of the plugin does not repair them.
         """
-        return self._with(
+        return self._replace_devices(
             replace(device, health=Health.UNKNOWN, reason=reason)
             if device.device_id.name == name
             and not device.gone
@@ -340,7 +340,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def _with(self, devices: Iterable[Device]) -> Inventory:
+    def _replace_devices(self, devices: Iterable[Device]) -> Inventory:
         """Return the inventory with these devices; the same one if nothing changed."""
         changed = Inventory.of(self.slot_types.values(), with_shared_health([*devices]))
         return self if changed.devices == self.devices else changed

@@ -92,17 +92,17 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
 def violations(snapshot: NodeSnapshot) -> list[Violation]:
     """Return all violated rules in the order of `RULES`."""
     return [
-        *_over_capacity(snapshot),
-        *_with_two_owners(snapshot),
-        *_unaccounted(snapshot),
-        *_unaccounted_claims(snapshot),
-        *_unlimited(snapshot),
+        *_capacity_violations(snapshot),
+        *_owner_violations(snapshot),
+        *_record_violations(snapshot),
+        *_claim_violations(snapshot),
+        *_limit_violations(snapshot),
         *_ghosts(snapshot),
         *(Violation("stray", stray) for stray in snapshot.strays),
     ]
 
 
-def _over_capacity(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _capacity_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for key, holders in snapshot.holdings.items():
         granted = _granted_amounts(holders, snapshot)
         held_amount, capacity = sum(granted.values()), snapshot.capacities.get(key)
@@ -121,7 +121,7 @@ def _granted_amounts(holders: Mapping[str, int], snapshot: NodeSnapshot) -> Mapp
     }
 
 
-def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _owner_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     holders_by_device: dict[str, dict[str, int]] = {}
     for key, amounts in snapshot.holdings.items():
         amount_by_holder = holders_by_device.setdefault(key.rpartition("/")[0], {})
@@ -145,7 +145,7 @@ def _with_two_owners(snapshot: NodeSnapshot) -> Iterator[Violation]:
             yield Violation("owner", f"{device} is held by {names}, of agents {agents}")
 
 
-def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _record_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for kernel_id, present in snapshot.present.items():
         recorded = snapshot.accounted.get(kernel_id)
         if recorded is None:
@@ -159,7 +159,7 @@ def _unaccounted(snapshot: NodeSnapshot) -> Iterator[Violation]:
             yield from _compare_with_ledger(snapshot, kernel_id, recorded, present)
 
 
-def _unaccounted_claims(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _claim_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for holder, claim in snapshot.claims.items():
         if not claim.is_recorded:
             yield Violation("accounted", f"{holder} has no record")
@@ -180,7 +180,7 @@ def _compare_with_ledger(
             yield Violation("accounted", reason)
 
 
-def _unlimited(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _limit_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     """Compare limits with allocations; a kernel without cores, for example, has no such limit."""
     for kernel_id, present in snapshot.present.items():
         if not present.is_alive or present.given is None or present.held_to is None:

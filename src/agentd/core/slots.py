@@ -177,11 +177,11 @@ def parse_quantity(raw: object) -> Quantity:
         raise AmountError(*raw.args)
     text = _quantity_text(raw)
     if _PLAIN.fullmatch(text):
-        return Quantity(_number(text), is_size=False, text=text)
+        return Quantity(_parse_number(text), is_size=False, text=text)
     if match := _SIZE.fullmatch(text):
         suffix = (match[2] or "").lower()
         power = "kmgtpe".index(suffix) + 1 if suffix else 0
-        return Quantity(_number(match[1]) * 1024**power, is_size=True, text=text)
+        return Quantity(_parse_number(match[1]) * 1024**power, is_size=True, text=text)
     raise AmountError(_quantity_problem(text))
 
 
@@ -193,7 +193,7 @@ def read_quantity(raw: object) -> Quantity | AmountError:
         return error
 
 
-def _number(text: str) -> int | Fraction:
+def _parse_number(text: str) -> int | Fraction:
     return int(text) if text.isdecimal() else Fraction(text)
 
 

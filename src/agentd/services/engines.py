@@ -47,9 +47,9 @@ class Engines:
 
     def all(self) -> list[EngineStatus]:
         """Return every engine, in the order of the configuration."""
-        return [self._status(engine) for engine in self._wanted]
+        return [self._engine_status(engine) for engine in self._wanted]
 
-    def _status(self, engine: str) -> EngineStatus:
+    def _engine_status(self, engine: str) -> EngineStatus:
         ids_by_name = group(self._engine_devices(engine, self._devices.inventory))
         devices = {name: tuple(ids) for name, ids in ids_by_name.items()}
         return EngineStatus(engine, self._is_ready(engine), devices)
@@ -73,7 +73,7 @@ class Engines:
         self._store.save_ready_engines(ready)
         self._ready = ready
         self._devices.update_suspended()
-        return self._status(engine)
+        return self._engine_status(engine)
 
     def awaited(self, inventory: Inventory) -> dict[DeviceId, str]:
         """Return the devices that wait for an engine, and which one."""

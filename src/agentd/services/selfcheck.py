@@ -126,14 +126,16 @@ class SelfCheck:
                 for device_id, device in inventory.by_id.items()
                 for offer in device.slots
             },
-            holdings=_holdings(self._state.ledger, comparable),
+            holdings=_comparable_amounts(self._state.ledger, comparable),
             accounted={
                 k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
                 if k.kernel_id in comparable
             },
             present={
-                i.kernel_id: _present(i, inventory) for i in kernels if i.kernel_id in comparable
+                i.kernel_id: _present_kernel(i, inventory)
+                for i in kernels
+                if i.kernel_id in comparable
             },
             strays=tuple(strays),
             divisible=frozenset({str(MEMORY)}),
@@ -161,7 +163,7 @@ class SelfCheck:
             return True
 
 
-def _holdings(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str, int]]:
+def _comparable_amounts(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str, int]]:
     """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
     for device_id, holders in ledger.held.items():
@@ -172,7 +174,7 @@ def _holdings(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str
     return holdings
 
 
-def _present(item: ObservedKernel, inventory: Inventory) -> Present:
+def _present_kernel(item: ObservedKernel, inventory: Inventory) -> Present:
     kernel = adopt(item, inventory).kernel
     if kernel.state is KernelState.UNREADABLE:
         return Present(item.handle, item.is_alive)
@@ -181,10 +183,10 @@ def _present(item: ObservedKernel, inventory: Inventory) -> Present:
         for share in kernel.allocation.shares
         for slot, _, amount in share.amounts
     }
-    return Present(item.handle, item.is_alive, amounts, dict(_limits(item)))
+    return Present(item.handle, item.is_alive, amounts, dict(_reported_limits(item)))
 
 
-def _limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
+def _reported_limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:
     """Yield the limits that a runtime reports for a kernel."""
     for cores in item.cores or ():
         first, _, last = cores.partition("-")

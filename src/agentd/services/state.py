@@ -172,10 +172,10 @@ class NodeState:
             self._claim_users[claim_id] = users
             if not users:
                 del self._claim_users[claim_id]
-            ledger = self._with_claim(ledger, self._claims.get(claim_id))
+            ledger = self._charge_claim(ledger, self._claims.get(claim_id))
         self._ledger = ledger.with_held(kernel_id, now.agent_id, now.allocation) if now else ledger
 
-    def _with_claim(self, ledger: Ledger, claim: Claim | None) -> Ledger:
+    def _charge_claim(self, ledger: Ledger, claim: Claim | None) -> Ledger:
         if claim is None:
             return ledger
         users = self._claim_users.get(claim.claim_id, {}).values()
@@ -223,7 +223,7 @@ class NodeState:
         before = self._claims.get(claim.claim_id)
         self._claims[claim.claim_id] = claim
         if before is None or before.allocation is not claim.allocation:
-            self._ledger = self._with_claim(self._ledger, claim)
+            self._ledger = self._charge_claim(self._ledger, claim)
 
     def drop_claim(self, claim_id: str) -> None:
         """Forget a claim; its devices are free. Dropping twice changes nothing."""

@@ -56,7 +56,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _without_nul(cls, value: object) -> object:
+    def _refuse_nul(cls, value: object) -> object:
         """Refuse NUL, which no path or name of a user or group can contain."""
         for text in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(text, str) and "\0" in text:

@@ -78,7 +78,7 @@ class _ManualAssignment:
         for location, agent, name, rule in rules:
             if not isinstance(rule, Ids):
                 self._assign_counted(location, agent, name, rule)
-        memory = self._memory()
+        memory = self._assign_memory()
         order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
         assignment = Assignment(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._assigned.items()},
@@ -158,7 +158,7 @@ class _ManualAssignment:
         self._owner[device_id] = agent
         self._assigned[agent].append(device_id)
 
-    def _memory(self) -> dict[str, int]:
+    def _assign_memory(self) -> dict[str, int]:
         amounts = {}
         for index, rule in enumerate(self._rules.agents):
             if not rule.described:

@@ -230,7 +230,7 @@ def split(
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
     warnings: list[str] = []
-    reserved, problems = _reservation(inventory, rules)
+    reserved, problems = _reserve_cores(inventory, rules)
     memory = inventory.by_id[MEMORY]
     memory_bytes = max(0, memory.capacity - rules.reserved_mem)
     inventory = inventory.with_device(replace(memory, capacity=memory_bytes))
@@ -259,7 +259,7 @@ def split(
         problems += more_problems
     available = _limitable_by_name(pool, inventory)
     limits, more_problems = resolved(rules.agents, available, rules.align)
-    problems += [*more_problems, *_unknown_limits(rules, pool)]
+    problems += [*more_problems, *_unknown_limit_problems(rules, pool)]
     if problems:
         raise ConfigRefused(problems)
     if rules.mode is AllocationMode.SHARED:
@@ -279,7 +279,7 @@ def _limitable_by_name(pool: AssignableDevices, inventory: Inventory) -> dict[st
     }
 
 
-def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Problem]:
+def _unknown_limit_problems(rules: SplitRules, pool: AssignableDevices) -> Iterator[Problem]:
     known = {*pool.by_name, *pool.known_names, MEM}
     for index, rule in enumerate(rules.agents):
         for name in rule.limits:
@@ -289,7 +289,7 @@ def _unknown_limits(rules: SplitRules, pool: AssignableDevices) -> Iterator[Prob
                 yield Problem(location, f"unknown device name {name!r}; available: {available}")
 
 
-def _reservation(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
+def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
     problems = []
     cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
     rule = rules.reserved_cpu
@@ -377,8 +377,8 @@ def _build_split(
             *(f"{name}: {reason}" for name, reason in sorted(pool.unlisted.items())),
             *_gone_warnings(inventory),
             *(_unassigned_warning(name, ids) for name, ids in unassigned.items()),
-            *_ignored_rules(rules),
-            *_idle_agents(assignment),
+            *_ignored_rule_warnings(rules),
+            *_idle_agent_warnings(assignment),
             *(() if is_shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
             *warnings,
         ),
@@ -396,7 +396,7 @@ def _unassigned_warning(name: str, ids: tuple[str, ...]) -> str:
     return f"{lead}{first_of(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
 
 
-def _ignored_rules(rules: SplitRules) -> Iterator[str]:
+def _ignored_rule_warnings(rules: SplitRules) -> Iterator[str]:
     if rules.mode is not AllocationMode.MANUAL:
         for rule in rules.agents:
             if rule.described:
@@ -408,7 +408,7 @@ def _ignored_rules(rules: SplitRules) -> Iterator[str]:
             yield f"limits of {rule.agent_id} are not used in {mode} mode: it has devices"
 
 
-def _idle_agents(assignment: Assignment) -> Iterator[str]:
+def _idle_agent_warnings(assignment: Assignment) -> Iterator[str]:
     for agent, devices in assignment.devices.items():
         if not any(device_id.name == CPU for device_id in devices):
             yield f"agent {agent} has no core: there are more agents than cores"
