@@ -12,6 +12,9 @@ import pytest
 from aiohttp import web
 from msgspec.structs import asdict, replace
 
+from agentd.cli.agentctl.create import create
+from agentd.cli.agentctl.options import MemberOption
+from agentd.cli.agentctl.run import run
 from agentd.config.runtimes import DockerSettings, ProcessSettings, SystemdSettings
 from agentd.core.claim.claim import ClaimSpec, TimeHolder
 from agentd.core.kernel.options import unsupported_members
@@ -58,6 +61,13 @@ OTHER: dict[str, Any] = {
 """Another value than the usual one for each member."""
 OF_AGENTD = ("kernel_id", "slots", "devices", "claim", "keep_claim", "labels")
 """Members that agentd carries out before it calls a runtime."""
+
+
+WITHOUT_OPTION = {
+    "command": "the argument COMMAND of every command",
+    "keep_claim": "agentctl run sets it with --claim",
+}
+"""Members that no option of `agentctl create` or `run` has, with the reason."""
 
 
 def body(member: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,6 +168,19 @@ class Host:
 
 def test_each_member_has_another_value_here() -> None:
     assert OTHER.keys() == MEMBERS.keys()
+
+
+def test_each_member_has_an_option_with_its_description() -> None:
+    options = {
+        option.name: option
+        for command in (create, run)
+        for option in command.params
+        if isinstance(option, MemberOption)
+    }
+    assert {*options, *WITHOUT_OPTION} == MEMBERS.keys()
+    assert len(options) + len(WITHOUT_OPTION) == len(MEMBERS)
+    for name, option in options.items():
+        assert option.help == str(MEMBERS[name].description).replace("`", "")
 
 
 @pytest.mark.parametrize("member", MEMBERS)

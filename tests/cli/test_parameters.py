@@ -139,7 +139,7 @@ class Recorder:
         fleet = "fleet " if "fleet" in client._socket_path and call.path == "/v1/stats" else ""
         line = f"{fleet}{call.method} {call.path}"
         if call.body and call.path.endswith("/kernels"):
-            self._labels = call.body["labels"]
+            self._labels = call.body.get("labels", {})
         if "/logs" in line:
             return Response(b"a line\n")
         if "/events" in line:
@@ -277,8 +277,9 @@ STATUSES = {
 SUBCOMMANDS = {"agentctl": ("whoami",), "agentd-slurm": ("sync",)}
 """The subcommand on which the options of a group are tried."""
 VALUES = {
-    "device": "cuda=cuda0", "mount": "/a:/b", "port": "80", "tmpfs": "/t", "ulimit": "nofile=5",
-    "slot": "cuda.device=1", "env": "a=b", "label": "a=b", "on": "a=b", "timeout": "0",
+    "devices": "cuda=cuda0", "mounts": "/a:/b", "ports": "80", "tmpfs": "/t",
+    "ulimits": "nofile=5", "slots": "cuda.device=1", "env": "a=b", "label": "a=b",
+    "labels": "a=b", "on": "a=b", "timeout": "0",
     "config": "b.toml", "config_file": "b.toml", "token_file": "text", "pids_limit": "7",
     "agentd check-config --config": "wrong.toml",
     "agentd-fleet check-config --config": "wrong.toml",

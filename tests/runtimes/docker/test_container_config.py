@@ -1,12 +1,18 @@
-"""Requests that the operator's rules refuse, before any engine is called."""
+"""The request to an engine, and requests that the operator's rules refuse before."""
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.config.runtimes import DockerSettings
-from agentd.core.kernel.edits import Mount
+from agentd.core.allocation.ports import Port
+from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 from agentd.core.kernel.options import Ulimit, over_ceiling
 from agentd.core.kernel.states import KernelSpec
-from agentd.runtimes.docker.container_config import request_problems
+from agentd.plugin_api import Features
+from agentd.runtimes.docker.container_config import container_config, request_problems
+from agentd.runtimes.docker.engine_facts import EngineFacts
+from agentd.runtimes.docker.mounts import MountSource
+from contracts.test_runtime import plan
 
 SETTINGS = DockerSettings(network="none", ulimits={"rtprio": 0, "nofile": 1024, "memlock": -1})
 
@@ -58,3 +64,108 @@ def test_places_that_an_engine_refuses_are_named(target: str, why: str) -> None:
         found = problems(**changes)
         assert bool(found) is bool(why)
         assert why in found.get(where, "")
+
+
+EDITS = ContainerEdits(
+    env={"CUDA_VISIBLE_DEVICES": "0"},
+    device_nodes=(DeviceNode("/dev/nvidia0", "/dev/nvidia0"),),
+    mounts=(Mount("/usr/lib/cuda", "/cuda"),),
+    cdi=("nvidia.com/gpu=0",),
+    device_requests=(DeviceRequest("nvidia", ("GPU-1",)),),
+    groups=("44",),
+)
+
+
+def test_a_full_spec_is_a_full_request() -> None:
+    options = {
+        "pull_policy": "always",
+        "platform": "linux/arm64",
+        "network": "lan",
+        "tmpfs": [{"target": "/scratch", "size": 4096}, {"target": "/more"}],
+        "shm_size": 8192,
+        "pids_limit": 9,
+        "ulimits": {"nofile": {"soft": 10, "hard": -1}},
+    }
+    mounts = (Mount("/link", "/data", read_only=False),)
+    further = {"labels": {"team": "a"}, "working_dir": "/work", "user": "1000", "mounts": mounts}
+    full = plan("train", "--fast", env={"A": "b"}, options=options, **further)
+    full = replace(
+        full,
+        node_id="n",
+        edits=EDITS,
+        env={"A": "b", "CUDA_VISIBLE_DEVICES": "0"},
+        cpus=("2", "3"),
+        memory_bytes=1 << 20,
+        record="the record",
+        statement="the devices",
+        ports=(Port(80, 30000, "tcp", "10.0.0.1"), Port(53, None, "udp", "10.0.0.1")),
+    )
+    facts = EngineFacts(Features("docker"), "linux/amd64", frozenset(), reads_recursively=True)
+    settings = DockerSettings.model_validate(
+        {"network": "none", "capabilities": ["KILL"], "log-max-size": "1m", "log-max-files": 3}
+    )
+    sources = [MountSource("/real", 1, 2)]
+    assert container_config(full, settings, sources, facts) == {
+        "Image": full.spec.image,
+        "Cmd": ["train", "--fast"],
+        "WorkingDir": "/work",
+        "User": "1000",
+        "Env": ["A=b", "CUDA_VISIBLE_DEVICES=0"],
+        "Labels": {
+            "team": "a",
+            "io.agentd.schema": "1",
+            "io.agentd.node": "n",
+            "io.agentd.agent": "agent-1",
+            "io.agentd.kernel": "k1",
+            "io.agentd.record": "the record",
+            "io.agentd.devices": "the devices",
+        },
+        "ExposedPorts": {"80/tcp": {}, "53/udp": {}},
+        "HostConfig": {
+            "CpusetCpus": "2,3",
+            "Memory": 1 << 20,
+            "MemorySwap": 1 << 20,
+            "PidsLimit": 9,
+            "Ulimits": [{"Name": "nofile", "Soft": 10, "Hard": -1}],
+            "ShmSize": 8192,
+            "Devices": [
+                {
+                    "PathOnHost": "/dev/nvidia0",
+                    "PathInContainer": "/dev/nvidia0",
+                    "CgroupPermissions": "rw",
+                }
+            ],
+            "DeviceRequests": [
+                {"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=0"]},
+                {"Driver": "nvidia", "DeviceIDs": ["GPU-1"], "Capabilities": [["gpu"]]},
+            ],
+            "GroupAdd": ["44"],
+            "NetworkMode": "lan",
+            "IpcMode": "private",
+            "CgroupnsMode": "private",
+            "Mounts": [
+                {"Type": "bind", "Source": "/real", "Target": "/data", "ReadOnly": False},
+                {
+                    "Type": "bind",
+                    "Source": "/usr/lib/cuda",
+                    "Target": "/cuda",
+                    "ReadOnly": True,
+                    "BindOptions": {"ReadOnlyForceRecursive": True},
+                },
+                {"Type": "tmpfs", "Target": "/scratch", "TmpfsOptions": {"SizeBytes": 4096}},
+                {"Type": "tmpfs", "Target": "/more", "TmpfsOptions": {}},
+            ],
+            "PortBindings": {
+                "80/tcp": [{"HostIp": "10.0.0.1", "HostPort": "30000"}],
+                "53/udp": [{"HostIp": "10.0.0.1", "HostPort": ""}],
+            },
+            "CapDrop": ["ALL"],
+            "CapAdd": ["KILL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "RestartPolicy": {"Name": "no"},
+            "LogConfig": {
+                "Type": "local",
+                "Config": {"max-size": "1048576", "max-file": "3", "compress": "true"},
+            },
+        },
+    }

@@ -14,7 +14,7 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import (
     device_cell,
     device_option,
-    listed,
+    given_members,
     pairs,
     remove_each,
     slot_option,
@@ -41,13 +41,13 @@ CLAIM_COLUMNS = ["claim", "agent", "state", "slots", "devices", "holder", "age"]
 @click.pass_obj
 def claim(
     client: Client,
+    /,
     agent: str,
     command: Sequence[str],
     claim_id: str | None,
-    slot: Sequence[str],
-    device: Sequence[str],
     label: Sequence[str],
     scope: bool,
+    **options: Any,
 ) -> None:
     """Run a command on claimed devices.
 
@@ -64,8 +64,7 @@ def claim(
     if scope and not unit:
         _enter_scope()
     body: dict[str, Any] = {
-        "slots": pairs(slot),
-        "devices": listed(device),
+        **given_members(options),
         "labels": pairs(label),
         "holder": {"cgroup": _own_cgroup()} if scope else {"pid": os.getpid()},
     }

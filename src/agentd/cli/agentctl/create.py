@@ -17,8 +17,9 @@ from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
     WIDE_KERNEL_COLUMNS,
     device_option,
+    given_members,
     kernel_row,
-    listed,
+    member_option,
     mounts,
     pairs,
     ports,
@@ -31,44 +32,30 @@ from agentd.cli.output import is_table, output_option, print_answer, printed
 from agentd.client import Client
 from agentd.errors import AgentdError, InsufficientResource
 
-_PLAIN = (
-    "kernel_id", "image", "working_dir", "user", "platform", "network", "shm_size", "pids_limit",
-)  # fmt: skip
 _POLL_S = 0.25
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _KERNEL_OPTIONS: Sequence[Callable[[_F], _F]] = (
     click.argument("command", nargs=-1, type=click.UNPROCESSED),
-    click.option("--id", "kernel_id", help="Id of the kernel. Default: a generated one."),
-    click.option("--image", help="Image; required by the runtime docker."),
+    member_option("--id", "kernel_id"),
+    member_option("--image"),
     slot_option,
     device_option,
-    click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable."),
-    click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the kernel."),
-    click.option(
-        "--mount",
-        multiple=True,
-        metavar="SOURCE:TARGET[:rw]",
-        help="Folder of the host, read-only by default.",
+    member_option("--env", "-e", multiple=True, metavar="NAME=VALUE", read=pairs),
+    member_option("--label", "labels", multiple=True, metavar="NAME=VALUE", read=pairs),
+    member_option("--mount", "mounts", multiple=True, metavar="SOURCE:TARGET[:rw]", read=mounts),
+    member_option(
+        "--port", "-p", "ports", multiple=True, metavar="[HOST:]CONTAINER[/udp]", read=ports
     ),
-    click.option(
-        "--port", "-p", multiple=True, metavar="[HOST:]CONTAINER[/udp]", help="Port to publish."
-    ),
-    click.option("--workdir", "working_dir", metavar="PATH", help="Working directory."),
-    click.option("--user", help="User in the container (runtime docker)."),
-    click.option(
-        "--pull", type=click.Choice(["missing", "always", "never"]), help="When to pull the image."
-    ),
-    click.option(
-        "--platform", metavar="OS/ARCH", help="Platform of the image. Default: the engine's."
-    ),
-    click.option("--network", help="Network; the node must allow it."),
-    click.option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", help="Folder in memory."),
-    click.option("--shm-size", metavar="SIZE", help="Size of /dev/shm."),
-    click.option("--pids-limit", type=click.IntRange(min=1), help="Maximum number of processes."),
-    click.option(
-        "--ulimit", multiple=True, metavar="NAME=SOFT[:HARD]", help="Limit of setrlimit(2)."
-    ),
+    member_option("--workdir", "working_dir", metavar="PATH"),
+    member_option("--user"),
+    member_option("--pull", "pull_policy", type=click.Choice(["missing", "always", "never"])),
+    member_option("--platform", metavar="OS/ARCH"),
+    member_option("--network"),
+    member_option("--tmpfs", multiple=True, metavar="TARGET[:SIZE]", read=tmpfs),
+    member_option("--shm-size", metavar="SIZE"),
+    member_option("--pids-limit", type=click.IntRange(min=1)),
+    member_option("--ulimit", "ulimits", multiple=True, metavar="NAME=SOFT[:HARD]", read=ulimits),
     click.option("--dry-run", is_flag=True, help="Show the decision; create nothing."),
 )
 
@@ -87,22 +74,7 @@ def kernel_options(command: _F) -> _F:
 
 def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request body for these options."""
-    body = {
-        "command": list(options["command"]),
-        "slots": pairs(options["slot"]),
-        "env": pairs(options["env"]),
-        "labels": pairs(options["label"]),
-        "mounts": mounts(options["mount"]),
-        "ports": ports(options["port"]),
-    }
-    given = {
-        "devices": listed(options["device"]),
-        **{name: options[name] for name in _PLAIN},
-        "pull_policy": options["pull"],
-        "tmpfs": tmpfs(options["tmpfs"]),
-        "ulimits": ulimits(options["ulimit"]),
-    }
-    return body | {name: value for name, value in given.items() if value or value == ""}
+    return {"command": list(options["command"]), **given_members(options)}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -185,18 +157,12 @@ def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> N
 @device_option
 @output_option
 @click.pass_obj
-def explain(
-    client: Client,
-    agent: str,
-    slot: Sequence[str],
-    device: Sequence[str],
-) -> None:
+def explain(client: Client, /, agent: str, **options: Any) -> None:
     """Show which devices a kernel would get.
 
     Nothing is created. A refusal has the reason for each device.
     """
-    choice = {"slots": pairs(slot), "devices": listed(device)}
-    body = choice | {"command": ["any"], "image": "any"}
+    body = {**given_members(options), "command": ["any"], "image": "any"}
     with explaining_refusal(is_answer=True), suggesting_agents(client, agent):
         content = client.explain(agent, body)
     if not printed(content, given_devices(content)):

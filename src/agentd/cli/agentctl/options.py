@@ -9,10 +9,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from agentd.cli.output import (
     DATA,
@@ -35,22 +37,6 @@ DEFAULT_CONFIG = "/etc/agentd/agent.toml"
 IF_UNREACHABLE = (
     "see whether the daemon runs: systemctl status agentd.socket agentd.service",
     "start both: systemctl start agentd.socket agentd.service",
-)
-
-
-slot_option = click.option(
-    "--slot",
-    "-s",
-    "slot",
-    multiple=True,
-    metavar="NAME=AMOUNT",
-    help="Amount of a slot, such as cuda.device=1.",
-)
-device_option = click.option(
-    "--device",
-    multiple=True,
-    metavar="NAME=ID",
-    help="Only from these devices, such as cuda=cuda0.",
 )
 
 
@@ -164,6 +150,47 @@ def listed(given: Sequence[str]) -> dict[str, list[str]]:
         for name, device_id in pairs([item]).items():
             found.setdefault(name, []).append(device_id)
     return found
+
+
+class MemberOption(click.Option):
+    """An option with the name of a member of a create, and with the member's description as help.
+
+    `read` returns the member's value for what was typed.
+    """
+
+    def __init__(
+        self, *args: Any, read: Callable[[Any], Any] = lambda value: value, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self.read = read
+        del self.help  # hides the property below
+
+    def _describe(self) -> str:
+        from agentd.rpc.requests import CreateKernelRequest
+
+        text = CreateKernelRequest.model_fields[str(self.name)].description or ""
+        return text.replace("`", "")
+
+    help: Any = cached_property(_describe)
+    """The description of the member, read when it is shown: models are slow to import."""
+
+
+member_option = partial(click.option, cls=MemberOption)
+slot_option = member_option(
+    "--slot", "-s", "slots", multiple=True, metavar="NAME=AMOUNT", read=pairs
+)
+device_option = member_option("--device", "devices", multiple=True, metavar="NAME=ID", read=listed)
+
+
+def given_members(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a body for the options that were given to the running command."""
+    context = click.get_current_context()
+    return {
+        name: option.read(options[name])
+        for option in context.command.params
+        if isinstance(option, MemberOption)
+        and context.get_parameter_source(name := str(option.name)) is not ParameterSource.DEFAULT
+    }
 
 
 def mounts(values: Sequence[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from agentd.cli.agentctl.create import (
     print_decision,
 )
 from agentd.cli.agentctl.follow import ENDED, STARTING
-from agentd.cli.agentctl.options import RpcProblem, suggesting_agents
+from agentd.cli.agentctl.options import RpcProblem, member_option, suggesting_agents
 from agentd.cli.output import say
 from agentd.client import Client
 from agentd.errors import (
@@ -53,10 +53,10 @@ _Event: TypeAlias = "signal.Signals | KernelView | AgentdError"
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
-@click.option("--claim", "claim_id", help="Take the devices from this claim.")
+@member_option("--claim")
 @click.option("--rm", "removes", is_flag=True, help="Delete the kernel when it ends.")
 @click.pass_obj
-def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **options: Any) -> None:
+def run(client: Client, /, agent: str, removes: bool, **options: Any) -> None:
     """Run a kernel and wait for its end.
 
     Prints the kernel's output as it appears. INT, TERM and HUP stop the kernel; a second signal
@@ -71,11 +71,12 @@ def run(client: Client, /, agent: str, claim_id: str | None, removes: bool, **op
     agentctl run agent-1 -s cuda.device=1 --rm -- nvidia-smi
     agentctl run agent-1 --claim slurm-17 --rm -- ./train
     """
-    label = f"{RUN_LABEL}={os.urandom(8).hex()}"
-    body = kernel_body({**options, "label": (*options["label"], label)})
-    body.setdefault("kernel_id", f"k-{uuid.uuid4().hex[:12]}")
-    if claim_id is not None:
-        body |= {"claim": claim_id, "keep_claim": True}
+    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", "labels": {}, **kernel_body(options)}
+    if RUN_LABEL in body["labels"]:
+        raise click.UsageError(f"duplicate name {RUN_LABEL}")
+    body["labels"][RUN_LABEL] = os.urandom(8).hex()
+    if "claim" in body:
+        body["keep_claim"] = True
     if options["dry_run"]:
         with explaining_refusal(), suggesting_agents(client, agent):
             print_decision(client.explain(agent, body))
