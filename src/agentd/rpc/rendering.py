@@ -21,7 +21,7 @@ from agentd.core.allocation.ledger import (
     holder_text,
 )
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
-from agentd.core.devices import Device, Health, Inventory
+from agentd.core.devices import MEMORY, Device, Health, Inventory
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
@@ -202,7 +202,8 @@ def device_view(
 ) -> DeviceView:
     """Return a device with its holders and its gravest state.
 
-    A holder that is not visible is shown as `other`.
+    A holder that is not visible is shown as `other`. The reason of a device that works names holders
+    of agents that do not have the device any more.
     """
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, is_visible)
@@ -210,6 +211,14 @@ def device_view(
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
         reason = "reserved for the system" if is_reserved else "assigned to no agent"
+    elif state == "ok" and device.device_id != MEMORY:
+        reason = ", ".join(
+            _foreign_text(
+                holder, share, ledger.holdings[holder].agent_id, is_visible=is_visible(holder)
+            )
+            for holder, share in holders.items()
+            if ledger.holdings[holder].agent_id not in agents
+        )
     slots = _device_slots(device, [split.partitions[agent] for agent in agents], ledger)
     kind = next((share.kind for share in holders.values() if share.slot), device.kind)
     return {
@@ -290,11 +299,25 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
     return "ok", ""
 
 
-def _held_text(holder: Holder, share: Share, *, is_visible: bool) -> str:
+def _holder_text(holder: Holder, *, is_visible: bool) -> str:
     other = f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
+    return holder_text(holder) if is_visible else other
+
+
+def _held_text(holder: Holder, share: Share, *, is_visible: bool) -> str:
     slots = " and ".join(share.slot_names)
-    part = f"{slots} of it" if slots else "it, or what it is a part of"
-    return f"{holder_text(holder) if is_visible else other} holds {part}"
+    held = f"{slots} of it" if slots else "it, or what it is a part of"
+    return f"{_holder_text(holder, is_visible=is_visible)} holds {held}"
+
+
+def _foreign_text(holder: Holder, share: Share, agent_id: str, *, is_visible: bool) -> str:
+    """Return who holds what of a device that another agent has now."""
+    amounts = [
+        readable_amount(amount, kind) + (f" of {slot}" if len(share.amounts) > 1 else "")
+        for slot, kind, amount in share.amounts
+    ]
+    agent = f" of agent {agent_id}" if is_visible else ""
+    return f"{_holder_text(holder, is_visible=is_visible)}{agent} holds {' and '.join(amounts)}"
 
 
 def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
