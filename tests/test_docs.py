@@ -23,6 +23,7 @@ from markdown_it.token import Token
 import lint
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
+from agentd.events import EventKind
 from agentd.http.problems import STATUSES
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.cli import agentd_fleet
@@ -157,10 +158,20 @@ def test_each_body_has_its_table_of_members() -> None:
     assert {name for _, name in generate.MEMBERS.findall(pages)} == generate.BODIES.keys()
 
 
+IN_NO_RESPONSE = {
+    "DaemonFailed", "DuplicateNode", "FleetStoreCompacted", "StartRefused", "Unreachable",
+}  # fmt: skip
+"""Codes of errors that programs print, or that a client raises."""
+
+
 def test_every_error_code_has_a_cause_and_a_remedy() -> None:
     texts_of = generate.error_texts()
     assert set(texts_of) == {*STATUSES, *generate.errors_by_code()}
     assert all(text["cause"] and text["remedy"] for text in texts_of.values())
+
+
+def test_every_error_of_a_response_has_a_status() -> None:
+    assert generate.errors_by_code().keys() - STATUSES.keys() == IN_NO_RESPONSE
 
 
 def test_every_log_event_has_a_meaning() -> None:
@@ -205,14 +216,16 @@ def test_help_fits_its_line_and_every_option_has_a_text(program: click.Group) ->
         assert [option.opts for option in options if not option.help] == [], path
 
 
-def test_every_route_code_and_command_is_documented() -> None:
+def test_every_route_code_event_and_command_is_documented() -> None:
     reference = ROOT / "docs" / "reference"
     rpc = (reference / "rpc.md").read_text()
     for route in ROUTES:
         path = route.path.removesuffix("/undrain")
-        assert path in rpc, route.path
+        assert re.search(f"{re.escape(path)}(?![/{{\\w])", rpc), route.path
     for code in STATUSES:
         assert f"`{code}`" in rpc, code
+    events = rpc.partition("## Events")[2].partition("## Status page")[0]
+    assert [kind for kind in EventKind if f"`{kind}`" not in events] == []
     commands = (reference / "commands.md").read_text()
     for group in (agentd, agentctl):
         for name in group.commands:

@@ -23,8 +23,10 @@ from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.errors import AgentdError, InvalidRequest
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS
 from agentd.rpc.requests import CreateKernelRequest
+from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.host.environment import environment
+from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import order_of
@@ -219,6 +221,10 @@ async def test_each_runtime_carries_out_a_member_or_refuses_it(
         usual, other = [await host.requests(runtime, plan) for plan in plans]
         assert usual != other
         assert usual
+
+
+def test_each_member_is_carried_out_by_some_runtime() -> None:
+    assert {*OF_AGENTD, *CONTAINER_MEMBERS, *HOST_MEMBERS} == MEMBERS.keys()
 
 
 async def test_member_that_a_runtime_does_not_name_is_refused() -> None:

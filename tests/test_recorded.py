@@ -20,6 +20,7 @@ from recorded.record import record_etcd, record_node
 from support.engine import Engine
 
 HERE = Path(__file__).parent / "recorded"
+ROOT = Path(__file__).parents[1]
 NAMES = json.loads((HERE / "427f930-names.json").read_text())
 NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
@@ -172,6 +173,19 @@ def members_of_fleet(content: dict[str, Any]) -> set[str]:
         for key, value in content["keys"].items()
     )
     return {member for each in shown for member in each} | metrics_of(content)
+
+
+def test_each_metric_is_documented() -> None:
+    pages = [ROOT / "docs" / "reference" / name for name in ("usage-and-metrics.md", "fleet.md")]
+    words = re.findall(r"`((?:agentd|…)?_[a-z_]+)", " ".join(page.read_text() for page in pages))
+    names = {word for word in words if word.startswith("agentd_")}
+    ends = {word.removeprefix("…") for word in words} - names
+    beginnings = {name[: place.start()] for name in names for place in re.finditer("_", name)}
+    documented = names | {beginning + end for beginning in beginnings for end in ends}
+    contents = (*(NODE[runtime] for runtime in RUNTIMES), ETCD)
+    recorded = {name for content in contents for name in content["metrics"]}
+    new = {member.split()[0] for member in NEW_MEMBERS if member.startswith("agentd_")}
+    assert {name for name in recorded | new if not {name, f"{name}_total"} & documented} == set()
 
 
 def metrics_of(content: dict[str, Any]) -> set[str]:

@@ -202,8 +202,8 @@ def device_view(
 ) -> DeviceView:
     """Return a device with its holders and its gravest state.
 
-    A holder that is not visible is shown as `other`. The reason of a device that works names holders
-    of agents that do not have the device any more.
+    A holder that is not visible is shown as `other`. The reason of a device that works names the
+    holders of agents that do not have the device any more.
     """
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, is_visible)
