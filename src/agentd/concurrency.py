@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 _T = TypeVar("_T")
 
 
-class Deadline(NamedTuple):
+class Deadline(msgspec.Struct, frozen=True):
     """A deadline that several waits share, in seconds of its clock."""
 
     at: float
@@ -29,7 +32,7 @@ class Deadline(NamedTuple):
 
     def earlier(self, seconds: float) -> Self:
         """Return an earlier deadline."""
-        return self._replace(at=self.at - seconds)
+        return replace(self, at=self.at - seconds)
 
 
 def is_being_cancelled() -> bool:
@@ -83,14 +86,14 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 @contextmanager
-def asking(what: str) -> Iterator[None]:
+def asking(subject: str) -> Iterator[None]:
     """Name this thread after what it waits for; if that never answers, errors name it."""
     thread = threading.current_thread()
     if thread is threading.main_thread():
         yield
         return
-    before, thread.name = thread.name, what
+    previous, thread.name = thread.name, subject
     try:
         yield
     finally:
-        thread.name = before
+        thread.name = previous

@@ -21,7 +21,6 @@ import errno
 import os
 import signal
 import time
-from dataclasses import dataclass
 
 VARIABLE = "AGENTD_FAILPOINTS"
 
@@ -105,13 +104,13 @@ POINTS = frozenset(
 """The names of all points; `tests/crash/points.py` says when each is reached."""
 
 
-@dataclass
 class Term:
     """One action and its remaining visits (None: unlimited)."""
 
-    action: str
-    argument: str
-    count: int | None
+    def __init__(self, action: str, argument: str, count: int | None) -> None:
+        self.action = action
+        self.argument = argument
+        self.count = count
 
 
 _armed: dict[str, list[Term]] = {}
@@ -135,14 +134,14 @@ def parsed(text: str) -> dict[str, list[Term]]:
     Raises:
         ValueError: the text is invalid; the message has the expectation.
     """
-    found: dict[str, list[Term]] = {}
-    for part in filter(None, map(str.strip, text.split(";"))):
-        name, is_set, terms = part.partition("=")
-        if not is_set or name not in POINTS:
+    points: dict[str, list[Term]] = {}
+    for point in filter(None, map(str.strip, text.split(";"))):
+        name, separator, terms = point.partition("=")
+        if not separator or name not in POINTS:
             known = ", ".join(sorted(POINTS))
-            raise ValueError(f"invalid failpoint {part!r}: expected POINT=TERM; points: {known}")
-        found[name] = [_term(term.strip()) for term in terms.split("->")]
-    return found
+            raise ValueError(f"invalid failpoint {point!r}: expected POINT=TERM; points: {known}")
+        points[name] = [_parse_term(term.strip()) for term in terms.split("->")]
+    return points
 
 
 def armed() -> list[str]:
@@ -156,38 +155,38 @@ def inherited() -> dict[str, str]:
     return {VARIABLE: text} if text else {}
 
 
-def _term(text: str) -> Term:
-    count, counted, rest = text.rpartition("*")
-    action, _, argument = rest.removesuffix(")").partition("(")
+def _parse_term(text: str) -> Term:
+    count, separator, action_text = text.rpartition("*")
+    action, _, argument = action_text.removesuffix(")").partition("(")
     is_known = (
         (action == "off" and not argument)
         or (action == "kill" and argument in ("", "parent"))
         or (action == "delay" and argument.isdecimal())
         or (action == "error" and hasattr(errno, argument))
     )
-    if not is_known or (counted and not count.isdecimal()):
+    if not is_known or (separator and not count.isdecimal()):
         allowed = "off, kill, kill(parent), delay(MILLISECONDS), error(ERRNO), each after COUNT*"
         raise ValueError(f"invalid term {text!r}: expected {allowed}")
-    return Term(action, argument, int(count) if counted else None)
+    return Term(action, argument, int(count) if separator else None)
 
 
 def hit(name: str) -> None:
     """Visit a point; a delay blocks."""
     if _armed:
-        time.sleep(_visited(name))
+        time.sleep(_visit(name))
 
 
 async def reach(name: str) -> None:
     """Visit a point in a coroutine; a delay does not block other tasks."""
-    if _armed and (pause_s := _visited(name)):
+    if _armed and (pause_s := _visit(name)):
         import asyncio  # noqa: PLC0415 - the shim has no use for it
 
         await asyncio.sleep(pause_s)
 
 
-def _visited(name: str) -> float:
+def _visit(name: str) -> float:
     """Perform the action of this visit, and return the seconds to wait."""
-    term = _due(name)
+    term = _find_due_term(name)
     if term is None:
         return 0.0
     if term.action == "kill":
@@ -198,7 +197,7 @@ def _visited(name: str) -> float:
     return int(term.argument) / 1000 if term.action == "delay" else 0.0
 
 
-def _due(name: str) -> Term | None:
+def _find_due_term(name: str) -> Term | None:
     for term in _armed.get(name, ()):
         if term.count is None:
             return term

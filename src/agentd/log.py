@@ -42,7 +42,7 @@ def configure(level: str = "info") -> None:
     Logging never raises: what cannot be written is counted (`agentd.stderr`).
     """
     set_level(level)
-    write: Callable[[Any], object] = _print
+    write: Callable[[Any], object] = _write_stderr
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     if _is_journal(os.environ.get("JOURNAL_STREAM", "")):
         renderers: list[Any] = [structlog.processors.format_exc_info, journal_entry]
@@ -51,11 +51,11 @@ def configure(level: str = "info") -> None:
         plain = structlog.dev.plain_traceback
         renderers = [stamp, structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     else:
-        last = structlog.processors.JSONRenderer()
-        renderers = [stamp, structlog.processors.format_exc_info, last]
+        render_json = structlog.processors.JSONRenderer()
+        renderers = [stamp, structlog.processors.format_exc_info, render_json]
     sink = _Sink(renderers, write)
     structlog.configure(
-        processors=[_drop_below_level, structlog.processors.add_log_level],
+        processors=[_filter_level, structlog.processors.add_log_level],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=lambda *_: sink,
         cache_logger_on_first_use=True,
@@ -79,20 +79,20 @@ class _Sink:
             self._write(rendered)
         except Exception as error:  # noqa: BLE001 - the caller must not fail with its log
             LOST.add(1, f"{name}: {type(error).__name__}")
-        LOST.report(_report)
+        LOST.report(_report_lost)
 
     debug = info = warning = error = critical = msg
 
 
-def _report(lines: int, reason: str) -> None:
+def _report_lost(lines: int, reason: str) -> None:
     log.error("log.lines_lost", lines=lines, reason=reason)
 
 
-def _print(text: str) -> None:
+def _write_stderr(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _drop_below_level(
+def _filter_level(
     _: object, method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
     if _LEVELS.get(method, logging.INFO) < _level:
@@ -103,10 +103,10 @@ def _drop_below_level(
 def _is_journal(stream: str) -> bool:
     """Return whether systemd has connected stderr to the journal."""
     try:
-        found = os.fstat(2)
+        status = os.fstat(2)
     except OSError:
         return False
-    return stream == f"{found.st_dev}:{found.st_ino}"
+    return stream == f"{status.st_dev}:{status.st_ino}"
 
 
 def journal_entry(_: object, method: str, event: structlog.typing.EventDict) -> dict[str, str]:
@@ -138,16 +138,16 @@ class Journal:
         except BlockingIOError:
             LOST.add(1, NO_READER)  # journald is busy: the daemon must not wait for it
         except OSError:
-            _print(fields["MESSAGE"])  # the log of last resort
+            _write_stderr(fields["MESSAGE"])  # the log of last resort
         else:
             LOST.note_written()
 
 
 def serialized(fields: Mapping[str, str]) -> bytes:
     """Encode fields in journald's native protocol: each value after its length."""
-    share = _MOST_BYTES // max(1, len(fields))
+    limit = _MOST_BYTES // max(1, len(fields))
     parts = []
     for name, value in fields.items():
-        raw = value.encode(errors="replace")[: max(share, 1000)]
+        raw = value.encode(errors="replace")[: max(limit, 1000)]
         parts.append(name.encode() + b"\n" + len(raw).to_bytes(8, "little") + raw + b"\n")
     return b"".join(parts)

@@ -82,7 +82,7 @@ class Stderr(io.RawIOBase):
         super().__init__()
         self._descriptor = descriptor
         self._lost = lost
-        self._is_cut = False
+        self._is_line_cut = False
         """Whether the last line was written in part."""
         self._lock = threading.RLock()  # a finalizer may write during a write
 
@@ -99,7 +99,7 @@ class Stderr(io.RawIOBase):
         content = bytes(data)
         try:
             with self._lock:
-                self._write(b"\n" + content if self._is_cut else content)
+                self._write(b"\n" + content if self._is_line_cut else content)
         except OSError as error:
             self._lost.add(max(1, content.count(b"\n")), error.strerror or str(error))
         else:
@@ -115,7 +115,7 @@ class Stderr(io.RawIOBase):
             if not poll.poll(PATIENCE_MS if is_patient else 0):
                 raise OSError(0, NO_READER)
             content = content[os.write(self._descriptor, content[: select.PIPE_BUF]) :]
-            self._is_cut = bool(content)
+            self._is_line_cut = bool(content)
 
 
 def guard() -> None:

@@ -133,7 +133,7 @@ async def test_leader_that_exits_before_its_threads_has_not_ended() -> None:
 
 
 def unified() -> Path | None:
-    return HostHolders()._root()
+    return HostHolders()._find_mount()
 
 
 @pytest.fixture(params=["", "\udcff\r"], ids=["plain", "any bytes"])

@@ -36,7 +36,7 @@ class Hosts:
         allow=(),
         block=(),
         call_timeout_s: float = 5.0,
-        most_memory_bytes: int = PluginTimeouts.most_memory_bytes,
+        most_memory_bytes: int = PluginTimeouts().most_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
         dealing_rules: DealingRules | None = None,
         **targets: str,
@@ -48,7 +48,7 @@ class Hosts:
             allow,
             block,
             features=PROCESS,
-            pace=pace,
+            timeouts=pace,
             points=points,
             dealing_rules=dealing_rules,
         )

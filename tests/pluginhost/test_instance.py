@@ -116,7 +116,7 @@ async def test_a_hung_call_does_not_hold_up_the_end(host, tmp_path, monkeypatch)
     file.write_text("hang")
     instance = made._instances["one"]
     async with asyncio.timeout(10):
-        while not instance._process._turn.locked():
+        while not instance._process._call_lock.locked():
             await asyncio.sleep(0.01)
         await made.close()
 
@@ -161,7 +161,7 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
 async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkeypatch) -> None:
     table, file = scripted(tmp_path, "TellsOfChanges")
     made = host([table], TellsOfChanges="TellsOfChanges")
-    made._instances["one"]._pace = PluginTimeouts(health_interval_s=3600)
+    made._instances["one"]._timeouts = PluginTimeouts(health_interval_s=3600)
     await opened(made)
     file.write_text("none")
     await until(made, lambda: made.listings()[0].devices == ())
@@ -170,7 +170,7 @@ async def test_a_plugin_that_has_events_is_listed_at_once(host, tmp_path, monkey
 async def test_restless_plugin_is_listed_less_often(host, tmp_path) -> None:
     table, file = scripted(tmp_path, "AlwaysTellsOfChanges")
     made = host([table], AlwaysTellsOfChanges="AlwaysTellsOfChanges")
-    made._instances["one"]._pace = PluginTimeouts(health_interval_s=3600)
+    made._instances["one"]._timeouts = PluginTimeouts(health_interval_s=3600)
     with capture_logs() as logged:
         await opened(made)
         told = 0

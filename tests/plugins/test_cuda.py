@@ -57,7 +57,7 @@ class Node:
             [table],
             ["cuda"],
             features=Features("docker"),
-            pace=PluginTimeouts(5, health_interval_s=0.1),
+            timeouts=PluginTimeouts(5, health_interval_s=0.1),
             dealing_rules=dealing_rules,
         )
         self.hosts.append(host)

@@ -75,7 +75,9 @@ def gpu(tmp_path: Path, gpus: Path) -> Path:
 
 def plugin(**settings) -> PluginHost:
     table = PluginTable(name="rocm", plugin="rocm", settings=settings)
-    return PluginHost([table], ["rocm"], features=Features("docker"), pace=PluginTimeouts(5, 0.1))
+    return PluginHost(
+        [table], ["rocm"], features=Features("docker"), timeouts=PluginTimeouts(5, 0.1)
+    )
 
 
 def devices(host: PluginHost) -> list[Device]:

@@ -47,7 +47,7 @@ def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
         allow=plugins.allow,
         block=plugins.block,
         features=features,
-        pace=pace_of(settings),
+        timeouts=pace_of(settings),
         dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
     )
 

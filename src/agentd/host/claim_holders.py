@@ -15,14 +15,15 @@ import select
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
 from agentd.host.processes import NOT_THERE, opened, read_stat, read_uids
 from agentd.procfs import read_lines
 
-_GONE = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
-_CHANGED = select.EPOLLPRI | select.EPOLLET
+_GONE_ERRORS = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
+_EDGE_EVENTS = select.EPOLLPRI | select.EPOLLET
 
 
 class NoSuchHolder(Exception):
@@ -45,17 +46,17 @@ class HostHolders:
         Raises:
             NoSuchHolder: there is none, or it is not the caller's to name.
         """
-        none = NoSuchHolder(f"no process {pid} of yours")
+        no_such_process = NoSuchHolder(f"no process {pid} of yours")
         if not (self._is_in_namespace(caller_pid) and self._is_in_namespace(pid)):
-            raise none
+            raise no_such_process
         with suppress(ProcessLookupError), opened(pid):
             stat = read_stat(pid)
-            is_named = start_time is not None or caller_pid in {pid, stat.parent if stat else 0}
-            is_same = stat is not None and start_time in {None, stat.start_time}
+            may_name = start_time is not None or caller_pid in {pid, stat.parent if stat else 0}
+            is_same_process = stat is not None and start_time in {None, stat.start_time}
             is_own = caller_uid is None or read_uids(pid) == {caller_uid}
-            if stat is not None and is_named and is_same and is_own:
+            if stat is not None and may_name and is_same_process and is_own:
                 return ProcessHolder(pid, stat.start_time)
-        raise none
+        raise no_such_process
 
     def _is_in_namespace(self, pid: int) -> bool:
         """Return whether a process is in agentd's pid namespace: it has one id.
@@ -78,13 +79,13 @@ class HostHolders:
         Raises:
             NoSuchHolder: there is none, it has no process, or it holds agentd or a kernel.
         """
-        root = self._root()
+        root = self._find_mount()
         if root is None:
             raise NoSuchHolder("this host has no cgroups of version 2")
         if not path.startswith("/") or set(path.split("/")[1:]) & {"", ".", ".."}:
             raise NoSuchHolder(f"no cgroup {path}: expected a path as in /proc/PID/cgroup")
         for pid in (os.getpid(), *kernel_pids):
-            own = self._cgroup_of(pid)
+            own = self._read_cgroup(pid)
             if own is not None and f"{own.rstrip('/')}/".startswith(f"{path}/"):
                 raise NoSuchHolder(f"cgroup {path} holds agentd or a kernel")
         folder = Path(f"{root}{path}")
@@ -100,7 +101,7 @@ class HostHolders:
             raise NoSuchHolder(f"cgroup {path} holds agentd or a kernel")
         return CgroupHolder(path, inode)
 
-    def _root(self) -> Path | None:
+    def _find_mount(self) -> Path | None:
         """Return where the hierarchy of version 2 is mounted (proc_pid_mountinfo(5))."""
         for line in read_lines(self._proc / "self/mountinfo"):
             mount, _, source = line.partition(" - ")
@@ -108,7 +109,7 @@ class HostHolders:
                 return Path(mount.split()[4])
         return None
 
-    def _cgroup_of(self, pid: int) -> str | None:
+    def _read_cgroup(self, pid: int) -> str | None:
         with suppress(*NOT_THERE):
             lines = read_lines(self._proc / str(pid) / "cgroup")
             return next((line[3:] for line in lines if line.startswith("0::")), None)
@@ -159,14 +160,14 @@ class HostHolders:
                 case ProcessHolder(pid, start_time):
                     return _open_process(pid, start_time, stack)
                 case CgroupHolder(path, inode):
-                    return _open_cgroup(Path(f"{self._root()}{path}"), inode, stack)
+                    return _open_cgroup(Path(f"{self._find_mount()}{path}"), inode, stack)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno not in _GONE_ERRORS:
                 raise
         return None
 
 
-class _EndSource(NamedTuple):
+class _EndSource(msgspec.Struct, frozen=True):
     """A descriptor that becomes readable when a holder may have ended."""
 
     descriptor: int
@@ -188,7 +189,7 @@ def _open_cgroup(folder: Path, inode: int, stack: ExitStack) -> _EndSource | Non
     events = os.open(folder / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, events)
     changes = stack.enter_context(select.epoll())
-    changes.register(events, _CHANGED)
+    changes.register(events, _EDGE_EVENTS)
     if folder.stat().st_ino != inode:
         return None
 
@@ -214,4 +215,4 @@ def _still_populated(descriptor: int) -> bool:
     try:
         return _is_populated(os.pread(descriptor, 4096, 0))
     except OSError as error:
-        return error.errno not in _GONE
+        return error.errno not in _GONE_ERRORS

@@ -29,67 +29,67 @@ class Lookups:
     """
 
     def __init__(self, most: int = MOST_AT_ONCE) -> None:
-        self._most = most
-        self._free = asyncio.Semaphore(most)
+        self._max_threads = most
+        self._free_threads = asyncio.Semaphore(most)
         self._abandoned: set[threading.Thread] = set()
 
     async def look(
-        self, what: str, function: Callable[[], _T], timeout_s: float | None = None
+        self, subject: str, function: Callable[[], _T], timeout_s: float | None = None
     ) -> _T:
         """Return the result of a function, within `timeout_s` (default: `ANSWER_TIMEOUT_S`).
 
-        `what` names the object of the lookup in errors, unless the function names it (`asking`).
+        `subject` names the object of the lookup in errors, unless the function names it (`asking`).
 
         Raises:
             RuntimeUnavailable: there is no answer in time, or no thread.
             Exception: the function raised it.
         """
         timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
-        if len(self._abandoned) == self._most:
-            raise self._refusal()
+        if len(self._abandoned) == self._max_threads:
+            raise self._busy_error()
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[_T] = loop.create_future()
+        result: asyncio.Future[_T] = loop.create_future()
         has_ended = False
 
-        def ended(answer: Callable[[], None]) -> None:
+        def on_end(set_answer: Callable[[], None]) -> None:
             nonlocal has_ended
             has_ended = True
-            self._free.release()
+            self._free_threads.release()
             self._abandoned.discard(thread)
-            if not found.done():
-                answer()
+            if not result.done():
+                set_answer()
 
         def run() -> None:
             try:
-                answer = partial(found.set_result, function())
+                set_answer = partial(result.set_result, function())
             except Exception as error:  # noqa: BLE001 - raised to the caller
-                answer = partial(found.set_exception, error)
+                set_answer = partial(result.set_exception, error)
             with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(ended, answer)
+                loop.call_soon_threadsafe(on_end, set_answer)
 
-        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread = threading.Thread(target=run, name=subject, daemon=True)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._free.acquire()
-                self._start(thread, what)
+                await self._free_threads.acquire()
+                self._start(thread, subject)
                 try:
-                    return await found
+                    return await result
                 finally:
                     if not has_ended:
                         self._abandoned.add(thread)
         except TimeoutError:
             if thread.ident is None:  # it had no place
-                raise self._refusal() from None
-            why = f"{thread.name} does not answer within {timeout_s:g} s"
-            raise RuntimeUnavailable(why) from None
+                raise self._busy_error() from None
+            reason = f"{thread.name} does not answer within {timeout_s:g} s"
+            raise RuntimeUnavailable(reason) from None
 
-    def _refusal(self) -> RuntimeUnavailable:
+    def _busy_error(self) -> RuntimeUnavailable:
         names = ", ".join(sorted({thread.name for thread in self._abandoned})) or "too many at once"
         return RuntimeUnavailable(f"earlier lookups do not answer: {names}")
 
-    def _start(self, thread: threading.Thread, what: str) -> None:
+    def _start(self, thread: threading.Thread, subject: str) -> None:
         try:
             thread.start()
         except RuntimeError as error:  # no free process id
-            self._free.release()
-            raise RuntimeUnavailable(f"{what} cannot be looked up: {error}") from None
+            self._free_threads.release()
+            raise RuntimeUnavailable(f"{subject} cannot be looked up: {error}") from None

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-_DISPLAY = "0x03"
+_DISPLAY_CLASS = "0x03"
 """Class of display and 3D controllers in PCI configuration space."""
 _DRIVERS = {"NVIDIA": "nvidia", "AMD": "amdgpu"}
 _PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
@@ -21,23 +21,23 @@ def host_warnings(
 
     `plugins` are the loaded entry points.
     """
-    found = list(_drivers(root, frozenset(plugins)))
+    warnings = list(_driver_warnings(root, frozenset(plugins)))
     if docker_socket is None:
-        return [*_cgroups(root), *found]
+        return [*_cgroup_warning(root), *warnings]
     if docker_socket.exists():
-        found += [*_engine(root), *_apparmor(root)]
-    return found
+        warnings += [*_live_restore_warning(root), *_apparmor_warning(root)]
+    return warnings
 
 
-def _engine(root: Path) -> Iterator[str]:
+def _live_restore_warning(root: Path) -> Iterator[str]:
     with suppress(OSError, ValueError):
-        said = json.loads((root / "etc/docker/daemon.json").read_bytes())
-        if said.get("live-restore") is True:
+        settings = json.loads((root / "etc/docker/daemon.json").read_bytes())
+        if settings.get("live-restore") is True:
             return
     for folder in (root / "proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"dockerd") and b"--live-restore" in words:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            if arguments[0].endswith(b"dockerd") and b"--live-restore" in arguments:
                 return
     yield (
         "the Docker Engine has no live-restore: restarting it ends its kernels"
@@ -45,7 +45,7 @@ def _engine(root: Path) -> Iterator[str]:
     )
 
 
-def _apparmor(root: Path) -> Iterator[str]:
+def _apparmor_warning(root: Path) -> Iterator[str]:
     with suppress(OSError):
         is_on = (root / "sys/module/apparmor/parameters/enabled").read_text("ascii") == "Y\n"
         parsers = ("sbin/apparmor_parser", "usr/sbin/apparmor_parser")
@@ -56,7 +56,7 @@ def _apparmor(root: Path) -> Iterator[str]:
             )
 
 
-def _cgroups(root: Path) -> Iterator[str]:
+def _cgroup_warning(root: Path) -> Iterator[str]:
     if (root / "sys/fs/cgroup").is_dir() and not (
         root / "sys/fs/cgroup/cgroup.controllers"
     ).exists():
@@ -66,13 +66,13 @@ def _cgroups(root: Path) -> Iterator[str]:
         )
 
 
-def _drivers(root: Path, plugins: frozenset[str]) -> Iterator[str]:
+def _driver_warnings(root: Path, plugins: frozenset[str]) -> Iterator[str]:
     """Compare the GPUs on the PCI bus with drivers and plugins."""
     vendors = set()
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
             vendor = (device / "vendor").read_text("ascii").strip()
-            if (device / "class").read_text("ascii").startswith(_DISPLAY):
+            if (device / "class").read_text("ascii").startswith(_DISPLAY_CLASS):
                 vendors.add(_VENDORS.get(vendor, ""))
     for vendor, driver in _DRIVERS.items():
         is_loaded = (root / "sys/module" / driver).exists()

@@ -74,19 +74,19 @@ def is_port_free(address: str, protocol: str, port: int) -> bool:
 
 def probe(root: Path = Path("/")) -> Host:
     """Probe this host; `root` contains its /sys and /proc."""
-    nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
+    nodes = dict(_read_numa_nodes(root / "sys/devices/system/node"))
     cores = {core: nodes.get(core) for core in os.sched_getaffinity(0)}
-    limits = [_total_memory(root), *_cgroup_limits(root)]
-    physical = _physical_cores(root / "sys/devices/system/cpu", cores)
+    limits = [_read_total_memory(root), *_read_memory_limits(root)]
+    physical = _read_physical_cores(root / "sys/devices/system/cpu", cores)
     return Host(cores, min(limits), physical)
 
 
-def _physical_cores(folder: Path, cores: Iterable[int]) -> dict[int, str]:
+def _read_physical_cores(folder: Path, cores: Iterable[int]) -> dict[int, str]:
     """Return the physical core of each hardware thread, as far as it is known.
 
     Core ids are unique within a package (Documentation/admin-guide/cputopology.rst).
     """
-    found = {}
+    physical_by_core = {}
     for core in cores:
         topology = folder / f"cpu{core}" / "topology"
         try:
@@ -96,11 +96,11 @@ def _physical_cores(folder: Path, cores: Iterable[int]) -> dict[int, str]:
             )
         except (OSError, ValueError):
             continue
-        found[core] = f"core-{package}-{number}"
-    return found
+        physical_by_core[core] = f"core-{package}-{number}"
+    return physical_by_core
 
 
-def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
+def _read_numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
     for path in folder.glob("node[0-9]*/cpulist"):
         node = int(path.parent.name.removeprefix("node"))
         for core in parse_cpu_list(path.read_text(encoding="ascii")):
@@ -109,7 +109,7 @@ def _numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
 
 def numa_nodes_of(cores: Iterable[str], root: Path = Path("/")) -> list[int]:
     """Return the NUMA nodes of some cores, as far as they are known."""
-    nodes = dict(_numa_nodes(root / "sys/devices/system/node"))
+    nodes = dict(_read_numa_nodes(root / "sys/devices/system/node"))
     return sorted({nodes[int(core)] for core in cores if int(core) in nodes})
 
 
@@ -123,14 +123,14 @@ def parse_cpu_list(text: str) -> list[int]:
     return cores
 
 
-def _total_memory(root: Path) -> int:
+def _read_total_memory(root: Path) -> int:
     for line in read_lines(root / "proc/meminfo"):
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * 1024
     raise OSError(f"{root}proc/meminfo has no MemTotal")
 
 
-def _cgroup_limits(root: Path) -> Iterator[int]:
+def _read_memory_limits(root: Path) -> Iterator[int]:
     """Yield the memory limits of this process's cgroups and their ancestors."""
     try:
         lines = read_lines(root / "proc/self/cgroup")
@@ -145,10 +145,10 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         else:
             continue
         folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
+        for ancestor in (folder, *folder.parents):
             with suppress(OSError, ValueError):
-                yield int((place / name).read_bytes())
-            if place == base:
+                yield int((ancestor / name).read_bytes())
+            if ancestor == base:
                 break
 
 

@@ -17,18 +17,19 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.procfs import read_lines
 
 WITHOUT_DESCRIPTOR_S = 1.0
 """Seconds between polls of a process while no file descriptor is available."""
 NOT_THERE = (FileNotFoundError, ProcessLookupError)
-_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 """Maximum processes that one pass kills, each by a file descriptor of its own."""
 
 
-class Stat(NamedTuple):
+class Stat(msgspec.Struct, frozen=True):
     """Fields of /proc/PID/stat; `start_time` in ticks since boot."""
 
     pid: int
@@ -38,7 +39,7 @@ class Stat(NamedTuple):
     start_time: int
 
 
-class Proc(NamedTuple):
+class Proc(msgspec.Struct, frozen=True):
     """One process, unique until the next boot."""
 
     pid: int
@@ -46,8 +47,8 @@ class Proc(NamedTuple):
 
     def is_alive(self) -> bool:
         """Return whether it runs; a zombie does not."""
-        now = read_stat(self.pid)
-        return now is not None and now.start_time == self.start_time and now.state not in "ZX"
+        stat = read_stat(self.pid)
+        return stat is not None and stat.start_time == self.start_time and stat.state not in "ZX"
 
     def signal(self, number: int) -> None:
         """Send a signal to exactly this process, if it exists.
@@ -63,17 +64,17 @@ class Proc(NamedTuple):
         """Wait until it has ended, polling only if no descriptor is available."""
         while True:
             try:
-                return await self._ended()
+                return await self._wait_readable()
             except OSError:
                 await asyncio.sleep(WITHOUT_DESCRIPTOR_S)
 
-    async def _ended(self) -> None:
+    async def _wait_readable(self) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         with suppress(ProcessLookupError), opened(self.pid) as descriptor:
             try:
                 if self.is_alive():
-                    loop.add_reader(descriptor, _settled, done)
+                    loop.add_reader(descriptor, _resolve, done)
                     await done
             finally:
                 loop.remove_reader(descriptor)
@@ -100,28 +101,28 @@ def opened(pid: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def strike(look: Callable[[], set[int]], struck: set[int]) -> bool:
-    """Kill some processes that `look` returns and that are not `struck`; False if there are none.
+def strike(find_pids: Callable[[], set[int]], killed: set[int]) -> bool:
+    """Kill the processes that `find_pids` returns, except `killed` ones; False if there are none.
 
-    A process is killed only if `look` returns it before and after its descriptor was opened, so no
-    signal reaches a successor. A quick `look` can catch processes that fork and exit without pause,
-    which a scan of all processes never does.
+    A process is killed only if `find_pids` returns it before and after its descriptor was opened,
+    so no signal reaches a successor. A quick `find_pids` can catch processes that fork and exit
+    without pause, which a scan of all processes never does.
 
     Raises:
         OSError: it is unknown whether a process exists.
     """
-    meant = sorted(look() - struck)[:_AT_ONCE]
-    if not meant:
+    pids = sorted(find_pids() - killed)[:_MAX_AT_ONCE]
+    if not pids:
         return False
     with ExitStack() as stack:
-        held: dict[int, int] = {}
-        for pid in meant:
+        descriptors: dict[int, int] = {}
+        for pid in pids:
             with suppress(ProcessLookupError):
-                held[pid] = stack.enter_context(opened(pid))
-        for pid in held.keys() & look():
+                descriptors[pid] = stack.enter_context(opened(pid))
+        for pid in descriptors.keys() & find_pids():
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(held[pid], signal.SIGKILL)
-            struck.add(pid)
+                signal.pidfd_send_signal(descriptors[pid], signal.SIGKILL)
+            killed.add(pid)
     return True
 
 
@@ -134,7 +135,7 @@ def children(pid: int) -> set[int]:
     return {int(child) for child in text.split()}
 
 
-def _settled(done: asyncio.Future[None]) -> None:
+def _resolve(done: asyncio.Future[None]) -> None:
     if not done.done():
         done.set_result(None)
 
@@ -188,15 +189,15 @@ def all_processes() -> Iterator[Stat]:
             yield stat
 
 
-def descendants(roots: Iterable[int], everyone: Iterable[Stat]) -> set[int]:
+def descendants(roots: Iterable[int], processes: Iterable[Stat]) -> set[int]:
     """Return the direct and indirect descendants of processes, including adopted ones."""
-    started: dict[int, list[int]] = {}
-    for stat in everyone:
-        started.setdefault(stat.parent, []).append(stat.pid)
-    found: set[int] = set()
+    children_of: dict[int, list[int]] = {}
+    for stat in processes:
+        children_of.setdefault(stat.parent, []).append(stat.pid)
+    pids: set[int] = set()
     pending = list(roots)
     while pending:
-        for pid in started.get(pending.pop(), ()):
-            found.add(pid)
+        for pid in children_of.get(pending.pop(), ()):
+            pids.add(pid)
             pending.append(pid)
-    return found
+    return pids

@@ -50,8 +50,8 @@ from agentd.pluginhost.protocol import (
 
 _PR_SET_PDEATHSIG = 1
 _EVENT_WAIT_S = 60.0
-_LEAST_PAUSE_S = 0.1
-_MORE_LIKELY_TO_BE_KILLED = "500"
+_MIN_PAUSE_S = 0.1
+_OOM_SCORE = "500"
 
 
 class NoPluginError(TypeError):
@@ -61,9 +61,9 @@ class NoPluginError(TypeError):
 class PluginServer:
     """One plugin and its channel."""
 
-    def __init__(self, channel: socket.socket, order: PluginStart) -> None:
+    def __init__(self, channel: socket.socket, start: PluginStart) -> None:
         self._channel = channel
-        self._order = order
+        self._start = start
         self._sending = threading.Lock()
         self._class: type[AcceleratorPlugin] | None = None
         self._plugin: AcceleratorPlugin | None = None
@@ -83,11 +83,11 @@ class PluginServer:
             result = encode(getattr(self, call.method)(*call.arguments))
             return PluginAnswer(call.number, msgspec.Raw(result))
         except BaseException as error:
-            failure = _failure(error)
-            why = said(error)
+            failure = _failure_kind(error)
+            text = said(error)
             if failure is Failure.ABSENT:  # an answer, not an error of the plugin
-                why = why.removeprefix(f"{type(error).__name__}: ")
-            return PluginAnswer(call.number, error=why, failure=failure)
+                text = text.removeprefix(f"{type(error).__name__}: ")
+            return PluginAnswer(call.number, error=text, failure=failure)
 
     def _send(self, message: Message) -> None:
         try:
@@ -100,7 +100,7 @@ class PluginServer:
             self._channel.sendall(frame)
 
     def load(self) -> Facts:
-        module, _, attributes = self._order.target.partition(":")
+        module, _, attributes = self._start.target.partition(":")
         before = set(sys.modules)
         loaded: Any = importlib.import_module(module)
         for attribute in filter(None, attributes.split(".")):
@@ -118,10 +118,10 @@ class PluginServer:
         )
 
     def validate(self) -> Sequence[Any]:
-        return list(self._loaded.validate(self._order.settings))
+        return list(self._loaded.validate(self._start.settings))
 
     def open(self) -> None:
-        plugin = self._made
+        plugin = self._instance
         if plugin.api_version != API_VERSION:
             raise NoPluginError(
                 f"unsupported plugin API {plugin.api_version} (supported: {API_VERSION})"
@@ -129,7 +129,7 @@ class PluginServer:
         plugin.open()
         self._is_open = True
         if _overrides(type(plugin), "wait_for_change"):
-            threading.Thread(target=self._watch, name="events", daemon=True).start()
+            threading.Thread(target=self._report_changes, name="events", daemon=True).start()
 
     def listing(self) -> DeviceListing:
         return DeviceListing(list(self._opened.slot_types()), list(self._opened.list_devices()))
@@ -141,9 +141,9 @@ class PluginServer:
         )
 
     def container_edits(self, allocation: object, features: object) -> object:
-        given = msgspec.convert(allocation, type=list[AllocatedDevice])
-        plugin = self._opened if given else self._made
-        return plugin.container_edits(given, msgspec.convert(features, type=Features))
+        devices = msgspec.convert(allocation, type=list[AllocatedDevice])
+        plugin = self._opened if devices else self._instance
+        return plugin.container_edits(devices, msgspec.convert(features, type=Features))
 
     def measure(self) -> Sequence[object]:
         return list(self._opened.measure())
@@ -162,35 +162,35 @@ class PluginServer:
         return self._class
 
     @property
-    def _made(self) -> AcceleratorPlugin:
+    def _instance(self) -> AcceleratorPlugin:
         if self._plugin is None:
-            self._plugin = self._loaded(self._order.name, self._order.settings)
+            self._plugin = self._loaded(self._start.name, self._start.settings)
         return self._plugin
 
     @property
     def _opened(self) -> AcceleratorPlugin:
         if not self._is_open:
             raise LookupError("the plugin is not open")
-        return self._made
+        return self._instance
 
-    def _watch(self) -> None:
+    def _report_changes(self) -> None:
         """Report changes while the plugin can wait for them, and is not to close."""
         while not self._closing.is_set():
-            began = time.monotonic()
+            started_s = time.monotonic()
             try:
                 if self._opened.wait_for_change(_EVENT_WAIT_S):
                     self._send(Changed())
             except BaseException as error:
                 print(f"no more events: {said(error)}", flush=True)  # noqa: T201 - to the log
                 return
-            self._closing.wait(max(0.0, _LEAST_PAUSE_S - (time.monotonic() - began)))
+            self._closing.wait(max(0.0, _MIN_PAUSE_S - (time.monotonic() - started_s)))
 
 
 def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:
     return getattr(loaded, method) is not getattr(AcceleratorPlugin, method)
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure_kind(error: BaseException) -> Failure:
     if isinstance(error, NotPresent):
         return Failure.ABSENT
     return Failure.INVALID if isinstance(error, NoPluginError) else Failure.RAISED
@@ -215,7 +215,7 @@ def _die_with_the_daemon(parent: int) -> None:
 def _be_killed_before_the_daemon() -> None:
     """Raise the OOM score, so that a leaking plugin is killed before the daemon."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_MORE_LIKELY_TO_BE_KILLED)
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
 def main() -> None:
@@ -228,12 +228,12 @@ def main() -> None:
     body = receive(channel)
     if body is None:
         return
-    order = msgspec.msgpack.decode(body, type=PluginStart)
-    if order.protocol != PROTOCOL:
-        raise SystemExit(f"unsupported plugin protocol: got {order.protocol}, expected {PROTOCOL}")
-    sys.path[:] = order.path
+    start = msgspec.msgpack.decode(body, type=PluginStart)
+    if start.protocol != PROTOCOL:
+        raise SystemExit(f"unsupported plugin protocol: got {start.protocol}, expected {PROTOCOL}")
+    sys.path[:] = start.path
     with contextlib.suppress(ConnectionError):
-        PluginServer(channel, order).serve()
+        PluginServer(channel, start).serve()
     os._exit(0)
 
 

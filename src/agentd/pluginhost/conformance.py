@@ -39,7 +39,7 @@ from agentd.services.protocols import PluginListing
 
 _T = TypeVar("_T")
 _AGENTS = ("first", "second")
-_ENGINES = (Features("process"), Features("docker", device_requests=True))
+_FEATURES = (Features("process"), Features("docker", device_requests=True))
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -54,83 +54,87 @@ class Finding(msgspec.Struct, frozen=True):
     tried: bool = True
 
 
-class _Failed(Exception):
+class _CheckFailed(Exception):
     """A check failed, so the checks after it are skipped."""
 
 
 class Conformance:
     """One run of the suite on one plugin."""
 
-    def __init__(self, wanted: Wanted, pace: PluginTimeouts) -> None:
-        self._wanted = wanted
-        self._timeout_s = pace.call_timeout_s
+    def __init__(self, spec: Wanted, timeouts: PluginTimeouts) -> None:
+        self._spec = spec
+        self._timeout_s = timeouts.call_timeout_s
         self.findings: list[Finding] = []
 
     async def run(self) -> list[Finding]:
         """Run all checks and return the findings."""
-        wanted = self._wanted
-        process = await PluginProcess.start(
-            wanted.name, wanted.target, wanted.settings, lambda: None
-        )
+        spec = self._spec
+        process = await PluginProcess.start(spec.name, spec.target, spec.settings, lambda: None)
         try:
             await self._run(process)
-        except _Failed:
+        except _CheckFailed:
             pass
         finally:
             await process.end("the check is over")
         return self.findings
 
     async def _run(self, process: PluginProcess) -> None:
-        facts = await self._tried("it is imported", lambda: self._load(process))
-        self._say("it imports agentd.plugin_api alone", ", ".join(facts.imports_of_agentd))
-        await self._tried("its settings are valid", lambda: self._validate(process))
-        await self._tried("it opens", lambda: process.call("open", timeout_s=OPEN_TIMEOUT_S))
-        listing = await self._tried("it lists slots and devices", lambda: self._listed(process))
-        again = await self._tried("it lists them again", lambda: self._listed(process))
-        self._say("ids are the same in two listings", _moved(listing, again))
-        changed = "" if listing.slot_types == again.slot_types else "they are others"
-        self._say("slot types are the same in two listings", changed)
+        facts = await self._check("it is imported", lambda: self._load(process))
+        self._record("it imports agentd.plugin_api alone", ", ".join(facts.imports_of_agentd))
+        await self._check("its settings are valid", lambda: self._validate(process))
+        await self._check("it opens", lambda: process.call("open", timeout_s=OPEN_TIMEOUT_S))
+        listing = await self._check("it lists slots and devices", lambda: self._list(process))
+        again = await self._check("it lists them again", lambda: self._list(process))
+        self._record("ids are the same in two listings", _changed_ids(listing, again))
+        difference = "" if listing.slot_types == again.slot_types else "they are others"
+        self._record("slot types are the same in two listings", difference)
         if facts.has_partition:
             known = Inventory.of(listing.slot_types, listing.devices).devices
-            first = await self._tried(
-                "it deals its devices", lambda: self._dealt(process, known, known)
+            dealing = await self._check(
+                "it deals its devices",
+                lambda: self._deal(process, known, known),
             )
-            other = await self._tried(
-                "it deals them again", lambda: self._dealt(process, known, known[::-1])
+            other = await self._check(
+                "it deals them again",
+                lambda: self._deal(process, known, known[::-1]),
             )
-            self._say("it deals the same way in another order", _dealt_otherwise(first, other))
-        await self._tried(
-            "it says how to hide its devices", lambda: self._edits(process, [], _ENGINES[0])
+            self._record(
+                "it deals the same way in another order",
+                _reassigned(dealing, other),
+            )
+        await self._check(
+            "it says how to hide its devices",
+            lambda: self._ask_edits(process, [], _FEATURES[0]),
         )
-        devices = [_whole(device) for device in listing.devices]
+        devices = [_allocate_whole(device) for device in listing.devices]
         if not devices:
-            nothing = Finding(
+            skipped = Finding(
                 "its devices' needs", passed=True, detail="it lists none", tried=False
             )
-            self.findings.append(nothing)
-        for features in _ENGINES if devices else ():
-            edits = await self._tried(
+            self.findings.append(skipped)
+        for features in _FEATURES if devices else ():
+            edits = await self._check(
                 f"it says what its devices need ({features.runtime})",
-                partial(self._edits, process, devices, features),
+                partial(self._ask_edits, process, devices, features),
             )
-            self._say(f"what they need is there ({features.runtime})", ", ".join(missing(edits)))
+            self._record(f"what they need is there ({features.runtime})", ", ".join(missing(edits)))
         if facts.has_measurements:
-            await self._tried("it measures", lambda: self._measure(process, listing))
+            await self._check("it measures", lambda: self._measure(process, listing))
         if facts.hears_kernels and devices:
-            await self._tried("it hears of kernels", lambda: self._tell(process, devices))
-        await self._tried("it closes", lambda: process.call("close", timeout_s=CLOSE_TIMEOUT_S))
+            await self._check("it hears of kernels", lambda: self._notify(process, devices))
+        await self._check("it closes", lambda: process.call("close", timeout_s=CLOSE_TIMEOUT_S))
 
-    async def _tried(self, check: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+    async def _check(self, check: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         try:
             result = await attempt()
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             self.findings.append(Finding(check, passed=False, detail=str(error)))
-            raise _Failed from None
+            raise _CheckFailed from None
         self.findings.append(Finding(check, passed=True))
         return result
 
-    def _say(self, check: str, wrong: str) -> None:
-        self.findings.append(Finding(check, passed=not wrong, detail=wrong))
+    def _record(self, check: str, problem: str) -> None:
+        self.findings.append(Finding(check, passed=not problem, detail=problem))
 
     async def _load(self, process: PluginProcess) -> Facts:
         facts: Facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
@@ -138,23 +142,23 @@ class Conformance:
         return facts
 
     async def _validate(self, process: PluginProcess) -> None:
-        wrong = await process.call("validate", timeout_s=self._timeout_s)
-        if wrong:
-            raise InvalidAnswer("; ".join(f"{item.key}: {item.why}" for item in wrong))
+        problems = await process.call("validate", timeout_s=self._timeout_s)
+        if problems:
+            raise InvalidAnswer("; ".join(f"{item.key}: {item.why}" for item in problems))
 
-    async def _listed(self, process: PluginProcess) -> PluginListing:
-        found = await process.call("listing", timeout_s=self._timeout_s)
-        return checked_listing(self._wanted.name, found.slot_types, found.devices)
+    async def _list(self, process: PluginProcess) -> PluginListing:
+        listing = await process.call("listing", timeout_s=self._timeout_s)
+        return checked_listing(self._spec.name, listing.slot_types, listing.devices)
 
-    async def _dealt(
-        self, process: PluginProcess, known: Sequence[Device], asked: Sequence[Device]
+    async def _deal(
+        self, process: PluginProcess, known: Sequence[Device], order: Sequence[Device]
     ) -> Dealing:
-        """Ask the plugin to deal devices, in the order of `asked`."""
-        agents, devices = list(_AGENTS), asked_devices(asked)
+        """Ask the plugin to deal devices, in the order of `order`."""
+        agents, devices = list(_AGENTS), asked_devices(order)
         call = process.call("partition", devices, agents, timeout_s=self._timeout_s)
         return checked_dealing(await call, known, agents)
 
-    async def _edits(
+    async def _ask_edits(
         self, process: PluginProcess, devices: list[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         call = process.call("container_edits", devices, features, timeout_s=self._timeout_s)
@@ -163,16 +167,16 @@ class Conformance:
             raise InvalidAnswer("expected only variables: hiding needs no files, mounts or names")
         return edits
 
-    async def _tell(self, process: PluginProcess, devices: list[AllocatedDevice]) -> None:
+    async def _notify(self, process: PluginProcess, devices: list[AllocatedDevice]) -> None:
         for step in ("before-create", "after-start", "before-stop", "after-stop"):
             event = KernelEvent(step, "check", devices[:1])
             await process.call("kernel_event", event, timeout_s=self._timeout_s)
 
     async def _measure(self, process: PluginProcess, listing: PluginListing) -> None:
-        measured = await process.call("measure", timeout_s=self._timeout_s)
+        measurements = await process.call("measure", timeout_s=self._timeout_s)
         known = {d.stable_id for d in listing.devices} | {d.parent for d in listing.devices}
-        if strange := sorted({item.stable_id for item in measured} - known):
-            raise InvalidAnswer(f"measurements of unlisted devices: {', '.join(strange)}")
+        if unlisted := sorted({item.stable_id for item in measurements} - known):
+            raise InvalidAnswer(f"measurements of unlisted devices: {', '.join(unlisted)}")
 
 
 def missing(edits: ContainerEdits) -> Iterator[str]:
@@ -190,22 +194,22 @@ def missing(edits: ContainerEdits) -> Iterator[str]:
             yield f"{mount.source}: No such file or directory"
 
 
-def _whole(device: Device) -> AllocatedDevice:
+def _allocate_whole(device: Device) -> AllocatedDevice:
     """Return a device as a kernel gets it that holds all of it."""
     amounts = {offer.slot: format_amount(offer.capacity, offer.kind) for offer in device.slots}
     primary = amounts[device.slot]
     return AllocatedDevice(device.device_id.id, device.stable_id, device.slot, primary, amounts)
 
 
-def _moved(first: PluginListing, second: PluginListing) -> str:
+def _changed_ids(first: PluginListing, second: PluginListing) -> str:
     """Describe the ids that differ between two listings."""
     before = {d.stable_id: (d.device_id.id, d.slot_names) for d in first.devices}
     after = {d.stable_id: (d.device_id.id, d.slot_names) for d in second.devices}
-    moved = {name for name in {*before, *after} if before.get(name) != after.get(name)}
-    return ", ".join(sorted(moved))
+    differing = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    return ", ".join(sorted(differing))
 
 
-def _dealt_otherwise(first: Dealing, other: Dealing) -> str:
+def _reassigned(first: Dealing, other: Dealing) -> str:
     """Return the devices that the second dealing gives to another agent."""
     owners = [
         {name: agent for agent, names in dealing.devices.items() for name in names}

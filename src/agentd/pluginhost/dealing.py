@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from agentd.core.devices import (
     Device,
@@ -27,7 +28,7 @@ from agentd.services.protocols import PluginListing
 from agentd.state.folder import StateFolder
 
 
-class DealingRules(NamedTuple):
+class DealingRules(msgspec.Struct, frozen=True):
     """The agents that plugins deal to, and the store with earlier dealings."""
 
     agents: tuple[str, ...]
@@ -36,9 +37,9 @@ class DealingRules(NamedTuple):
     def known(self, listing: PluginListing) -> list[Device]:
         """Return listed and missing devices with their ids, in natural order."""
         name = listing.name
-        past = [d for d in self.store.load_devices() if d.device_id.name == name]
-        listed = listing.in_last_form(past).devices
-        known = with_remembered(with_shared_health(listed), past)
+        remembered = [d for d in self.store.load_devices() if d.device_id.name == name]
+        listed = listing.in_last_form(remembered).devices
+        known = with_remembered(with_shared_health(listed), remembered)
         return sorted(known, key=lambda device: natural_key(device.device_id.id))
 
     def kept(self, name: str, known: Sequence[Device]) -> Dealing | None:
@@ -86,11 +87,11 @@ def checked_dealing(
                 f"it deals devices to an unknown agent {shortened(agent)}"
                 f" (there are: {', '.join(agents)})"
             )
-    given = Counter(device_id for ids in info.devices.values() for device_id in ids)
-    for device_id, times in given.items():
+    counts = Counter(device_id for ids in info.devices.values() for device_id in ids)
+    for device_id, count in counts.items():
         if device_id not in by_id:
             raise InvalidAnswer(f"it deals an unknown device {shortened(device_id)}")
-        if times > 1:
+        if count > 1:
             raise InvalidAnswer(f"it deals {device_id} more than once")
     shares = {agent: [by_id[n] for n in info.devices.get(agent, ())] for agent in agents}
     reason = one_line(info.reason)
@@ -104,11 +105,11 @@ def _refuse_unequal(shares: Mapping[str, Sequence[Device]]) -> None:
     counts = {
         agent: Counter(device.slot_names for device in share) for agent, share in shares.items()
     }
-    for slots in sorted({slots for mine in counts.values() for slots in mine}):
-        numbers = {agent: mine[slots] for agent, mine in counts.items()}
+    for slots in sorted({slots for device_counts in counts.values() for slots in device_counts}):
+        numbers = {agent: device_counts[slots] for agent, device_counts in counts.items()}
         if max(numbers.values()) - min(numbers.values()) > 1:
-            shown = ", ".join(f"{agent} {number}" for agent, number in numbers.items())
+            text = ", ".join(f"{agent} {number}" for agent, number in numbers.items())
             raise InvalidAnswer(
                 f"it deals unequal numbers of devices with {', '.join(slots)} without a reason:"
-                f" {shown}"
+                f" {text}"
             )

@@ -31,44 +31,44 @@ _ROUNDS = 5
 def new_mark() -> str:
     """Return a mark for one process of this daemon."""
     own = read_stat(os.getpid())
-    return f"{os.getpid()}.{own.start_time if own else 0}.{_namespace()}.{uuid.uuid4().hex}"
+    return f"{os.getpid()}.{own.start_time if own else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
 
 
 def end_marked(mark: str) -> None:
     """Kill every process that carries this mark."""
-    _end(lambda other: other == mark)
+    _kill_matching(lambda candidate: candidate == mark)
 
 
 def end_left_over() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
-    _end(_is_left_over)
+    _kill_matching(_is_orphaned)
 
 
-def _end(is_meant: Callable[[str], bool]) -> None:
+def _kill_matching(matches: Callable[[str], bool]) -> None:
     for _ in range(_ROUNDS):
-        found = [
+        processes = [
             Proc(stat.pid, stat.start_time)
             for stat in all_processes()
             if (mark := read_env(stat.pid).get(MARK))
-            and is_meant(mark)
+            and matches(mark)
             and read_uids(stat.pid) == {os.geteuid()}
         ]
-        for process in found:
+        for process in processes:
             log.warning("plugin.helper_ended", pid=process.pid)
             process.signal(signal.SIGKILL)
-        if not found:
+        if not processes:
             return
 
 
-def _namespace() -> str:
+def _pid_namespace() -> str:
     """Return the number of this process's pid namespace (pid_namespaces(7))."""
     return Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
 
 
-def _is_left_over(mark: str) -> bool:
+def _is_orphaned(mark: str) -> bool:
     """Return whether a mark belongs to this pid namespace, and its daemon has ended."""
     match mark.split("."):
         case [pid, start_time, namespace, _] if pid.isdecimal() and start_time.isdecimal():
             is_alive = Proc(int(pid), int(start_time)).is_alive()
-            return namespace == _namespace() and not is_alive
+            return namespace == _pid_namespace() and not is_alive
     return False

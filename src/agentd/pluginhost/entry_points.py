@@ -32,11 +32,13 @@ class EntryPoints:
     """Entry points by name, and the names that several distributions claim."""
 
     def __init__(self, points: Iterable[EntryPoint]) -> None:
-        found: dict[str, list[EntryPoint]] = {}
+        by_name: dict[str, list[EntryPoint]] = {}
         for point in points:
-            found.setdefault(point.name, []).append(point)
-        self._targets = {name: same[0].value for name, same in found.items() if len(same) == 1}
-        self.clashes = {name: _clash(name, same) for name, same in found.items() if len(same) > 1}
+            by_name.setdefault(point.name, []).append(point)
+        self._targets = {name: group[0].value for name, group in by_name.items() if len(group) == 1}
+        self.clashes = {
+            name: _clash_problem(name, group) for name, group in by_name.items() if len(group) > 1
+        }
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets.keys() | self.clashes.keys())
@@ -55,11 +57,11 @@ class EntryPoints:
     def missing(self, name: str) -> str:
         """Return the error for a missing entry point, with the nearest installed one."""
         hint = did_you_mean(name, self, 0.6)
-        have = ", ".join(sorted(self)) or "none"
-        return f"no entry point {name!r} is installed; {hint}installed: {have}"
+        names = ", ".join(sorted(self)) or "none"
+        return f"no entry point {name!r} is installed; {hint}installed: {names}"
 
 
-def _clash(name: str, points: Iterable[EntryPoint]) -> str:
+def _clash_problem(name: str, points: Iterable[EntryPoint]) -> str:
     owners = sorted(point.dist.name if point.dist else point.value for point in points)
     return f"entry point {name!r} is claimed by {' and '.join(owners)}; uninstall one of them"
 
@@ -69,11 +71,11 @@ def settings_schemas(points: Iterable[EntryPoint]) -> dict[str, dict[str, Any]]:
 
     The packages are found and not imported.
     """
-    found = {}
+    schemas = {}
     for point in points:
         spec = find_spec(point.module.partition(".")[0])
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(FileNotFoundError):
                 text = (Path(folder) / SCHEMA_FILE).read_text(encoding="utf-8")
-                found[point.name] = json.loads(text)
-    return found
+                schemas[point.name] = json.loads(text)
+    return schemas

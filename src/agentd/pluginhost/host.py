@@ -50,32 +50,32 @@ class PluginHost:
         block: Sequence[str] = (),
         *,
         features: Features,
-        pace: PluginTimeouts | None = None,
+        timeouts: PluginTimeouts | None = None,
         points: Sequence[EntryPoint] | None = None,
         dealing_rules: DealingRules | None = None,
     ) -> None:
         self._points = EntryPoints(installed() if points is None else points)
         self._tables = tuple(tables)
-        self._choices = {"allow": tuple(allow), "block": tuple(block)}
+        self._named_by_operator = {"allow": tuple(allow), "block": tuple(block)}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
         self._instances: dict[str, PluginInstance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         with_table: dict[str, PluginInstance] = {}
-        for wanted, state, reason in _wanted(tables, set(allow), set(block), self._points):
+        for spec, state, reason in _plugin_specs(tables, set(allow), set(block), self._points):
             instance = PluginInstance(
-                wanted,
+                spec,
                 features,
-                pace or PluginTimeouts(),
-                self._note,
+                timeouts or PluginTimeouts(),
+                self._on_change,
                 dealing_rules,
-                with_table.get(wanted.plugin),
+                with_table.get(spec.plugin),
             )
-            if wanted.has_table:
-                with_table.setdefault(wanted.plugin, instance)
+            if spec.has_table:
+                with_table.setdefault(spec.plugin, instance)
             if state is not PluginState.PENDING:
                 instance.settle(state, reason)
-            self._instances[wanted.name] = instance
+            self._instances[spec.name] = instance
 
     def wanted(self, name: str) -> Wanted:
         """Return the plugin that would run under a device name.
@@ -85,47 +85,47 @@ class PluginHost:
         """
         instance = self._instances.get(name)
         if instance is None:
-            have = ", ".join(self._instances) or "none"
-            raise LookupError(f"unknown plugin {name!r} (this node has: {have})")
+            names = ", ".join(self._instances) or "none"
+            raise LookupError(f"unknown plugin {name!r} (this node has: {names})")
         if not instance.wanted.target:
             raise LookupError(instance.reason)
         return instance.wanted
 
-    def _note(self, name: str) -> None:
+    def _on_change(self, name: str) -> None:
         if self._is_open:
             self._changed.put_nowait(name)
 
     async def open(self, timeout_s: float) -> None:
         """Start all plugins concurrently, and wait at most `timeout_s`."""
         await asyncio.to_thread(end_left_over)
-        waiting = [i for i in self._instances.values() if not i.settled.is_set()]
+        instances = [i for i in self._instances.values() if not i.settled.is_set()]
         self._tasks = [
             asyncio.create_task(instance.run(), name=f"plugin-{instance.wanted.name}")
-            for instance in waiting
+            for instance in instances
         ]
-        for instance, running in zip(waiting, self._tasks, strict=True):
-            running.add_done_callback(partial(self._note_end, instance))
-        await _wait_for_all((instance.settled for instance in waiting), timeout_s)
-        for instance in waiting:
+        for instance, task in zip(instances, self._tasks, strict=True):
+            task.add_done_callback(partial(self._on_supervision_end, instance))
+        await _wait_for_all((instance.settled for instance in instances), timeout_s)
+        for instance in instances:
             if not instance.settled.is_set():
                 instance.reason = f"not open within {timeout_s:g} s"
         self._is_open = True
 
-    def _note_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
+    def _on_supervision_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
         """Mark a plugin as failed after its supervision ended with an error."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        name, why = instance.wanted.name, f"{type(error).__name__}: {error}"
-        instance.settle(PluginState.FAILED, f"supervision ended ({why}); restart agentd")
-        self._note(name)
-        log.error("plugin.supervision_ended", plugin=name, reason=why, exc_info=error)
+        name, end_reason = instance.wanted.name, f"{type(error).__name__}: {error}"
+        instance.settle(PluginState.FAILED, f"supervision ended ({end_reason}); restart agentd")
+        self._on_change(name)
+        log.error("plugin.supervision_ended", plugin=name, reason=end_reason, exc_info=error)
 
     def problems(self) -> list[Problem]:
         """Return the problems of the plugins' tables."""
         clashes = [
-            Problem(f"plugins.{table.name}.plugin", why)
+            Problem(f"plugins.{table.name}.plugin", clash)
             for table in self._tables
-            if (why := self._points.clashes.get(table.plugin))
+            if (clash := self._points.clashes.get(table.plugin))
         ]
         return [*clashes, *(problem for i in self._instances.values() for problem in i.problems)]
 
@@ -134,12 +134,12 @@ class PluginHost:
 
         They do not prevent a start: a configuration may be shared by nodes of different kinds.
         """
-        named = [(f"plugins.{table.name}.plugin", table.plugin) for table in self._tables]
-        for key, names in self._choices.items():
-            named += [(f"plugins.{key}", name) for name in names]
+        names_by_key = [(f"plugins.{table.name}.plugin", table.plugin) for table in self._tables]
+        for key, names in self._named_by_operator.items():
+            names_by_key += [(f"plugins.{key}", name) for name in names]
         return [
-            Problem(where, self._points.missing(name))
-            for where, name in named
+            Problem(member, self._points.missing(name))
+            for member, name in names_by_key
             if name not in self._points
         ]
 
@@ -148,12 +148,12 @@ class PluginHost:
 
         A plugin that cannot be imported, or finds no hardware, is not one of them.
         """
-        tabled = [i for i in self._instances.values() if i.wanted.has_table]
-        await _wait_for_all((instance.validation for instance in tabled), timeout_s)
+        instances = [i for i in self._instances.values() if i.wanted.has_table]
+        await _wait_for_all((instance.validation for instance in instances), timeout_s)
         return [
-            Problem(f"plugins.{i.wanted.name}", f"the table is not validated: {why}")
-            for i in tabled
-            if (why := i.why_not_validated)
+            Problem(f"plugins.{i.wanted.name}", f"the table is not validated: {reason}")
+            for i in instances
+            if (reason := i.why_not_validated)
         ]
 
     def failed_required(self) -> dict[str, str]:
@@ -183,8 +183,8 @@ class PluginHost:
     async def retry(self, name: str) -> PluginStatus:
         instance = self._instances.get(name)
         if instance is None:
-            have = ", ".join(self._instances) or "none"
-            raise UnknownPlugin(f"unknown plugin {name!r} (this node has: {have})")
+            names = ", ".join(self._instances) or "none"
+            raise UnknownPlugin(f"unknown plugin {name!r} (this node has: {names})")
         if not instance.wanted.target or instance.state is PluginState.BLOCKED:
             raise Conflict(f"plugin {name} is blocked: {instance.reason}")
         await instance.retry(RETRY_WAIT_S)
@@ -203,16 +203,16 @@ class PluginHost:
 
     async def container_edits(self, allocation: Allocation, features: Features) -> ContainerEdits:
         names = dict.fromkeys(share.device_id.name for share in allocation.shares)
-        giving = {
-            name: await self._edits_of(name, _allocated(allocation, name), features)
+        device_edits = {
+            name: await self._device_edits(name, _allocated_devices(allocation, name), features)
             for name in names
             if name not in (CPU, MEM)
         }
         instances = self._instances.items()
-        hiding = [i.hiding for name, i in instances if i.hiding and name not in names]
-        return merged(hiding, giving)
+        hiding_edits = [i.hiding for name, i in instances if i.hiding and name not in names]
+        return merged(hiding_edits, device_edits)
 
-    async def _edits_of(
+    async def _device_edits(
         self, name: str, devices: list[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         if name not in self._instances:
@@ -221,7 +221,7 @@ class PluginHost:
 
     def notify(self, step: str, kernel_id: str, allocation: Allocation) -> None:
         for name in {share.device_id.name for share in allocation.shares} & {*self._instances}:
-            devices = _allocated(allocation, name)
+            devices = _allocated_devices(allocation, name)
             self._instances[name].notify(KernelEvent(step, kernel_id, devices))
 
     async def close(self) -> None:
@@ -240,37 +240,37 @@ async def _wait_for_all(events: Iterable[asyncio.Event], timeout_s: float) -> No
                 await event.wait()
 
 
-def _wanted(
+def _plugin_specs(
     tables: Sequence[PluginTable], allow: set[str], block: set[str], points: EntryPoints
 ) -> Iterable[tuple[Wanted, PluginState, str]]:
     """Yield the plugins to run, and the blocked ones with the reason."""
     for table in tables:
         plugin, target = table.plugin, points.target(table.plugin)
-        wanted = Wanted(table.name, plugin, target, table.settings, True, table.required)
+        spec = Wanted(table.name, plugin, target, table.settings, True, table.required)
         if plugin not in points and plugin not in block:
-            yield wanted, PluginState.FAILED, points.missing(plugin)
-        elif why := _blocked(plugin, allow, block):
-            yield wanted, PluginState.BLOCKED, why
+            yield spec, PluginState.FAILED, points.missing(plugin)
+        elif reason := _blocked_reason(plugin, allow, block):
+            yield spec, PluginState.BLOCKED, reason
         elif not target:
-            yield wanted, PluginState.FAILED, points.why_not(plugin)
+            yield spec, PluginState.FAILED, points.why_not(plugin)
         else:
-            yield wanted, PluginState.PENDING, ""
-    named = {table.name for table in tables}
+            yield spec, PluginState.PENDING, ""
+    table_names = {table.name for table in tables}
     for plugin in sorted(points):
-        if plugin in named or _blocked(plugin, allow, block):
+        if plugin in table_names or _blocked_reason(plugin, allow, block):
             continue
-        wanted = Wanted(plugin, plugin, points.target(plugin))
+        spec = Wanted(plugin, plugin, points.target(plugin))
         if plugin in (CPU, MEM):
-            why = f"invalid entry point name {plugin}: these devices are built in"
-            wanted = Wanted(f"{plugin} (entry point)", plugin, "")
-            yield wanted, PluginState.FAILED, why
-        elif not wanted.target:
-            yield wanted, PluginState.FAILED, points.why_not(plugin)
+            reason = f"invalid entry point name {plugin}: these devices are built in"
+            spec = Wanted(f"{plugin} (entry point)", plugin, "")
+            yield spec, PluginState.FAILED, reason
+        elif not spec.target:
+            yield spec, PluginState.FAILED, points.why_not(plugin)
         else:
-            yield wanted, PluginState.PENDING, ""
+            yield spec, PluginState.PENDING, ""
 
 
-def _blocked(plugin: str, allow: set[str], block: set[str]) -> str:
+def _blocked_reason(plugin: str, allow: set[str], block: set[str]) -> str:
     """Return why the operator's settings block an entry point, empty if they do not."""
     if plugin in block:
         return f"entry point {plugin} is blocked by plugins.block"
@@ -279,7 +279,7 @@ def _blocked(plugin: str, allow: set[str], block: set[str]) -> str:
     return ""
 
 
-def _allocated(allocation: Allocation, name: str) -> list[AllocatedDevice]:
+def _allocated_devices(allocation: Allocation, name: str) -> list[AllocatedDevice]:
     return [
         AllocatedDevice(
             share.device_id.id,

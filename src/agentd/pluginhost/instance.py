@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -51,23 +51,21 @@ MAX_WAKES = 8
 """Maximum listings in a row that a plugin can request; then it is listed at the usual interval."""
 MAX_LEFT_BEHIND = 2
 """No further process is started while this many of one plugin cannot be killed."""
-_RESTLESS = "it reports changes all the time; listed once in each health-interval"
+_THROTTLED_REASON = "it reports changes all the time; listed once in each health-interval"
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """A plugin to run: its device name, entry point and table."""
 
     name: str
     plugin: str
     target: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     has_table: bool = False
     required: bool = False
 
 
-@dataclass(frozen=True)
-class PluginTimeouts:
+class PluginTimeouts(msgspec.Struct, frozen=True):
     """Time limits of calls, the interval of listings (seconds), and the memory limit of a process.
 
     A process beyond `most_memory_bytes` of resident memory is restarted.
@@ -84,7 +82,7 @@ class Backoff:
     def __init__(self) -> None:
         self.next_s = FIRST_PAUSE_S
         self._is_cut = asyncio.Event()
-        self._said = ""
+        self._last_reason = ""
 
     def reset(self) -> None:
         self.next_s = FIRST_PAUSE_S
@@ -94,8 +92,8 @@ class Backoff:
 
     def is_new(self, reason: str) -> bool:
         """Return whether a reason differs from the previous one."""
-        before, self._said = self._said, reason
-        return reason != before
+        previous, self._last_reason = self._last_reason, reason
+        return reason != previous
 
     async def wait(self, *, for_good: bool = False) -> None:
         """Wait for the backoff, or until it is cut short, also beforehand."""
@@ -111,15 +109,15 @@ class PluginInstance:
 
     def __init__(
         self,
-        wanted: Wanted,
+        spec: Wanted,
         features: Features,
-        pace: PluginTimeouts,
-        changed: Callable[[str], None],
+        timeouts: PluginTimeouts,
+        on_change: Callable[[str], None],
         dealing_rules: DealingRules | None = None,
         with_table: PluginInstance | None = None,
     ) -> None:
         """Create an instance; `with_table` is one of the same plugin that has a table."""
-        self.wanted = wanted
+        self.wanted = spec
         self._with_table = with_table
         self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
@@ -138,12 +136,12 @@ class PluginInstance:
         self._is_validated = False
         self._step = ""
         self._features = features
-        self._pace = pace
-        self._tell_changed = changed
+        self._timeouts = timeouts
+        self._on_change = on_change
         self._facts: Facts | None = None
         self._process: PluginProcess | None = None
-        self._left_behind: list[PluginProcess] = []
-        self._woken = asyncio.Event()
+        self._abandoned: list[PluginProcess] = []
+        self._change_reported = asyncio.Event()
         self._backoff = Backoff()
         self._ready_since: float | None = None
         self._events_waiting = 0
@@ -151,8 +149,8 @@ class PluginInstance:
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
-        of = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
-        return PluginStatus(*of, self.wanted.has_table)
+        values = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
+        return PluginStatus(*values, self.wanted.has_table)
 
     @property
     def is_silent(self) -> bool:
@@ -187,21 +185,21 @@ class PluginInstance:
             self.tries += 1
             try:
                 await self._bring_up()
-                await self._follow()
+                await self._poll_devices()
             except (PluginAbsent, InvalidAnswer) as error:
                 if self.listing is None:
                     is_absent = isinstance(error, PluginAbsent)
                     state = PluginState.ABSENT if is_absent else PluginState.FAILED
-                    await self._give_up(str(error), state)
-                    self._tell_changed(self.wanted.name)
+                    await self._end_attempt(str(error), state)
+                    self._on_change(self.wanted.name)
                     await self._backoff.wait(for_good=True)
                     continue
-                await self._give_up(str(error))
+                await self._end_attempt(str(error))
             except (PluginRefused, PluginLost) as error:
-                await self._give_up(str(error))
+                await self._end_attempt(str(error))
             except Exception as error:
                 log.exception("plugin.failed", plugin=self.wanted.name)
-                await self._give_up(f"{type(error).__name__}: {error}")
+                await self._end_attempt(f"{type(error).__name__}: {error}")
             if self.is_silent:
                 return
             if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
@@ -209,7 +207,7 @@ class PluginInstance:
             if self._backoff.is_new(self.reason):
                 log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
             self.reason += f"; next try in {self._backoff.next_s:g} s"
-            self._tell_changed(self.wanted.name)
+            self._on_change(self.wanted.name)
             await self._backoff.wait()
 
     async def loaded_facts(self) -> Facts | None:
@@ -219,11 +217,11 @@ class PluginInstance:
 
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
-        before = self.tries
+        attempts_before = self.tries
         self._backoff.cut_short()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.state is not PluginState.READY and self.settled_tries <= before:
+                while self.state is not PluginState.READY and self.settled_tries <= attempts_before:
                     self.settled.clear()
                     await self.settled.wait()
 
@@ -233,13 +231,13 @@ class PluginInstance:
             if self.is_silent:
                 self._settle_without_table()
                 return
-        self._left_behind = [process for process in self._left_behind if process.is_alive]
-        if len(self._left_behind) >= MAX_LEFT_BEHIND:
-            pids = ", ".join(str(process.pid) for process in self._left_behind)
+        self._abandoned = [process for process in self._abandoned if process.is_alive]
+        if len(self._abandoned) >= MAX_LEFT_BEHIND:
+            pids = ", ".join(str(process.pid) for process in self._abandoned)
             raise PluginLost(f"processes {pids} cannot be killed")
-        wanted = self.wanted
+        spec = self.wanted
         self._process = process = await PluginProcess.start(
-            wanted.name, wanted.target, wanted.settings, self._woken.set
+            spec.name, spec.target, spec.settings, self._change_reported.set
         )
         self._step = "import"
         try:
@@ -252,114 +250,121 @@ class PluginInstance:
                 await self.close()
                 return
             self._step = "settings"
-            wrong = await process.call("validate", timeout_s=self._pace.call_timeout_s)
+            setting_problems = await process.call(
+                "validate", timeout_s=self._timeouts.call_timeout_s
+            )
             self._is_validated = True
             self.validation.set()
-            where = f"plugins.{wanted.name}"
+            table = f"plugins.{spec.name}"
             self.problems = [
-                Problem(f"{where}.{one_line(item.key)}", one_line(item.why)) for item in wrong
+                Problem(f"{table}.{one_line(item.key)}", one_line(item.why))
+                for item in setting_problems
             ]
             if self.problems:
                 raise InvalidAnswer("; ".join(map(str, self.problems)))
             self._step = "hiding edits"
             with contextlib.suppress(PluginRefused, InvalidAnswer):
-                self.hiding = await self._hiding(process)
+                self.hiding = await self._hiding_edits(process)
             self._step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             await reach("plugin.after_open")
             self._step = "list"
-            listing = await self._first_listing(process)
+            listing = await self._list_devices_twice(process)
             await reach("plugin.after_list")
             if self.listing is None and self._facts.has_partition:
                 self._step = "partition"
-                listing = await self._dealt(process, listing)
+                listing = await self._with_dealing(process, listing)
             self._step = "hiding edits"
-            self.hiding = await self._hiding(process)
+            self.hiding = await self._hiding_edits(process)
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise type(error)(f"{self._step}: {error}") from None
-        first = self.listing or listing
-        self.listing = replace(first, devices=listing.devices)
+        first_listing = self.listing or listing
+        self.listing = replace(first_listing, devices=listing.devices)
         self._ready_since = time.monotonic()
         self.settle(PluginState.READY, "")
-        self._tell_changed(wanted.name)
+        self._on_change(spec.name)
 
     def _settle_without_table(self) -> None:
         example = f'[plugins.cuda] plugin = "{self.wanted.plugin}"'
         self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
 
-    async def _hiding(self, process: PluginProcess) -> ContainerEdits:
+    async def _hiding_edits(self, process: PluginProcess) -> ContainerEdits:
         """Return the edits that hide the plugin's devices, also before it is open."""
-        timeout_s = self._pace.call_timeout_s
+        timeout_s = self._timeouts.call_timeout_s
         edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
         return ContainerEdits(env=checked_edits(edits).env)
 
-    async def _listed(self, process: PluginProcess) -> PluginListing:
-        answer: DeviceListing = await process.call("listing", timeout_s=self._pace.call_timeout_s)
+    async def _list_devices(self, process: PluginProcess) -> PluginListing:
+        answer: DeviceListing = await process.call(
+            "listing", timeout_s=self._timeouts.call_timeout_s
+        )
         listing = checked_listing(self.wanted.name, answer.slot_types, answer.devices)
         self.listed_at = time.monotonic()
         return listing
 
-    async def _first_listing(self, process: PluginProcess) -> PluginListing:
+    async def _list_devices_twice(self, process: PluginProcess) -> PluginListing:
         """List, and list again before an invalid answer counts: devices may change meanwhile."""
         with contextlib.suppress(InvalidAnswer):
-            return await self._listed(process)
-        return await self._listed(process)
+            return await self._list_devices(process)
+        return await self._list_devices(process)
 
-    async def _dealt(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
+    async def _with_dealing(self, process: PluginProcess, listing: PluginListing) -> PluginListing:
         """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
         if (rules := self._dealing_rules) is None:
             return listing
         known = rules.known(listing)
         dealing = rules.kept(listing.name, known)
         if dealing is None:
-            timeout_s, agents = self._pace.call_timeout_s, list(rules.agents)
+            timeout_s, agents = self._timeouts.call_timeout_s, list(rules.agents)
             answer = await process.call(
                 "partition", asked_devices(known), agents, timeout_s=timeout_s
             )
             dealing = checked_dealing(answer, known, agents)
         return replace(listing, dealing=dealing)
 
-    async def _follow(self) -> None:
+    async def _poll_devices(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""
-        process, wakes = self._process, 0
+        process, wake_count = self._process, 0
         while process is not None and self.state is PluginState.READY:
-            is_woken = await is_set_within(self._woken, self._pace.health_interval_s)
-            wakes = wakes + 1 if is_woken else 0
-            if wakes > MAX_WAKES:
-                if wakes == MAX_WAKES + 1:
-                    log.warning("plugin.throttled", plugin=self.wanted.name, reason=_RESTLESS)
-                await is_set_within(process.lost, self._pace.health_interval_s)
-            self._woken.clear()
+            is_woken = await is_set_within(self._change_reported, self._timeouts.health_interval_s)
+            wake_count = wake_count + 1 if is_woken else 0
+            if wake_count > MAX_WAKES:
+                if wake_count == MAX_WAKES + 1:
+                    log.warning(
+                        "plugin.throttled", plugin=self.wanted.name, reason=_THROTTLED_REASON
+                    )
+                await is_set_within(process.lost, self._timeouts.health_interval_s)
+            self._change_reported.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)
-            if (used := process.memory_bytes()) > self._pace.most_memory_bytes:
+            if (used := process.memory_bytes()) > self._timeouts.most_memory_bytes:
                 raise PluginLost(f"it uses {used >> 20} MiB of memory")
-            await self._look(process)
+            await self._update_listing(process)
 
-    async def _look(self, process: PluginProcess) -> None:
+    async def _update_listing(self, process: PluginProcess) -> None:
         try:
-            listing = await self._listed(process)
+            listing = await self._list_devices(process)
         except (PluginRefused, InvalidAnswer) as error:
             raise PluginLost(f"list: {error}") from None
         if self.listing is not None and listing.devices != self.listing.devices:
             self.listing = replace(self.listing, devices=listing.devices)
-            self._tell_changed(self.wanted.name)
+            self._on_change(self.wanted.name)
         if self._facts is not None and self._facts.has_measurements:
             try:
-                timeout_s = self._pace.call_timeout_s
+                timeout_s = self._timeouts.call_timeout_s
                 measured = await process.call("measure", timeout_s=timeout_s)
                 self.measurements = checked_measurements(measured)
             except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
                 log.warning("plugin.measure_failed", plugin=self.wanted.name, reason=str(error))
 
-    async def _give_up(self, reason: str, state: PluginState | None = None) -> None:
+    async def _end_attempt(self, reason: str, state: PluginState | None = None) -> None:
         """End the process with a reason; a plugin that may still become ready is pending."""
         process, self._process = self._process, None
         if process is not None:
             await process.end(reason)
             if process.is_alive:
-                self._left_behind.append(process)
+                self._abandoned.append(process)
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
         never_ready = self.listing is None
@@ -368,7 +373,7 @@ class PluginInstance:
     async def _call(self, method: str, *arguments: object) -> Any:
         if self._process is None:
             raise PluginLost(self.reason)
-        timeout_s = self._pace.call_timeout_s
+        timeout_s = self._timeouts.call_timeout_s
         try:
             async with asyncio.timeout(2 * timeout_s):
                 return await self._process.call(method, *arguments, timeout_s=timeout_s)
@@ -400,7 +405,7 @@ class PluginInstance:
         if self._events_waiting >= MAX_EVENTS_WAITING:
             log.warning("plugin.event_dropped", plugin=self.wanted.name, step=event.step)
             return
-        timeout_s = self._pace.call_timeout_s
+        timeout_s = self._timeouts.call_timeout_s
         self._events_waiting += 1
         self._process.begin("kernel_event", event, timeout_s=timeout_s).add_done_callback(
             self._told
@@ -421,6 +426,6 @@ class PluginInstance:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
             except (PluginRefused, InvalidAnswer, PluginLost, TimeoutError) as error:
-                why = str(error) or "it is busy"
-                log.warning("plugin.close_failed", plugin=self.wanted.name, reason=why)
+                reason = str(error) or "it is busy"
+                log.warning("plugin.close_failed", plugin=self.wanted.name, reason=reason)
         await process.end("the daemon is stopping")

@@ -21,11 +21,11 @@ _LAST_OUTPUT_S = 0.2
 """Time to read what an ended process printed last."""
 
 
-def one_line(text: str, longest: int = MAX_TEXT) -> str:
+def one_line(text: str, max_length: int = MAX_TEXT) -> str:
     """Return foreign text as one printable line of limited length."""
-    line = " ".join(text[: 4 * longest].split())
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
-    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+    line = " ".join(text[: 4 * max_length].split())
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
 class PluginOutput:
@@ -35,24 +35,24 @@ class PluginOutput:
         self._name = name
         self._window_end = 0.0
         self._lines = 0
-        self._task = asyncio.create_task(self._follow(file), name=f"plugin-output-{name}")
+        self._task = asyncio.create_task(self._read_lines(file), name=f"plugin-output-{name}")
 
-    async def _follow(self, file: IO[bytes]) -> None:
+    async def _read_lines(self, file: IO[bytes]) -> None:
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), file
         )
-        rest = b""
+        unread = b""
         try:
             while chunk := await reader.read(_CHUNK):
-                *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > _MAX_LINE:
-                    lines, rest = [*lines, rest], b""
+                *lines, unread = (unread + chunk).split(b"\n")
+                if len(unread) > _MAX_LINE:
+                    lines, unread = [*lines, unread], b""
                 for line in lines:
                     self._log(line)
                 if self._lines > _MAX_LINES:
                     await asyncio.sleep(_FLOOD_PAUSE_S)
-            self._log(rest)
+            self._log(unread)
         finally:
             transport.close()
 

@@ -44,8 +44,8 @@ from agentd.pluginhost.validation import InvalidAnswer
 log = structlog.get_logger()
 
 KILL_PATIENCE_S = 2.0
-_OWN_END_S = 0.2
-_NOT_FOR_PLUGINS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
+_EXIT_GRACE_S = 0.2
+_WITHHELD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
 
 
 class PluginLost(Exception):
@@ -75,16 +75,16 @@ class PluginProcess:
         name: str,
         popen: subprocess.Popen[bytes],
         mark: str,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         channel: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
         self._name = name
         self._mark = mark
         self._popen = popen
-        self._changed = changed
-        self._numbers = 0
+        self._on_change = on_change
+        self._last_number = 0
         self._answer: asyncio.Future[PluginAnswer] | None = None
-        self._turn = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
         self._exchanges: set[asyncio.Task[Any]] = set()
         self._is_ending = False
         self.lost = asyncio.Event()
@@ -93,48 +93,48 @@ class PluginProcess:
         self._output = PluginOutput(name, popen.stdout) if popen.stdout is not None else None
         self._tasks = [
             asyncio.create_task(self._read(reader), name=f"plugin-{name}"),
-            asyncio.create_task(self._watch(), name=f"plugin-end-{name}"),
+            asyncio.create_task(self._watch_exit(), name=f"plugin-end-{name}"),
         ]
 
     @classmethod
     async def start(
-        cls, name: str, target: str, settings: Mapping[str, Any], changed: Callable[[], None]
+        cls, name: str, target: str, settings: Mapping[str, Any], on_change: Callable[[], None]
     ) -> Self:
-        """Start the process of a plugin; `changed` is called when it reports a change.
+        """Start the process of a plugin; `on_change` is called when it reports a change.
 
         Raises:
             PluginLost: the process does not start.
         """
-        order = framed(
-            PluginStart(PROTOCOL, [*filter(None, sys.path)], target, name, _plain(settings))
+        start_frame = framed(
+            PluginStart(PROTOCOL, [*filter(None, sys.path)], target, name, _to_plain(settings))
         )
         mark = new_mark()
         try:
             await reach("plugin.before_spawn")
-            ours, theirs = socket.socketpair()
-            with theirs:
+            channel, child_end = socket.socketpair()
+            with child_end:
                 try:
-                    popen = _popen(name, theirs, mark)
+                    popen = _popen(name, child_end, mark)
                 except OSError:
-                    ours.close()
+                    channel.close()
                     raise
         except OSError as error:
             raise PluginLost(f"the process does not start: {error.strerror}") from None
-        made = cls(name, popen, mark, changed, await asyncio.open_connection(sock=ours))
+        process = cls(name, popen, mark, on_change, await asyncio.open_connection(sock=channel))
         await reach("plugin.after_spawn")
-        made._write(order)
-        return made
+        process._write(start_frame)
+        return process
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
-    async def _watch(self) -> None:
+    async def _watch_exit(self) -> None:
         """Detect the end of the process, also if a copy of it keeps the channel open."""
         stat = read_stat(self.pid)
         if stat is not None:
             await Proc(stat.pid, stat.start_time).ended()
-        await asyncio.sleep(_OWN_END_S)  # read its last output first
+        await asyncio.sleep(_EXIT_GRACE_S)  # read its last output first
         await self.end()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
@@ -160,13 +160,13 @@ class PluginProcess:
         return exchange
 
     async def _exchange(self, method: str, arguments: tuple[object, ...], timeout_s: float) -> Any:
-        async with self._turn:
+        async with self._call_lock:
             if self.lost.is_set():
                 raise PluginLost(self.reason)
-            self._numbers += 1
+            self._last_number += 1
             self._answer = asyncio.get_running_loop().create_future()
             try:
-                self._write(framed(PluginCall(self._numbers, method, list(arguments))))
+                self._write(framed(PluginCall(self._last_number, method, list(arguments))))
                 async with asyncio.timeout(timeout_s):
                     answer = await self._answer
             except TimeoutError:
@@ -176,58 +176,60 @@ class PluginProcess:
                 self._answer = None
         if answer.error is not None:
             raise _FAILURES[answer.failure](one_line(answer.error))
-        return self._decoded(method, bytes(answer.result))
+        return self._decode(method, bytes(answer.result))
 
-    def _decoded(self, method: str, result: bytes) -> Any:
+    def _decode(self, method: str, result: bytes) -> Any:
         try:
             return msgspec.msgpack.decode(result, type=RESULTS[method])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"invalid answer to {method}: {error}"
-            raise InvalidAnswer(one_line(why)) from None
+            reason = f"invalid answer to {method}: {error}"
+            raise InvalidAnswer(one_line(reason)) from None
 
     def _write(self, frame: bytes) -> None:
         if not self._writer.is_closing():
             self._writer.write(frame)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        why = ""
+        reason = ""
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
                 if length > MAX_FRAME_BYTES:
-                    why = f"frame of {length} bytes exceeds the limit"
+                    reason = f"frame of {length} bytes exceeds the limit"
                     break
                 body = await reader.readexactly(length)
                 self._took(msgspec.msgpack.decode(body, type=Message))
         except (asyncio.IncompleteReadError, OSError):
             pass
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            why = f"invalid message: {error}"
-        await self.end(why)
+            reason = f"invalid message: {error}"
+        await self.end(reason)
 
     def _took(self, message: Message) -> None:
         if isinstance(message, Changed):
-            self._changed()
-        elif self._answer and not self._answer.done() and message.number == self._numbers:
+            self._on_change()
+        elif self._answer and not self._answer.done() and message.number == self._last_number:
             self._answer.set_result(message)
 
-    async def end(self, why: str = "") -> None:
-        """End the process; `why` is the reason, unless it ended by itself."""
+    async def end(self, reason: str = "") -> None:
+        """End the process; `reason` is the reason, unless it ended by itself."""
         if self._is_ending:
             await self.lost.wait()
             return
         self._is_ending = True
         await reach("plugin.before_kill")
-        status = None if why else await self._exit_status(_OWN_END_S)
+        status = None if reason else await self._wait_exit(_EXIT_GRACE_S)
         if status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            if await self._exit_status(KILL_PATIENCE_S) is None:
-                why = f"{why or 'ended'}; process {self.pid} cannot be killed and was abandoned"
+            if await self._wait_exit(KILL_PATIENCE_S) is None:
+                reason = (
+                    f"{reason or 'ended'}; process {self.pid} cannot be killed and was abandoned"
+                )
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
         await reach("plugin.after_kill")
         await asyncio.to_thread(end_marked, self._mark)
-        self.reason = why or _how_it_ended(status)
+        self.reason = reason or _describe_exit(status)
         if self._output is not None:
             await self._output.close()
         self._writer.close()
@@ -237,7 +239,7 @@ class PluginProcess:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(PluginLost(self.reason))
         self.lost.set()
-        self._changed()
+        self._on_change()
 
     def memory_bytes(self) -> int:
         """Return the resident memory in bytes, zero if it has ended."""
@@ -252,10 +254,10 @@ class PluginProcess:
         """Whether the process still exists, as an abandoned one may."""
         return self._popen.poll() is None
 
-    async def _exit_status(self, patience_s: float) -> int | None:
+    async def _wait_exit(self, patience_s: float) -> int | None:
         """Poll for the end at growing intervals; None if it does not come."""
-        end, pause_s = time.monotonic() + patience_s, 0.001
-        while (status := self._popen.poll()) is None and time.monotonic() < end:
+        deadline, pause_s = time.monotonic() + patience_s, 0.001
+        while (status := self._popen.poll()) is None and time.monotonic() < deadline:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return status
@@ -279,23 +281,23 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
 
 
 def _environment(mark: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_PLUGINS}
-    return kept | {"PYTHONUNBUFFERED": "1", MARK: mark}
+    environ = {k: v for k, v in os.environ.items() if k not in _WITHHELD_VARIABLES}
+    return environ | {"PYTHONUNBUFFERED": "1", MARK: mark}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert a TOML value to types of the channel; a date and a huge number become their text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(below) for key, below in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(below) for below in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, float):
         return float(value)
     is_plain = isinstance(value, str) or (isinstance(value, int) and -(2**63) <= value < 2**63)
     return value if is_plain else str(value)
 
 
-def _how_it_ended(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is None:
         return "ended"
     if status >= 0:

@@ -121,11 +121,11 @@ def framed(message: object) -> bytes:
 
 def receive(channel: socket.socket) -> bytes | None:
     """Read the body of one frame, blocking; None at the end."""
-    length = _read(channel, LENGTH_BYTES)
-    return _read(channel, int.from_bytes(length, "big")) if length else None
+    length = _read_exactly(channel, LENGTH_BYTES)
+    return _read_exactly(channel, int.from_bytes(length, "big")) if length else None
 
 
-def _read(channel: socket.socket, size: int) -> bytes | None:
+def _read_exactly(channel: socket.socket, size: int) -> bytes | None:
     chunks = []
     while size:
         chunk = channel.recv(min(size, 1 << 16))

@@ -61,9 +61,9 @@ _MAX_PATH_BYTES = 4095
 _MAX_NAME_BYTES = 255
 """Maximum bytes of a group, a CDI name, a driver, a device id or a capability."""
 _MAX_GROUP_ID = 2**32 - 2
-_NEVER_SET = {"PATH"}
+_RESERVED_VARIABLES = {"PATH"}
 """Variables that decide which command a kernel runs."""
-_PLAUSIBLE: Mapping[str, tuple[float, float]] = {
+_PLAUSIBLE_RANGES: Mapping[str, tuple[float, float]] = {
     "utilization_percent": (0, 100),
     "memory_used_bytes": (0, 2**63 - 1),
     "memory_total_bytes": (0, 2**63 - 1),
@@ -94,23 +94,23 @@ def checked_listing(
     Raises:
         InvalidAnswer: the listing breaks the contract.
     """
-    offered = list(slot_infos)
-    if len(offered) > MAX_SLOT_TYPES:
-        raise InvalidAnswer(f"too many slot types: got {len(offered)}, expected {MAX_SLOT_TYPES}")
-    types = {slot.name: slot for slot in (_slot_type(name, info) for info in offered)}
-    if len(types) < len(offered):
+    listed = list(slot_infos)
+    if len(listed) > MAX_SLOT_TYPES:
+        raise InvalidAnswer(f"too many slot types: got {len(listed)}, expected {MAX_SLOT_TYPES}")
+    types = {slot.name: slot for slot in (_convert_slot_type(name, info) for info in listed)}
+    if len(types) < len(listed):
         raise InvalidAnswer("duplicate slot type")
-    types = {slot.name: _beside_primary(slot, types) for slot in types.values()}
+    types = {slot.name: _join_primary(slot, types) for slot in types.values()}
     infos = list(device_infos)
     if len(infos) > MAX_DEVICES:
         raise InvalidAnswer(f"too many devices: got {len(infos)}, expected at most {MAX_DEVICES}")
-    devices = tuple(_device(name, info, types) for info in infos)
-    _refuse_twice("id", [device.device_id.id for device in devices])
-    _refuse_twice("stable id", [device.stable_id for device in devices])
+    devices = tuple(_convert_device(name, info, types) for info in infos)
+    _refuse_duplicates("id", [device.device_id.id for device in devices])
+    _refuse_duplicates("stable id", [device.stable_id for device in devices])
     return PluginListing(name, tuple(types.values()), devices)
 
 
-def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
+def _convert_slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     slot = info.name
     if len(slot) > MAX_SLOT_NAME:
         raise InvalidAnswer(
@@ -148,17 +148,18 @@ def _slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     return SlotType(slot, kind, quantum, group, unit, info.is_enforced, info.primary)
 
 
-def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
+def _join_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
     """Return a slot type in the exclusive group of its primary slot."""
     if slot.primary is None:
         return slot
-    named = shortened(slot.primary)
+    parent = shortened(slot.primary)
     primary = types.get(slot.primary)
     if primary is None:
-        raise InvalidAnswer(f"unlisted primary slot of {slot.name}: {named}")
+        raise InvalidAnswer(f"unlisted primary slot of {slot.name}: {parent}")
     if primary.primary is not None:
         raise InvalidAnswer(
-            f"invalid primary slot of {slot.name}: {named} is a secondary slot of {primary.primary}"
+            f"invalid primary slot of {slot.name}: {parent} is a secondary slot of"
+            f" {primary.primary}"
         )
     if slot.kind is SlotKind.UNIQUE:
         raise InvalidAnswer(
@@ -166,20 +167,20 @@ def _beside_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
         )
     if primary.kind is SlotKind.BYTES:
         raise InvalidAnswer(
-            f"invalid kind {primary.kind} of {named}, a primary slot with secondary ones:"
+            f"invalid kind {primary.kind} of {parent}, a primary slot with secondary ones:"
             " expected count or unique"
         )
     return msgspec.structs.replace(slot, exclusive_group=primary.exclusive_group)
 
 
-def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:
-    names = [("id", info.id), ("stable id", info.stable_id)]
-    names += [("parent", info.parent)] if info.parent is not None else []
-    names += [("alias", alias) for alias in info.aliases]
-    for label, value in names:
+def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:
+    ids = [("id", info.id), ("stable id", info.stable_id)]
+    ids += [("parent", info.parent)] if info.parent is not None else []
+    ids += [("alias", alias) for alias in info.aliases]
+    for label, value in ids:
         if not ID_PATTERN.fullmatch(value):
-            shown = one_line(repr(value), 160)
-            raise InvalidAnswer(f"invalid {label} {shown}: expected letters, digits, '_.:-'")
+            text = one_line(repr(value), 160)
+            raise InvalidAnswer(f"invalid {label} {text}: expected letters, digits, '_.:-'")
     if info.slot not in types:
         raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(info.slot)}")
     slot = types[info.slot]
@@ -188,7 +189,7 @@ def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Devic
             f"device {info.id} offers {info.slot} as its primary slot, which is a secondary slot"
             f" of {slot.primary}"
         )
-    capacity = _capacity(info.id, info.capacity, slot.kind)
+    capacity = _parse_capacity(info.id, info.capacity, slot.kind)
     if slot.kind is SlotKind.UNIQUE and capacity not in (0, ONE):
         raise InvalidAnswer(f"invalid capacity of {info.id} (unique): {info.capacity}")
     if info.health not in set(Health):
@@ -209,18 +210,18 @@ def _device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Devic
         reason=one_line(info.reason),
         attributes={one_line(key): one_line(value) for key, value in info.attributes.items()},
         is_simulated=info.is_simulated,
-        secondary=tuple(_secondary(info, types)),
+        secondary=tuple(_convert_secondary(info, types)),
     )
 
 
-def _capacity(device_id: str, written: str, kind: SlotKind) -> int:
+def _parse_capacity(device_id: str, written: str, kind: SlotKind) -> int:
     try:
         return parse_base_units(written, kind)
     except AmountError as error:
         raise InvalidAnswer(f"invalid capacity of {device_id}: {error}") from None
 
 
-def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[SecondarySlot]:
+def _convert_secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[SecondarySlot]:
     """Yield the secondary slots of a device, in natural order."""
     if len(info.secondary) > MAX_SECONDARY:
         raise InvalidAnswer(
@@ -233,16 +234,14 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
     for name in sorted(info.secondary, key=natural_key):
         slot = types[name]
         if slot.primary != info.slot:
-            beside = f"a secondary slot of {slot.primary}" if slot.primary else "a primary slot"
-            raise InvalidAnswer(
-                f"device {info.id} offers {name} beside {info.slot}: it is {beside}"
-            )
-        capacity = _capacity(info.id, info.secondary[name], slot.kind)
+            role = f"a secondary slot of {slot.primary}" if slot.primary else "a primary slot"
+            raise InvalidAnswer(f"device {info.id} offers {name} beside {info.slot}: it is {role}")
+        capacity = _parse_capacity(info.id, info.secondary[name], slot.kind)
         if capacity < slot.quantum:
-            got, least = (format_amount(each, slot.kind) for each in (capacity, slot.quantum))
+            got, quantum = (format_amount(amount, slot.kind) for amount in (capacity, slot.quantum))
             raise InvalidAnswer(
                 f"invalid capacity of {info.id}: got {got} of {name}, expected at least its"
-                f" quantum, {least}; leave the slot out of a device that cannot offer it"
+                f" quantum, {quantum}; leave the slot out of a device that cannot offer it"
             )
         yield SecondarySlot(name, slot.kind, capacity)
 
@@ -250,27 +249,29 @@ def _secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Iterator[Seco
 def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Return the last measurement of each device, without implausible values."""
     last = {measurement.stable_id: measurement for measurement in measurements}
-    return [_measurement(measurement) for measurement in last.values()]
+    return [_correct_measurement(measurement) for measurement in last.values()]
 
 
-def _measurement(measurement: Measurement) -> Measurement:
-    wrong: dict[str, Any] = {
-        name: None for name in _PLAUSIBLE if not _is_plausible(name, getattr(measurement, name))
+def _correct_measurement(measurement: Measurement) -> Measurement:
+    corrections: dict[str, Any] = {
+        name: None
+        for name in _PLAUSIBLE_RANGES
+        if not _is_plausible(name, getattr(measurement, name))
     }
     if measurement.processes is not None:
-        wrong["processes"] = [_process(process) for process in measurement.processes]
-    return replace(measurement, **wrong) if wrong else measurement
+        corrections["processes"] = [_correct_process(process) for process in measurement.processes]
+    return replace(measurement, **corrections) if corrections else measurement
 
 
-def _process(process: ProcessUse) -> ProcessUse:
+def _correct_process(process: ProcessUse) -> ProcessUse:
     is_plausible = _is_plausible("memory_used_bytes", process.memory_bytes)
     return process if is_plausible else replace(process, memory_bytes=None)
 
 
-def _is_plausible(name: str, figure: float | None) -> bool:
+def _is_plausible(name: str, value: float | None) -> bool:
     """Return whether a value is in its range; None is, and NaN is not."""
-    least, most = _PLAUSIBLE[name]
-    return figure is None or least <= figure <= most
+    low, high = _PLAUSIBLE_RANGES[name]
+    return value is None or low <= value <= high
 
 
 def checked_edits(edits: ContainerEdits) -> ContainerEdits:
@@ -283,14 +284,14 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     capabilities = [text for request in edits.device_requests for text in request.capabilities]
     _check_env(edits.env)
     for node in edits.device_nodes:
-        allowed = set(node.permissions)
-        if not allowed or not allowed <= set("rwm") or len(allowed) < len(node.permissions):
+        modes = set(node.permissions)
+        if not modes or not modes <= set("rwm") or len(modes) < len(node.permissions):
             raise InvalidAnswer(
                 f"invalid permissions of {shortened(node.host_path)}:"
                 f" got {shortened(node.permissions)}, expected some of 'rwm'"
             )
-    for path in _paths(edits):
-        if (size := _size(path)) > _MAX_PATH_BYTES:
+    for path in _edit_paths(edits):
+        if (size := _byte_count(path)) > _MAX_PATH_BYTES:
             raise InvalidAnswer(
                 f"invalid path {shortened(path)}: got {size} bytes,"
                 f" expected at most {_MAX_PATH_BYTES}"
@@ -312,15 +313,15 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
 
 
 def _check_env(env: Mapping[str, str]) -> None:
-    if refused := sorted(_NEVER_SET & env.keys()):
-        raise InvalidAnswer(f"reserved variable {', '.join(refused)}")
+    if reserved := sorted(_RESERVED_VARIABLES & env.keys()):
+        raise InvalidAnswer(f"reserved variable {', '.join(reserved)}")
     total = 0
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise InvalidAnswer(
                 f"invalid variable {shortened(name)}: expected no '=' in its name and no NUL"
             )
-        size = _size(name) + _size(value)
+        size = _byte_count(name) + _byte_count(value)
         if size + len("=") > _MAX_VARIABLE_BYTES:
             raise InvalidAnswer(
                 f"invalid variable {shortened(name)}: got {size + len('=')} bytes with its value,"
@@ -333,7 +334,7 @@ def _check_env(env: Mapping[str, str]) -> None:
         )
 
 
-def _paths(edits: ContainerEdits) -> Iterator[str]:
+def _edit_paths(edits: ContainerEdits) -> Iterator[str]:
     for node in edits.device_nodes:
         yield from (node.host_path, node.container_path)
     for mount in edits.mounts:
@@ -342,17 +343,17 @@ def _paths(edits: ContainerEdits) -> Iterator[str]:
 
 def _check_names(label: str, names: Iterable[str]) -> None:
     for name in names:
-        if not name or _size(name) > _MAX_NAME_BYTES or not name.isprintable():
+        if not name or _byte_count(name) > _MAX_NAME_BYTES or not name.isprintable():
             raise InvalidAnswer(
                 f"invalid {label} {shortened(name)}:"
                 f" expected 1 to {_MAX_NAME_BYTES} bytes of printable text"
             )
 
 
-def _size(text: str) -> int:
+def _byte_count(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-def _refuse_twice(label: str, values: Sequence[str]) -> None:
-    if twice := sorted(value for value, count in Counter(values).items() if count > 1):
-        raise InvalidAnswer(f"duplicate {label} {', '.join(twice)}")
+def _refuse_duplicates(label: str, values: Sequence[str]) -> None:
+    if duplicates := sorted(value for value, count in Counter(values).items() if count > 1):
+        raise InvalidAnswer(f"duplicate {label} {', '.join(duplicates)}")

@@ -26,32 +26,32 @@ NOT_VITAL = frozenset(
 class Background:
     """Runs tasks and detects their ends; `failed` is called with the end of a vital one."""
 
-    def __init__(self, failed: Callable[[str], None]) -> None:
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
         self.warnings: list[str] = []
-        self._failed = failed
+        self._on_failure = on_failure
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
 
     def run(self, name: str, work: Coroutine[object, object, None]) -> None:
         """Start a task; it is vital unless `NOT_VITAL` has its name."""
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._on_task_end)
         self._tasks.append(task)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if self._is_closing:
             return
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        why = "was cancelled" if task.cancelled() else "returned"
-        why = why if error is None else f"{type(error).__name__}: {error}"
-        reason = f"background task {task.get_name()} ended: {why}"
+        end_reason = "was cancelled" if task.cancelled() else "returned"
+        end_reason = end_reason if error is None else f"{type(error).__name__}: {error}"
+        reason = f"background task {task.get_name()} ended: {end_reason}"
         if task.get_name() in NOT_VITAL:
             self.warnings.append(f"{reason}; restart agentd")
         else:
-            self._failed(reason)
-        log.error("task.ended", task=task.get_name(), reason=why, exc_info=error)
+            self._on_failure(reason)
+        log.error("task.ended", task=task.get_name(), reason=end_reason, exc_info=error)
 
     async def close(self) -> None:
         """Cancel all tasks and wait for them."""

@@ -19,18 +19,18 @@ def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, 
     environ.pop("LISTEN_FDNAMES", None)
     if pid != str(os.getpid()) or not count.isdecimal():
         return {}
-    found = {}
+    sockets = {}
     for descriptor in range(_FIRST, _FIRST + int(count)):
-        passed = socket.socket(fileno=descriptor)
-        passed.set_inheritable(False)
-        passed.setblocking(False)
-        found[address_of(passed)] = passed
-    return found
+        listener = socket.socket(fileno=descriptor)
+        listener.set_inheritable(False)
+        listener.setblocking(False)
+        sockets[address_of(listener)] = listener
+    return sockets
 
 
-def address_of(listening: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     """Return the address of a listening socket: a path, or `host:port` with IPv6 in brackets."""
-    name = listening.getsockname()
+    name = listener.getsockname()
     if isinstance(name, tuple):
         host = f"[{name[0]}]" if ":" in name[0] else name[0]
         return f"{host}:{name[1]}"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-_DATAGRAM = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+_SOCKET_TYPE = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
 PATIENCE_S = 1.0
 """Seconds that a manager which does not read may block the daemon."""
 
@@ -63,7 +63,7 @@ class Notifier:
         if not self._address:
             return
         # without a descriptor, or a manager that listens, the daemon goes on
-        with suppress(OSError), socket.socket(socket.AF_UNIX, _DATAGRAM) as sender:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, _SOCKET_TYPE) as sender:
             sender.settimeout(patience_s)
             sender.connect(self._address)
             sender.send(message.encode(errors="replace"))

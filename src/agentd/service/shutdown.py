@@ -51,27 +51,27 @@ class Shutdown:
             self._deadline = Deadline.after(STOP_TIMEOUT_S)
         return self._deadline
 
-    def listen(self, others: Mapping[int, Callable[[], object]]) -> None:
-        """Stop at SIGTERM and SIGINT, and call `others` at their signals.
+    def listen(self, handlers: Mapping[int, Callable[[], object]]) -> None:
+        """Stop at SIGTERM and SIGINT, and call `handlers` at their signals.
 
         A thread reads the signals, so the limit holds while the event loop is stuck.
         """
         loop = asyncio.get_running_loop()
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        for number in (*SIGNALS, *others):
+        for number in (*SIGNALS, *handlers):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
-        def hear() -> None:
+        def read_signals() -> None:
             while (number := reader.recv(1)[0]) not in SIGNALS:
-                if number in others:
-                    loop.call_soon_threadsafe(others[number])
+                if number in handlers:
+                    loop.call_soon_threadsafe(handlers[number])
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self.asked.set)
             self.limit()
 
-        threading.Thread(target=hear, name="shutdown", daemon=True).start()
+        threading.Thread(target=read_signals, name="shutdown", daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Stop because of an error."""
@@ -82,10 +82,12 @@ class Shutdown:
         """End the process once the stop is complete, or has taken too long."""
         if not self._is_over.wait(LIMIT_S):
             self.failure = f"{self._step} did not end within {LIMIT_S:g} s"
-            facts = {"during": self._step, "late": self.late}
-            last = threading.Thread(target=log.error, args=("daemon.stop_aborted",), kwargs=facts)
-            last.daemon = True
-            last.start()
+            fields = {"during": self._step, "late": self.late}
+            thread = threading.Thread(
+                target=log.error, args=("daemon.stop_aborted",), kwargs=fields
+            )
+            thread.daemon = True
+            thread.start()
         threading.Event().wait(EXIT_PATIENCE_S)
         self.end_process()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import structlog
 
 log = structlog.get_logger()
@@ -15,7 +15,7 @@ REPEAT_S = 24 * 3600.0
 """Seconds after which the warnings are logged again."""
 
 
-class Weakness(NamedTuple):
+class Weakness(msgspec.Struct, frozen=True):
     """A warning that holds from `since` to `until` (epoch seconds)."""
 
     text: str
@@ -31,17 +31,17 @@ class Weaknesses:
     """The warnings about the credentials in use."""
 
     def __init__(self) -> None:
-        self._found: tuple[Weakness, ...] = ()
+        self._weaknesses: tuple[Weakness, ...] = ()
 
-    def replace(self, found: Sequence[Weakness]) -> None:
+    def replace(self, weaknesses: Sequence[Weakness]) -> None:
         """Replace the warnings after the credentials changed."""
-        self._found = tuple(found)
+        self._weaknesses = tuple(weaknesses)
         self._log()
 
     def warnings(self) -> list[str]:
         """Return the warnings that hold now."""
         now = time.time()
-        return [weakness.text for weakness in self._found if weakness.holds_at(now)]
+        return [weakness.text for weakness in self._weaknesses if weakness.holds_at(now)]
 
     async def log_daily(self) -> None:
         """Log the warnings once a day, forever."""

@@ -89,7 +89,7 @@ def test_kernel_with_many_cgroups_delays_no_other(mount: Path, monkeypatch) -> N
     for number in range(5):
         put(folder / str(number), cgroup__procs="2\n")
     assert counted(unified=folder).usage.processes == 6
-    monkeypatch.setattr(usage, "_MOST_BELOW", 3)
+    monkeypatch.setattr(usage, "_MAX_SUBGROUPS", 3)
     assert counted(unified=folder).usage.processes is None
 
 

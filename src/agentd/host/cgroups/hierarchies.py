@@ -146,11 +146,11 @@ class Cgroups(msgspec.Struct, frozen=True):
 
     def names(self) -> list[str]:
         """Return the names of all existing groups."""
-        found: set[str] = set()
+        existing: set[str] = set()
         for hierarchy in self.hierarchies:
             with suppress(FileNotFoundError):
-                found |= {path.name for path in hierarchy.folder.iterdir() if path.is_dir()}
-        return sorted(found)
+                existing |= {path.name for path in hierarchy.folder.iterdir() if path.is_dir()}
+        return sorted(existing)
 
     def create(
         self, group: Cgroup, limits: Mapping[str, int], attributes: Mapping[str, str]
@@ -180,21 +180,25 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
 
 def existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
     """Return the hierarchies with existing groups, without creating anything; None if none."""
-    folders = [(mount / _PARENT, version) for mount, version, _ in _mounts(root)]
-    found = [Hierarchy(f, version, frozenset(), False) for f, version in folders if f.is_dir()]
-    return Cgroups(tuple(found)) if found else None
+    folders = [(mount / _PARENT, version) for mount, version, _ in _find_mounts(root)]
+    hierarchies = [
+        Hierarchy(f, version, frozenset(), False) for f, version in folders if f.is_dir()
+    ]
+    return Cgroups(tuple(hierarchies)) if hierarchies else None
 
 
 def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
     """Return the hierarchies in which groups can have limits, None if there is none."""
-    wanted = _mounts(root)
-    found = [_usable(top, version, controllers) for top, version, controllers in wanted]
-    hierarchies = tuple(item for item in found if item is not None and item.controllers)
+    mounts = _find_mounts(root)
+    candidates = [
+        _prepare_hierarchy(top, version, controllers) for top, version, controllers in mounts
+    ]
+    hierarchies = tuple(item for item in candidates if item is not None and item.controllers)
     has_limits = any(item.controllers - COUNTED for item in hierarchies)
     return Cgroups(hierarchies) if has_limits else None
 
 
-def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
+def _find_mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
     """Return each hierarchy with its version and the controllers used there."""
     try:
         lines = read_lines(root / "proc/self/cgroup")
@@ -208,7 +212,7 @@ def _mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
     return [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
 
 
-def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
+def _prepare_hierarchy(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
     """Create agentd's folder in a hierarchy; return it with its working controllers."""
     parent = top / _PARENT
     try:
@@ -216,16 +220,16 @@ def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy |
             controllers &= frozenset(
                 (top / "cgroup.controllers").read_text(errors="replace").split()
             )
-            controllers = _hand_down(top, controllers)
+            controllers = _delegate(top, controllers)
         parent.mkdir(mode=0o755, exist_ok=True)
         if version != 1:
-            controllers = _hand_down(parent, controllers)
+            controllers = _delegate(parent, controllers)
         probe = parent / f"probe-{os.getpid()}"
         probe.mkdir(exist_ok=True)
         try:
             for controller in controllers - COUNTED:
                 _write(probe / _LIMIT_FILES[version][controller][0], str(2**20))
-            keeps_attributes = _takes_attributes(probe)
+            keeps_attributes = _supports_attributes(probe)
         finally:
             probe.rmdir()
     except OSError:
@@ -233,7 +237,7 @@ def _usable(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy |
     return Hierarchy(parent, version, controllers, keeps_attributes)
 
 
-def _takes_attributes(folder: Path) -> bool:
+def _supports_attributes(folder: Path) -> bool:
     try:
         os.setxattr(folder, f"{_ATTRIBUTE}probe", b"1")
     except OSError:
@@ -241,16 +245,16 @@ def _takes_attributes(folder: Path) -> bool:
     return True
 
 
-def _hand_down(group: Path, controllers: frozenset[str]) -> frozenset[str]:
+def _delegate(group: Path, controllers: frozenset[str]) -> frozenset[str]:
     """Delegate controllers to the groups below, even if a counting one fails; return them."""
     control = group / "cgroup.subtree_control"
     missing = controllers - set(control.read_text(errors="replace").split())
-    for some in (missing - COUNTED, missing & COUNTED):
+    for part in (missing - COUNTED, missing & COUNTED):
         try:
-            if some:
-                control.write_text(" ".join(f"+{name}" for name in sorted(some)), encoding="ascii")
+            if part:
+                control.write_text(" ".join(f"+{name}" for name in sorted(part)), encoding="ascii")
         except OSError:
-            if not some <= COUNTED:
+            if not part <= COUNTED:
                 raise
-            controllers -= some
+            controllers -= part
     return controllers

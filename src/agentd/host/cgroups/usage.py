@@ -24,7 +24,7 @@ COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
 """The counting controllers of v1; the first one lists the members."""
 _NOWHERE = "/nonexistent"
 _NO_LIMIT = 1 << 60
-_MOST_BELOW = 1000
+_MAX_SUBGROUPS = 1000
 """Maximum groups below a kernel's that are read; beyond it the number of processes is unknown."""
 _NANO, _MICRO = 1e9, 1e6
 
@@ -49,32 +49,34 @@ class CgroupCounters(msgspec.Struct, frozen=True):
         )
 
 
-def counted(accounts: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
+def counted(counters_by_kernel: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
     """Return the current counters and cgroups of each kernel."""
-    is_counting = counts_blocks()
-    return {name: _counted(account, is_counting) for name, account in accounts.items()}
+    has_blocks = counts_blocks()
+    return {
+        name: _read_usage(counters, has_blocks) for name, counters in counters_by_kernel.items()
+    }
 
 
-def _counted(account: CgroupCounters, is_counting: bool) -> UsageReading:  # noqa: FBT001 - of the machine
-    if not account.folders:
+def _read_usage(counters: CgroupCounters, has_blocks: bool) -> UsageReading:  # noqa: FBT001 - of the machine
+    if not counters.folders:
         return UsageReading()
-    unified = account.folders.get(UNIFIED)
-    usage = _of_v1(account.folders) if unified is None else _of_v2(unified)
-    if not is_counting:
+    unified = counters.folders.get(UNIFIED)
+    usage = _read_v1(counters.folders) if unified is None else _read_v2(unified)
+    if not has_blocks:
         usage = replace(usage, io_read_bytes=None, io_write_bytes=None)
-    if account.has_network and (
-        processes := _lines(f"{next(iter(account.folders.values()))}/cgroup.procs")
+    if counters.has_network and (
+        processes := _read_lines(f"{next(iter(counters.folders.values()))}/cgroup.procs")
     ):
-        received, sent = _network(int(processes[0]))
+        received, sent = _read_network(int(processes[0]))
         usage = replace(usage, network_rx_bytes=received, network_tx_bytes=sent)
-    return UsageReading(usage, account.groups)
+    return UsageReading(usage, counters.groups)
 
 
 def counted_in(text: str) -> Usage:
     """Parse the concatenated files `cpu.stat`, `io.stat` and `memory.peak` (v2)."""
     lines = text.splitlines()
-    cpu = _pairs(lines)
-    read, written = _sums(lines if "rbytes=" in text else None)
+    cpu = _parse_pairs(lines)
+    read, written = _sum_blocks(lines if "rbytes=" in text else None)
     return Usage(
         cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
         cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
@@ -89,14 +91,14 @@ def groups_of(pid: int) -> set[str]:
 
     Names are bytes, chosen by the owner of a group.
     """
-    found = set()
+    groups = set()
     with suppress(OSError, ValueError):
         for line in read_lines(f"/proc/{pid}/cgroup"):
-            number, names, path = line.split(":", 2)
-            if number == "0":
-                found.add(f"{UNIFIED}:{path}")
-            found |= {f"{name}:{path}" for name in names.split(",") if name}
-    return found
+            hierarchy, controllers, path = line.split(":", 2)
+            if hierarchy == "0":
+                groups.add(f"{UNIFIED}:{path}")
+            groups |= {f"{name}:{path}" for name in controllers.split(",") if name}
+    return groups
 
 
 def counters_of(pid: int, mark: str) -> CgroupCounters:
@@ -113,38 +115,38 @@ def counters_of(pid: int, mark: str) -> CgroupCounters:
     )
 
 
-def _of_v2(folder: str) -> Usage:
-    cpu = _table(f"{folder}/cpu.stat")
-    read, written = _sums(_lines(f"{folder}/io.stat"))
+def _read_v2(folder: str) -> Usage:
+    cpu = _read_pairs(f"{folder}/cpu.stat")
+    read, written = _sum_blocks(_read_lines(f"{folder}/io.stat"))
     return Usage(
         cpu_seconds=_seconds(cpu.get("usage_usec"), _MICRO),
         cpu_throttled_seconds=_seconds(cpu.get("throttled_usec"), _MICRO),
-        memory_bytes=_number(f"{folder}/memory.current"),
-        memory_peak_bytes=_number(f"{folder}/memory.peak"),
-        memory_limit_bytes=_limit(f"{folder}/memory.max"),
+        memory_bytes=_read_number(f"{folder}/memory.current"),
+        memory_peak_bytes=_read_number(f"{folder}/memory.peak"),
+        memory_limit_bytes=_read_limit(f"{folder}/memory.max"),
         io_read_bytes=read,
         io_write_bytes=written,
-        processes=_processes(folder),
+        processes=_count_processes(folder),
     )
 
 
-def _of_v1(folders: Mapping[str, str]) -> Usage:
+def _read_v1(folders: Mapping[str, str]) -> Usage:
     memory = folders.get("memory", _NOWHERE)
     cpuacct, cpu = folders.get("cpuacct", _NOWHERE), folders.get("cpu", _NOWHERE)
-    read, written = _blocks_v1(folders.get("blkio", _NOWHERE))
+    read, written = _read_blocks_v1(folders.get("blkio", _NOWHERE))
     return Usage(
-        cpu_seconds=_seconds(_number(f"{cpuacct}/cpuacct.usage"), _NANO),
-        cpu_throttled_seconds=_seconds(_table(f"{cpu}/cpu.stat").get("throttled_time"), _NANO),
-        memory_bytes=_number(f"{memory}/memory.usage_in_bytes"),
-        memory_peak_bytes=_number(f"{memory}/memory.max_usage_in_bytes"),
-        memory_limit_bytes=_limit(f"{memory}/memory.limit_in_bytes"),
+        cpu_seconds=_seconds(_read_number(f"{cpuacct}/cpuacct.usage"), _NANO),
+        cpu_throttled_seconds=_seconds(_read_pairs(f"{cpu}/cpu.stat").get("throttled_time"), _NANO),
+        memory_bytes=_read_number(f"{memory}/memory.usage_in_bytes"),
+        memory_peak_bytes=_read_number(f"{memory}/memory.max_usage_in_bytes"),
+        memory_limit_bytes=_read_limit(f"{memory}/memory.limit_in_bytes"),
         io_read_bytes=read,
         io_write_bytes=written,
-        processes=_processes(next(iter(folders.values()))),
+        processes=_count_processes(next(iter(folders.values()))),
     )
 
 
-def _sums(lines: Iterable[str] | None) -> tuple[int | None, int | None]:
+def _sum_blocks(lines: Iterable[str] | None) -> tuple[int | None, int | None]:
     """Sum the bytes read and written of all disks in `io.stat`."""
     if lines is None:
         return None, None
@@ -155,8 +157,8 @@ def _sums(lines: Iterable[str] | None) -> tuple[int | None, int | None]:
     )
 
 
-def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
-    lines = _lines(f"{folder}/blkio.throttle.io_service_bytes")
+def _read_blocks_v1(folder: str) -> tuple[int | None, int | None]:
+    lines = _read_lines(f"{folder}/blkio.throttle.io_service_bytes")
     if lines is None:
         return None, None
     words = [line.split() for line in lines]
@@ -168,28 +170,28 @@ def _blocks_v1(folder: str) -> tuple[int | None, int | None]:
 
 def counts_blocks() -> bool:
     """Return whether this host counts blocks at all: every host with a disk has read some."""
-    v2 = _lines(f"{MOUNT}/io.stat") or ()
-    v1 = _lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
+    v2 = _read_lines(f"{MOUNT}/io.stat") or ()
+    v1 = _read_lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()
     is_v1 = any(line.startswith("Total ") and not line.endswith(" 0") for line in v1)
     return is_v1 or any("rbytes" in line for line in v2)
 
 
-def _processes(folder: str) -> int | None:
+def _count_processes(folder: str) -> int | None:
     """Count processes, including those of nested groups that a kernel may create."""
-    listed = _content(f"{folder}/cgroup.procs")
-    if listed is None:
+    members = _read(f"{folder}/cgroup.procs")
+    if members is None:
         return None
-    count, below = listed.count(b"\n"), _groups_in(folder)
-    for _ in range(_MOST_BELOW):
-        if not below:
+    count, pending = members.count(b"\n"), _list_subgroups(folder)
+    for _ in range(_MAX_SUBGROUPS):
+        if not pending:
             return count
-        group = below.pop()
-        count += (_content(f"{group}/cgroup.procs") or b"").count(b"\n")
-        below += _groups_in(group)
+        group = pending.pop()
+        count += (_read(f"{group}/cgroup.procs") or b"").count(b"\n")
+        pending += _list_subgroups(group)
     return None
 
 
-def _groups_in(folder: str) -> list[str]:
+def _list_subgroups(folder: str) -> list[str]:
     """Return the groups in a group."""
     try:
         return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
@@ -197,9 +199,9 @@ def _groups_in(folder: str) -> list[str]:
         return []
 
 
-def _network(pid: int) -> tuple[int | None, int | None]:
+def _read_network(pid: int) -> tuple[int | None, int | None]:
     """Return the bytes received and sent in a process's network namespace, without loopback."""
-    lines = _lines(f"/proc/{pid}/net/dev")
+    lines = _read_lines(f"/proc/{pid}/net/dev")
     if lines is None or _namespace(pid) in (None, _namespace("self")):
         return None, None
     rows = [line.partition(":") for line in lines[2:]]
@@ -213,23 +215,23 @@ def _namespace(pid: int | str) -> str | None:
     return None
 
 
-def _content(file: str) -> bytes | None:
+def _read(file: str) -> bytes | None:
     """Read a file of Linux; None if it is missing or unreadable."""
     try:
-        with open(file, "rb") as opened:  # noqa: PTH123 - called for thousands
-            return opened.read()
+        with open(file, "rb") as stream:  # noqa: PTH123 - called for thousands
+            return stream.read()
     except OSError:
         return None
 
 
-def _lines(file: str) -> list[str] | None:
-    content = _content(file)
+def _read_lines(file: str) -> list[str] | None:
+    content = _read(file)
     return None if content is None else content.decode("ascii", "replace").splitlines()
 
 
-def _number(file: str) -> int | None:
+def _read_number(file: str) -> int | None:
     with suppress(ValueError):
-        return int(_content(file) or b"")
+        return int(_read(file) or b"")
     return None
 
 
@@ -237,15 +239,15 @@ def _seconds(count: int | None, unit: float) -> float | None:
     return None if count is None else count / unit
 
 
-def _limit(file: str) -> int | None:
-    number = _number(file)
+def _read_limit(file: str) -> int | None:
+    number = _read_number(file)
     return None if number is None or number >= _NO_LIMIT else number
 
 
-def _table(file: str) -> dict[str, int]:
-    return _pairs(_lines(file) or ())
+def _read_pairs(file: str) -> dict[str, int]:
+    return _parse_pairs(_read_lines(file) or ())
 
 
-def _pairs(lines: Iterable[str]) -> dict[str, int]:
+def _parse_pairs(lines: Iterable[str]) -> dict[str, int]:
     words = (line.split() for line in lines)
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}

@@ -21,7 +21,7 @@ def is_booted(root: Path = Path("/")) -> bool:
 
 def has_manager(root: Path = Path("/")) -> bool:
     """Return whether this user has a manager."""
-    return is_booted(root) and _bus(root).exists()
+    return is_booted(root) and _bus_socket(root).exists()
 
 
 def lingers(uid: int, root: Path = Path("/")) -> bool:
@@ -35,14 +35,14 @@ def lingers(uid: int, root: Path = Path("/")) -> bool:
 
 def why_no_systemd(root: Path = Path("/")) -> list[str]:
     """Return why this user cannot run units here, nothing if it can."""
-    return list(_reasons(root))
+    return list(_find_problems(root))
 
 
-def _reasons(root: Path) -> Iterator[str]:
+def _find_problems(root: Path) -> Iterator[str]:
     if not is_booted(root):
         yield "systemd is not PID 1; use docker or process"
         return
-    bus = _bus(root)
+    bus = _bus_socket(root)
     if not bus.exists():
         yield f"no D-Bus socket {bus}; install dbus, or dbus-user-session"
     if not (root / "sys/fs/cgroup/cgroup.controllers").exists():
@@ -50,12 +50,12 @@ def _reasons(root: Path) -> Iterator[str]:
             "limits require cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
             " command line); this host has v1"
         )
-    version = version_of(_systemctl("--version"))
+    version = version_of(_run_systemctl("--version"))
     if version is not None and version < OLDEST:
         yield f"systemd {version} is too old: got {version}, expected {OLDEST} or later"
 
 
-def _bus(root: Path) -> Path:
+def _bus_socket(root: Path) -> Path:
     if os.geteuid() == 0:
         return root / "run/dbus/system_bus_socket"
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "bus"
@@ -64,14 +64,14 @@ def _bus(root: Path) -> Path:
 def failed_units(pattern: str) -> list[str]:
     """Return the failed units of the system manager, none if it does not answer."""
     options = ("--failed", "--plain", "--no-legend", "--no-pager")
-    lines = _systemctl("list-units", *options, pattern).splitlines()
+    lines = _run_systemctl("list-units", *options, pattern).splitlines()
     return [line.split()[0] for line in lines if line.split()]
 
 
-def _systemctl(*words: str) -> str:
+def _run_systemctl(*arguments: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603 - no word comes from a client
-            ["systemctl", *words],  # noqa: S607 - the host's own program
+        process = subprocess.run(  # noqa: S603 - no word comes from a client
+            ["systemctl", *arguments],  # noqa: S607 - the host's own program
             capture_output=True,
             text=True,
             errors="replace",
@@ -80,10 +80,10 @@ def _systemctl(*words: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout
+    return process.stdout
 
 
 def version_of(text: str) -> int | None:
     """Return the version in the first line of `systemctl --version`, None if there is none."""
-    found = re.match(r"systemd (\d+)", text)
-    return int(found[1]) if found else None
+    match = re.match(r"systemd (\d+)", text)
+    return int(match[1]) if match else None

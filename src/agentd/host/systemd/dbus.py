@@ -12,9 +12,9 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 from dbus_fast import BusType, Message, MessageType, Variant
 from dbus_fast.aio import MessageBus
 
@@ -26,8 +26,8 @@ _PATH = "/org/freedesktop/systemd1"
 _MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Service"
 _PROPERTIES = "org.freedesktop.DBus.Properties"
 _BUS, _BUS_PATH = "org.freedesktop.DBus", "/org/freedesktop/DBus"
-_LOST = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
-_ABSENT = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
+_LOST_ERRORS = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
+_ABSENT_ERRORS = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
 AT_ONCE = 64
 """Maximum calls in progress; a system bus allows 128 for each connection."""
 CALL_S = 30.0
@@ -55,7 +55,7 @@ class CallLost(RuntimeUnavailable):
     """A call was sent and its answer lost: it may have taken effect."""
 
 
-class Unit(NamedTuple):
+class Unit(msgspec.Struct, frozen=True):
     """A listed unit: its name and systemd's states."""
 
     name: str
@@ -63,7 +63,7 @@ class Unit(NamedTuple):
     sub: str
 
 
-class _Signal(NamedTuple):
+class _Signal(msgspec.Struct, frozen=True):
     """A change of a unit, or the end of a job of it."""
 
     unit: str
@@ -71,20 +71,17 @@ class _Signal(NamedTuple):
     result: str = ""
 
 
-@dataclass
 class _BusConnection:
     """One connection and those who wait for its signals; `lost` is done once it is broken."""
 
-    bus: MessageBus
-    lost: asyncio.Task[None] = field(init=False)
-    owner: str = ""
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
-    queues: set[asyncio.Queue[_Signal | None]] = field(default_factory=set)
+    def __init__(self, bus: MessageBus) -> None:
+        self.bus = bus
+        self.owner = ""
+        self.places = asyncio.Semaphore(AT_ONCE)
+        self.queues: set[asyncio.Queue[_Signal | None]] = set()
+        self.lost = asyncio.create_task(self._wait_lost())
 
-    def __post_init__(self) -> None:
-        self.lost = asyncio.create_task(self._until_lost())
-
-    async def _until_lost(self) -> None:
+    async def _wait_lost(self) -> None:
         try:
             with suppress(Exception):
                 await self.bus.wait_for_disconnect()  # type: ignore[no-untyped-call]
@@ -130,17 +127,19 @@ class Manager:
             UnitRefused: systemd rejects the unit.
             CallLost: the unit may have been started.
         """
-        body = [unit, "fail", _variants(properties), []]
-        return await self._finished("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
+        body = [unit, "fail", _to_variants(properties), []]
+        return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
 
     async def set(self, unit: str, properties: Iterable[Property]) -> None:
         """Change properties of a unit until the next boot."""
-        await self._called("SetUnitProperties", "sba(sv)", [unit, True, _variants(properties)])
+        await self._call_manager(
+            "SetUnitProperties", "sba(sv)", [unit, True, _to_variants(properties)]
+        )
 
     async def kill(self, unit: str, number: int) -> None:
         """Send a signal to all processes of a unit, if it exists."""
         with suppress(UnitRefused):
-            await self._called("KillUnit", "ssi", [unit, "all", number])
+            await self._call_manager("KillUnit", "ssi", [unit, "all", number])
 
     async def drop(self, unit: str) -> None:
         """Stop a unit, failed or not, and wait until the manager has unloaded it.
@@ -160,19 +159,19 @@ class Manager:
             await changes.aclose()
 
     async def _is_dropped(self, unit: str) -> bool:
-        seen = await self.properties(unit, ("Unit.ActiveState",))
-        if seen is None:
+        unit_state = await self.properties(unit, ("Unit.ActiveState",))
+        if unit_state is None:
             return True
         with suppress(UnitRefused):
-            if seen["Unit.ActiveState"] == "failed":
-                await self._called("ResetFailedUnit", "s", [unit])
-            elif seen["Unit.ActiveState"] != "inactive":
-                await self._finished("StopUnit", "ss", [unit, "replace"])
+            if unit_state["Unit.ActiveState"] == "failed":
+                await self._call_manager("ResetFailedUnit", "s", [unit])
+            elif unit_state["Unit.ActiveState"] != "inactive":
+                await self._run_job("StopUnit", "ss", [unit, "replace"])
         return False
 
     async def units(self, pattern: str) -> list[Unit]:
         """Return all units whose names match a pattern."""
-        (rows,) = await self._called("ListUnitsByPatterns", "asas", [[], [pattern]])
+        (rows,) = await self._call_manager("ListUnitsByPatterns", "asas", [[], [pattern]])
         return [Unit(row[0], row[3], row[4]) for row in rows if is_there(row[2], row[3])]
 
     async def properties(
@@ -185,13 +184,13 @@ class Manager:
         """
         try:
             # A query to the path of a missing unit would load and unload it.
-            (path,) = await self._called("LoadUnit" if loading else "GetUnit", "s", [unit])
-            connection = await self._connected()
-            asked = [
-                self._answered(connection, path, _PROPERTIES, "Get", "ss", [*_place(name)])
+            (path,) = await self._call_manager("LoadUnit" if loading else "GetUnit", "s", [unit])
+            connection = await self._get_connection()
+            calls = [
+                self._call(connection, path, _PROPERTIES, "Get", "ss", [*_split_property(name)])
                 for name in ("Unit.LoadState", "Unit.ActiveState", *names)
             ]
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*calls)
         except NoSuchUnit:
             return None
         except UnitRefused as error:  # says nothing about the unit
@@ -201,7 +200,7 @@ class Manager:
 
     async def reload(self) -> None:
         """Reload unit files and drop-ins."""
-        await self._called("Reload", "", [])
+        await self._call_manager("Reload", "", [])
 
     async def changes(self) -> AsyncGenerator[str]:
         """Yield the name of each unit with an event; "" once the subscription works.
@@ -209,14 +208,14 @@ class Manager:
         Raises:
             RuntimeUnavailable: the connection could not be made, or broke.
         """
-        connection = await self._connected()
+        connection = await self._get_connection()
         with connection.signals() as signals:
             yield ""
             while (signal := await signals.get()) is not None:
                 yield signal.unit
             raise RuntimeUnavailable("the connection to systemd broke")
 
-    async def _finished(
+    async def _run_job(
         self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
     ) -> str:
         """Make a call that starts a job, and return the job's result.
@@ -224,9 +223,9 @@ class Manager:
         Raises:
             CallLost: the connection broke, or the job takes too long.
         """
-        connection = await self._connected()
+        connection = await self._get_connection()
         with connection.signals() as signals:  # the signal may precede the answer
-            (path,) = await self._called(member, signature, body, descriptors)
+            (path,) = await self._call_manager(member, signature, body, descriptors)
             try:
                 async with asyncio.timeout(JOB_S):
                     while (signal := await signals.get()) is not None:
@@ -236,14 +235,14 @@ class Manager:
                 raise CallLost(f"a job of systemd did not end within {JOB_S:g} s") from None
         raise CallLost("the connection to systemd broke during a job")
 
-    async def _called(
+    async def _call_manager(
         self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
     ) -> list[Any]:
-        made = await self._connected()
-        return await self._answered(made, _PATH, _MANAGER, member, signature, body, descriptors)
+        connection = await self._get_connection()
+        return await self._call(connection, _PATH, _MANAGER, member, signature, body, descriptors)
 
     @staticmethod
-    async def _answered(
+    async def _call(
         connection: _BusConnection,
         path: str,
         interface: str,
@@ -263,51 +262,51 @@ class Manager:
         )
         async with connection.places:
             call = asyncio.ensure_future(connection.bus.call(message))
-            call.add_done_callback(_heed)
-            ends: set[asyncio.Future[Any]] = {call, connection.lost}
-            await asyncio.wait(ends, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+            call.add_done_callback(_retrieve_error)
+            outcomes: set[asyncio.Future[Any]] = {call, connection.lost}
+            await asyncio.wait(outcomes, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
         if not call.done() or call.cancelled() or call.exception() or not (reply := call.result()):
             call.cancel()
             raise CallLost(f"systemd did not answer {member}")
         if reply.message_type is MessageType.ERROR:
             text = str(reply.body[0]) if reply.body else str(reply.error_name)
-            if reply.error_name in _LOST:
+            if reply.error_name in _LOST_ERRORS:
                 raise CallLost(f"{member}: {text}")
             if reply.error_name == f"{_NAME}.UnitExists":
                 raise UnitExists(text)
-            raise NoSuchUnit(text) if reply.error_name in _ABSENT else UnitRefused(text)
+            raise NoSuchUnit(text) if reply.error_name in _ABSENT_ERRORS else UnitRefused(text)
         return list(reply.body)
 
-    async def _connected(self) -> _BusConnection:
+    async def _get_connection(self) -> _BusConnection:
         async with self._connecting:
             if self._connection is None or self._connection.lost.done():
-                self._connection = await self._made()
+                self._connection = await self._connect()
             return self._connection
 
-    async def _made(self) -> _BusConnection:
-        kind = BusType.SESSION if self.is_user else BusType.SYSTEM
+    async def _connect(self) -> _BusConnection:
+        bus_type = BusType.SESSION if self.is_user else BusType.SYSTEM
         try:
-            address = _user_bus() if self.is_user else None
-            bus = MessageBus(bus_address=address, bus_type=kind, negotiate_unix_fd=True)
+            address = _user_bus_address() if self.is_user else None
+            bus = MessageBus(bus_address=address, bus_type=bus_type, negotiate_unix_fd=True)
             async with asyncio.timeout(CALL_S):
                 await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises any error of a socket
             raise RuntimeUnavailable(f"cannot connect to systemd over D-Bus: {error}") from None
         connection = _BusConnection(bus)
 
-        def hear(message: Message) -> None:
+        def on_message(message: Message) -> None:
             if message.message_type is MessageType.SIGNAL:
-                self._heard(connection, message)
+                self._on_signal(connection, message)
 
-        bus.add_message_handler(hear)
+        bus.add_message_handler(on_message)
         try:
             async with asyncio.timeout(CALL_S):
-                for rule in _RULES:
-                    await self._answered(connection, _BUS_PATH, _BUS, "AddMatch", "s", [rule])
-                (connection.owner,) = await self._answered(
+                for rule in _MATCH_RULES:
+                    await self._call(connection, _BUS_PATH, _BUS, "AddMatch", "s", [rule])
+                (connection.owner,) = await self._call(
                     connection, _BUS_PATH, _BUS, "GetNameOwner", "s", [_NAME]
                 )
-                await self._answered(connection, _PATH, _MANAGER, "Subscribe", "", [])
+                await self._call(connection, _PATH, _MANAGER, "Subscribe", "", [])
         except BaseException as error:
             bus.disconnect()
             if isinstance(error, (UnitRefused, TimeoutError)):
@@ -316,7 +315,7 @@ class Manager:
         return connection
 
     @staticmethod
-    def _heard(connection: _BusConnection, message: Message) -> None:
+    def _on_signal(connection: _BusConnection, message: Message) -> None:
         if message.sender == _BUS and message.member == "NameOwnerChanged":
             connection.bus.disconnect()  # another systemd, which requires a new subscription
             return
@@ -335,7 +334,7 @@ class Manager:
             queue.put_nowait(signal)
 
 
-_RULES = (
+_MATCH_RULES = (
     f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='JobRemoved'",
     f"type='signal',sender='{_NAME}',interface='{_MANAGER}',member='UnitRemoved'",
     f"type='signal',sender='{_NAME}',member='PropertiesChanged',path_namespace='{_PATH}/unit'",
@@ -344,21 +343,21 @@ _RULES = (
 """The subscribed signals (D-Bus Specification, "Match Rules")."""
 
 
-def _heed(call: asyncio.Future[Any]) -> None:
+def _retrieve_error(call: asyncio.Future[Any]) -> None:
     """Mark the error of an abandoned call as retrieved."""
     if not call.cancelled():
         call.exception()
 
 
-def _user_bus() -> str:
+def _user_bus_address() -> str:
     folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
     return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
 
 
-def _variants(properties: Iterable[Property]) -> list[list[Any]]:
+def _to_variants(properties: Iterable[Property]) -> list[list[Any]]:
     return [[name, Variant(signature, value)] for name, signature, value in properties]
 
 
-def _place(name: str) -> tuple[str, str]:
+def _split_property(name: str) -> tuple[str, str]:
     interface, _, member = name.rpartition(".")
     return (_UNIT if interface else _SERVICE), member

@@ -7,8 +7,8 @@ UNIT_PATH = "/org/freedesktop/systemd1/unit/"
 
 def unit_of(path: str) -> str:
     """Return the unit of an object path."""
-    first, *rest = path.removeprefix(UNIT_PATH).split("_")
-    raw = first.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in rest)
+    head, *escaped = path.removeprefix(UNIT_PATH).split("_")
+    raw = head.encode() + b"".join(bytes.fromhex(part[:2]) + part[2:].encode() for part in escaped)
     return raw.decode(errors="replace")
 
 
