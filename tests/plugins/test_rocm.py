@@ -159,9 +159,9 @@ async def test_partitions_have_slots_of_their_own(
 
 
 def test_unavailable_measurement_is_none() -> None:
-    assert smi._known(2**16 - 1) is None
-    assert smi._known(2**32 - 1) is None
-    assert smi._known(137) == 137
+    assert smi._parse_number(2**16 - 1) is None
+    assert smi._parse_number(2**32 - 1) is None
+    assert smi._parse_number(137) == 137
     assert smi.pci_address(3 << 32 | 0xC1 << 8) == "0003:c1:00.0"
 
 

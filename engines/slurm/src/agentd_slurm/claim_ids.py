@@ -32,16 +32,16 @@ def labels_of(job_id: int) -> dict[str, str]:
 
 def job_of_claim(claim: Mapping[str, Any]) -> int | None:
     """Return the job that a claim was made for by a prolog; None for any other claim."""
-    job_id = _job_in(claim["claim_id"])
+    job_id = _parse_job_id(claim["claim_id"])
     is_ours = job_id is not None and labels_of(job_id).items() <= claim["labels"].items()
     return job_id if is_ours else None
 
 
 def jobs_of_kernels(kernels: Iterable[Mapping[str, Any]]) -> set[int | None]:
     """Return the jobs from whose claims living kernels took their devices, among others None."""
-    return {_job_in(row["claim_id"]) for row in kernels if row["state"] not in ENDED}
+    return {_parse_job_id(row["claim_id"]) for row in kernels if row["state"] not in ENDED}
 
 
-def _job_in(claim_id: str | None) -> int | None:
+def _parse_job_id(claim_id: str | None) -> int | None:
     match = _ID.fullmatch(claim_id or "")
     return int(match[1]) if match else None

@@ -88,14 +88,14 @@ def doctor(node: str | None, *, as_json: bool) -> None:
     """
     from agentd_slurm.commands.doctor import checks
 
-    found = list(checks(node))
+    slurm_checks = list(checks(node))
     if as_json:
-        rows = [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in found]
+        rows = [{"name": c.name, "passed": c.passed, "detail": c.detail} for c in slurm_checks]
         click.echo(json.dumps(rows, indent=1))
     else:
-        for check in found:
+        for check in slurm_checks:
             click.echo(f"{'ok  ' if check.passed else 'FAIL'} {check.name}: {check.detail}")
-    sys.exit(0 if all(check.passed for check in found) else FAILED)
+    sys.exit(0 if all(check.passed for check in slurm_checks) else FAILED)
 
 
 @click.group("slurm")
@@ -129,16 +129,16 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
         devices = gpus_of(chosen, client.devices())
     except NoGres as error:
         raise click.ClickException(str(error)) from None
-    mapped = gres_map(chosen, devices)
-    content = json.dumps(mapped.as_json(), indent=1)
+    devices_by_index = gres_map(chosen, devices)
+    content = json.dumps(devices_by_index.as_json(), indent=1)
     if as_json:
         click.echo(content)
         return
-    found, stand_ins = files_of(devices, files or STAND_INS)
+    file_by_id, stand_ins = files_of(devices, files or STAND_INS)
     click.echo("# gres.conf")
-    click.echo("\n".join(gres_conf(mapped, found)))
+    click.echo("\n".join(gres_conf(devices_by_index, file_by_id)))
     click.echo("\n# slurm.conf, in the NodeName= line of this node")
-    click.echo(node_gres(mapped))
+    click.echo(node_gres(devices_by_index))
     click.echo(f"\n# {DEFAULT_MAP}\n{content}")
     for file in stand_ins:
         if not Path(file).exists():

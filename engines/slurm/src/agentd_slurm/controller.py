@@ -25,7 +25,7 @@ from agentd_slurm.jobs import (
 
 TIMEOUT_S = 10.0
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
-_UNKNOWN = "Invalid job id"
+_UNKNOWN_JOB = "Invalid job id"
 MOST_REASON = 1024
 
 
@@ -40,8 +40,8 @@ def find_program(name: str) -> str:
         SlurmFailed: it is not installed.
     """
     folders = os.pathsep.join(filter(None, (os.environ.get("PATH"), FOLDERS)))
-    if found := shutil.which(name, path=folders):
-        return found
+    if path := shutil.which(name, path=folders):
+        return path
     raise SlurmFailed(f"{name} not found in {folders}")
 
 
@@ -51,24 +51,26 @@ def run(name: str, *arguments: str) -> str:
     Raises:
         SlurmFailed: it cannot be run, fails, or does not end in time.
     """
-    environ = {**os.environ, "LC_ALL": "C"}
+    env = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(  # noqa: S603 - its arguments are numbers and checked names
+        process = subprocess.run(  # noqa: S603 - its arguments are numbers and checked names
             [find_program(name), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
-            env=environ,
+            env=env,
             timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         raise SlurmFailed(f"{name}: no answer within {TIMEOUT_S:g} s") from None
     except OSError as error:
         raise SlurmFailed(f"{name}: {error.strerror}") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
-        raise SlurmFailed(f"{name}: {' '.join(said.split())}")
-    return done.stdout.decode(errors="replace")
+    if process.returncode:
+        reason = (
+            process.stderr.decode(errors="replace").strip() or f"exit status {process.returncode}"
+        )
+        raise SlurmFailed(f"{name}: {' '.join(reason.split())}")
+    return process.stdout.decode(errors="replace")
 
 
 class QueuedJob(NamedTuple):
@@ -83,17 +85,17 @@ class QueuedJob(NamedTuple):
 
 def jobs_on(node: str) -> list[QueuedJob]:
     """Return the jobs that may have processes on a node."""
-    return [row for row in _queue(f"--nodelist={node}") if row.state in ON_NODE]
+    return [row for row in _list_queue(f"--nodelist={node}") if row.state in ON_NODE]
 
 
 def placeholders(node: str) -> list[int]:
     """Return the ids of the placeholders of a node, pending ones too."""
-    rows = _queue(f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
-    open_ones = (row for row in rows if row.state in WAITING | ON_NODE)
-    return [row.job_id for row in open_ones if row.required_nodes == node]
+    rows = _list_queue(f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
+    unfinished = (row for row in rows if row.state in WAITING | ON_NODE)
+    return [row.job_id for row in unfinished if row.required_nodes == node]
 
 
-def _queue(*options: str) -> list[QueuedJob]:
+def _list_queue(*options: str) -> list[QueuedJob]:
     """Return rows of the queue.
 
     Raises:
@@ -118,21 +120,21 @@ def job(job_id: int) -> Job | None:
         UnreadableAnswer: it cannot be understood, or is about another job.
     """
     try:
-        found = _shown(str(job_id))
+        answered_job = _show_job(str(job_id))
     except UnclearJob as error:  # the whole array of its last task, or a job of components
         if error.job == str(job_id):
             raise
-        found = _shown(error.job)
-    if found is not None and found.job_id != job_id:
-        raise UnreadableAnswer(f"scontrol show job {job_id}: got job {found.job_id} first")
-    return found
+        answered_job = _show_job(error.job)
+    if answered_job is not None and answered_job.job_id != job_id:
+        raise UnreadableAnswer(f"scontrol show job {job_id}: got job {answered_job.job_id} first")
+    return answered_job
 
 
-def _shown(name: str) -> Job | None:
+def _show_job(name: str) -> Job | None:
     try:
         return parse_job(run("scontrol", "--all", "-o", "-d", "show", "job", name))
     except SlurmFailed as error:
-        if _UNKNOWN in str(error):
+        if _UNKNOWN_JOB in str(error):
             return None
         raise
 
@@ -194,14 +196,14 @@ def cancel(job_id: int) -> None:
     try:
         run("scancel", str(job_id))
     except SlurmFailed as error:
-        if _UNKNOWN not in str(error):
+        if _UNKNOWN_JOB not in str(error):
             raise
 
 
 def configuration() -> dict[str, str]:
     """Return slurmctld's settings by name."""
     lines = (line.partition("=") for line in run("scontrol", "show", "config").splitlines())
-    return {name.strip(): value.strip() for name, found, value in lines if found}
+    return {name.strip(): value.strip() for name, separator, value in lines if separator}
 
 
 def node_gres(node: str) -> str:

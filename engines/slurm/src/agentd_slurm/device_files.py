@@ -21,13 +21,13 @@ _PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 
 def nvidia_files(root: Path = Path("/")) -> dict[str, str]:
     """Return NVIDIA's device files by the UUID of their GPU."""
-    found = {}
+    file_by_uuid = {}
     for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
         lines = (line.partition(":") for line in read_lines(file))
-        facts = {name.strip(): value.strip() for name, _, value in lines}
-        if "GPU UUID" in facts and facts.get("Device Minor", "").isdecimal():
-            found[facts["GPU UUID"]] = f"/dev/nvidia{facts['Device Minor']}"
-    return found
+        fields = {name.strip(): value.strip() for name, _, value in lines}
+        if "GPU UUID" in fields and fields.get("Device Minor", "").isdecimal():
+            file_by_uuid[fields["GPU UUID"]] = f"/dev/nvidia{fields['Device Minor']}"
+    return file_by_uuid
 
 
 def render_node(address: str, root: Path = Path("/")) -> str | None:

@@ -18,20 +18,20 @@ class NoGres(Exception):
     """The node offers nothing to write into gres.conf."""
 
 
-def choose_agent(named: str | None, agents: Sequence[str]) -> str:
+def choose_agent(requested: str | None, agents: Sequence[str]) -> str:
     """Return the agent whose devices Slurm gets.
 
     Raises:
         NoGres: it is unknown, or none is named and the node has several.
     """
-    have = ", ".join(sorted(agents))
-    if named is None:
+    known = ", ".join(sorted(agents))
+    if requested is None:
         if len(agents) == 1:
             return agents[0]
-        raise NoGres(f"this node has {len(agents)} agents; name one with --agent ({have})")
-    if named not in agents:
-        raise NoGres(f"unknown agent {named} (this node has: {have})")
-    return named
+        raise NoGres(f"this node has {len(agents)} agents; name one with --agent ({known})")
+    if requested not in agents:
+        raise NoGres(f"unknown agent {requested} (this node has: {known})")
+    return requested
 
 
 def gpus_of(agent: str, devices: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -40,21 +40,21 @@ def gpus_of(agent: str, devices: Iterable[Mapping[str, Any]]) -> list[Mapping[st
     Raises:
         NoGres: there are none, or two would have the same type.
     """
-    found = [
+    gpus = [
         device
         for device in devices
         if device["device_name"] not in NO_GPUS
         and agent in device["agents"]
         and device["state"] != "gone"
     ]
-    if not found:
+    if not gpus:
         raise NoGres(f"agent {agent} has no accelerators on this node")
     types: dict[str, str] = {}
-    for device in found:
+    for device in gpus:
         gres_type = GresDevice(device["id"], device["stable_id"]).gres_type
         if (other := types.setdefault(gres_type, device["id"])) != device["id"]:
             raise NoGres(f"devices {other} and {device['id']} would have the same type {gres_type}")
-    return found
+    return gpus
 
 
 def gres_map(agent: str, devices: Iterable[Mapping[str, Any]]) -> GresMap:

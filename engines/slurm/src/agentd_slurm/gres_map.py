@@ -10,13 +10,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DEFAULT_MAP = "/etc/agentd/slurm-gres.json"
 MAP_VARIABLE = "AGENTD_SLURM_MAP"
-_NO_TYPE = re.compile(r"[^A-Za-z0-9_.-]")
+_REFUSED_IN_TYPE = re.compile(r"[^A-Za-z0-9_.-]")
 _DIGITS = re.compile(r"([0-9]+)")
 
 
@@ -24,8 +23,7 @@ class UnusableMap(Exception):
     """The map file is missing, unreadable or malformed."""
 
 
-@dataclass(frozen=True, slots=True)
-class GresDevice:
+class GresDevice(NamedTuple):
     """A device as agentd names it."""
 
     device_id: str
@@ -34,11 +32,10 @@ class GresDevice:
     @property
     def gres_type(self) -> str:
         """The `Type=` of the device in gres.conf: its id without characters that Slurm refuses."""
-        return _NO_TYPE.sub("_", self.device_id)
+        return _REFUSED_IN_TYPE.sub("_", self.device_id)
 
 
-@dataclass(frozen=True, slots=True)
-class GresMap:
+class GresMap(NamedTuple):
     """The agent that Slurm's GPUs belong to, and the device of each index."""
 
     agent: str
@@ -81,10 +78,12 @@ def parse_map(text: str) -> GresMap:
     agent = content.get("agent")
     if not isinstance(agent, str) or not agent:
         raise UnusableMap(f"invalid agent: got {agent!r}, expected a name")
-    return GresMap(agent, dict(_entry(key, value) for key, value in content["devices"].items()))
+    return GresMap(
+        agent, dict(_parse_entry(key, value) for key, value in content["devices"].items())
+    )
 
 
-def _entry(key: str, value: object) -> tuple[int, GresDevice]:
+def _parse_entry(key: str, value: object) -> tuple[int, GresDevice]:
     if not key.isdecimal() or str(int(key)) != key:
         raise UnusableMap(f"invalid index: got {key!r}, expected a number such as 0")
     if isinstance(value, dict):
@@ -108,8 +107,8 @@ def read_map(path: Path) -> GresMap:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        why = f"{error.strerror}; create it with: agentctl slurm gres --json"
-        raise UnusableMap(f"{path}: {why}") from None
+        reason = f"{error.strerror}; create it with: agentctl slurm gres --json"
+        raise UnusableMap(f"{path}: {reason}") from None
     try:
         return parse_map(raw.decode())
     except (UnusableMap, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 PLACEHOLDER = "agentd:"
 """The beginning of a placeholder job's comment; the holder of the GPU follows."""
@@ -45,8 +45,7 @@ class UnclearJob(UnreadableAnswer):
         self.job = job
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One job of the queue. `gpus` are the indices it has on each node; None: Slurm tells none.
 
     `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
@@ -62,7 +61,7 @@ class Job:
     gpu_type: str = ""
     required_nodes: str = ""
     nodes: tuple[str, ...] = ()
-    gpus: Mapping[str, frozenset[int] | None] = field(default_factory=dict)
+    gpus: Mapping[str, frozenset[int] | None] = {}
 
     @property
     def is_placeholder(self) -> bool:
@@ -91,29 +90,29 @@ def parse_job(text: str) -> Job:
         name = f"{ids['ArrayJobId']}_{ids.get('ArrayTaskId')}"
     elif "HetJobId" in ids:
         name = f"{ids['HetJobId']}+{ids.get('HetJobOffset')}"
-    rest = text[head.end() :]
-    users, labels = [*_AFTER_NAME.finditer(rest)], [*_AFTER_LABEL.finditer(rest)]
+    after_head = text[head.end() :]
+    users, labels = [*_AFTER_NAME.finditer(after_head)], [*_AFTER_LABEL.finditer(after_head)]
     if not users or not labels:
         raise UnreadableAnswer(f"scontrol show job {name}: no UserId= or Priority= in the answer")
     if users[1:] or labels[1:]:
         raise UnclearJob(name)
-    return _job(int(ids["JobId"]), name, int(users[0][1]), rest[labels[0].end() :])
+    return _parse_fields(int(ids["JobId"]), name, int(users[0][1]), after_head[labels[0].end() :])
 
 
-def _job(job_id: int, name: str, user_id: int, rest: str) -> Job:
+def _parse_fields(job_id: int, name: str, user_id: int, after_label: str) -> Job:
     """Read what stands behind the label of a job; what a user chooses comes last."""
-    gpu_type = _TYPE.search(rest)
+    gpu_type = _TYPE.search(after_label)
     try:
         return Job(
             job_id=job_id,
             name=name,
             user_id=user_id,
-            state=_field(rest, "JobState"),
-            comment=_field(rest, "Comment"),
+            state=_field(after_label, "JobState"),
+            comment=_field(after_label, "Comment"),
             gpu_type=gpu_type[1] if gpu_type and not gpu_type[1].isdecimal() else "",
-            required_nodes=_field(rest, "ReqNodeList"),
-            nodes=tuple(expand_hosts(_field(rest, "NodeList"))),
-            gpus=dict(_gpus(rest)),
+            required_nodes=_field(after_label, "ReqNodeList"),
+            nodes=tuple(expand_hosts(_field(after_label, "NodeList"))),
+            gpus=dict(_parse_gpus(after_label)),
         )
     except ValueError as error:
         raise UnreadableAnswer(f"scontrol show job {name}: {error}") from None
@@ -125,7 +124,7 @@ def _field(text: str, name: str) -> str:
     return match[1] if match and match[1] != "(null)" else ""
 
 
-def _gpus(text: str) -> Iterator[tuple[str, frozenset[int] | None]]:
+def _parse_gpus(text: str) -> Iterator[tuple[str, frozenset[int] | None]]:
     """Yield the nodes of a job with the indices of its GPUs there."""
     match = _GRES.search(text)
     while match and (match := _NODES.match(text, match.end())):
@@ -138,17 +137,17 @@ def indices(detail: str) -> frozenset[int] | None:
 
     None where there are GPUs without indices: gres.conf names no files.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for match in _GPUS.finditer(detail):
-        count, inside = match[1].rpartition(":")[2], match[3] or ""
-        if inside.startswith("IDX:"):
-            found |= {*_ranges(inside.removeprefix("IDX:"))}
+        count, index_text = match[1].rpartition(":")[2], match[3] or ""
+        if index_text.startswith("IDX:"):
+            numbers |= {*_parse_ranges(index_text.removeprefix("IDX:"))}
         elif count != "0":
             return None
-    return frozenset(found)
+    return frozenset(numbers)
 
 
-def _ranges(text: str) -> Iterator[int]:
+def _parse_ranges(text: str) -> Iterator[int]:
     """Yield the numbers of a list such as `0-2,5`; `N/A` and an empty list have none."""
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -163,23 +162,23 @@ def expand_hosts(text: str) -> list[str]:
         ValueError: it is malformed, or too long.
     """
     hosts: list[str] = []
-    rest = text
-    while rest:
-        match = _PART.match(rest)
+    remaining = text
+    while remaining:
+        match = _PART.match(remaining)
         if match is None or not match[0].rstrip(","):
             raise ValueError(f"invalid host list {text!r}")
-        rest = rest[match.end() :]
-        hosts += _bracketed(match[1], match[2], match[3])
+        remaining = remaining[match.end() :]
+        hosts += _expand_brackets(match[1], match[2], match[3])
         if len(hosts) > MOST_HOSTS:
             raise ValueError(f"host list exceeds the limit of {MOST_HOSTS}")
     return hosts
 
 
-def _bracketed(before: str, inside: str | None, after: str) -> Iterator[str]:
-    if inside is None:
+def _expand_brackets(before: str, ranges: str | None, after: str) -> Iterator[str]:
+    if ranges is None:
         yield before + after
         return
-    for part in inside.split(","):
+    for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             raise ValueError(f"invalid range {part!r} in a host list")

@@ -37,37 +37,37 @@ class NodeClient:
         self._socket = socket
         self._wait_s = wait_s
 
-    def _ask(self, call: Callable[[Client], T], wait_s: float | None = None) -> T:
+    def _call(self, call: Callable[[Client], T], wait_s: float | None = None) -> T:
         """Make a call of a client.
 
         Raises:
             AgentdError: agentd refused, or did not answer in time (`Unavailable`).
         """
-        end = time.monotonic() + (wait_s or self._wait_s)
+        deadline = time.monotonic() + (wait_s or self._wait_s)
         while True:
-            left = max(end - time.monotonic(), PAUSE_S)
+            remaining_s = max(deadline - time.monotonic(), PAUSE_S)
             try:
-                return call(Client(self._socket, timeout_s=left, retry_s=left))
+                return call(Client(self._socket, timeout_s=remaining_s, retry_s=remaining_s))
             except Unavailable:
-                if time.monotonic() + PAUSE_S > end:
+                if time.monotonic() + PAUSE_S > deadline:
                     raise
                 time.sleep(PAUSE_S)
 
     def devices(self) -> Sequence[Mapping[str, Any]]:
         """Return the devices of the node."""
-        return self._ask(Client.devices)
+        return self._call(Client.devices)
 
     def claims(self) -> Sequence[Mapping[str, Any]]:
         """Return every claim."""
-        return self._ask(Client.claims)
+        return self._call(Client.claims)
 
     def kernels(self, claim: str | None = None) -> Sequence[Mapping[str, Any]]:
         """Return every kernel, or those of a claim."""
-        return self._ask(lambda node: node.kernels(claim=claim))
+        return self._call(lambda node: node.kernels(claim=claim))
 
     def claims_of(self, job_id: int) -> list[Mapping[str, Any]]:
         """Return the claims that were made for a job."""
-        rows = self._ask(lambda node: node.claims(labels=labels_of(job_id)))
+        rows = self._call(lambda node: node.claims(labels=labels_of(job_id)))
         return [row for row in rows if job_of_claim(row) == job_id]
 
     def create_claim(self, job_id: int, agent: str, request: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class NodeClient:
                 self.release(claim)
             try:
                 body = {**request, "claim_id": claim_id}
-                self._ask(partial(Client.create_claim, agent_id=agent, request=body))
+                self._call(partial(Client.create_claim, agent_id=agent, request=body))
             except ClaimConflict as error:
                 conflict = error
             else:
@@ -99,18 +99,18 @@ class NodeClient:
                 delete = partial(
                     Client.delete_kernel, kernel_id=kernel["kernel_id"], timeout=STOP_S
                 )
-                self._ask(delete, wait_s=self._wait_s + 2 * STOP_S)
+                self._call(delete, wait_s=self._wait_s + 2 * STOP_S)
 
     def release(self, claim: Mapping[str, Any]) -> None:
         """Delete the kernels of a claim and release it, again while a create is in flight."""
-        end = time.monotonic() + self._wait_s
+        deadline = time.monotonic() + self._wait_s
         while True:
             self.delete_kernels(claim)
             try:
                 with suppress(UnknownClaim):
-                    self._ask(lambda node: node.release_claim(claim["claim_id"]))
+                    self._call(lambda node: node.release_claim(claim["claim_id"]))
             except ClaimConflict:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(PAUSE_S)
             else:
@@ -123,13 +123,13 @@ class NodeClient:
         The lock is a byte of a file beside agentd's socket, which ends with the process.
         """
         path = Path(self._socket).with_name("slurm.lock")
-        with _opened(path) as descriptor:
+        with _open_lock(path) as descriptor:
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, job_id)
             yield
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_lock(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from agentd.procfs import read_lines
 
 _JOB = re.compile(r"/job_([0-9]+)(?:/|$)")
 _STEPD = re.compile(r"slurmstepd: \[([0-9]+)[.+]")
-_OF_ANY_NODE = re.compile(r"/(?:slurm_[^/]+|[^/]+_slurmstepd\.scope)/")
+_NODE_CGROUP = re.compile(r"/(?:slurm_[^/]+|[^/]+_slurmstepd\.scope)/")
 """The cgroups of one of several slurmds on this host."""
-_OF_NO_JOB = re.compile(r"slurmstepd\.scope/system$")
+_JOBLESS_CGROUP = re.compile(r"slurmstepd\.scope/system$")
 _PROGRAM = "slurmstepd"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeProcesses:
+class NodeProcesses(NamedTuple):
     """The jobs that have processes in a cgroup, and those that have a slurmstepd.
 
     `has_unnamed` says that a slurmstepd does not show its job yet: it may be any.
@@ -47,11 +46,11 @@ class NodeProcesses:
 
 def jobs_in_cgroup(lines: Iterable[str], node: str) -> frozenset[int]:
     """Return the jobs of this node's slurmd that `/proc/PID/cgroup` names."""
-    homes = ("/slurm/", f"/slurm_{node}/", "/slurmstepd.scope/", f"/{node}_slurmstepd.scope/")
+    job_folders = ("/slurm/", f"/slurm_{node}/", "/slurmstepd.scope/", f"/{node}_slurmstepd.scope/")
     return frozenset(
         int(match[1])
         for line in lines
-        if any(home in line for home in homes) and (match := _JOB.search(line))
+        if any(folder in line for folder in job_folders) and (match := _JOB.search(line))
     )
 
 
@@ -70,7 +69,9 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
         try:
             cgroups = read_lines(folder / "cgroup")
             jobs = jobs_in_cgroup(cgroups, node)
-            if not jobs and any(_OF_ANY_NODE.search(c) or _OF_NO_JOB.search(c) for c in cgroups):
+            if not jobs and any(
+                _NODE_CGROUP.search(c) or _JOBLESS_CGROUP.search(c) for c in cgroups
+            ):
                 continue
             in_cgroup |= jobs
             if read_lines(folder / "comm") == [_PROGRAM]:

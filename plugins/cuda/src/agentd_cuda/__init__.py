@@ -76,8 +76,8 @@ class CudaPlugin(AcceleratorPlugin):
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
         self._sysfs = Path(settings.get("sysfs", "/sys"))
-        self._ignored = frozenset(settings.get("ignored-xids", APPLICATION_XIDS))
-        self._events: Any = None
+        self._ignored_xids = frozenset(settings.get("ignored-xids", APPLICATION_XIDS))
+        self._event_set: Any = None
         self._xids: dict[str, tuple[int, float]] = {}
         self._last: dict[int, nvml.Gpu] = {}
         self._uuids: dict[int | None, str] = {}
@@ -85,46 +85,46 @@ class CudaPlugin(AcceleratorPlugin):
         self._mps = mps.MpsServer.of(settings)
 
     def open(self) -> None:
-        self._start()
-        if self._mps is not None and (trouble := self._mps.trouble() or self._unfit_for_mps()):
-            raise RuntimeError(trouble)
+        self._start_nvml()
+        if self._mps is not None and (problem := self._mps.trouble() or self._mps_problem()):
+            raise RuntimeError(problem)
         try:
-            self._events = nvml.asked(pynvml.nvmlEventSetCreate)
+            self._event_set = nvml.asked(pynvml.nvmlEventSetCreate)
         except pynvml.NVMLError as error:
             log_once(f"no events: {error}")
-        for index, handle in nvml.handles() if self._events is not None else ():
+        for index, handle in nvml.handles() if self._event_set is not None else ():
             try:
                 self._register(handle)
             except pynvml.NVMLError as error:
                 log_once(f"no events of GPU {index}: {error}")
 
-    def _start(self) -> None:
+    def _start_nvml(self) -> None:
         """Start NVML.
 
         If its library is installed, the bus proves nothing: not every GPU is on PCI.
         """
-        found = on_pci_bus(_VENDOR, sysfs=self._sysfs)
-        seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
+        addresses = on_pci_bus(_VENDOR, sysfs=self._sysfs)
+        on_bus = f"; on the PCI bus: {', '.join(addresses)}" if addresses else ""
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError_LibraryNotFound:
-            if not found:
-                why = "no NVIDIA GPU on the PCI bus, and libnvidia-ml.so.1 is not installed"
-                raise NotPresent(why) from None
-            why = f"no NVIDIA driver: libnvidia-ml.so.1 is not installed{seen}"
-            raise RuntimeError(why) from None
+            if not addresses:
+                reason = "no NVIDIA GPU on the PCI bus, and libnvidia-ml.so.1 is not installed"
+                raise NotPresent(reason) from None
+            reason = f"no NVIDIA driver: libnvidia-ml.so.1 is not installed{on_bus}"
+            raise RuntimeError(reason) from None
         except pynvml.NVMLError as error:
-            raise RuntimeError(f"NVML does not start: {error}{seen}") from None
+            raise RuntimeError(f"NVML does not start: {error}{on_bus}") from None
 
-    def _unfit_for_mps(self) -> str:
-        found = ((index, mps.unfit(handle)) for index, handle in nvml.handles())
-        return "; ".join(f"{self.name}{index}: {why}" for index, why in found if why)
+    def _mps_problem(self) -> str:
+        reasons = ((index, mps.unfit(handle)) for index, handle in nvml.handles())
+        return "; ".join(f"{self.name}{index}: {reason}" for index, reason in reasons if reason)
 
     def _register(self, handle: Any) -> None:
-        self._uuids[_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
+        self._uuids[_handle_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
         supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
-        if wanted := supported & pynvml.nvmlEventTypeXidCriticalError:
-            nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, wanted, self._events)
+        if event_types := supported & pynvml.nvmlEventTypeXidCriticalError:
+            nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, event_types, self._event_set)
 
     def close(self) -> None:
         pynvml.nvmlShutdown()
@@ -147,12 +147,12 @@ class CudaPlugin(AcceleratorPlugin):
         return [device for gpu in self._gpus() for device in self._devices(gpu)]
 
     def _devices(self, gpu: nvml.Gpu) -> Sequence[DeviceInfo]:
-        trouble = self._trouble(gpu)
+        problem = self._health_problem(gpu)
         try:
             numa_node = nvml.numa_node(gpu.pci, self._sysfs)
         except OSError as error:
             numa_node = None
-            trouble = trouble or f"its NUMA node cannot be read: {error.strerror}"
+            problem = problem or f"its NUMA node cannot be read: {error.strerror}"
         whole = DeviceInfo(
             id=f"{self.name}{gpu.index}",
             stable_id=gpu.uuid,
@@ -160,8 +160,8 @@ class CudaPlugin(AcceleratorPlugin):
             aliases=[gpu.pci] if gpu.pci else [],
             model=gpu.model,
             numa_node=numa_node,
-            health="unhealthy" if trouble else "healthy",
-            reason=trouble,
+            health="unhealthy" if problem else "healthy",
+            reason=problem,
             attributes={"memory": str(gpu.memory_bytes)},
         )
         if not gpu.is_mig:
@@ -175,8 +175,8 @@ class CudaPlugin(AcceleratorPlugin):
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
-                health="unhealthy" if trouble or part.trouble else "healthy",
-                reason=trouble or part.trouble,
+                health="unhealthy" if problem or part.trouble else "healthy",
+                reason=problem or part.trouble,
                 attributes={"memory": str(part.memory_bytes), "profile": part.profile},
             )
             for part in gpu.parts
@@ -194,11 +194,11 @@ class CudaPlugin(AcceleratorPlugin):
                 gpus.setdefault(gpu.uuid, gpu)
         return list(gpus.values())
 
-    def _trouble(self, gpu: nvml.Gpu) -> str:
+    def _health_problem(self, gpu: nvml.Gpu) -> str:
         if gpu.trouble:
             return gpu.trouble
-        if self._mps is not None and not gpu.is_mig and (trouble := self._mps.trouble()):
-            return trouble
+        if self._mps is not None and not gpu.is_mig and (problem := self._mps.trouble()):
+            return problem
         xid, since = self._xids.get(gpu.uuid, (0, 0.0))
         if xid and gpu.tells_recovery and time.monotonic() - since > XID_HOLDS_S:
             del self._xids[gpu.uuid]
@@ -206,11 +206,11 @@ class CudaPlugin(AcceleratorPlugin):
         return f"Xid {xid}" if xid else ""
 
     def wait_for_change(self, timeout_s: float) -> bool:
-        if self._events is None:
+        if self._event_set is None:
             time.sleep(timeout_s)
             return False
         try:
-            event = pynvml.nvmlEventSetWait(self._events, min(_WAIT_MS, int(timeout_s * 1000)))
+            event = pynvml.nvmlEventSetWait(self._event_set, min(_WAIT_MS, int(timeout_s * 1000)))
         except pynvml.NVMLError_Timeout:
             return False
         except pynvml.NVMLError as error:
@@ -219,9 +219,9 @@ class CudaPlugin(AcceleratorPlugin):
             time.sleep(min(timeout_s, 2.0**self._failed_waits))
             return self._failed_waits == 1
         self._failed_waits = 0
-        uuid = self._uuids.get(_address(event.device))
+        uuid = self._uuids.get(_handle_address(event.device))
         xid = int(event.eventData)
-        if uuid is None or xid in self._ignored:
+        if uuid is None or xid in self._ignored_xids:
             return False
         self._xids[uuid] = (xid, time.monotonic())
         return True
@@ -234,8 +234,8 @@ class CudaPlugin(AcceleratorPlugin):
             for index, handle in nvml.handles()
             if index in self._last
         }
-        close = links.close_groups(handles)
-        group_of = {uuid: number for number, group in enumerate(close) for uuid in group}
+        groups = links.close_groups(handles)
+        group_of = {uuid: number for number, group in enumerate(groups) for uuid in group}
         return dealt_by_slots(devices, agents, group_of)
 
     def container_edits(
@@ -252,18 +252,18 @@ class CudaPlugin(AcceleratorPlugin):
         if self._mps is None or not shares:
             return edits
         memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
-        parts = [
+        mps_shares = [
             mps.MpsShare(share, int(device.amounts.get(f"{self.name}.mem", whole * share)))
             for device in shares
             for share, whole in [(Decimal(device.amount), memory.get(device.stable_id, 0))]
         ]
-        client = self._mps.edits(parts)
+        client = self._mps.edits(mps_shares)
         return replace(edits, env={**edits.env, **client.env}, mounts=client.mounts)
 
     def _gpu_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
-        uuids = tuple(_uuid(device.stable_id) for device in allocation)
+        uuids = tuple(_nvidia_uuid(device.stable_id) for device in allocation)
         visible = ",".join(uuids)
         env = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible}
         if features.cdi and (names := cdi.resolved(uuids, features.cdi_spec_dirs)):
@@ -272,26 +272,26 @@ class CudaPlugin(AcceleratorPlugin):
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         if features.runtime == "systemd":  # systemd closes all files that are not named
-            return ContainerEdits(env=env, device_nodes=_nodes(device_files(uuids)))
+            return ContainerEdits(env=env, device_nodes=_device_nodes(device_files(uuids)))
         return ContainerEdits(env=env)
 
     def measure(self) -> Sequence[Measurement]:
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         for _, handle in nvml.handles():
             with suppress(pynvml.NVMLError):
-                found += nvml.measurements(handle)
-        return found
+                measurements += nvml.measurements(handle)
+        return measurements
 
 
-def _uuid(stable_id: str) -> str:
+def _nvidia_uuid(stable_id: str) -> str:
     """Return NVIDIA's name of a device: drivers before R470 have `MIG-GPU-…/1/0`."""
     return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
 
 
-def _address(handle: Any) -> int | None:
+def _handle_address(handle: Any) -> int | None:
     """Return the address of a GPU's handle, which identifies it even if the GPU is lost."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _nodes(files: Sequence[str]) -> tuple[DeviceNode, ...]:
+def _device_nodes(files: Sequence[str]) -> tuple[DeviceNode, ...]:
     return tuple(DeviceNode(file, file) for file in files)

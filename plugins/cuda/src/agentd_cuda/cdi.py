@@ -18,11 +18,11 @@ def resolved(uuids: Sequence[str], spec_dirs: Sequence[str]) -> tuple[str, ...]:
 
     Only names by UUID count: an index may mean another GPU since the file was written.
     """
-    known = set(_names(spec_dirs))
+    known = set(_read_names(spec_dirs))
     return tuple(f"{KIND}={uuid}" for uuid in uuids) if known.issuperset(uuids) else ()
 
 
-def _names(spec_dirs: Sequence[str]) -> Iterator[str]:
+def _read_names(spec_dirs: Sequence[str]) -> Iterator[str]:
     for folder in map(Path, spec_dirs):
         for file in sorted((*folder.glob("*.json"), *folder.glob("*.yaml"))):
             try:

@@ -26,14 +26,14 @@ def device_files(uuids: Collection[str], mig_minors: Path = MIG_MINORS) -> list[
     Raises:
         LookupError: a device does not answer, or the driver lists no capability of it.
     """
-    found = {uuid: list(files) for uuid, files in _all(uuids, mig_minors)}
-    if missing := [uuid for uuid in uuids if uuid not in found]:
+    files_by_uuid = {uuid: list(files) for uuid, files in _find_files(uuids, mig_minors)}
+    if missing := [uuid for uuid in uuids if uuid not in files_by_uuid]:
         raise LookupError(f"{', '.join(missing)} does not answer")
-    own = [file for uuid in uuids for file in found[uuid]]
-    return [*dict.fromkeys(own), *COMMON]
+    paths = [file for uuid in uuids for file in files_by_uuid[uuid]]
+    return [*dict.fromkeys(paths), *COMMON]
 
 
-def _all(uuids: Collection[str], mig_minors: Path) -> Iterator[tuple[str, Iterator[str]]]:
+def _find_files(uuids: Collection[str], mig_minors: Path) -> Iterator[tuple[str, Iterator[str]]]:
     for _, handle in nvml.handles():
         if (uuid := pynvml.nvmlDeviceGetUUID(handle)) in uuids:
             yield uuid, iter([_gpu_file(handle)])

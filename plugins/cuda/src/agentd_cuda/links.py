@@ -17,36 +17,38 @@ def close_groups(handles: Mapping[str, Any]) -> list[set[str]]:
 
     Host bridges count only if the node has no NVLink at all.
     """
-    groups = _groups(handles, _has_nvlink)
+    groups = _connected_groups(handles, _has_nvlink)
     if len(groups) == len(handles):
-        groups = _groups(handles, _has_common_bridge)
+        groups = _connected_groups(handles, _has_common_bridge)
     return groups
 
 
-def _groups(handles: Mapping[str, Any], are_joined: Callable[[Any, Any], bool]) -> list[set[str]]:
+def _connected_groups(
+    handles: Mapping[str, Any], are_joined: Callable[[Any, Any], bool]
+) -> list[set[str]]:
     """Return the connected components; a pair that NVML says nothing about is not joined."""
     group_of = {uuid: {uuid} for uuid in handles}
-    for one, other in combinations(handles, 2):
-        if group_of[one] is group_of[other]:
+    for first, second in combinations(handles, 2):
+        if group_of[first] is group_of[second]:
             continue
         try:
-            is_pair = are_joined(handles[one], handles[other])
+            is_pair = are_joined(handles[first], handles[second])
         except pynvml.NVMLError as error:
-            log_once(f"whether GPUs {one} and {other} are linked is unknown: {error}")
+            log_once(f"whether GPUs {first} and {second} are linked is unknown: {error}")
             continue
         if is_pair:
-            group_of[one] |= group_of[other]
-            group_of |= dict.fromkeys(group_of[other], group_of[one])
+            group_of[first] |= group_of[second]
+            group_of |= dict.fromkeys(group_of[second], group_of[first])
     return list({id(group): group for group in group_of.values()}.values())
 
 
-def _has_nvlink(one: Any, other: Any) -> bool:
+def _has_nvlink(first: Any, second: Any) -> bool:
     """Return whether NVLink joins two GPUs, also by way of an NVSwitch."""
     index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-    status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, one, other, index)
+    status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, first, second, index)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
-def _has_common_bridge(one: Any, other: Any) -> bool:
-    level = nvml.asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
+def _has_common_bridge(first: Any, second: Any) -> bool:
+    level = nvml.asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
     return level is not None and int(level) <= pynvml.NVML_TOPOLOGY_HOSTBRIDGE

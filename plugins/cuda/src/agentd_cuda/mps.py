@@ -32,20 +32,22 @@ _PATH = re.compile(r"/[^\0]*")
 
 def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     """Return the problems of the MPS settings."""
-    found = []
+    setting_problems = []
     control = settings.get("share-control")
     if control not in (None, "mps"):
-        why = f'invalid value {control!r}: expected "mps", or no value (shares are not enforced)'
-        found.append(SettingProblem("share-control", why))
+        reason = f'invalid value {control!r}: expected "mps", or no value (shares are not enforced)'
+        setting_problems.append(SettingProblem("share-control", reason))
     elif control and settings.get("mode") != "shares":
-        found.append(SettingProblem("share-control", 'requires mode = "shares"'))
+        setting_problems.append(SettingProblem("share-control", 'requires mode = "shares"'))
     for key in KEYS[1:]:
         value = settings.get(key, "/")
         if not isinstance(value, str) or not _PATH.fullmatch(value):
-            found.append(SettingProblem(key, f"invalid value {value!r}: expected an absolute path"))
+            setting_problems.append(
+                SettingProblem(key, f"invalid value {value!r}: expected an absolute path")
+            )
         elif key in settings and not control:
-            found.append(SettingProblem(key, 'requires share-control = "mps"'))
-    return found
+            setting_problems.append(SettingProblem(key, 'requires share-control = "mps"'))
+    return setting_problems
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ class MpsServer:
     def trouble(self) -> str:
         """Return why no client can reach it, empty if one can."""
         folder = Path(self.pipes)
-        if whose := _strangers(folder):
-            return f"{folder} belongs to {whose}, expected root or the user of agentd"
-        why = _not_running(folder / _CONTROL_PID)
-        if why and not _answers(folder / "control"):
+        if owner := _strangers(folder):
+            return f"{folder} belongs to {owner}, expected root or the user of agentd"
+        reason = _not_running_reason(folder / _CONTROL_PID)
+        if reason and not _accepts_connections(folder / "control"):
             start = f"start it: {_PIPES}={self.pipes} nvidia-cuda-mps-control -d"
-            return f"no MPS control daemon is running ({why}); {start}"
+            return f"no MPS control daemon is running ({reason}); {start}"
         if not Path(self.shm).is_dir():
             return f"the shared memory of the MPS server, {self.shm}, is not a folder"
         return ""
@@ -91,8 +93,8 @@ class MpsServer:
             RuntimeError: they do not see it.
         """
         if runtime != "docker" and self.shm != _SHM:
-            why = f"plain processes use {_SHM}, but the MPS server uses {self.shm}"
-            raise RuntimeError(f"{why}: use containers, or a server with the host's {_SHM}")
+            reason = f"plain processes use {_SHM}, but the MPS server uses {self.shm}"
+            raise RuntimeError(f"{reason}: use containers, or a server with the host's {_SHM}")
 
     def edits(self, parts: Sequence[MpsShare]) -> ContainerEdits:
         """Return the edits that limit a client to its shares, in the order in which it sees GPUs.
@@ -108,7 +110,7 @@ class MpsServer:
         ]
         env = {
             _PIPES: self.pipes,
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": _plain(percentage),
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": _format_percentage(percentage),
         }
         if limits:
             env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(limits)
@@ -128,7 +130,7 @@ def _strangers(folder: Path) -> str:
     return "" if uid in (0, os.geteuid()) else f"user {uid}"
 
 
-def _not_running(pid_file: Path) -> str:
+def _not_running_reason(pid_file: Path) -> str:
     """Return why the control daemon of a file is not running, empty if it is."""
     try:
         if not pid_file.is_file():
@@ -136,12 +138,12 @@ def _not_running(pid_file: Path) -> str:
         pid = int(pid_file.read_bytes())
         command = Path(f"/proc/{pid}/cmdline").read_bytes() if pid > 0 else b""
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "has no process id"
-        return f"{pid_file}: {why}"
+        reason = error.strerror if isinstance(error, OSError) else "has no process id"
+        return f"{pid_file}: {reason}"
     return "" if b"mps" in command else f"{pid_file}: process {pid} is not an MPS control daemon"
 
 
-def _answers(control: Path) -> bool:
+def _accepts_connections(control: Path) -> bool:
     """Return whether a control daemon listens, also in another pid namespace."""
     with socket.socket(socket.AF_UNIX) as client:
         try:
@@ -163,7 +165,7 @@ def unfit(handle: Any) -> str:
     return ""
 
 
-def _plain(number: Decimal) -> str:
+def _format_percentage(number: Decimal) -> str:
     """Format a number without exponent and trailing zeros, rounded down."""
     text = format(number.quantize(Decimal("0.0001"), ROUND_DOWN), "f")
     return text.rstrip("0").rstrip(".")

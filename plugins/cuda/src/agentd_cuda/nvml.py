@@ -23,13 +23,13 @@ _T = TypeVar("_T")
 _RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
 _PROFILE = re.compile(r"\bMIG ((?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb(?:[+-][a-z]+(?:\.[a-z]+)*)*)$")
-_MISSING = (
+_NOT_OFFERED = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
 )
-_NO_PART = (*_MISSING, pynvml.NVML_ERROR_NOT_FOUND)
-_UNSUPPORTED = (*_MISSING, pynvml.NVML_ERROR_NO_PERMISSION)
+_NO_PART = (*_NOT_OFFERED, pynvml.NVML_ERROR_NOT_FOUND)
+_UNSUPPORTED = (*_NOT_OFFERED, pynvml.NVML_ERROR_NO_PERMISSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +114,24 @@ def read(index: int, last: Gpu | None = None) -> Gpu:
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         if gpu is None or gpu.uuid != uuid:
             gpu = Gpu(index, uuid)
-        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_MISSING):
+        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_NOT_OFFERED):
             gpu = replace(gpu, pci=pci_address(pci.busId))
-        return _read(gpu, handle)
+        return _read_gpu(gpu, handle)
     except pynvml.NVMLError as error:
         if gpu is None:
             raise
         return replace(gpu, trouble=f"no answer: {error}")
 
 
-def _read(gpu: Gpu, handle: Any) -> Gpu:
+def _read_gpu(gpu: Gpu, handle: Any) -> Gpu:
     """Read everything but the identity.
 
     Refused permission counts as a failure, except for the memory of a GPU in MIG mode, which only
     monitors of all its parts may read.
     """
-    mode = asked(pynvml.nvmlDeviceGetMigMode, handle, none_for=_MISSING)
+    mode = asked(pynvml.nvmlDeviceGetMigMode, handle, none_for=_NOT_OFFERED)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    refused = _UNSUPPORTED if is_mig else _MISSING
+    refused = _UNSUPPORTED if is_mig else _NOT_OFFERED
     memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
     gpu = replace(gpu, memory_bytes=int(memory.total) if memory else gpu.memory_bytes)
     action = _recovery_action(handle)
@@ -139,7 +139,7 @@ def _read(gpu: Gpu, handle: Any) -> Gpu:
         gpu,
         model=asked(pynvml.nvmlDeviceGetName, handle) or gpu.model,
         is_mig=is_mig,
-        parts=tuple(_parts(handle, gpu)) if is_mig else (),
+        parts=tuple(_read_parts(handle, gpu)) if is_mig else (),
         trouble=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
         tells_recovery=action is not None,
     )
@@ -157,49 +157,49 @@ def _recovery_action(handle: Any) -> int | None:
 
 def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
     """Yield the index and handle of each MIG device of a GPU."""
-    for place in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+    for index in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
-            yield place, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            yield index, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except pynvml.NVMLError as error:
             if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
                 raise
 
 
-def _parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
+def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
     """Yield the parts of a GPU; one that does not answer is as it was last, with a `trouble`."""
-    last = {part.place: part for part in gpu.parts}
-    for place in range(
-        asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_MISSING) or 0
+    last_part_by_index = {part.place: part for part in gpu.parts}
+    for index in range(
+        asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0
     ):
-        part = last.get(place)
-        get = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
+        part = last_part_by_index.get(index)
+        get_handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
         try:
-            if (part_handle := asked(get, handle, place, none_for=_NO_PART)) is None:
+            if (part_handle := asked(get_handle, handle, index, none_for=_NO_PART)) is None:
                 continue
-            uuid, profile = pynvml.nvmlDeviceGetUUID(part_handle), _told_profile(part_handle)
+            uuid, profile = pynvml.nvmlDeviceGetUUID(part_handle), _profile_from_name(part_handle)
             if part is None or part.uuid != uuid:
-                part = MigPart(place, uuid, profile, 0) if profile else None
+                part = MigPart(index, uuid, profile, 0) if profile else None
             attributes = pynvml.nvmlDeviceGetAttributes(part_handle)
             memory_bytes = int(attributes.memorySizeMB) << 20
             if not profile:
                 total = gpu.memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
                 slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
                 profile = profile_name(*slices, memory_bytes, total)
-            yield MigPart(place, uuid, profile, memory_bytes)
+            yield MigPart(index, uuid, profile, memory_bytes)
         except pynvml.NVMLError as error:
             if part is not None:
                 yield replace(part, trouble=f"no answer: {error}")
             else:
-                log_once(f"MIG device {place} of GPU {gpu.index} is left out: {error}")
+                log_once(f"MIG device {index} of GPU {gpu.index} is left out: {error}")
 
 
-def _told_profile(part: Any) -> str:
+def _profile_from_name(part: Any) -> str:
     """Return the profile in a MIG device's name with its attributes, if there is one.
 
     Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not reveal them.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/mig-device-names.html
     """
-    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part, none_for=_MISSING) or "")
+    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part, none_for=_NOT_OFFERED) or "")
     return match[1] if match else ""
 
 
@@ -234,24 +234,24 @@ def measurements(handle: Any) -> list[Measurement]:
     rates = None if is_mig else asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
     milliwatts = None if is_mig else asked(pynvml.nvmlDeviceGetPowerUsage, handle)
     temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    measured = []
-    for each in [part for _, part in part_handles(handle)] if is_mig else [handle]:
-        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, each)
-        measured.append(
+    results = []
+    for device in [part for _, part in part_handles(handle)] if is_mig else [handle]:
+        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, device)
+        results.append(
             Measurement(
-                stable_id(pynvml.nvmlDeviceGetUUID(each)),
+                stable_id(pynvml.nvmlDeviceGetUUID(device)),
                 None if rates is None else float(rates.gpu),
                 None if memory is None else int(memory.used),
                 None if memory is None else int(memory.total),
                 None if temperature is None else float(temperature),
                 None if milliwatts is None else milliwatts / 1000,
-                _processes(each),
+                _read_processes(device),
             )
         )
-    return measured
+    return results
 
 
-def _processes(handle: Any) -> list[ProcessUse] | None:
+def _read_processes(handle: Any) -> list[ProcessUse] | None:
     """Return the processes on a GPU or a part, with their memory in bytes.
 
     A process that computes and draws is in both of NVML's lists, with the same memory.
@@ -262,7 +262,10 @@ def _processes(handle: Any) -> list[ProcessUse] | None:
     ]
     if lists[0] is None:
         return None
-    found = {item.pid: item.usedGpuMemory for each in lists for item in each or ()}
+    memory_by_pid = {
+        process.pid: process.usedGpuMemory for processes in lists for process in processes or ()
+    }
     return [
-        ProcessUse(int(pid), None if used is None else int(used)) for pid, used in found.items()
+        ProcessUse(int(pid), None if used is None else int(used))
+        for pid, used in memory_by_pid.items()
     ]

@@ -60,7 +60,7 @@ _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _DeviceFile:
     """A device file and its identity."""
 
     path: str
@@ -70,7 +70,7 @@ class _Found:
 
     @property
     def stable_id(self) -> str:
-        return self.pci or _as_id(self.path)
+        return self.pci or _path_to_id(self.path)
 
 
 class GenericPlugin(AcceleratorPlugin):
@@ -87,7 +87,9 @@ class GenericPlugin(AcceleratorPlugin):
                 problems.append(SettingProblem(key, 'expected a list such as ["/dev/accel*"]'))
             elif key in ("devices", "companions", "per-device", "mounts"):
                 problems += [
-                    SettingProblem(key, why) for item in value if (why := _wrong_path(key, item))
+                    SettingProblem(key, reason)
+                    for item in value
+                    if (reason := _path_problem(key, item))
                 ]
         if not settings.get("devices"):
             problems.append(
@@ -117,7 +119,7 @@ class GenericPlugin(AcceleratorPlugin):
     def _slot(self) -> str:
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
-    def _found(self) -> list[_Found]:
+    def _find_files(self) -> list[_DeviceFile]:
         """Find the device files, each once, however many names it has.
 
         A file keeps its PCI address if sysfs tells none any more, as while a VFIO group is emptied.
@@ -128,7 +130,7 @@ class GenericPlugin(AcceleratorPlugin):
         files = dict.fromkeys(
             path.resolve()
             for pattern in self.settings["devices"]
-            for path in sorted(Path("/").glob(pattern.lstrip("/")), key=_natural)
+            for path in sorted(Path("/").glob(pattern.lstrip("/")), key=_natural_key)
             if _is_device(path)
         )
         addresses = {
@@ -136,36 +138,38 @@ class GenericPlugin(AcceleratorPlugin):
         }
         self._addresses.update(addresses)
         numbers = {path: match[1] for path in files if (match := _NUMBER.search(path.name))}
-        found = []
+        device_files = []
         for path, pci in addresses.items():
             if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
                 continue
-            if not _ID.fullmatch(_as_id(str(path))):
+            if not _ID.fullmatch(_path_to_id(str(path))):
                 log_once(f"{str(path)!r} is skipped: its name is not usable as an id")
                 continue
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
-                number = f":{_as_id(str(path))}"
+                number = f":{_path_to_id(str(path))}"
             is_alone = [*addresses.values()].count(pci) == 1
-            node = self._sysfs.numa_node(pci) if pci else None
-            found.append(_Found(str(path), number, pci if is_alone else None, node))
-        return found
+            numa_node = self._sysfs.numa_node(pci) if pci else None
+            device_files.append(
+                _DeviceFile(str(path), number, pci if is_alone else None, numa_node)
+            )
+        return device_files
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         memory = self.settings.get("memory")
         secondary = {} if memory is None else {f"{self.name}.mem": str(size_in_bytes(memory))}
         return [
             DeviceInfo(
-                id=f"{self.name}{found.number}",
-                stable_id=found.stable_id,
+                id=f"{self.name}{file.number}",
+                stable_id=file.stable_id,
                 slot=self._slot,
-                aliases=[_as_id(found.path)] if found.pci else [],
+                aliases=[_path_to_id(file.path)] if file.pci else [],
                 model=str(self.settings.get("model", "")),
-                numa_node=found.numa_node,
-                attributes={"path": found.path},
+                numa_node=file.numa_node,
+                attributes={"path": file.path},
                 secondary=secondary,
             )
-            for found in self._found()
+            for file in self._find_files()
         ]
 
     def container_edits(
@@ -175,21 +179,21 @@ class GenericPlugin(AcceleratorPlugin):
         if not allocation:
             hidden = {name: "" for name, template in templates.items() if _FIELD.search(template)}
             return ContainerEdits(env=dict(self.settings.get("hidden-env", hidden)))
-        there = {found.stable_id: found for found in self._found()}
-        if missing := [device.id for device in allocation if device.stable_id not in there]:
+        file_by_id = {file.stable_id: file for file in self._find_files()}
+        if missing := [device.id for device in allocation if device.stable_id not in file_by_id]:
             raise LookupError(f"missing device file of {', '.join(missing)}")
-        given = [there[device.stable_id] for device in allocation]
-        paths = [found.path for found in given]
+        allocated = [file_by_id[device.stable_id] for device in allocation]
+        paths = [file.path for file in allocated]
         for pattern in self.settings.get("per-device", ()):
-            paths += [pattern.replace("{id}", found.number) for found in given]
+            paths += [pattern.replace("{id}", file.number) for file in allocated]
         paths += self.settings.get("companions", ())
         values = {
-            "ids": [found.number for found in given],
-            "paths": [found.path for found in given],
+            "ids": [file.number for file in allocated],
+            "paths": [file.path for file in allocated],
             "uuids": [device.stable_id for device in allocation],
             "places": [
-                str(place if features.runtime == "docker" else [*there.values()].index(found))
-                for place, found in enumerate(given)
+                str(index if features.runtime == "docker" else [*file_by_id.values()].index(file))
+                for index, file in enumerate(allocated)
             ],
         }
         filled = {key: ",".join(items) for key, items in values.items()}
@@ -213,19 +217,19 @@ def _memory_problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
         is_enough = False
     problems = []
     if not is_enough:
-        why = f'invalid size {settings["memory"]!r}: expected at least 1 MiB, such as "16g"'
-        problems.append(SettingProblem("memory", why))
+        reason = f'invalid size {settings["memory"]!r}: expected at least 1 MiB, such as "16g"'
+        problems.append(SettingProblem("memory", reason))
     if settings.get("slot") == "mem":
         problems.append(SettingProblem("slot", "mem is the slot of the memory; choose another"))
     return problems
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def _natural_key(path: Path) -> list[tuple[int, str]]:
     parts = re.split(r"([0-9]+)", str(path))
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
-def _wrong_path(key: str, item: str) -> str:
+def _path_problem(key: str, item: str) -> str:
     """Return the problem of a path or pattern in the settings, empty if it is valid."""
     path = Path(item)
     if not path.is_absolute() or ".." in path.parts or not path.name or "\0" in item:
@@ -271,6 +275,6 @@ def _is_device(path: Path) -> bool:
     return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
-def _as_id(path: str) -> str:
+def _path_to_id(path: str) -> str:
     """Return a path as an identity: it begins with a letter or digit and has no slashes."""
     return path.strip("/").replace("/", ":")

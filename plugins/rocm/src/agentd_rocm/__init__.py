@@ -66,20 +66,20 @@ class RocmPlugin(AcceleratorPlugin):
         self._sysfs_root = Path(settings.get("sysfs", "/sys"))
         self._sysfs = self._sysfs_root / "bus/pci/devices"
         self._last: dict[int, smi.AmdGpu] = {}
-        self._texts: dict[tuple[str, str], str] = {}
+        self._last_texts: dict[tuple[str, str], str] = {}
         self._unreadable: dict[str, str] = {}
 
     def open(self) -> None:
-        found = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
-        seen = f"; on the PCI bus: {', '.join(found)}" if found else ""
+        addresses = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
+        on_bus = f"; on the PCI bus: {', '.join(addresses)}" if addresses else ""
         try:
             smi.initialise()
         except smi.NoLibraryError as error:
-            if not found:
+            if not addresses:
                 raise NotPresent(f"no AMD GPU on the PCI bus, and {error}") from None
-            raise RuntimeError(f"no AMD driver: {error}{seen}") from None
+            raise RuntimeError(f"no AMD driver: {error}{on_bus}") from None
         except RuntimeError as error:
-            raise RuntimeError(f"{error}{seen}") from None
+            raise RuntimeError(f"{error}{on_bus}") from None
 
     def close(self) -> None:
         smi.shut_down()
@@ -97,8 +97,8 @@ class RocmPlugin(AcceleratorPlugin):
         The driver reports the partitioning of a GPU, in compute and in memory
         (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
         """
-        compute = self._text(gpu.pci, "current_compute_partition")
-        memory = self._text(gpu.pci, "current_memory_partition")
+        compute = self._read_text(gpu.pci, "current_compute_partition")
+        memory = self._read_text(gpu.pci, "current_memory_partition")
         if not _PARTITION.fullmatch(compute) or compute == "spx":
             return self._whole_slot
         return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
@@ -112,22 +112,22 @@ class RocmPlugin(AcceleratorPlugin):
         self._unreadable.clear()
         gpus = []
         for gpu in smi.gpus(self._last):
-            self._text(gpu.pci, "unique_id")
-            why = self._unreadable.get(gpu.pci)
-            if why is None or (gpu.pci, "unique_id") in self._texts:
+            self._read_text(gpu.pci, "unique_id")
+            reason = self._unreadable.get(gpu.pci)
+            if reason is None or (gpu.pci, "unique_id") in self._last_texts:
                 gpus.append(gpu)
             else:
-                log_once(f"{gpu.pci} is left out: {why}")
+                log_once(f"{gpu.pci} is left out: {reason}")
         return gpus
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        found = []
+        devices = []
         for gpu in self._gpus():
             node, slot = self._render_node(gpu), self._slot(gpu)
-            whole, stable_id = self._whole(gpu), self._identity(gpu, slot)
+            whole, stable_id = self._physical_id(gpu), self._stable_id(gpu, slot)
             numa_node = self._numa_node(gpu.pci)
-            trouble = self._trouble(gpu, node)
-            found.append(
+            problem = self._health_problem(gpu, node)
+            devices.append(
                 DeviceInfo(
                     id=f"{self.name}{gpu.index}",
                     stable_id=stable_id,
@@ -136,43 +136,43 @@ class RocmPlugin(AcceleratorPlugin):
                     parent=None if slot == self._whole_slot else whole,
                     model=gpu.model,
                     numa_node=numa_node,
-                    health="unhealthy" if trouble else "healthy",
-                    reason=trouble,
+                    health="unhealthy" if problem else "healthy",
+                    reason=problem,
                     attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
-                    secondary=self._secondary(gpu, slot),
+                    secondary=self._secondary_slots(gpu, slot),
                 )
             )
-        return found
+        return devices
 
-    def _trouble(self, gpu: smi.AmdGpu, node: str | None) -> str:
+    def _health_problem(self, gpu: smi.AmdGpu, node: str | None) -> str:
         if not node:
             return f"{gpu.pci} has no render node in sysfs"
         if self.settings.get("memory-slot") and not gpu.memory_bytes:
             return "AMD SMI does not tell its memory"
         return gpu.trouble or self._unreadable.get(gpu.pci, "")
 
-    def _secondary(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
+    def _secondary_slots(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
         if slot != self._whole_slot:
             return {}
         return memory_offered(self.name, self.settings, gpu.memory_bytes)
 
-    def _whole(self, gpu: smi.AmdGpu) -> str:
+    def _physical_id(self, gpu: smi.AmdGpu) -> str:
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique else gpu.pci
 
-    def _identity(self, gpu: smi.AmdGpu, slot: str) -> str:
+    def _stable_id(self, gpu: smi.AmdGpu, slot: str) -> str:
         is_part = gpu.place or slot != self._whole_slot
-        return f"{self._whole(gpu)}-p{gpu.place}" if is_part else self._whole(gpu)
+        return f"{self._physical_id(gpu)}-p{gpu.place}" if is_part else self._physical_id(gpu)
 
     def _unique_id(self, pci: str) -> str:
-        text = self._text(pci, "unique_id")
+        text = self._read_text(pci, "unique_id")
         return text if re.fullmatch(r"[0-9a-f]{16}", text) and int(text, 16) else ""
 
     def _numa_node(self, pci: str) -> int | None:
-        text = self._text(pci, "numa_node")
+        text = self._read_text(pci, "numa_node")
         return int(text) if text.isdigit() else None
 
-    def _text(self, pci: str, name: str) -> str:
+    def _read_text(self, pci: str, name: str) -> str:
         """Return the content of a file of a GPU, empty without one.
 
         A file that cannot be read any more is as it was last: the driver refuses some while it
@@ -181,10 +181,10 @@ class RocmPlugin(AcceleratorPlugin):
         try:
             text = (self._sysfs / pci / name).read_text(encoding="ascii").strip().lower()
         except OSError as error:
-            if (pci, name) in self._texts or not isinstance(error, FileNotFoundError):
+            if (pci, name) in self._last_texts or not isinstance(error, FileNotFoundError):
                 self._unreadable[pci] = f"{name} cannot be read: {error.strerror}"
-            return self._texts.get((pci, name), "")
-        self._texts[pci, name] = text
+            return self._last_texts.get((pci, name), "")
+        self._last_texts[pci, name] = text
         return text
 
     def container_edits(
@@ -192,25 +192,27 @@ class RocmPlugin(AcceleratorPlugin):
     ) -> ContainerEdits:
         if not allocation:
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        there = {self._identity(gpu, self._slot(gpu)): gpu for gpu in self._gpus()}
-        if missing := [device.id for device in allocation if device.stable_id not in there]:
+        gpu_by_id = {self._stable_id(gpu, self._slot(gpu)): gpu for gpu in self._gpus()}
+        if missing := [device.id for device in allocation if device.stable_id not in gpu_by_id]:
             raise LookupError(f"no answer from {', '.join(missing)}")
-        given = [there[device.stable_id] for device in allocation]
-        places = ",".join(str(place) for place in range(len(given)))
-        nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in given))]
-        if len(nodes) <= len(given):
+        gpus = [gpu_by_id[device.stable_id] for device in allocation]
+        indices = ",".join(str(index) for index in range(len(gpus)))
+        nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in gpus))]
+        if len(nodes) <= len(gpus):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
-        numbers = [*map(group_id, groups)] if groups else _owners(nodes)
+        numbers = [*map(group_id, groups)] if groups else _owner_groups(nodes)
         # A container has only its own GPUs; outside all are visible and are named.
-        named = places if features.runtime == "docker" else ",".join(map(self._named, given))
+        visible = (
+            indices if features.runtime == "docker" else ",".join(map(self._runtime_name, gpus))
+        )
         return ContainerEdits(
-            env={"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": places},
+            env={"ROCR_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": indices},
             device_nodes=tuple(DeviceNode(node, node) for node in nodes),
             groups=tuple(numbers),
         )
 
-    def _named(self, gpu: smi.AmdGpu) -> str:
+    def _runtime_name(self, gpu: smi.AmdGpu) -> str:
         """Return the runtime's name of a GPU outside of containers: its serial number or index."""
         unique = self._unique_id(gpu.pci)
         return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
@@ -221,15 +223,15 @@ class RocmPlugin(AcceleratorPlugin):
 
     def measure(self) -> Sequence[Measurement]:
         gpus = self._gpus()
-        return [smi.measurement(gpu.index, self._identity(gpu, self._slot(gpu))) for gpu in gpus]
+        return [smi.measurement(gpu.index, self._stable_id(gpu, self._slot(gpu))) for gpu in gpus]
 
 
-def _owners(nodes: Sequence[str]) -> list[str]:
+def _owner_groups(nodes: Sequence[str]) -> list[str]:
     """Return the numbers of the groups that own device files, except root's."""
-    found = []
+    groups = []
     for node in nodes:
         try:
-            found.append(Path(node).stat().st_gid)
+            groups.append(Path(node).stat().st_gid)
         except OSError:
             continue
-    return [str(number) for number in dict.fromkeys(found) if number]
+    return [str(number) for number in dict.fromkeys(groups) if number]

@@ -22,19 +22,19 @@ from pyrsmi import rocml
 
 from agentd.plugin_api import Measurement
 
-_P, _I = ctypes.c_void_p, ctypes.c_int
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _ARGUMENTS = {
-    "amdsmi_get_processor_handles": [_P, _P, _P],
-    "amdsmi_get_gpu_device_uuid": [_P, _P, _P],
-    "amdsmi_get_gpu_asic_info": [_P, _P],
-    "amdsmi_get_gpu_device_bdf": [_P, _P],
-    "amdsmi_get_gpu_activity": [_P, _P],
-    "amdsmi_get_power_info": [_P, _P],
-    "amdsmi_get_gpu_topo_numa_affinity": [_P, _P],
-    "amdsmi_topo_get_numa_node_number": [_P, _P],
-    "amdsmi_get_gpu_memory_total": [_P, _I, _P],
-    "amdsmi_get_gpu_memory_usage": [_P, _I, _P],
-    "amdsmi_get_temp_metric": [_P, _I, _I, _P],
+    "amdsmi_get_processor_handles": [_POINTER, _POINTER, _POINTER],
+    "amdsmi_get_gpu_device_uuid": [_POINTER, _POINTER, _POINTER],
+    "amdsmi_get_gpu_asic_info": [_POINTER, _POINTER],
+    "amdsmi_get_gpu_device_bdf": [_POINTER, _POINTER],
+    "amdsmi_get_gpu_activity": [_POINTER, _POINTER],
+    "amdsmi_get_power_info": [_POINTER, _POINTER],
+    "amdsmi_get_gpu_topo_numa_affinity": [_POINTER, _POINTER],
+    "amdsmi_topo_get_numa_node_number": [_POINTER, _POINTER],
+    "amdsmi_get_gpu_memory_total": [_POINTER, _INT, _POINTER],
+    "amdsmi_get_gpu_memory_usage": [_POINTER, _INT, _POINTER],
+    "amdsmi_get_temp_metric": [_POINTER, _INT, _INT, _POINTER],
 }
 _SENSORS, _CURRENT = (0, 1), 0
 """Sensors: edge, or hotspot if there is no edge sensor."""
@@ -87,25 +87,27 @@ def shut_down() -> None:
 
 def gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
     """Yield the GPUs, and remember them in `last`; one that does not answer is as it was last."""
-    places: Counter[str] = Counter()
+    gpus_at_address: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
-        known = last.get(index)
+        last_gpu = last.get(index)
         address = rocml.smi_get_device_pci_id(index)
-        memory = _known(rocml.smi_get_device_memory_total(index))
+        memory = _parse_number(rocml.smi_get_device_memory_total(index))
         model = rocml.smi_get_device_name(index)
         name = model if isinstance(model, str) else ""
         if address is None or address < 0:
-            if known is None:
+            if last_gpu is None:
                 continue
-            gpu = replace(known, trouble="no answer: AMD SMI does not tell its PCI address")
+            gpu = replace(last_gpu, trouble="no answer: AMD SMI does not tell its PCI address")
         else:
             pci = pci_address(address)
-            before = known.memory_bytes if known is not None and known.pci == pci else 0
-            is_silent = memory is None and before > 0
-            trouble = "no answer: AMD SMI does not tell its memory" if is_silent else ""
-            gpu = AmdGpu(index, pci, name, memory or before, places[pci], trouble)
+            last_memory = (
+                last_gpu.memory_bytes if last_gpu is not None and last_gpu.pci == pci else 0
+            )
+            has_lost_memory = memory is None and last_memory > 0
+            problem = "no answer: AMD SMI does not tell its memory" if has_lost_memory else ""
+            gpu = AmdGpu(index, pci, name, memory or last_memory, gpus_at_address[pci], problem)
         last[index] = gpu
-        places[gpu.pci] += 1
+        gpus_at_address[gpu.pci] += 1
         yield gpu
 
 
@@ -120,30 +122,30 @@ def pci_address(packed: int) -> str:
 
 def measurement(index: int, stable_id: str) -> Measurement:
     """Return the current measurement of a GPU."""
-    utilization = _known(rocml.smi_get_device_utilization(index))
-    power = _known(rocml.smi_get_device_average_power(index))
+    utilization = _parse_number(rocml.smi_get_device_utilization(index))
+    power = _parse_number(rocml.smi_get_device_average_power(index))
     return Measurement(
         stable_id,
         None if utilization is None else float(utilization),
-        _known(rocml.smi_get_device_memory_used(index)),
-        _known(rocml.smi_get_device_memory_total(index)),
-        _temperature(index),
+        _parse_number(rocml.smi_get_device_memory_used(index)),
+        _parse_number(rocml.smi_get_device_memory_total(index)),
+        _read_temperature(index),
         None if power is None else float(power),
     )
 
 
-def _temperature(index: int) -> float | None:
-    ask: Any = getattr(rocml.rocm_lib, "amdsmi_get_temp_metric", None)
-    if ask is None:
+def _read_temperature(index: int) -> float | None:
+    read_metric: Any = getattr(rocml.rocm_lib, "amdsmi_get_temp_metric", None)
+    if read_metric is None:
         return None
     degrees = ctypes.c_int64()
     handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public function
     for sensor in _SENSORS:
-        if ask(handle, sensor, _CURRENT, ctypes.byref(degrees)) == 0:
+        if read_metric(handle, sensor, _CURRENT, ctypes.byref(degrees)) == 0:
             return float(degrees.value)
     return None
 
 
-def _known(value: Any) -> int | None:
+def _parse_number(value: Any) -> int | None:
     is_known = isinstance(value, (int, float)) and value >= 0 and value not in _UNKNOWN
     return int(value) if is_known else None

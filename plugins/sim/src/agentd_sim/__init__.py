@@ -72,8 +72,8 @@ class SimPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("health-file", "expected the path of a file"))
         links = settings.get("links", [])
         if not isinstance(links, list) or not all(map(_is_link, links)):
-            why = 'expected lists of two or more ids, such as [["a0", "a3"]]'
-            problems.append(SettingProblem("links", why))
+            reason = 'expected lists of two or more ids, such as [["a0", "a3"]]'
+            problems.append(SettingProblem("links", reason))
         problems += faults.problems(settings)
         if not problems:
             faults.Faults(settings).reached("import")
@@ -104,16 +104,16 @@ class SimPlugin(AcceleratorPlugin):
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         self._faults.reached("list")
-        said = self._health()
+        state_by_id = self._read_health_file()
         devices = [
             replace(device, health=state, reason=reason)
             for device in self._devices()
-            for state, reason in [said.get(device.id, ("healthy", ""))]
+            for state, reason in [state_by_id.get(device.id, ("healthy", ""))]
             if state != "gone"
         ]
         return faults.untrue(self.settings.get("lie"), devices)
 
-    def _health(self) -> dict[str, tuple[str, str]]:
+    def _read_health_file(self) -> dict[str, tuple[str, str]]:
         """Return the content of the health file: state and reason by id."""
         file = self.settings.get("health-file")
         if file is None or not Path(file).exists():
@@ -146,9 +146,9 @@ class SimPlugin(AcceleratorPlugin):
         ]
 
     def _stable_id(self, device_id: str) -> str:
-        mine = f"-{self.name}-{device_id}"
-        node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + mine)]
-        return f"SIM{node.rstrip('-')}{mine}"
+        suffix = f"-{self.name}-{device_id}"
+        node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + suffix)]
+        return f"SIM{node.rstrip('-')}{suffix}"
 
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
@@ -160,7 +160,7 @@ class SimPlugin(AcceleratorPlugin):
         if linked is None:
             return None
         stable_ids = {device.id: device.stable_id for device in self._devices()}
-        groups = _group_of([[stable_ids[name] for name in link] for link in linked])
+        groups = _join_links([[stable_ids[name] for name in link] for link in linked])
         return dealt_by_slots(devices, agents, groups)
 
     def container_edits(
@@ -190,12 +190,12 @@ class SimPlugin(AcceleratorPlugin):
 
 
 def _check_number(
-    settings: Mapping[str, Any], key: str, low: int, high: int
+    settings: Mapping[str, Any], key: str, minimum: int, maximum: int
 ) -> list[SettingProblem]:
-    value = settings.get(key, low)
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+    value = settings.get(key, minimum)
+    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
         return []
-    return [SettingProblem(key, f"invalid value {value!r}: expected {low} to {high}")]
+    return [SettingProblem(key, f"invalid value {value!r}: expected {minimum} to {maximum}")]
 
 
 def _check_size(table: Mapping[str, Any]) -> list[SettingProblem]:
@@ -203,8 +203,8 @@ def _check_size(table: Mapping[str, Any]) -> list[SettingProblem]:
     try:
         size_in_bytes(memory)
     except ValueError:
-        why = f'invalid size {memory!r}: expected one such as "80g"'
-        return [SettingProblem("memory", why)]
+        reason = f'invalid size {memory!r}: expected one such as "80g"'
+        return [SettingProblem("memory", reason)]
     return []
 
 
@@ -214,8 +214,8 @@ def _check_memory(settings: Mapping[str, Any]) -> list[SettingProblem]:
     sizes = [size_in_bytes(table.get("memory", 0)) for table in tables]
     slots = memory_slots("", "", settings)
     if any(size < int(slot.quantum) for slot in slots for size in sizes):
-        why = 'needs memory = "80g" in the table or in each entry of devices'
-        return [SettingProblem("memory-slot", why)]
+        reason = 'needs memory = "80g" in the table or in each entry of devices'
+        return [SettingProblem("memory-slot", reason)]
     return []
 
 
@@ -227,12 +227,12 @@ def _is_link(value: object) -> bool:
     return isinstance(value, list) and len(value) > 1 and all(isinstance(n, str) for n in value)
 
 
-def _group_of(links: Sequence[Sequence[str]]) -> dict[str, str]:
+def _join_links(links: Sequence[Sequence[str]]) -> dict[str, str]:
     """Return for each linked device the first one of its group; links may be chained."""
     groups: dict[str, list[str]] = {}
     for link in links:
-        whole = [name for member in link for name in groups.get(member, [member])]
-        groups |= dict.fromkeys(whole, whole)
+        linked = [name for member in link for name in groups.get(member, [member])]
+        groups |= dict.fromkeys(linked, linked)
     return {name: group[0] for name, group in groups.items()}
 
 
@@ -243,9 +243,9 @@ def _check_devices(entries: object) -> list[SettingProblem]:
         ]
     problems = []
     for index, entry in enumerate(entries):
-        where = f"devices.{index}"
+        member = f"devices.{index}"
         problems += [
-            SettingProblem(f"{where}.{problem.key}", problem.why)
+            SettingProblem(f"{member}.{problem.key}", problem.why)
             for problem in (
                 *unknown_settings(entry, _DEVICE_KEYS),
                 *(_check_number(entry, "numa-node", 0, 1023) if "numa-node" in entry else ()),
@@ -255,13 +255,15 @@ def _check_devices(entries: object) -> list[SettingProblem]:
         for key in ("id", "stable-id"):
             value = entry.get(key, "a" if key == "stable-id" else None)
             if not isinstance(value, str) or not _ID.fullmatch(value):
-                why = f"invalid id {value!r}: expected letters, digits, and '_', '.', ':', '-'"
-                problems.append(SettingProblem(f"{where}.{key}", why))
+                reason = f"invalid id {value!r}: expected letters, digits, and '_', '.', ':', '-'"
+                problems.append(SettingProblem(f"{member}.{key}", reason))
         if not _is_amount(entry.get("capacity", "1")):
-            why = f'invalid amount {entry["capacity"]!r}: expected a decimal such as "1" or "0.05"'
-            problems.append(SettingProblem(f"{where}.capacity", why))
+            reason = (
+                f'invalid amount {entry["capacity"]!r}: expected a decimal such as "1" or "0.05"'
+            )
+            problems.append(SettingProblem(f"{member}.capacity", reason))
     for key in ("id", "stable-id"):
         values = [entry[key] for entry in entries if isinstance(entry.get(key), str)]
-        if twice := sorted({value for value in values if values.count(value) > 1}):
-            problems.append(SettingProblem("devices", f"duplicate {key} {', '.join(twice)}"))
+        if duplicates := sorted({value for value in values if values.count(value) > 1}):
+            problems.append(SettingProblem("devices", f"duplicate {key} {', '.join(duplicates)}"))
     return problems

@@ -32,21 +32,21 @@ _FLOOD_LINES = 200_000
 
 def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     """Return the problems of this module's keys."""
-    found = []
+    setting_problems = []
     for key, allowed in (("fault", FAULTS), ("fault-at", PLACES), ("lie", LIES)):
         if key in settings and settings[key] not in allowed:
-            why = f"invalid value {settings[key]!r}: expected {', '.join(allowed)}"
-            found.append(SettingProblem(key, why))
+            reason = f"invalid value {settings[key]!r}: expected {', '.join(allowed)}"
+            setting_problems.append(SettingProblem(key, reason))
     if ("fault" in settings) != ("fault-at" in settings):
-        found.append(SettingProblem("fault", "fault and fault-at must be set together"))
+        setting_problems.append(SettingProblem("fault", "fault and fault-at must be set together"))
     if not isinstance(settings.get("fault-until", ""), str):
-        found.append(SettingProblem("fault-until", "expected the path of a file"))
+        setting_problems.append(SettingProblem("fault-until", "expected the path of a file"))
     after = settings.get("fault-after", 0)
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
-        found.append(
+        setting_problems.append(
             SettingProblem("fault-after", f"invalid number of calls {after!r}: expected 0 or more")
         )
-    return found
+    return setting_problems
 
 
 class Faults:
@@ -54,7 +54,7 @@ class Faults:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._fault = settings.get("fault")
-        self._at = settings.get("fault-at")
+        self._point = settings.get("fault-at")
         self._after = settings.get("fault-after", 0)
         self._until = settings.get("fault-until")
         self._calls: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Faults:
     def reached(self, place: str) -> None:
         """Misbehave if this is the configured place."""
         self._calls[place] += 1
-        if place != self._at or self._calls[place] <= self._after:
+        if place != self._point or self._calls[place] <= self._after:
             return
         if self._until and Path(self._until).exists():
             return

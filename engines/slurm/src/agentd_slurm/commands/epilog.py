@@ -32,9 +32,9 @@ def main() -> None:
 def run_epilog(environ: Mapping[str, str]) -> int:
     """Release the claim of the job that the environment names and return the exit status."""
     try:
-        here = JobEnvironment.of(environ)
-        if here.named_gpus or here.mark.exists():
-            _epilog(here, NodeClient(socket_path()))
+        job = JobEnvironment.of(environ)
+        if job.named_gpus or job.mark.exists():
+            _release(job, NodeClient(socket_path()))
     except InvalidEnvironment as error:
         note("epilog", str(error))
         return 1
@@ -45,26 +45,26 @@ def run_epilog(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _epilog(here: JobEnvironment, node: NodeClient) -> None:
-    with node.locked(here.job_id):
-        claims = node.claims_of(here.job_id)
-        has_ended = not claims or _has_ended(here)
+def _release(job: JobEnvironment, node: NodeClient) -> None:
+    with node.locked(job.job_id):
+        claims = node.claims_of(job.job_id)
+        has_ended = not claims or _wait_ended(job)
         for claim in claims:
             if has_ended:
                 node.release(claim)
             else:
                 node.delete_kernels(claim)
     if has_ended:
-        here.mark.unlink(missing_ok=True)
+        job.mark.unlink(missing_ok=True)
     else:
-        note("epilog", f"job {here.job_id} left processes; agentd-slurm sync ends its claim")
+        note("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
 
 
-def _has_ended(here: JobEnvironment) -> bool:
+def _wait_ended(here: JobEnvironment) -> bool:
     """Return whether nothing of the job runs here any more."""
-    end = time.monotonic() + LAST_PROCESSES_S
-    while here.job_id in (left := find_processes(here.node)).in_cgroup | left.stepds:
-        if time.monotonic() > end:
+    deadline = time.monotonic() + LAST_PROCESSES_S
+    while here.job_id in (processes := find_processes(here.node)).in_cgroup | processes.stepds:
+        if time.monotonic() > deadline:
             return False
         time.sleep(PAUSE_S)
     return True

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from agentd.stderr import LOST
 
@@ -22,8 +22,7 @@ class InvalidEnvironment(Exception):
     """A variable of Slurm's is missing or malformed."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobEnvironment:
+class JobEnvironment(NamedTuple):
     """A job on this node; `named_gpus` is Slurm's own, incomplete list of its GPUs.
 
     `mark` is the file of a job that may have a claim. The environment of an epilog does not prove

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 
 from agentd import stderr
 from agentd.errors import AgentdError, Unavailable
@@ -42,11 +41,11 @@ def main() -> None:
 def run_prolog(environ: Mapping[str, str]) -> int:
     """Claim the GPUs of the job that the environment names and return the exit status."""
     try:
-        here = JobEnvironment.of(environ)
-        if not here.named_gpus:
+        environment = JobEnvironment.of(environ)
+        if not environment.named_gpus:
             return 0
-        here.leave_mark()
-        return _prolog(here, NodeClient(socket_path()))
+        environment.leave_mark()
+        return _claim(environment, NodeClient(socket_path()))
     except (SlurmFailed, UnreadableAnswer, UnusableMap, InvalidEnvironment, Unavailable) as error:
         note("prolog", str(error))
     except OSError as error:
@@ -56,24 +55,24 @@ def run_prolog(environ: Mapping[str, str]) -> int:
     return FAILED
 
 
-def _prolog(here: JobEnvironment, node: NodeClient) -> int:
+def _claim(environment: JobEnvironment, node: NodeClient) -> int:
     try:
-        job = controller.job(here.job_id)
+        job = controller.job(environment.job_id)
     except UnclearJob as error:  # its user's doing, and no reason to drain the node
-        return _send_back(error.job, str(error))
-    facts = PrologFacts(here.job_id, here.node, here.user, job)
-    if not isinstance(indices_to_claim(job, here.node), frozenset):
-        return _carry_out(facts, node)
+        return _requeue(error.job, str(error))
+    facts = PrologFacts(environment.job_id, environment.node, environment.user, job)
+    if not isinstance(indices_to_claim(job, environment.node), frozenset):
+        return _execute(facts, node)
     gres_map = read_map(map_path())
     devices = node.devices()
-    with node.locked(here.job_id):
-        has_claim = bool(node.claims_of(here.job_id))
-        has_processes = has_claim and find_processes(here.node).of(here.job_id)
-        facts = replace(facts, gres_map=gres_map, devices=devices, has_processes=has_processes)
-        return _carry_out(facts, node)
+    with node.locked(environment.job_id):
+        has_claim = bool(node.claims_of(environment.job_id))
+        has_processes = has_claim and find_processes(environment.node).of(environment.job_id)
+        facts = facts._replace(gres_map=gres_map, devices=devices, has_processes=has_processes)
+        return _execute(facts, node)
 
 
-def _carry_out(facts: PrologFacts, node: NodeClient) -> int:
+def _execute(facts: PrologFacts, node: NodeClient) -> int:
     name = facts.job.name if facts.job else ""
     match decide_prolog(facts):
         case NothingToClaim():
@@ -82,18 +81,18 @@ def _carry_out(facts: PrologFacts, node: NodeClient) -> int:
             note("prolog", reason)
             return FAILED
         case RefuseJob(reason):
-            return _send_back(name, reason)
+            return _requeue(name, reason)
         case ClaimDevices(agent, request):
             try:
                 node.create_claim(facts.job_id, agent, request)
             except Unavailable:
                 raise
             except AgentdError as error:
-                return _send_back(name, f"{error.code}: {error}")
+                return _requeue(name, f"{error.code}: {error}")
     return 0
 
 
-def _send_back(name: str, reason: str) -> int:
+def _requeue(name: str, reason: str) -> int:
     note("prolog", f"job {name} is sent back: {reason}")
     controller.send_back(name, reason)
     return 0

@@ -52,7 +52,7 @@ class Synchronizer:
         claims = self._client.claims()
         devices, kernels = self._client.devices(), self._client.kernels()
         jobs = self._read_jobs()
-        left = find_processes(self._node)
+        processes = find_processes(self._node)
         ids = (job for row in claims if (job := job_of_claim(row)) is not None)
         return SyncFacts(
             self._node,
@@ -61,8 +61,8 @@ class Synchronizer:
             kernels,
             devices,
             jobs,
-            frozenset(job for job in ids if left.of(job)),
-            left.jobs,
+            frozenset(job for job in ids if processes.of(job)),
+            processes.jobs,
             self._unclaimed,
         )
 
@@ -71,16 +71,16 @@ class Synchronizer:
         placeholders = controller.placeholders(self._node)
         rows = [row for row in controller.jobs_on(self._node) if row.job_id not in placeholders]
         self._jobs = {row: self._jobs.get(row) or self._read_job(row) for row in rows}
-        found = [controller.job(job_id) for job_id in placeholders]
-        return [*self._jobs.values(), *(job for job in found if job is not None)]
+        placeholder_jobs = [controller.job(job_id) for job_id in placeholders]
+        return [*self._jobs.values(), *(job for job in placeholder_jobs if job is not None)]
 
     def _read_job(self, row: QueuedJob) -> Job:
         """Return a job, without its GPUs if its answer cannot be read."""
-        found = None
+        job = None
         with suppress(UnreadableAnswer):
-            found = controller.job(row.job_id)
+            job = controller.job(row.job_id)
         name = str(row.job_id)
-        return found or Job(row.job_id, name, row.user_id, row.state, nodes=(self._node,))
+        return job or Job(row.job_id, name, row.user_id, row.state, nodes=(self._node,))
 
     def once(self) -> list[SyncAction]:
         """Take one look, act on it, and return the actions.
@@ -93,17 +93,17 @@ class Synchronizer:
         facts = self.look()
         actions = decide_sync(facts)
         self._unclaimed = unclaimed_jobs(facts)
-        failed: list[Exception] = []
+        errors: list[Exception] = []
         for action in actions:
             try:
-                self._carry_out(action)
+                self._execute(action)
             except ENOUGH as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return actions
 
-    def _carry_out(self, action: SyncAction) -> None:
+    def _execute(self, action: SyncAction) -> None:
         match action:
             case StartPlaceholder(gpu_type, holder):
                 note("sync", f"{gpu_type} is blocked in Slurm: {holder}")
@@ -133,8 +133,8 @@ class Synchronizer:
                 case ClaimDevices(agent, request):
                     note("sync", f"job {job_id} runs without a claim: its GPUs are claimed")
                     self._client.create_claim(job_id, agent, {**request, "observed": True})
-                case other:
-                    note("sync", f"job {job_id} runs without a claim: {other.reason}")
+                case refusal:
+                    note("sync", f"job {job_id} runs without a claim: {refusal.reason}")
 
     def _end_claims(self, job_id: int) -> None:
         """Release the claims of a job if it is still over, now that no prolog can claim again."""

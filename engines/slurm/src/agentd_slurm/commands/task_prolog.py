@@ -45,34 +45,34 @@ def run_task_prolog(environ: Mapping[str, str]) -> int:
     if not job_id.isdecimal() or not gpus:
         return 0
     claims: list[Mapping[str, Any]] = []
-    refused = None
+    unclaimed = None
     try:
         gres_map = read_map(map_path())
-        _say(f"export AGENTD_AGENT={gres_map.agent}")
+        _print(f"export AGENTD_AGENT={gres_map.agent}")
         socket = environ.get(USERS_SOCKET_VARIABLE, USERS_SOCKET)
         if os.access(socket, os.R_OK | os.W_OK):
             node = NodeClient(socket)
             claims = node.claims_of(int(job_id))
-            refused = _unclaimed(node, claims, gpus, gres_map, environ)
+            unclaimed = _find_unclaimed(node, claims, gpus, gres_map, environ)
     except (AgentdError, SlurmFailed, UnreadableAnswer, UnusableMap, OSError) as error:
-        _say(f"print agentd-slurm task-prolog: {error}")
+        _print(f"print agentd-slurm task-prolog: {error}")
     claim = claims[0]["claim_id"] if claims else next(claim_ids(int(job_id)))
-    _say(f"export AGENTD_CLAIM={claim}")
-    if refused is None:
+    _print(f"export AGENTD_CLAIM={claim}")
+    if unclaimed is None:
         return 0
-    name, missing = refused
-    _say(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
+    name, missing = unclaimed
+    _print(f"print agentd-slurm task-prolog: the job did not claim {missing}: it is sent back")
     if environ.get("SLURM_LOCALID", "0") == "0":
         with suppress(SlurmFailed):
             controller.requeue(name)
     return REFUSED
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _unclaimed(
+def _find_unclaimed(
     node: NodeClient,
     claims: Sequence[Mapping[str, Any]],
     gpus: str,
@@ -91,20 +91,22 @@ def _unclaimed(
     is_placeholder = os.getuid() == ROOT and environ.get("SLURM_JOB_NAME") == PLACEHOLDER_NAME
     if is_placeholder or environ.get("SLURM_HET_SIZE"):  # its tasks have the id of their leader
         return None
-    held = _held(claims)
-    named = {int(index) for index in gpus.split(",") if index.isdecimal()}
-    if _missing(named, gres_map, held) == "":
+    claimed = _claimed_devices(claims)
+    named_indices = {int(index) for index in gpus.split(",") if index.isdecimal()}
+    if _missing_names(named_indices, gres_map, claimed) == "":
         return None
     if not claims and job_id in jobs_of_kernels(node.kernels()):
         return None
     job = controller.job(job_id)
     if job is None or job.state != "RUNNING":
         return None
-    missing = _missing(job.gpus.get(environ.get("SLURMD_NODENAME", "")) or (), gres_map, held)
+    missing = _missing_names(
+        job.gpus.get(environ.get("SLURMD_NODENAME", "")) or (), gres_map, claimed
+    )
     return (job.name, missing) if missing else None
 
 
-def _held(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+def _claimed_devices(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     """Return the ids of the devices of claims."""
     return frozenset(
         device
@@ -115,8 +117,11 @@ def _held(claims: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     )
 
 
-def _missing(indices: Iterable[int], gres_map: GresMap, held: frozenset[str]) -> str:
+def _missing_names(indices: Iterable[int], gres_map: GresMap, claimed: frozenset[str]) -> str:
     """Return the names of the GPUs that are not held, by their index where the map has none."""
-    known = gres_map.devices
-    names = (known[i].device_id if i in known else f"GPU {i}" for i in sorted(indices))
-    return ", ".join(name for name in names if name not in held)
+    device_by_index = gres_map.devices
+    names = (
+        device_by_index[i].device_id if i in device_by_index else f"GPU {i}"
+        for i in sorted(indices)
+    )
+    return ", ".join(name for name in names if name not in claimed)

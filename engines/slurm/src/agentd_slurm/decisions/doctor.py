@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd_slurm.decisions.prolog import find_device
 from agentd_slurm.gres_map import GresMap
@@ -14,8 +13,7 @@ PROCTRACK = "proctrack/cgroup"
 _GRES = re.compile(r"(?:^|,)gpu:([^:,(]+):([0-9]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmCheck:
+class SlurmCheck(NamedTuple):
     """One thing that has to hold; `detail` says what was found and what is expected."""
 
     name: str
@@ -25,10 +23,10 @@ class SlurmCheck:
 
 def check_settings(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
     """Yield a check for each setting of slurm.conf that the engine stands on."""
-    yield _equals(settings, "ProctrackType", PROCTRACK)
-    yield _has_word(settings, "PrologFlags", "Alloc")
-    yield _has_word(settings, "GresTypes", "gpu")
-    yield _equals(settings, "SelectType", "select/cons_tres")
+    yield _check_equal(settings, "ProctrackType", PROCTRACK)
+    yield _check_word(settings, "PrologFlags", "Alloc")
+    yield _check_word(settings, "GresTypes", "gpu")
+    yield _check_equal(settings, "SelectType", "select/cons_tres")
     for name in ("Prolog", "Epilog"):
         value = settings.get(name, "")
         is_set = value not in ("", "(null)")
@@ -38,27 +36,29 @@ def check_settings(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
     yield SlurmCheck("DisableRootJobs", roots.lower() == "no", detail)
 
 
-def _equals(settings: Mapping[str, str], name: str, wanted: str) -> SlurmCheck:
+def _check_equal(settings: Mapping[str, str], name: str, required: str) -> SlurmCheck:
     value = settings.get(name, "nothing")
-    return SlurmCheck(name, value == wanted, f"got {value}, expected {wanted}")
+    return SlurmCheck(name, value == required, f"got {value}, expected {required}")
 
 
-def _has_word(settings: Mapping[str, str], name: str, wanted: str) -> SlurmCheck:
+def _check_word(settings: Mapping[str, str], name: str, required: str) -> SlurmCheck:
     value = settings.get(name, "nothing")
     words = value.lower().split(",")
-    return SlurmCheck(name, wanted.lower() in words, f"got {value}, expected {wanted}")
+    return SlurmCheck(name, required.lower() in words, f"got {value}, expected {required}")
 
 
 def check_map(gres_map: GresMap, devices: Sequence[Mapping[str, Any]]) -> SlurmCheck:
     """Return whether each device of the map is one that agentd can give."""
-    found = (find_device(index, gres_map, devices) for index in gres_map.devices)
-    problems = [text for text in found if isinstance(text, str)]
+    lookups = (find_device(index, gres_map, devices) for index in gres_map.devices)
+    problems = [text for text in lookups if isinstance(text, str)]
     return SlurmCheck("devices", not problems, "; ".join(problems) or "all present")
 
 
 def check_gres(gres_map: GresMap, gres: str) -> SlurmCheck:
     """Return whether the node's `Gres=` names exactly the devices of the map."""
-    have = {match[1]: int(match[2]) for match in _GRES.finditer(gres)}
-    wanted = {device.gres_type: 1 for device in gres_map.devices.values()}
-    expected = ",".join(f"gpu:{name}:1" for name in wanted)
-    return SlurmCheck("Gres", have == wanted, f"got {gres or 'nothing'}, expected {expected}")
+    configured = {match[1]: int(match[2]) for match in _GRES.finditer(gres)}
+    required = {device.gres_type: 1 for device in gres_map.devices.values()}
+    expected = ",".join(f"gpu:{name}:1" for name in required)
+    return SlurmCheck(
+        "Gres", configured == required, f"got {gres or 'nothing'}, expected {expected}"
+    )

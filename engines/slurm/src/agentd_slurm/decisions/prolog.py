@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd_slurm.claim_ids import claim_ids, labels_of
 from agentd_slurm.gres_map import GresDevice, GresMap
 from agentd_slurm.jobs import Job
 
 
-@dataclass(frozen=True, slots=True)
-class NothingToClaim:
+class NothingToClaim(NamedTuple):
     """The job starts without a claim."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimDevices:
+class ClaimDevices(NamedTuple):
     """Create a claim, once those of earlier runs have ended."""
 
     agent: str
     request: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseJob:
+class RefuseJob(NamedTuple):
     """The job goes back to the queue; the node stays in service."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FailProlog:
+class FailProlog(NamedTuple):
     """The job must not start and the node must not get others: Slurm drains it."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrologFacts:
+class PrologFacts(NamedTuple):
     """The facts of a prolog. `job` is None where slurmctld does not know the job.
 
     `has_processes` says that an earlier run left a claim and processes on this node.
@@ -53,7 +47,7 @@ class PrologFacts:
     user: str
     job: Job | None
     gres_map: GresMap | None = None
-    devices: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    devices: Sequence[Mapping[str, Any]] = ()
     has_processes: bool = False
 
 
@@ -88,15 +82,15 @@ def decide_prolog(facts: PrologFacts) -> PrologAction:
     assert facts.job is not None  # noqa: S101 - the same
     if facts.has_processes:
         return RefuseJob("processes of an earlier run of the job are left on the node")
-    chosen = []
+    rows = []
     for index in sorted(indices):
-        found = find_device(index, facts.gres_map, facts.devices)
-        if isinstance(found, str):
-            return RefuseJob(found)
-        chosen.append(found)
+        row = find_device(index, facts.gres_map, facts.devices)
+        if isinstance(row, str):
+            return RefuseJob(row)
+        rows.append(row)
     request = {
-        "slots": amounts(chosen),
-        "devices": ids_by_name(chosen),
+        "slots": amounts(rows),
+        "devices": ids_by_name(rows),
         "holder": {"name": next(claim_ids(facts.job_id))},
         "owner_uid": facts.job.user_id,
         "labels": {**labels_of(facts.job_id), "user": facts.user},

@@ -9,8 +9,7 @@ left. The answer of slurmctld alone proves nothing: a killed one forgets its las
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentd_slurm.claim_ids import job_of_claim, jobs_of_kernels
 from agentd_slurm.decisions.prolog import row_of
@@ -21,38 +20,33 @@ BLOCKING = frozenset({"unhealthy", "drained", "gone", "withheld"})
 """States of a device in which agentd gives nothing from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartPlaceholder:
+class StartPlaceholder(NamedTuple):
     """Block a GPU in Slurm."""
 
     gpu_type: str
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
-class RenamePlaceholder:
+class RenamePlaceholder(NamedTuple):
     """Write the present holder into the comment of a placeholder."""
 
     job_id: int
     holder: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndPlaceholder:
+class EndPlaceholder(NamedTuple):
     """Give a GPU back to Slurm."""
 
     job_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndClaim:
+class EndClaim(NamedTuple):
     """Stop the kernels of an ended job's claims and release them."""
 
     job_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRunningJob:
+class ClaimRunningJob(NamedTuple):
     """Claim, as observed, the GPUs of a job that runs without a claim."""
 
     job_id: int
@@ -61,8 +55,7 @@ class ClaimRunningJob:
 SyncAction = StartPlaceholder | RenamePlaceholder | EndPlaceholder | EndClaim | ClaimRunningJob
 
 
-@dataclass(frozen=True, slots=True)
-class SyncFacts:
+class SyncFacts(NamedTuple):
     """The facts of one round, read in this order: a job that appears in between changes nothing.
 
     `alive` are the jobs that may have a slurmstepd or a process in their cgroup on this node, and
@@ -83,8 +76,12 @@ class SyncFacts:
 
 def decide_sync(facts: SyncFacts) -> list[SyncAction]:
     """Return what one round does."""
-    late = sorted(unclaimed_jobs(facts) & facts.unclaimed)
-    return [*_stale_claims(facts), *map(ClaimRunningJob, late), *_placeholders(facts)]
+    unclaimed_twice = sorted(unclaimed_jobs(facts) & facts.unclaimed)
+    return [
+        *_claims_to_end(facts),
+        *map(ClaimRunningJob, unclaimed_twice),
+        *_placeholder_actions(facts),
+    ]
 
 
 def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
@@ -105,7 +102,7 @@ def unclaimed_jobs(facts: SyncFacts) -> frozenset[int]:
     )
 
 
-def _placeholders(facts: SyncFacts) -> Iterator[SyncAction]:
+def _placeholder_actions(facts: SyncFacts) -> Iterator[SyncAction]:
     blocked = blocked_gpus(facts)
     present: set[str] = set()
     for job in sorted(_own_placeholders(facts), key=lambda job: job.state != "RUNNING"):
@@ -136,7 +133,7 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
     blocked = {}
     for device in facts.gres_map.devices.values():
         row = row_of(device, facts.devices)
-        holders = [] if row is None else sorted(_others(row["holders"], own, own_kernels))
+        holders = [] if row is None else sorted(_foreign_holders(row["holders"], own, own_kernels))
         if holders:
             blocked[device.gres_type] = holders[0]
         elif row is None or row["state"] in BLOCKING:
@@ -144,7 +141,7 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
     return blocked
 
 
-def _others(
+def _foreign_holders(
     holders: Sequence[Mapping[str, Any]], own: set[str], own_kernels: set[str]
 ) -> Iterator[str]:
     for holder in holders:
@@ -155,8 +152,8 @@ def _others(
             yield kernel
 
 
-def _stale_claims(facts: SyncFacts) -> Iterator[EndClaim]:
-    here = {job.job_id for job in facts.jobs if job.is_on(facts.node)}
+def _claims_to_end(facts: SyncFacts) -> Iterator[EndClaim]:
+    jobs_here = {job.job_id for job in facts.jobs if job.is_on(facts.node)}
     for job in dict.fromkeys(map(job_of_claim, facts.claims)):
-        if job is not None and job not in here and job not in facts.alive:
+        if job is not None and job not in jobs_here and job not in facts.alive:
             yield EndClaim(job)
