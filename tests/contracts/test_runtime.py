@@ -73,7 +73,15 @@ def process_runtime(
     read = ProcessSettings.model_validate(settings, by_name=True)
     accounts = UserAccounts(default, own, is_user=os.geteuid() != 0)
     manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
-    return ProcessRuntime(folder, node, boot or boot_id(), read, accounts, find_cgroups(), manager)
+    return ProcessRuntime(
+        folder,
+        node,
+        boot or boot_id(),
+        settings=read,
+        accounts=accounts,
+        cgroups=find_cgroups(),
+        manager=manager,
+    )
 
 
 def docker_settings(socket: Path) -> DockerSettings:

@@ -65,9 +65,9 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     is_lasting = os.geteuid() == 0 or lingers(os.geteuid())
     manager = Manager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
     return ProcessRuntime(
-        folder=folder,
-        node_id=node_id,
-        boot_id=boot_id(),
+        folder,
+        node_id,
+        boot_id(),
         settings=settings.runtime.process,
         accounts=accounts,
         cgroups=find_cgroups(),

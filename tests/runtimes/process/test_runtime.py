@@ -169,7 +169,12 @@ async def test_processes_are_limited(runtime) -> None:
 def without_cgroups(folder: Path) -> ProcessRuntime:
     made = process_runtime(folder / "kernels")
     return ProcessRuntime(
-        folder / "kernels", NODE, boot_id(), made._settings, made._user_accounts, None
+        folder / "kernels",
+        NODE,
+        boot_id(),
+        settings=made._settings,
+        accounts=made._user_accounts,
+        cgroups=None,
     )
 
 

@@ -187,7 +187,7 @@ class Manager:
             (path,) = await self._call_manager("LoadUnit" if loading else "GetUnit", "s", [unit])
             connection = await self._get_connection()
             calls = [
-                self._call(connection, path, _PROPERTIES, "Get", "ss", [*_split_property(name)])
+                self._call(connection, (path, _PROPERTIES), "Get", "ss", [*_split_property(name)])
                 for name in ("Unit.LoadState", "Unit.ActiveState", *names)
             ]
             answers = await asyncio.gather(*calls)
@@ -239,18 +239,19 @@ class Manager:
         self, member: str, signature: str, body: list[Any], descriptors: Sequence[int] = ()
     ) -> list[Any]:
         connection = await self._get_connection()
-        return await self._call(connection, _PATH, _MANAGER, member, signature, body, descriptors)
+        return await self._call(connection, (_PATH, _MANAGER), member, signature, body, descriptors)
 
     @staticmethod
     async def _call(
         connection: _BusConnection,
-        path: str,
-        interface: str,
+        target: tuple[str, str],
         member: str,
         signature: str,
         body: list[Any],
         descriptors: Sequence[int] = (),
     ) -> list[Any]:
+        """Call a method of `target`, an object path and an interface, and return its results."""
+        path, interface = target
         message = Message(
             destination=_BUS if interface == _BUS else _NAME,
             path=path,
@@ -302,11 +303,11 @@ class Manager:
         try:
             async with asyncio.timeout(CALL_S):
                 for rule in _MATCH_RULES:
-                    await self._call(connection, _BUS_PATH, _BUS, "AddMatch", "s", [rule])
+                    await self._call(connection, (_BUS_PATH, _BUS), "AddMatch", "s", [rule])
                 (connection.owner,) = await self._call(
-                    connection, _BUS_PATH, _BUS, "GetNameOwner", "s", [_NAME]
+                    connection, (_BUS_PATH, _BUS), "GetNameOwner", "s", [_NAME]
                 )
-                await self._call(connection, _PATH, _MANAGER, "Subscribe", "", [])
+                await self._call(connection, (_PATH, _MANAGER), "Subscribe", "", [])
         except BaseException as error:
             bus.disconnect()
             if isinstance(error, (UnitRefused, TimeoutError)):

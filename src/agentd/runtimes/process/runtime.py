@@ -73,6 +73,7 @@ class ProcessRuntime:
         folder: Path,
         node_id: str,
         boot_id: str,
+        *,
         settings: ProcessSettings,
         accounts: UserAccounts,
         cgroups: Cgroups | None,
@@ -147,9 +148,14 @@ class ProcessRuntime:
             cgroup = self._create_cgroup(plan)
             await reach("create.after_group")
             groups = await self._group_ids(plan)
-            account = self._user_accounts.of_agent(plan.spec.agent_id)
             request = order_of(
-                plan, bundle.path, self._boot_id, self._settings, account, cgroup, groups
+                plan,
+                folder=bundle.path,
+                boot_id=self._boot_id,
+                settings=self._settings,
+                account=self._user_accounts.of_agent(plan.spec.agent_id),
+                cgroup=cgroup,
+                groups=groups,
             )
             spawn_task = asyncio.create_task(self._spawn_shim(plan, request, lock))
             try:

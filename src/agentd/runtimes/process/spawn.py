@@ -68,6 +68,7 @@ def _find_group_id(name: str) -> int | None:
 
 def order_of(
     plan: KernelPlan,
+    *,
     folder: Path,
     boot_id: str,
     settings: ProcessSettings,
