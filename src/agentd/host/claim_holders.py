@@ -85,8 +85,8 @@ class HostHolders:
         if not path.startswith("/") or set(path.split("/")[1:]) & {"", ".", ".."}:
             raise NoSuchHolder(f"no cgroup {path}: expected a path as in /proc/PID/cgroup")
         for pid in (os.getpid(), *kernel_pids):
-            own = self._read_cgroup(pid)
-            if own is not None and f"{own.rstrip('/')}/".startswith(f"{path}/"):
+            protected = self._read_cgroup(pid)
+            if protected is not None and f"{protected.rstrip('/')}/".startswith(f"{path}/"):
                 raise NoSuchHolder(f"cgroup {path} holds agentd or a kernel")
         folder = Path(f"{root}{path}")
         try:
@@ -126,8 +126,8 @@ class HostHolders:
                 (source := self._open(holder, stack)) is not None and not source.has_ended()
             )
 
-    def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
-        """Call `ended` once when a process or cgroup has ended, at once if it has; return a stop.
+    def watch(self, holder: ClaimOwner, on_end: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_end` once when a process or cgroup has ended, at once if it has; return a stop.
 
         Raises:
             OSError: it cannot be observed now.
@@ -136,13 +136,13 @@ class HostHolders:
         with ExitStack() as stack:
             source = self._open(holder, stack)
             if source is None:
-                return loop.call_soon(ended).cancel
+                return loop.call_soon(on_end).cancel
             watch = stack.pop_all()
 
         def check() -> None:
             if source.has_ended():
                 watch.close()
-                ended()
+                on_end()
 
         loop.add_reader(source.descriptor, check)
         watch.callback(loop.remove_reader, source.descriptor)

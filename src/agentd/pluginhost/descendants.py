@@ -30,8 +30,8 @@ _ROUNDS = 5
 
 def new_mark() -> str:
     """Return a mark for one process of this daemon."""
-    own = read_stat(os.getpid())
-    return f"{os.getpid()}.{own.start_time if own else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
+    stat = read_stat(os.getpid())
+    return f"{os.getpid()}.{stat.start_time if stat else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
 
 
 def end_marked(mark: str) -> None:

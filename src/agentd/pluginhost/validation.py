@@ -214,9 +214,9 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
     )
 
 
-def _parse_capacity(device_id: str, written: str, kind: SlotKind) -> int:
+def _parse_capacity(device_id: str, text: str, kind: SlotKind) -> int:
     try:
-        return parse_base_units(written, kind)
+        return parse_base_units(text, kind)
     except AmountError as error:
         raise InvalidAnswer(f"invalid capacity of {device_id}: {error}") from None
 

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentd.host.systemd.unit_paths import user_runtime_folder
+
 OLDEST = 250
 """The oldest supported version, which introduced `ExitType=cgroup` (systemd.service(5))."""
 CALL_S = 10.0
@@ -58,7 +60,7 @@ def _find_problems(root: Path) -> Iterator[str]:
 def _bus_socket(root: Path) -> Path:
     if os.geteuid() == 0:
         return root / "run/dbus/system_bus_socket"
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "bus"
+    return user_runtime_folder() / "bus"
 
 
 def failed_units(pattern: str) -> list[str]:

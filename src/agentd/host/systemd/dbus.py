@@ -19,7 +19,7 @@ from dbus_fast import BusType, Message, MessageType, Variant
 from dbus_fast.aio import MessageBus
 
 from agentd.errors import AgentdError, RuntimeUnavailable
-from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
+from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of, user_runtime_folder
 
 _NAME = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
@@ -351,8 +351,7 @@ def _retrieve_error(call: asyncio.Future[Any]) -> None:
 
 
 def _user_bus_address() -> str:
-    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={folder}/bus"
+    return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={user_runtime_folder()}/bus"
 
 
 def _to_variants(properties: Iterable[Property]) -> list[list[Any]]:

@@ -1,6 +1,9 @@
-"""D-Bus object paths and load states of units."""
+"""Paths of systemd: of units on D-Bus, and of the folder of a user's manager."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 UNIT_PATH = "/org/freedesktop/systemd1/unit/"
 
@@ -18,3 +21,8 @@ def is_there(load: str, active: str) -> bool:
     A unit whose file is missing, or unreadable after a reload, may still be running.
     """
     return load == "loaded" or active != "inactive"
+
+
+def user_runtime_folder() -> Path:
+    """Return the folder in which this user's manager has its socket and its transient units."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")

@@ -49,17 +49,17 @@ def inspected(inspection: object) -> Mapping[str, Any]:
     raise EngineAnswerLost("malformed container inspection of the engine")
 
 
-def summarized(listed: Mapping[str, Any]) -> Mapping[str, Any]:
+def summarized(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert an element of a list to the form of an inspection, with agentd's labels only.
 
     A thousand are kept at a time, and the labels of callers may be long.
     """
-    labels = listed.get("Labels") or {}
+    labels = summary.get("Labels") or {}
     return {
-        "Id": container_id(listed.get("Id")),
-        "Name": (listed.get("Names") or [""])[0],
-        "Image": listed.get("ImageID"),
-        "State": {"Status": listed.get("State", "running")},
+        "Id": container_id(summary.get("Id")),
+        "Name": (summary.get("Names") or [""])[0],
+        "Image": summary.get("ImageID"),
+        "State": {"Status": summary.get("State", "running")},
         "Config": {"Labels": {name: labels[name] for name in _OWN_LABELS if name in labels}},
     }
 

@@ -54,8 +54,10 @@ def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSour
         if path is None:
             problems.append(Problem(member, f"{mount.source} cannot be resolved"))
         elif not any(path == folder or folder in path.parents for folder in folders):
-            have = ", ".join(map(str, allowed)) or "none"
-            reason = f"{mount.source} is not below an allowed folder; allowed-mounts: {have}"
+            folders_text = ", ".join(map(str, allowed)) or "none"
+            reason = (
+                f"{mount.source} is not below an allowed folder; allowed-mounts: {folders_text}"
+            )
             problems.append(Problem(member, reason))
         elif not exists:
             problems.append(Problem(member, f"{mount.source} does not exist"))

@@ -65,7 +65,7 @@ class ContainerObserver:
         items = self._docker.items("/containers/json", {"all": "1", "filters": filters})
         async with aclosing(items):
             summaries = [summarized(item) async for item in items]
-        own = [s for s in summaries if labels_of(s).get(NODE_LABEL) == self._node_id]
+        node_summaries = [s for s in summaries if labels_of(s).get(NODE_LABEL) == self._node_id]
         semaphore = asyncio.Semaphore(INSPECTS_AT_ONCE)
         kernels: dict[str, ObservedKernel] = {}
         misnamed: list[Mapping[str, Any]] = []
@@ -79,12 +79,14 @@ class ContainerObserver:
             elif inspection is not None:
                 misnamed.append(inspection)
 
-        await asyncio.gather(*(inspect(s) for s in own if kernel_of(s)))
+        await asyncio.gather(*(inspect(s) for s in node_summaries if kernel_of(s)))
         for inspection in misnamed:
             kernel = self.observed(inspection)
             if kernel.kernel_id not in kernels and await self._was_renamed(inspection):
                 kernels[kernel.kernel_id] = kernel
-        invalid = (s for s in own if KERNEL_LABEL in labels_of(s) and kernel_of(s) is None)
+        invalid = (
+            s for s in node_summaries if KERNEL_LABEL in labels_of(s) and kernel_of(s) is None
+        )
         reasons = tuple(map(_describe_ignored, invalid))
         for reason in set(reasons) - self._ignored:
             log.warning("container.ignored", reason=reason)

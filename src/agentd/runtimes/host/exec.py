@@ -84,12 +84,12 @@ class HostExec:
         loop = asyncio.get_running_loop()
         message = json.dumps(_exec_request(target, self._spec)).encode() + b"\n"
         socket.send_fds(
-            self._control, [message[:1]], [end.fileno() for end in self._streams.command_ends]
+            self._control, [message[:1]], [stream.fileno() for stream in self._streams.command_ends]
         )
         await loop.sock_sendall(self._control, message[1:])
         self._streams.hand_over()
-        for number, end in self._streams.outputs:
-            self._outputs.append((number, await self._open_reader(end)))
+        for number, stream in self._streams.outputs:
+            self._outputs.append((number, await self._open_reader(stream)))
         self._input = await self._open_writer(self._streams.input)
         answer = await self._read_message()
         if "pid" not in answer:
@@ -115,19 +115,19 @@ class HostExec:
         answer = await self._read_message()
         self._exit_code.set_result(int(answer.get("exit_code", KILLED)))
 
-    async def _open_reader(self, end: FileIO) -> asyncio.StreamReader:
+    async def _open_reader(self, stream: FileIO) -> asyncio.StreamReader:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK)
         transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), end
+            lambda: asyncio.StreamReaderProtocol(reader), stream
         )
         self._transports.append(transport)
         return reader
 
-    async def _open_writer(self, end: FileIO) -> asyncio.StreamWriter:
+    async def _open_writer(self, stream: FileIO) -> asyncio.StreamWriter:
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.connect_write_pipe(
-            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), end
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), stream
         )
         self._transports.append(transport)
         return asyncio.StreamWriter(transport, protocol, None, loop)
@@ -223,21 +223,21 @@ class _Streams:
             self.input = FileIO(os.dup(master), "w")
             self.command_ends = [FileIO(os.dup(slave), "r") for _ in range(3)]
             return
-        (stdin, self.input), *printed = [_open_pipe() for _ in range(3)]
-        self.outputs = [(STDOUT, printed[0][0]), (STDERR, printed[1][0])]
-        self.command_ends = [stdin, *(writing for _, writing in printed)]
+        (stdin, self.input), *output_pipes = [_open_pipe() for _ in range(3)]
+        self.outputs = [(STDOUT, output_pipes[0][0]), (STDERR, output_pipes[1][0])]
+        self.command_ends = [stdin, *(writing for _, writing in output_pipes)]
 
     def hand_over(self) -> None:
         """Close the command's ends after it has inherited them."""
-        for end in self.command_ends:
-            end.close()
+        for stream in self.command_ends:
+            stream.close()
 
     def close(self) -> None:
         """Close all remaining ends."""
         self.hand_over()
-        for end in (self.input, self.terminal, *(end for _, end in self.outputs)):
-            if end is not None:
-                end.close()
+        for stream in (self.input, self.terminal, *(stream for _, stream in self.outputs)):
+            if stream is not None:
+                stream.close()
 
 
 def _open_pipe() -> tuple[FileIO, FileIO]:

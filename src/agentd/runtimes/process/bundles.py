@@ -217,9 +217,9 @@ class Bundles(msgspec.Struct, frozen=True):
         trash.remove()
 
 
-def _unreadable_state(proof: Proof, why: str) -> tuple[ObservedState, Ending]:
+def _unreadable_state(proof: Proof, reason: str) -> tuple[ObservedState, Ending]:
     """Return the state of a kernel with an unreadable bundle: running, unless its end is proved."""
     with suppress(Unreadable):
         if not proof.lives:
-            return ObservedState.EXITED, Ending(reason=f"its exit status cannot be read: {why}")
+            return ObservedState.EXITED, Ending(reason=f"its exit status cannot be read: {reason}")
     return ObservedState.RUNNING, Ending()

@@ -356,7 +356,7 @@ def start_time(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def publish(folder: str, name: str, value: object, written: Callable[[], None]) -> None:
+def publish(folder: str, name: str, value: object, on_written: Callable[[], None]) -> None:
     """Put a complete file into a folder; fails if the folder is gone."""
     temporary = os.path.join(folder, "." + name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -364,7 +364,7 @@ def publish(folder: str, name: str, value: object, written: Callable[[], None]) 
     try:
         with open(descriptor, "w") as file:
             json.dump(value, file)
-        written()
+        on_written()
         os.link(temporary, os.path.join(folder, name))
     finally:
         os.unlink(temporary)

@@ -47,9 +47,9 @@ class JournalSource(msgspec.Struct, frozen=True):
 
 
 async def read_lines(
-    source: JournalSource, query: LogQuery, ended: Callable[[], Awaitable[None]]
+    source: JournalSource, query: LogQuery, wait_ended: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
-    """Yield the requested lines; a followed log ends after `ended` returns."""
+    """Yield the requested lines; a followed log ends after `wait_ended` returns."""
     options = [f"--lines={'all' if query.tail is None else query.tail}"]
     if query.since_ns:
         options.append(f"--since=@{query.since_ns // 10**9}.{query.since_ns % 10**9 // 1000:06d}")
@@ -60,7 +60,7 @@ async def read_lines(
         return
     cursor, started_at = "", time.time()
     entries = _read_entries(source, [*options, "--follow"], query)
-    end_task = asyncio.ensure_future(ended())
+    end_task = asyncio.ensure_future(wait_ended())
     try:
         while True:
             next_entry = asyncio.ensure_future(anext(entries, None))

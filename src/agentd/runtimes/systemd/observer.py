@@ -154,22 +154,26 @@ class UnitObserver:
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
         """Return the usage of kernels; of ended ones, the usage at their end."""
         with looking():
-            ended = {k.kernel_id for k in kernels if k.state in ENDED}
-            for kernel_id in ended - self._ended:  # the manager may still know an unobserved end
+            ended_ids = {k.kernel_id for k in kernels if k.state in ENDED}
+            for kernel_id in (
+                ended_ids - self._ended
+            ):  # the manager may still know an unobserved end
                 if not self.bundle(kernel_id).has_usage():
                     await self.find(kernel_id)
-            self._ended = ended
-            alive = [k.ref for k in kernels if k.kernel_id not in ended]
+            self._ended = ended_ids
+            alive = [k.ref for k in kernels if k.kernel_id not in ended_ids]
             self._cgroups = {ref: await self._find_cgroup(ref) for ref in alive}
-            return await asyncio.to_thread(self._read_usages, ended)
+            return await asyncio.to_thread(self._read_usages, ended_ids)
 
-    def _read_usages(self, ended: Iterable[str]) -> dict[str, UsageReading]:
+    def _read_usages(self, ended_ids: Iterable[str]) -> dict[str, UsageReading]:
         counters = {
             ref.kernel_id: CgroupCounters({UNIFIED: f"{MOUNT}/{group}"})
             for ref, group in self._cgroups.items()
             if group
         }
-        usages = {kernel_id: UsageReading(self.bundle(kernel_id).usage()) for kernel_id in ended}
+        usages = {
+            kernel_id: UsageReading(self.bundle(kernel_id).usage()) for kernel_id in ended_ids
+        }
         return usages | counted(counters)
 
     async def _find_cgroup(self, ref: KernelRef) -> str:

@@ -9,7 +9,6 @@ in a drop-in (systemd.unit(5)) are left alone.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from agentd.core.kernel.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd.dbus import Manager, Property, UnitRefused
+from agentd.host.systemd.unit_paths import user_runtime_folder
 from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
 from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
 
@@ -105,13 +105,14 @@ class Ends:
     async def _install(self, busybox: str) -> None:
         """Write the drop-in and reload the manager; the file `loaded` beside it marks that."""
         prefix = name_prefix(self._node_id)
-        folder_of_units = _user_unit_folder() if self._manager.is_user else _RUNTIME / "system"
-        file = folder_of_units / f"{prefix}.service.d" / "10-agentd.conf"
+        is_user = self._manager.is_user
+        units = user_runtime_folder() / "systemd/user" if is_user else _RUNTIME / "system"
+        file = units / f"{prefix}.service.d" / "10-agentd.conf"
         loaded = file.with_name("loaded")
         folder = str(self._folder).replace("%", "%%").replace("$", "$$")
         text = DROP_IN.format(
             prefix=prefix,
-            manager="--user" if self._manager.is_user else "--system",
+            manager="--user" if is_user else "--system",
             folder=f'"{folder}"',
             busybox=busybox,
         )
@@ -122,11 +123,6 @@ class Ends:
         file.write_text(text, encoding="utf-8")
         await self._manager.reload()
         loaded.touch()
-
-
-def _user_unit_folder() -> Path:
-    folder = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    return Path(folder) / "systemd" / "user"
 
 
 def _read_text(path: Path) -> str:

@@ -60,10 +60,10 @@ def _release(job: JobEnvironment, node: NodeClient) -> None:
         note("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
 
 
-def _wait_ended(here: JobEnvironment) -> bool:
+def _wait_ended(job: JobEnvironment) -> bool:
     """Return whether nothing of the job runs here any more."""
     deadline = time.monotonic() + LAST_PROCESSES_S
-    while here.job_id in (processes := find_processes(here.node)).in_cgroup | processes.stepds:
+    while job.job_id in (processes := find_processes(job.node)).in_cgroup | processes.stepds:
         if time.monotonic() > deadline:
             return False
         time.sleep(PAUSE_S)

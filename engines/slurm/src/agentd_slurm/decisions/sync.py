@@ -128,12 +128,14 @@ def _own_placeholders(facts: SyncFacts) -> Iterator[Job]:
 
 def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
     """Return the types of the GPUs that Slurm's jobs cannot get, with what holds each."""
-    own = {claim["claim_id"] for claim in facts.claims if job_of_claim(claim) is not None}
-    own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own}
+    own_claims = {claim["claim_id"] for claim in facts.claims if job_of_claim(claim) is not None}
+    own_kernels = {row["kernel_id"] for row in facts.kernels if row.get("claim_id") in own_claims}
     blocked = {}
     for device in facts.gres_map.devices.values():
         row = row_of(device, facts.devices)
-        holders = [] if row is None else sorted(_foreign_holders(row["holders"], own, own_kernels))
+        holders = (
+            [] if row is None else sorted(_foreign_holders(row["holders"], own_claims, own_kernels))
+        )
         if holders:
             blocked[device.gres_type] = holders[0]
         elif row is None or row["state"] in BLOCKING:
@@ -142,11 +144,11 @@ def blocked_gpus(facts: SyncFacts) -> dict[str, str]:
 
 
 def _foreign_holders(
-    holders: Sequence[Mapping[str, Any]], own: set[str], own_kernels: set[str]
+    holders: Sequence[Mapping[str, Any]], own_claims: set[str], own_kernels: set[str]
 ) -> Iterator[str]:
     for holder in holders:
         claim, kernel = holder.get("claim_id"), holder.get("kernel_id")
-        if claim is not None and claim not in own:
+        if claim is not None and claim not in own_claims:
             yield claim
         if kernel is not None and kernel not in own_kernels:
             yield kernel
