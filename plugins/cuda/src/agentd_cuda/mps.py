@@ -11,11 +11,11 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import ROUND_DOWN, Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pynvml
 
 from agentd.plugin_api import ContainerEdits, Mount, SettingProblem
@@ -50,16 +50,14 @@ def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     return setting_problems
 
 
-@dataclass(frozen=True)
-class MpsShare:
+class MpsShare(msgspec.Struct, frozen=True):
     """A kernel's share of one GPU: `amount` of 1, and its memory (0: unknown)."""
 
     amount: Decimal
     memory_bytes: int
 
 
-@dataclass(frozen=True)
-class MpsServer:
+class MpsServer(msgspec.Struct, frozen=True):
     """A control daemon: the folder of its pipes, and the folder it uses as /dev/shm."""
 
     pipes: str

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pynvml
+from msgspec.structs import replace
 
 from agentd.plugin_api import Measurement, ProcessUse, log_once
 
@@ -32,8 +33,7 @@ _NO_PART = (*_NOT_OFFERED, pynvml.NVML_ERROR_NOT_FOUND)
 _UNSUPPORTED = (*_NOT_OFFERED, pynvml.NVML_ERROR_NO_PERMISSION)
 
 
-@dataclass(frozen=True, slots=True)
-class MigPart:
+class MigPart(msgspec.Struct, frozen=True):
     """A MIG device: its index on its GPU, and its profile, such as `1g.10gb+me`."""
 
     place: int
@@ -43,8 +43,7 @@ class MigPart:
     trouble: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """A GPU; `trouble` is why it cannot be used, and `is_mig` that only its parts can."""
 
     index: int
@@ -76,8 +75,8 @@ def asked(
 
 def pci_address(bus_id: str) -> str:
     """Return a PCI address as Linux writes it: `00000000:3B:00.0` becomes `0000:3b:00.0`."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}"
+    domain, _, bus_and_device = bus_id.lower().partition(":")
+    return f"{int(domain, 16):04x}:{bus_and_device}"
 
 
 def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:

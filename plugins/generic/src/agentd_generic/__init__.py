@@ -27,9 +27,10 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+import msgspec
 
 from agentd.plugin_api import (
     AcceleratorPlugin,
@@ -59,8 +60,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,100}")
 _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceFile:
+class _DeviceFile(msgspec.Struct, frozen=True):
     """A device file and its identity."""
 
     path: str

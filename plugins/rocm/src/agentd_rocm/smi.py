@@ -15,9 +15,10 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from pyrsmi import rocml
 
 from agentd.plugin_api import Measurement
@@ -42,8 +43,7 @@ _UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
 """AMD SMI's "not available": every bit is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class AmdGpu:
+class AmdGpu(msgspec.Struct, frozen=True):
     """A GPU as the library lists it."""
 
     index: int

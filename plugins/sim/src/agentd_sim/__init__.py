@@ -120,7 +120,9 @@ class SimPlugin(AcceleratorPlugin):
             return {}
         lines = Path(file).read_text(encoding="utf-8").splitlines()
         words = [line.split(maxsplit=2) for line in lines if line.strip()]
-        return {device_id: (state, " ".join(rest)) for device_id, state, *rest in words}
+        return {
+            device_id: (state, " ".join(reason_words)) for device_id, state, *reason_words in words
+        }
 
     def _devices(self) -> Sequence[DeviceInfo]:
         entries = self.settings.get("devices")

@@ -59,17 +59,17 @@ class Faults:
         self._until = settings.get("fault-until")
         self._calls: Counter[str] = Counter()
 
-    def reached(self, place: str) -> None:
+    def reached(self, point: str) -> None:
         """Misbehave if this is the configured place."""
-        self._calls[place] += 1
-        if place != self._point or self._calls[place] <= self._after:
+        self._calls[point] += 1
+        if point != self._point or self._calls[point] <= self._after:
             return
         if self._until and Path(self._until).exists():
             return
         if self._fault == "absent":
             raise NotPresent("the simulated bus has no such device")
         if self._fault == "raise":
-            raise RuntimeError(f"the simulated driver fails at {place}")
+            raise RuntimeError(f"the simulated driver fails at {point}")
         if self._fault == "hang":
             while True:
                 time.sleep(3600)
