@@ -1,8 +1,9 @@
 """Entry points of the group `agentd.accelerators`, found by their metadata alone.
 
-The plugin's process loads them (`child`).
-If two distributions claim a name, neither is loaded: the choice would depend on the order of a
-path. https://packaging.python.org/en/latest/specifications/entry-points/
+The plugin's process loads them (`child`). If two distributions claim a name, neither is loaded: the
+choice would depend on the order of a path.
+
+See https://packaging.python.org/en/latest/specifications/entry-points/
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class PluginInstance:
             await self._backoff.wait()
 
     async def loaded_facts(self) -> Facts | None:
-        """Wait for the import of the plugin; return what it says of itself, None if it failed."""
+        """Wait for the import of the plugin; return its facts, None if it failed."""
         await self._loaded.wait()
         return self._facts
 

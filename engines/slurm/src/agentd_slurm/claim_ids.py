@@ -38,7 +38,7 @@ def job_of_claim(claim: Mapping[str, Any]) -> int | None:
 
 
 def jobs_of_kernels(kernels: Iterable[Mapping[str, Any]]) -> set[int | None]:
-    """Return the jobs from whose claims living kernels took their devices, among others None."""
+    """Return the jobs whose claims live kernels use; None stands for kernels without one."""
     return {_parse_job_id(row["claim_id"]) for row in kernels if row["state"] not in ENDED}
 
 

@@ -46,7 +46,7 @@ class UnclearJob(UnreadableAnswer):
 
 
 class Job(NamedTuple):
-    """One job of the queue. `gpus` are the indices it has on each node; None: Slurm tells none.
+    """One job of the queue. `gpus` are its indices on each node, None if Slurm has none.
 
     `required_nodes` is as its user wrote it: a placeholder's is the name of one node.
     `name` is the word by which Slurm's commands know it alone: ARRAYID_TASK, LEADER+OFFSET, or its

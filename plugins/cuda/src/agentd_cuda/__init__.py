@@ -183,7 +183,7 @@ class CudaPlugin(AcceleratorPlugin):
         ]
 
     def _gpus(self) -> list[nvml.Gpu]:
-        """Read all GPUs; one that does not answer is as it was last, with the reason."""
+        """Read all GPUs; one that does not answer has its last known values, and the reason."""
         gpus: dict[str, nvml.Gpu] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:

@@ -26,7 +26,7 @@ def close_groups(handles: Mapping[str, Any]) -> list[set[str]]:
 def _connected_groups(
     handles: Mapping[str, Any], are_joined: Callable[[Any, Any], bool]
 ) -> list[set[str]]:
-    """Return the connected components; a pair that NVML says nothing about is not joined."""
+    """Return the connected components; a pair that NVML does not know is not joined."""
     group_of = {uuid: {uuid} for uuid in handles}
     for first, second in combinations(handles, 2):
         if group_of[first] is group_of[second]:
@@ -43,7 +43,7 @@ def _connected_groups(
 
 
 def _has_nvlink(first: Any, second: Any) -> bool:
-    """Return whether NVLink joins two GPUs, also by way of an NVSwitch."""
+    """Return whether NVLink joins two GPUs, directly or through an NVSwitch."""
     index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
     status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, first, second, index)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)

@@ -102,7 +102,7 @@ def handles() -> Iterator[tuple[int, Any]]:
 
 
 def read(index: int, last: Gpu | None = None) -> Gpu:
-    """Read a GPU; one that does not answer is as it was last, with a `trouble`.
+    """Read a GPU; one that does not answer has its last known values and a `trouble`.
 
     Raises:
         NVMLError: its identity is unreadable, and unknown.
@@ -165,7 +165,7 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
-    """Yield the parts of a GPU; one that does not answer is as it was last, with a `trouble`."""
+    """Yield the parts of a GPU; a silent one has its last known values and a `trouble`."""
     last_part_by_index = {part.place: part for part in gpu.parts}
     for index in range(
         asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0

@@ -122,7 +122,7 @@ class GenericPlugin(AcceleratorPlugin):
     def _find_files(self) -> list[_DeviceFile]:
         """Find the device files, each once, however many names it has.
 
-        A file keeps its PCI address if sysfs tells none any more, as while a VFIO group is emptied.
+        A file keeps its PCI address if sysfs loses it, as it does while a VFIO group is emptied.
         """
         vendors = {
             vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())

@@ -44,7 +44,7 @@ class Sysfs:
         return self._text(pci, "vendor").removeprefix("0x")
 
     def numa_node(self, pci: str) -> int | None:
-        """Return the NUMA node of a PCI device, None if Linux says -1 or nothing."""
+        """Return the NUMA node of a PCI device, None if Linux assigns none (-1)."""
         text = self._text(pci, "numa_node")
         return int(text) if text.isdigit() else None
 

@@ -175,8 +175,8 @@ class RocmPlugin(AcceleratorPlugin):
     def _read_text(self, pci: str, name: str) -> str:
         """Return the content of a file of a GPU, empty without one.
 
-        A file that cannot be read any more is as it was last: the driver refuses some while it
-        resets a GPU.
+        A file that became unreadable has its last content: the driver refuses some while it resets
+        a GPU.
         """
         try:
             text = (self._sysfs / pci / name).read_text(encoding="ascii").strip().lower()

@@ -86,7 +86,7 @@ def shut_down() -> None:
 
 
 def gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
-    """Yield the GPUs, and remember them in `last`; one that does not answer is as it was last."""
+    """Yield the GPUs and save them in `last`, which replaces a GPU that does not answer."""
     gpus_at_address: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
         last_gpu = last.get(index)

@@ -193,7 +193,7 @@ class Manager:
             answers = await asyncio.gather(*calls)
         except NoSuchUnit:
             return None
-        except UnitRefused as error:  # says nothing about the unit
+        except UnitRefused as error:  # proves nothing about the unit
             raise RuntimeUnavailable(f"systemd does not describe {unit}: {error}") from None
         load, active, *values = (answer[0].value for answer in answers)
         return dict(zip(names, values, strict=True)) if is_there(load, active) else None

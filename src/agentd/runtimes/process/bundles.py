@@ -117,7 +117,7 @@ class Bundles(msgspec.Struct, frozen=True):
                 record, problem, is_own = self._read_own_record(kernel_id, is_bundle=is_bundle)
             except Unreadable as error:
                 problem, is_own = str(error), self._is_own(bundle)
-                unreadable_reason = "" if statement else problem  # the label tells what it holds
+                unreadable_reason = "" if statement else problem  # the label has its devices
         if not is_own and not proof.is_grouped:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):

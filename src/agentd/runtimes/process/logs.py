@@ -167,7 +167,7 @@ async def read_log(
 ) -> AsyncGenerator[bytes]:
     """Yield a log's bytes, and new output while the kernel runs.
 
-    A log that is not followed ends where it ended when it was opened.
+    Unless it is followed, only the output up to the time of the call is returned.
     """
     reader = LogReader(path)
     try:

@@ -14,7 +14,7 @@ _GRES = re.compile(r"(?:^|,)gpu:([^:,(]+):([0-9]+)")
 
 
 class SlurmCheck(NamedTuple):
-    """One thing that has to hold; `detail` says what was found and what is expected."""
+    """One check; `detail` has the value and the expectation."""
 
     name: str
     passed: bool
@@ -22,7 +22,7 @@ class SlurmCheck(NamedTuple):
 
 
 def check_settings(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
-    """Yield a check for each setting of slurm.conf that the engine stands on."""
+    """Yield a check for each setting of slurm.conf that the engine requires."""
     yield _check_equal(settings, "ProctrackType", PROCTRACK)
     yield _check_word(settings, "PrologFlags", "Alloc")
     yield _check_word(settings, "GresTypes", "gpu")
