@@ -10,10 +10,8 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -21,14 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentd.cli.output import say
 from agentd.core.printable import printable
-from agentd.core.slots import device_name_of
 
 _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
 _UNBOUNDED = 100_000
-_NEVER_LEFT_OUT = {"agent", "device", "free", "kernel", "name", "node", "reason", "state", "value"}
+_ALWAYS_SHOWN = {"agent", "device", "free", "kernel", "name", "node", "reason", "state", "value"}
 _LEAST_OF_LAST = 20
 _GAP = 3
 """Characters between two columns: rich draws a blank on each side of the divider, itself one."""
@@ -80,28 +76,28 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: i
     cells = [{column: shown(row.get(column)) for column in columns} for row in rows]
     widths = {c: max([len(_head(c)), *(len(row[c]) for row in cells)]) for c in columns}
     widths[columns[-1]] = min(widths[columns[-1]], _LEAST_OF_LAST)
-    kept = list(columns)
+    shown_columns = list(columns)
     for column in reversed(columns[1:]):
-        if _together(widths, kept) <= width:
+        if _table_width(widths, shown_columns) <= width:
             break
-        if column not in _NEVER_LEFT_OUT:
-            kept.remove(column)
-    fits = _together(widths, kept) <= width
-    heads = {column: len(_head(column)) for column in kept}
-    least = widths if fits else heads if _together(heads, kept) <= width else {}
+        if column not in _ALWAYS_SHOWN:
+            shown_columns.remove(column)
+    fits = _table_width(widths, shown_columns) <= width
+    heads = {column: len(_head(column)) for column in shown_columns}
+    minimums = widths if fits else heads if _table_width(heads, shown_columns) <= width else {}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, caption_justify="left")
-    for column in kept:
-        wraps = column == kept[-1] or not fits
-        at_least = least.get(column)
-        table.add_column(_head(column), overflow="fold", no_wrap=not wraps, min_width=at_least)
+    for column in shown_columns:
+        wraps = column == shown_columns[-1] or not fits
+        minimum = minimums.get(column)
+        table.add_column(_head(column), overflow="fold", no_wrap=not wraps, min_width=minimum)
     for row in cells:
-        table.add_row(*(_styled(column, row[column]) for column in kept))
-    if left_out := [_head(column) for column in columns if column not in kept]:
-        table.caption = Text(f"too wide to show: {', '.join(left_out)}")
+        table.add_row(*(_styled(column, row[column]) for column in shown_columns))
+    if hidden_heads := [_head(column) for column in columns if column not in shown_columns]:
+        table.caption = Text(f"too wide to show: {', '.join(hidden_heads)}")
     return table
 
 
-def _together(widths: Mapping[str, int], columns: Sequence[str]) -> int:
+def _table_width(widths: Mapping[str, int], columns: Sequence[str]) -> int:
     """Return the width of a table with these columns."""
     return sum(widths[column] for column in columns) + _GAP * (len(columns) - 1)
 
@@ -123,10 +119,10 @@ def age(time: str | None) -> str | None:
 
 def shown(value: object) -> str:
     """Return a value as a cell: "-" for an empty one, lists with commas."""
-    return printable(_text(value))
+    return printable(_cell_text(value))
 
 
-def _text(value: object) -> str:
+def _cell_text(value: object) -> str:
     if value is None or value in ({}, [], ""):
         return "-"
     if isinstance(value, bool):
@@ -142,8 +138,8 @@ def shown_whole(member: str, value: object) -> str:
     """Return a member of a kernel: its command quoted for a shell, nested values as JSON."""
     if member == "command" and isinstance(value, list):
         return printable(shlex.join(value)) or "-"
-    parts = value.values() if isinstance(value, Mapping) else value
-    if isinstance(parts, Iterable) and any(isinstance(part, (Mapping, list)) for part in parts):
+    nested = value.values() if isinstance(value, Mapping) else value
+    if isinstance(nested, Iterable) and any(isinstance(part, (Mapping, list)) for part in nested):
         return printable(json.dumps(value, ensure_ascii=False))
     return shown(value)
 
@@ -183,15 +179,15 @@ def compact(ids: Sequence[str]) -> str:
     """Return ids with consecutive ones as ranges: 0-3, 8."""
     runs: list[tuple[str, str]] = []
     for item in ids:
-        stem, number = _stem(item)
-        if runs and number is not None and _stem(runs[-1][1]) == (stem, number - 1):
+        stem, number = _split_number(item)
+        if runs and number is not None and _split_number(runs[-1][1]) == (stem, number - 1):
             runs[-1] = (runs[-1][0], item)
         else:
             runs.append((item, item))
     return ", ".join(a if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
-def _stem(item: str) -> tuple[str, int | None]:
+def _split_number(item: str) -> tuple[str, int | None]:
     digits = item[len(item.rstrip("0123456789")) :]
     return item.removesuffix(digits), int(digits) if digits else None
 
@@ -199,49 +195,5 @@ def _stem(item: str) -> tuple[str, int | None]:
 def limit_line(name: str, limit: Mapping[str, Any]) -> str:
     """Return a limit in words: its name, its amount, and whether it is guaranteed."""
     promise = "guaranteed" if limit["guaranteed"] else "at most, not guaranteed"
-    held = f", {amount(name, limit['held'])} held" if "held" in limit else ""
-    return f"{name} {amount(name, limit['limit'])} ({promise}{held})"
-
-
-def _within_limits(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return the slots of a planned agent, at most its limits.
-
-    A limit has a device name. It is left out where several slots have that device name.
-    """
-    limits = {name: limit["limit"] for name, limit in part.get("limits", {}).items()}
-    slots = Counter(map(device_name_of, part["slots"]))
-    return {
-        slot: min(total, limits[name], key=Decimal)
-        if (name := device_name_of(slot)) in limits and slots[name] == 1
-        else total
-        for slot, total in part["slots"].items()
-    }
-
-
-def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print a partition: the devices and slots of each agent, and the unassigned rest."""
-    say(f"allocation mode: {plan['allocation_mode']}")
-    names = list(next(iter(plan["agents"].values()))["devices"])
-    rows = [
-        {
-            "agent": agent,
-            **{name: compact(part["devices"][name]) for name in names},
-            "slots": _within_limits(part),
-            "scaling_factors": part["scaling_factors"],
-        }
-        for agent, part in plan["agents"].items()
-    ]
-    print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
-    reserved = plan["reserved"]
-    say(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
-    for name, left in plan["unassigned"].items():
-        rest = amount(name, left) if isinstance(left, str) else compact(left)  # of memory, or ids
-        say(f"unassigned: {name} {rest}")
-    for agent, part in plan["agents"].items():
-        for name, limit in part.get("limits", {}).items():
-            say(f"limit: {agent} {limit_line(name, limit)}")
-    for warning in plan["warnings"]:
-        say(f"warning: {warning}")
-    for row in plan.get("held", ()):
-        holder = row.get("kernel_id") or f"claim {row['claim_id']}"
-        say(f"held: {row['device']} by {holder} of {row['agent_id']}: {row['reason']}")
+    held_text = f", {amount(name, limit['held'])} held" if "held" in limit else ""
+    return f"{name} {amount(name, limit['limit'])} ({promise}{held_text})"

@@ -45,7 +45,7 @@ def agentd() -> None:
     """
 
 
-_refused = partial(end_refused, "agentd")
+_exit_refused = partial(end_refused, "agentd")
 
 
 def _settings(config_file: str | None) -> Any:
@@ -54,10 +54,10 @@ def _settings(config_file: str | None) -> Any:
     try:
         return load(find_config(config_file, os.environ))
     except ConfigRefused as error:
-        _refused(error)
+        _exit_refused(error)
 
 
-def _log_from(level: str) -> None:
+def _configure_log(level: str) -> None:
     from agentd import log
 
     log.configure(level)
@@ -69,7 +69,7 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
     try:
         return asyncio.run(work)
     except (ConfigRefused, DaemonFailed, StartRefused) as error:
-        _refused(error, source)
+        _exit_refused(error, source)
 
 
 @agentd.command()
@@ -87,8 +87,8 @@ def run(config_file: str | None, log_level: str | None) -> None:
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     except ValueError as error:
-        _refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
-    _log_from(log_level or loaded.settings.node.log_level)
+        _exit_refused(ConfigRefused([Problem(failpoints.VARIABLE, str(error))]))
+    _configure_log(log_level or loaded.settings.node.log_level)
     from agentd.daemon.lifecycle import Daemon
 
     async def daemon() -> None:
@@ -111,11 +111,11 @@ def reload(config_file: str | None) -> None:
     from agentd.client import Client
 
     try:
-        waiting = Client(str(loaded.settings.rpc.socket)).reload()["needs_restart"]
+        needs_restart = Client(str(loaded.settings.rpc.socket)).reload()["needs_restart"]
     except AgentdError as error:
-        _refused(error)
+        _exit_refused(error)
     say("reloaded")
-    for key in waiting:
+    for key in needs_restart:
         say(f"{key} changed: restart agentd to apply it")
 
 
@@ -137,44 +137,44 @@ def check_config(config_file: str | None) -> None:
     from agentd.config.loading import find_config
     from agentd.daemon.config_check import check
 
-    _log_from("error")
+    _configure_log("error")
     try:
-        found = asyncio.run(check(find_config(config_file, os.environ)))
+        result = asyncio.run(check(find_config(config_file, os.environ)))
     except ConfigRefused as error:
-        _refused(error)
-    if found.problems:
-        print_problems("agentd", ConfigRefused(found.problems, found.source).lines())
-        sys.exit(found.status)
-    if printed({"ok": True, "warnings": found.warnings}, ["ok"]):
+        _exit_refused(error)
+    if result.problems:
+        print_problems("agentd", ConfigRefused(result.problems, result.source).lines())
+        sys.exit(result.status)
+    if printed({"ok": True, "warnings": result.warnings}, ["ok"]):
         return
-    for warning in found.warnings:
+    for warning in result.warnings:
         say(f"warning: {warning}", err=True)
     say("configuration OK")
 
 
-def _split(config_file: str | None) -> Any:
+def _plan_split(config_file: str | None) -> Any:
     """Return the partition that the daemon would make, and further warnings; change nothing."""
     loaded = _settings(config_file)
-    _log_from("error")
+    _configure_log("error")
     from agentd.daemon import discovery
     from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
     from agentd.state.folder import StateFolder
 
-    async def divided() -> Any:
+    async def discover_devices() -> Any:
         settings, problems = loaded.settings, Problems()
-        memory = StateFolder(settings.node.state_dir)
-        async with discovery.opened_plugins(settings, memory) as plugins:
+        folder = StateFolder(settings.node.state_dir)
+        async with discovery.opened_plugins(settings, folder) as plugins:
             devices = await discovery.discover(
-                settings, probe(), plugins, memory, EventLog(), problems
+                settings, probe(), plugins, folder, EventLog(), problems
             )
             problems.refuse()
             discovery.refuse_failed_required(plugins)
             warnings = discovery.withhold_if_served(settings, devices)
             return devices.split, warnings
 
-    return _run(divided(), loaded.source)
+    return _run(discover_devices(), loaded.source)
 
 
 @agentd.command()
@@ -188,7 +188,7 @@ def plan(config_file: str | None, live: bool) -> None:
     """
     from agentd.rpc.plan import plan_view
 
-    split, warnings = _split(config_file)
+    split, warnings = _plan_split(config_file)
     held: dict[str, Any] = {}
     if live:
         from agentd.cli.agentd.live_plan import held_under
@@ -200,7 +200,7 @@ def plan(config_file: str | None, live: bool) -> None:
     content = plan_view(split, warnings) | held
     if printed(content, split.partitions):
         return
-    from agentd.cli.tables import print_plan
+    from agentd.cli.agentd.live_plan import print_plan
 
     print_plan(content)
 
@@ -211,16 +211,16 @@ def plan(config_file: str | None, live: bool) -> None:
 def plugins(config_file: str | None) -> None:
     """Open the plugins as the daemon does."""
     loaded = _settings(config_file)
-    _log_from("error")
+    _configure_log("error")
     from agentd.daemon import discovery
     from agentd.state.folder import StateFolder
 
-    async def look() -> list[dict[str, Any]]:
-        memory = StateFolder(loaded.settings.node.state_dir)
-        async with discovery.opened_plugins(loaded.settings, memory) as plugins:
+    async def list_plugins() -> list[dict[str, Any]]:
+        folder = StateFolder(loaded.settings.node.state_dir)
+        async with discovery.opened_plugins(loaded.settings, folder) as plugins:
             return [asdict(status) for status in plugins.statuses(everything=True)]
 
-    rows = _run(look(), loaded.source)
+    rows = _run(list_plugins(), loaded.source)
     print_answer(rows, ["name", "plugin", "state", "slots", "reason"])
 
 
@@ -241,24 +241,24 @@ def check(config_file: str | None, name: str) -> None:
     Exit status: 0 all checks passed, 1 a check failed.
     """
     loaded = _settings(config_file)
-    _log_from("error")
+    _configure_log("error")
     from agentd.daemon import discovery
     from agentd.pluginhost.conformance import Conformance
     from agentd.state.folder import StateFolder
 
-    memory = StateFolder(loaded.settings.node.state_dir)
-    host = discovery.plugin_host(loaded.settings, memory)
+    folder = StateFolder(loaded.settings.node.state_dir)
+    host = discovery.plugin_host(loaded.settings, folder)
     try:
-        wanted = host.wanted(name)
+        spec = host.wanted(name)
     except LookupError as error:
         raise CommandError(str(error)) from None
-    findings = _run(Conformance(wanted, discovery.pace_of(loaded.settings)).run(), loaded.source)
+    findings = _run(Conformance(spec, discovery.pace_of(loaded.settings)).run(), loaded.source)
     rows = [asdict(finding) for finding in findings]
-    print_answer(rows, ["check", "passed", "detail"], _finding_row)
+    print_answer(rows, ["check", "passed", "detail"], _finding_cells)
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 
-def _finding_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _finding_cells(row: Mapping[str, Any]) -> dict[str, Any]:
     words = {True: "yes", False: "NO"}
     return {**row, "passed": words[row["passed"]] if row["tried"] else "-"}
 
@@ -304,8 +304,8 @@ def init(file: str | None, force: bool) -> None:
     from agentd.config.schema import PACKAGED
     from agentd.host.systemd.availability import why_no_systemd
 
-    proposes = not DockerSettings().socket.exists() and not why_no_systemd()
-    text = f"#:schema {PACKAGED}\n{default_text('systemd' if proposes else 'docker')}"
+    has_only_systemd = not DockerSettings().socket.exists() and not why_no_systemd()
+    text = f"#:schema {PACKAGED}\n{default_text('systemd' if has_only_systemd else 'docker')}"
     if file is None:
         say(text, nl=False)
         return
@@ -354,7 +354,7 @@ def set_(config_file: str | None, key: str, value: str) -> None:
         text = read_regular(path).text if path.exists() else ""
         write_file(path, with_setting(text, key, value, path))
     except (OSError, UnusableFile) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"{path}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"{path}: {reason}") from None
     except ConfigRefused as error:
-        _refused(error)
+        _exit_refused(error)
