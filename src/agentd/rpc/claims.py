@@ -126,7 +126,8 @@ class ClaimHandlers:
         """Return the edits for the devices of several claims together."""
         body = read_body(EditsRequest, await body_of(request))
         edits_for = EditsFor(body.edits_for)
-        return answer(await self._service.edits_of(body.claims, edits_for, caller_of(request)))
+        edits = await self._service.edits_of(body.claims, edits_for, caller_of(request))
+        return answer(rendering.edits_view(edits))
 
 
 def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:

@@ -22,7 +22,7 @@ from agentd.services.kernels.reconciler import Reconciler
 from agentd.services.protocols import Plugins
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
-from agentd.views import NodeView
+from agentd.views import NodeView, ReloadView
 
 
 class NodeHandlers:
@@ -78,7 +78,8 @@ class NodeHandlers:
 
     async def reload(self, _: web.Request) -> web.Response:
         """Reload the configuration, or refuse it with all of its problems."""
-        return answer({"needs_restart": await self._reload()})
+        view: ReloadView = {"needs_restart": await self._reload()}
+        return answer(view)
 
     def _visible_node(self, caller: Caller) -> NodeView:
         """Return the node without warnings about agents that the caller cannot see."""

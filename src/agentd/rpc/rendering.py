@@ -22,6 +22,7 @@ from agentd.core.allocation.ledger import (
 )
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import MEMORY, Device, Health, Inventory
+from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import CPU, MEM, SlotType, device_name_of, format_amount, readable_amount
@@ -40,6 +41,7 @@ from agentd.views import (
     ClaimView,
     DeviceState,
     DeviceView,
+    EditsView,
     EngineView,
     HolderView,
     KernelUseView,
@@ -111,13 +113,19 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
         "state": "used" if status.is_used else "held",
         "slots": dict(claim.slots),
         "allocation": charged_allocation(claim.allocation, inventory).to_wire(),
-        "edits": msgspec.to_builtins(claim.edits),
+        "edits": edits_view(claim.edits),
         "holder": holder,
         "labels": dict(claim.labels),
         "created_at": wire_time(claim.created_at) or "",
         "expires_at": wire_time(status.expires_at),
         "created_by": claim.created_by,
     }
+
+
+def edits_view(edits: ContainerEdits) -> EditsView:
+    """Return the edits for the devices of claims."""
+    view: EditsView = msgspec.to_builtins(edits)
+    return view
 
 
 def usage_view(usage: KernelUse) -> KernelUseView:
