@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def devices(name: str, count: int, slot: str, numa_nodes: int, slots: int = 1) -> list[Device]:
-    more = {"secondary": (_memory_of_gpu(),)} if slots > 1 else {}
+    secondary = {"secondary": (_memory_of_gpu(),)} if slots > 1 else {}
     return [
         Device(
             DeviceId(name, f"{name}{n}"),
@@ -76,7 +76,7 @@ def devices(name: str, count: int, slot: str, numa_nodes: int, slots: int = 1) -
             SlotKind.COUNT,
             ONE,
             numa_node=n * numa_nodes // count,
-            **more,
+            **secondary,
         )
         for n in range(count)
     ]
@@ -135,20 +135,20 @@ def _share_of_two(device: Device, inventory: Inventory, amount: int, n: int | No
     return share_of(device, inventory, amounts)
 
 
-def timed(operation: Callable[[], None], budget_s: float = BUDGET_S) -> list[float]:
+def time_calls(operation: Callable[[], None], budget_s: float = BUDGET_S) -> list[float]:
     """Seconds of processor time for each of as many operations as fit the budget, five at least."""
     operation()
-    taken: list[float] = []
-    end = time.process_time() + budget_s
-    while time.process_time() < end or len(taken) < 5:
-        before = time.process_time()
+    durations: list[float] = []
+    deadline = time.process_time() + budget_s
+    while time.process_time() < deadline or len(durations) < 5:
+        start = time.process_time()
         operation()
-        taken.append(time.process_time() - before)
-    return taken
+        durations.append(time.process_time() - start)
+    return durations
 
 
-def row(taken: list[float]) -> dict[str, float]:
-    ordered = sorted(taken)
+def row(durations: list[float]) -> dict[str, float]:
+    ordered = sorted(durations)
     median = statistics.median(ordered)
     return {
         "ops_per_s": round(1 / median),
@@ -157,22 +157,22 @@ def row(taken: list[float]) -> dict[str, float]:
     }
 
 
-def plain(free: dict[str, int], wanted: int) -> Callable[[], None]:
+def plain_call(free: dict[str, int], requested: int) -> Callable[[], None]:
     """The plain alternative: amounts in a dictionary, sorted for each request, freest first.
 
     It knows no holders, agents, NUMA nodes or evenness and explains nothing.
     """
 
     def operation() -> None:
-        left, taken = wanted, {}
+        remaining, amounts = requested, {}
         for name, room in sorted(free.items(), key=lambda item: -item[1]):
-            taken[name] = min(room, left)
-            left -= taken[name]
-            if not left:
+            amounts[name] = min(room, remaining)
+            remaining -= amounts[name]
+            if not remaining:
                 break
-        for name, amount in taken.items():
+        for name, amount in amounts.items():
             free[name] -= amount
-        for name, amount in taken.items():
+        for name, amount in amounts.items():
             free[name] += amount
 
     return operation
@@ -181,36 +181,38 @@ def plain(free: dict[str, int], wanted: int) -> Callable[[], None]:
 def one_case(case: Case, other: "Other | None" = None) -> dict[str, float]:
     inventory, partition = node(case.count, shares=case.shares, slots=case.slots)
     ledger = half_full(inventory, "cuda", shares=case.shares, slots=case.slots, uneven=case.uneven)
-    request = asked(case)
-    (wanted,) = request.values()
+    request = requested_slots(case)
+    (requested,) = request.values()
     free = {d.device_id.id: ledger.free(d, partition) for d in inventory.by_name["cuda"]}
-    operation = allocating(ledger, inventory, partition, request, Strategy(case.strategy))
-    ours = row(timed(operation))
-    ours["times_plain"] = round(ours["median_ms"] / row(timed(plain(free, wanted)))["median_ms"], 2)
+    operation = allocation_call(ledger, inventory, partition, request, Strategy(case.strategy))
+    figures = row(time_calls(operation))
+    figures["times_plain"] = round(
+        figures["median_ms"] / row(time_calls(plain_call(free, requested)))["median_ms"], 2
+    )
     if other is not None:
-        ours["times_before"] = round(in_turns(operation, case, other), 2)
-    return ours
+        figures["times_before"] = round(ratio_to_other(operation, case, other), 2)
+    return figures
 
 
-def asked(case: Case) -> ResourceSlots:
-    wanted = ONE
+def requested_slots(case: Case) -> ResourceSlots:
+    amount = ONE
     if case.half:
-        wanted = case.count * ONE // 4 if case.shares else case.count // 2 * ONE
+        amount = case.count * ONE // 4 if case.shares else case.count // 2 * ONE
     elif case.shares:
-        wanted = ONE // 2
-    return ResourceSlots({"cuda.shares" if case.shares else "cuda.device": wanted})
+        amount = ONE // 2
+    return ResourceSlots({"cuda.shares" if case.shares else "cuda.device": amount})
 
 
-def in_turns(operation: Callable[[], None], case: Case, other: "Other") -> float:
+def ratio_to_other(operation: Callable[[], None], case: Case, other: "Other") -> float:
     """Return the time of an operation over that of the other package.
 
     It is the best turn of each that counts: what else the machine does only adds to a turn.
     """
-    ours, before = [], []
+    own_medians, other_medians = [], []
     for _ in range(TURNS):
-        before.append(other.median_s(case.before))
-        ours.append(statistics.median(timed(operation, TURN_S)))
-    return min(ours) / min(before)
+        other_medians.append(other.median_s(case.before))
+        own_medians.append(statistics.median(time_calls(operation, TURN_S)))
+    return min(own_medians) / min(other_medians)
 
 
 class Other:
@@ -262,12 +264,12 @@ def serve() -> None:
 def case_median_s(case: Case) -> float:
     inventory, partition = node(case.count, shares=case.shares)
     ledger = half_full(inventory, "cuda", shares=case.shares)
-    request = asked(case)
-    operation = allocating(ledger, inventory, partition, request, Strategy(case.strategy))
-    return statistics.median(timed(operation, TURN_S))
+    request = requested_slots(case)
+    operation = allocation_call(ledger, inventory, partition, request, Strategy(case.strategy))
+    return statistics.median(time_calls(operation, TURN_S))
 
 
-def allocating(
+def allocation_call(
     ledger: Ledger,
     inventory: Inventory,
     partition: Partition,
@@ -293,7 +295,7 @@ def whole_request(kernels: int, agents: int) -> dict[str, float]:
     request = ResourceSlots({"cuda.device": ONE, "cpu": 4 * ONE, "mem": 2**30})
     for other in others:
         allocate(ledger, inventory, other, request, AllocationPolicy())
-    return row(timed(allocating(ledger, inventory, partition, request, Strategy.EVENLY)))
+    return row(time_calls(allocation_call(ledger, inventory, partition, request, Strategy.EVENLY)))
 
 
 def cases(counts: list[int], slots: list[int]) -> Iterator[Case]:

@@ -28,29 +28,31 @@ AT_ONCE = 8
 SOCKET = '[[rpc.sockets]]\npath = "{folder}/team.sock"\nrole = "agent"\nagents = ["agent-1"]\n'
 
 
-async def timed(caller: Caller, path: str) -> float:
+async def time_call(caller: Caller, path: str) -> float:
     before = time.perf_counter()
     await caller.call("GET", path)
     return time.perf_counter() - before
 
 
-async def in_turn(pairs: dict[str, tuple[Caller, str]], rounds: int) -> dict[str, Any]:
+async def measure_in_turn(pairs: dict[str, tuple[Caller, str]], rounds: int) -> dict[str, Any]:
     """Ask each once in every round, so that a busy moment hits all of them."""
-    taken: dict[str, list[float]] = {name: [] for name in pairs}
+    durations: dict[str, list[float]] = {name: [] for name in pairs}
     for _ in range(rounds):
         for name, (caller, path) in pairs.items():
-            taken[name].append(await timed(caller, path))
-    return {name: spread(times) for name, times in taken.items()}
+            durations[name].append(await time_call(caller, path))
+    return {name: spread(times) for name, times in durations.items()}
 
 
-async def at_once(callers: list[Caller], path: str, rounds: int) -> dict[str, Any]:
+async def measure_at_once(callers: list[Caller], path: str, rounds: int) -> dict[str, Any]:
     async def one(caller: Caller) -> list[float]:
-        return [await timed(caller, path) for _ in range(rounds)]
+        return [await time_call(caller, path) for _ in range(rounds)]
 
-    before = time.perf_counter()
-    times = [t for each in await asyncio.gather(*map(one, callers)) for t in each]
-    whole = time.perf_counter() - before
-    return {**spread(times), "requests_per_s": round(len(times) / whole, 1)}
+    start = time.perf_counter()
+    durations = [
+        duration for series in await asyncio.gather(*map(one, callers)) for duration in series
+    ]
+    total_s = time.perf_counter() - start
+    return {**spread(durations), "requests_per_s": round(len(durations) / total_s, 1)}
 
 
 async def main() -> None:
@@ -71,12 +73,12 @@ async def main() -> None:
             await asyncio.sleep(0.05)
         await daemon.start(AGENTS + gpus(8) + SOCKET.format(folder=folder))
         admin, team = Caller(folder / "agentd.sock"), Caller(folder / "team.sock")
-        many = [Caller(folder / "agentd.sock") for _ in range(AT_ONCE)]
+        callers = [Caller(folder / "agentd.sock") for _ in range(AT_ONCE)]
         for first in range(0, options.kernels, AT_ONCE):
             names = [f"k{n}" for n in range(first, min(first + AT_ONCE, options.kernels))]
             await asyncio.gather(*(create(admin, name) for name in names))
         result = {
-            "one": await in_turn(
+            "one": await measure_in_turn(
                 {
                     "readyz": (admin, "/readyz"),
                     "whoami": (admin, "/v1/whoami"),
@@ -85,7 +87,7 @@ async def main() -> None:
                 },
                 options.rounds,
             ),
-            "list": await in_turn(
+            "list": await measure_in_turn(
                 {
                     "admin": (admin, "/v1/kernels"),
                     "agent": (team, "/v1/kernels"),
@@ -93,11 +95,11 @@ async def main() -> None:
                 },
                 max(20, options.rounds // 8),
             ),
-            "list, eight at once": await at_once(
-                many, "/v1/kernels", max(10, options.rounds // 20)
+            "list, eight at once": await measure_at_once(
+                callers, "/v1/kernels", max(10, options.rounds // 20)
             ),
         }
-        for caller in (admin, team, *many):
+        for caller in (admin, team, *callers):
             await caller.session.close()
     finally:
         await daemon.stop()

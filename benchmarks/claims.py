@@ -51,25 +51,26 @@ class Node:
 
     async def start(self) -> float:
         """Start it, and return the seconds until it is ready."""
-        begun = time.monotonic()
-        words = [sys.executable, "-m", "agentd", "run", "--config", str(self.folder / "agent.toml")]
+        start = time.monotonic()
+        config = str(self.folder / "agent.toml")
+        command = [sys.executable, "-m", "agentd", "run", "--config", config]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(words, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         async with AsyncClient(self.socket, timeout_s=5) as client:
             while True:
                 try:
                     await client.ready()
-                    return time.monotonic() - begun
+                    return time.monotonic() - start
                 except AgentdError:
                     await asyncio.sleep(0.01)
 
-    async def restarts(self, count: int) -> float:
+    async def median_start(self, count: int) -> float:
         """Start it so many times, and return the seconds of the median start; it runs then."""
-        took = [await self.start()]
+        durations = [await self.start()]
         for _ in range(count - 1):
             self.stop()
-            took.append(await self.start())
-        return statistics.median(took)
+            durations.append(await self.start())
+        return statistics.median(durations)
 
     def stop(self) -> None:
         assert self.process is not None
@@ -77,55 +78,55 @@ class Node:
         self.process.wait()
 
 
-async def one_at_a_time(client: AsyncClient, count: int) -> dict[str, float]:
-    claimed, released = [], []
+async def time_claims(client: AsyncClient, count: int) -> dict[str, float]:
+    claim_times, release_times = [], []
     for number in range(count):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         body = {"claim_id": f"c{number}", "holder": {"name": "x"}, "slots": {"cuda.device": 1}}
         await client.create_claim("main", body)
-        between = time.perf_counter()
+        claimed_at = time.perf_counter()
         await client.release_claim(f"c{number}")
-        claimed.append(between - begun)
-        released.append(time.perf_counter() - between)
+        claim_times.append(claimed_at - start)
+        release_times.append(time.perf_counter() - claimed_at)
     return {
-        "claim_ms": statistics.median(claimed) * 1000,
-        "release_ms": statistics.median(released) * 1000,
+        "claim_ms": statistics.median(claim_times) * 1000,
+        "release_ms": statistics.median(release_times) * 1000,
     }
 
 
-async def until_free(client: AsyncClient, count: int) -> float:
-    took = []
+async def time_until_free(client: AsyncClient, count: int) -> float:
+    durations = []
     for _ in range(count):
         child = subprocess.Popen(["sleep", "1000"])
         body = {"holder": {"pid": child.pid}, "slots": {"cuda.device": 1}}
         claim = await client.create_claim("main", body)
         child.kill()
-        begun = time.monotonic()
+        start = time.monotonic()
         child.wait()
         while any(c["claim_id"] == claim["claim_id"] for c in await client.claims()):
             await asyncio.sleep(0.001)
-        took.append(time.monotonic() - begun)
-    return max(took)
+        durations.append(time.monotonic() - start)
+    return max(durations)
 
 
-async def measured(count: int, many: int) -> dict[str, float]:
+async def measure(count: int, claim_count: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        node = Node(Path(folder), many)
+        node = Node(Path(folder), claim_count)
         try:
-            empty_s = await node.restarts(STARTS)
+            empty_s = await node.median_start(STARTS)
             async with AsyncClient(node.socket) as client:
-                figures = await one_at_a_time(client, count)
-                figures["free_after_s"] = await until_free(client, 10)
-                for number in range(many):
+                figures = await time_claims(client, count)
+                figures["free_after_s"] = await time_until_free(client, 10)
+                for number in range(claim_count):
                     body = {"holder": {"name": f"n{number}"}, "slots": {"cuda.device": 1}}
                     await client.create_claim("main", body)
             node.stop()
-            full_s = await node.restarts(STARTS)
+            full_s = await node.median_start(STARTS)
             node.stop()
         finally:
             if node.process is not None and node.process.poll() is None:
                 os.kill(node.process.pid, signal.SIGKILL)
-    return {**figures, "start_s": empty_s, "added_s": full_s - empty_s, "many": many}
+    return {**figures, "start_s": empty_s, "added_s": full_s - empty_s, "many": claim_count}
 
 
 def main() -> None:
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=1000)
     parser.add_argument("--json", action="store_true", help="accepted for benchmarks/goals.py")
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(measured(arguments.count, arguments.many)), indent=1))
+    print(json.dumps(asyncio.run(measure(arguments.count, arguments.many)), indent=1))
 
 
 if __name__ == "__main__":

@@ -79,9 +79,9 @@ async def delete(agentd: Caller, name: str) -> None:
 async def through_engine(engine: Caller, name: str, config: dict[str, Any]) -> float:
     """Make the three calls of a create; `config` is the request that agentd sends."""
     before = time.perf_counter()
-    made = await engine.call("POST", f"/v1.41/containers/create?name={name}", config)
-    await engine.call("POST", f"/v1.41/containers/{made['Id']}/start")
-    await engine.call("GET", f"/v1.41/containers/{made['Id']}/json")
+    container = await engine.call("POST", f"/v1.41/containers/create?name={name}", config)
+    await engine.call("POST", f"/v1.41/containers/{container['Id']}/start")
+    await engine.call("GET", f"/v1.41/containers/{container['Id']}/json")
     return time.perf_counter() - before
 
 
@@ -89,19 +89,19 @@ async def pairs(
     daemon: Daemon, engine: Engine, config: dict[str, Any], count: int
 ) -> dict[str, Any]:
     agentd, raw = Caller(daemon.folder / "agentd.sock"), Caller(engine.socket)
-    ours, theirs = [], []
+    agentd_times, engine_times = [], []
     for n in range(count + 3):
-        ours.append(await through_agentd(agentd, f"a{n}"))
+        agentd_times.append(await through_agentd(agentd, f"a{n}"))
         await delete(agentd, f"a{n}")
-        theirs.append(await through_engine(raw, f"r{n}", config))
+        engine_times.append(await through_engine(raw, f"r{n}", config))
         await raw.call("DELETE", f"/v1.41/containers/r{n}?force=1")
-    ours, theirs = ours[3:], theirs[3:]
+    agentd_times, engine_times = agentd_times[3:], engine_times[3:]
     for caller in (agentd, raw):
         await caller.session.close()
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratios = sorted(a / b for a, b in zip(agentd_times, engine_times, strict=True))
     return {
-        "agentd": spread(ours),
-        "engine": spread(theirs),
+        "agentd": spread(agentd_times),
+        "engine": spread(engine_times),
         "ratio": {
             "median": round(statistics.median(ratios), 3),
             "p10": round(ratios[len(ratios) // 10], 3),
@@ -115,25 +115,25 @@ async def at_once(
 ) -> dict[str, Any]:
     """The time of `width` creates together, through agentd and through the engine, in pairs."""
     agentd, raw = Caller(daemon.folder / "agentd.sock"), Caller(engine.socket)
-    ours, theirs = [], []
+    agentd_times, engine_times = [], []
     for n in range(count + 1):
         names = [f"b{n}-{w}" for w in range(width)]
         before = time.perf_counter()
         await asyncio.gather(*(through_agentd(agentd, name) for name in names))
-        ours.append(time.perf_counter() - before)
+        agentd_times.append(time.perf_counter() - before)
         for name in names:
             await delete(agentd, name)
         before = time.perf_counter()
         await asyncio.gather(*(through_engine(raw, f"r{name}", config) for name in names))
-        theirs.append(time.perf_counter() - before)
+        engine_times.append(time.perf_counter() - before)
         for name in names:
             await raw.call("DELETE", f"/v1.41/containers/r{name}?force=1")
     for caller in (agentd, raw):
         await caller.session.close()
-    ratios = sorted(a / b for a, b in zip(ours[1:], theirs[1:], strict=True))
+    ratios = sorted(a / b for a, b in zip(agentd_times[1:], engine_times[1:], strict=True))
     return {
-        "agentd": spread(ours[1:]),
-        "engine": spread(theirs[1:]),
+        "agentd": spread(agentd_times[1:]),
+        "engine": spread(engine_times[1:]),
         "ratio": {"median": round(statistics.median(ratios), 3), "max": round(ratios[-1], 3)},
     }
 
@@ -174,35 +174,35 @@ async def own_share(folder: Path, count: int) -> tuple[dict[str, Any], dict[str,
         await through_agentd(agentd, "warm")
         config = {**await raw.call("GET", "/last_create"), "Labels": {}}
         await delete(agentd, "warm")
-        ours, theirs, used = [], [], []
+        agentd_times, engine_times, processor_times = [], [], []
         calls: Any = {}
 
         async def through_daemon(n: int) -> None:
             nonlocal calls
-            before = processor_ms(daemon.process.pid)
+            before = processor_s(daemon.process.pid)
             await raw.call("GET", "/counted")
-            ours.append(await through_agentd(agentd, f"a{n}"))
+            agentd_times.append(await through_agentd(agentd, f"a{n}"))
             calls = await raw.call("GET", "/counted")
             await delete(agentd, f"a{n}")
-            used.append(processor_ms(daemon.process.pid) - before)
+            processor_times.append(processor_s(daemon.process.pid) - before)
 
         async def directly(n: int) -> None:
-            theirs.append(await through_engine(raw, f"r{n}", config))
+            engine_times.append(await through_engine(raw, f"r{n}", config))
             await raw.call("DELETE", f"/v1.41/containers/r{n}")
 
         with on_two_cores(daemon.process.pid, stand_in.pid):
             for n in range(count + 20):
                 # What a way finds in the processor's caches depends on the one before it.
-                for way in (through_daemon, directly) if n % 2 else (directly, through_daemon):
-                    await way(n)
+                for run in (through_daemon, directly) if n % 2 else (directly, through_daemon):
+                    await run(n)
         for caller in (agentd, raw):
             await caller.session.close()
-        share = [a - b for a, b in zip(ours[20:], theirs[20:], strict=True)]
+        share = [a - b for a, b in zip(agentd_times[20:], engine_times[20:], strict=True)]
         return {
-            "whole": spread(ours[20:]),
+            "whole": spread(agentd_times[20:]),
             "own_share": spread(share),
             "engine_calls": calls,
-            "cpu_ms": round(statistics.mean(used[20:]), 2),
+            "cpu_ms": round(statistics.mean(processor_times[20:]) * 1000, 2),
         }, config
     finally:
         await daemon.stop()
@@ -211,10 +211,10 @@ async def own_share(folder: Path, count: int) -> tuple[dict[str, Any], dict[str,
         stand_in.wait()
 
 
-def processor_ms(pid: int) -> float:
+def processor_s(pid: int) -> float:
     """Return the processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) * 1000 / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def cold(daemon: Daemon) -> Daemon:
@@ -253,21 +253,21 @@ async def start_to_ready(daemon: Daemon, count: int) -> dict[str, Any]:
     """Start to ready without kernels beside the import, in pairs; then with `count` kernels."""
     daemon.configure('[plugins]\nallow = ["sim"]\n' + AGENTS + gpus())
     pairs = [(await started(daemon), imported()) for _ in range(7)]
-    empty = statistics.median(took for took, _ in pairs)
+    empty = statistics.median(duration for duration, _ in pairs)
     agentd = Caller(daemon.folder / "agentd.sock")
     for n in range(count):
         body = {**BODY, "kernel_id": f"k{n}", "slots": {"cpu": 0, "mem": "8m"}}
         await agentd.call("POST", "/v1/agents/agent-1/kernels", body)
     await agentd.session.close()
-    taken = [await started(daemon) for _ in range(5)]
+    durations = [await started(daemon) for _ in range(5)]
     assert len(await daemon.get("/v1/kernels")) == count
     return {
-        "empty": spread([took for took, _ in pairs]),
-        "import": spread([took for _, took in pairs]),
+        "empty": spread([duration for duration, _ in pairs]),
+        "import": spread([duration for _, duration in pairs]),
         "ratio_to_import": round(statistics.median(a / b for a, b in pairs), 3),
         "containers": count,
-        "with_containers": spread(taken),
-        "ms_per_container": round((statistics.median(taken) - empty) * 1000 / count, 3),
+        "with_containers": spread(durations),
+        "ms_per_container": round((statistics.median(durations) - empty) * 1000 / count, 3),
     }
 
 

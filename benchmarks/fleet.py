@@ -106,21 +106,21 @@ class Ledger:
         cores = amount if kind == CPU else 4 * ONE
         return ResourceSlots({CPU: cores, MEM: 16 * GIB, kind: amount})
 
-    def place(self, kind: str, slots: ResourceSlots, where: Candidate) -> bool:
-        free = self.free[where]
+    def place(self, kind: str, slots: ResourceSlots, candidate: Candidate) -> bool:
+        free = self.free[candidate]
         if any(free[name] < amount for name, amount in slots.items()):
             return False
-        left = {name: free[name] - amount for name, amount in slots.items()}
-        self.free[where] = ResourceSlots({**free, **left})
-        self.kernels[kind].append(Kernel(kind, slots, where))
+        remaining = {name: free[name] - amount for name, amount in slots.items()}
+        self.free[candidate] = ResourceSlots({**free, **remaining})
+        self.kernels[kind].append(Kernel(kind, slots, candidate))
         return True
 
     def end_one(self, kind: str) -> Candidate | None:
         kernels = self.kernels[kind]
         if not kernels:
             return None
-        at = self.chance.randrange(len(kernels))
-        kernels[at], kernels[-1] = kernels[-1], kernels[at]
+        index = self.chance.randrange(len(kernels))
+        kernels[index], kernels[-1] = kernels[-1], kernels[index]
         ended = kernels.pop()
         self.free[ended.where] += ended.slots
         return ended.where
@@ -128,13 +128,13 @@ class Ledger:
     def fill(self, percent: int) -> None:
         """Place kernels by chance until so much of each kind's own slot is held."""
         for kind, (_, amount) in KINDS.items():
-            left = amount * len(self.agents[kind]) * percent // 100
-            while left > 0:
+            remaining = amount * len(self.agents[kind]) * percent // 100
+            while remaining > 0:
                 slots = self.wanted(kind)
-                if slots[kind] > left:
-                    slots = ResourceSlots({**slots, kind: left})
+                if slots[kind] > remaining:
+                    slots = ResourceSlots({**slots, kind: remaining})
                 if self.place(kind, slots, self.chance.choice(self.agents[kind])):
-                    left -= slots[kind]
+                    remaining -= slots[kind]
 
     def report(self, node_id: str) -> FleetNode:
         """Return what a node says of itself, in values of its own, as if just read."""
@@ -161,7 +161,7 @@ class Reports:
         self._due: list[tuple[float, str]] = []
         self._next_s: dict[str, float] = {}
         self._waiting: set[str] = set()
-        self._on_the_way: list[deque[tuple[float, FleetNode]]] = [deque() for _ in range(gateways)]
+        self._in_transit: list[deque[tuple[float, FleetNode]]] = [deque() for _ in range(gateways)]
 
     def changed(self, node_id: str, now_s: float) -> None:
         if node_id not in self._waiting:
@@ -173,11 +173,11 @@ class Reports:
             sent_s, node_id = heapq.heappop(self._due)
             self._waiting.discard(node_id)
             self._next_s[node_id] = sent_s + 1
-            for way in self._on_the_way:
-                way.append((sent_s + self._age_s, self._ledger.report(node_id)))
-        way = self._on_the_way[gateway]
-        while way and way[0][0] <= now_s:
-            yield way.popleft()[1]
+            for queue in self._in_transit:
+                queue.append((sent_s + self._age_s, self._ledger.report(node_id)))
+        queue = self._in_transit[gateway]
+        while queue and queue[0][0] <= now_s:
+            yield queue.popleft()[1]
 
 
 def placements(
@@ -195,33 +195,34 @@ def placements(
     reports = Reports(ledger, age_s, gateways)
     views = [FleetView(slot_types=TYPES).changed(ledger.reports(), revision=1)] * gateways
     kinds, weights = [*KINDS], [share for share, _ in KINDS.values()]
-    first = tried = placed = refused = nobody = 0
+    first = tried = placed = refused = without_candidates = 0
     creates = int(seconds * rate) + int(age_s * rate)
     for number in range(creates):
         now_s, gateway = number / rate, number % gateways
         if number == int(age_s * rate):  # from here on the views are as old as they are to be
-            first = tried = placed = refused = nobody = 0
+            first = tried = placed = refused = without_candidates = 0
         view = views[gateway].changed(reports.arrived(gateway, now_s))
         kind = chance.choices(kinds, weights)[0]
         slots = ledger.wanted(kind)
-        found = candidates(view, slots, Constraints(), policy, chance, MOST_TRIES)
-        for tries, where in enumerate(found, 1):
-            if ledger.place(kind, slots, where):
+        ranked = candidates(view, slots, Constraints(), policy, chance, MOST_TRIES)
+        for tries, candidate in enumerate(ranked, 1):
+            if ledger.place(kind, slots, candidate):
                 placed, tried, first = placed + 1, tried + tries, first + (tries == 1)
-                view = view.debited(*where, slots)
-                reports.changed(where.node_id, now_s)
+                view = view.debited(*candidate, slots)
+                reports.changed(candidate.node_id, now_s)
                 if ended := ledger.end_one(kind):
                     reports.changed(ended.node_id, now_s)
                 break
         else:
-            refused, nobody = refused + bool(found), nobody + (not found)
+            refused, without_candidates = refused + bool(ranked), without_candidates + (not ranked)
         views[gateway] = view
-    asked = placed + refused
+    with_candidates = placed + refused
+    creates = max(1, with_candidates + without_candidates)
     return {
-        "first": round(100 * first / max(1, asked), 2),
+        "first": round(100 * first / max(1, with_candidates), 2),
         "tries": round(tried / max(1, placed), 3),
-        "refused": round(1000 * refused / max(1, asked + nobody), 2),
-        "nobody": round(1000 * nobody / max(1, asked + nobody), 2),
+        "refused": round(1000 * refused / creates, 2),
+        "nobody": round(1000 * without_candidates / creates, 2),
     }
 
 
@@ -229,27 +230,27 @@ def decisions(
     ledger: Ledger, view: FleetView, policy: PlacementPolicy, rate: int
 ) -> dict[str, float]:
     """Milliseconds of decisions, with the reports that came since the one before."""
-    taken, updates, debits = [], [], []
+    decision_times, update_times, debit_times = [], [], []
     chance = ledger.chance
     slots = ResourceSlots({"cuda.device": ONE, CPU: 4 * ONE, MEM: 16 * GIB})
     for _ in range(1000):
         count = sum(chance.random() < 1 / 100 for _ in range(100_000 // rate))
         ended = [ledger.end_one(chance.choice([*KINDS])) for _ in range(count)]
-        told = [ledger.report(where.node_id) for where in ended if where]
+        reports = [ledger.report(candidate.node_id) for candidate in ended if candidate]
         before = time.perf_counter()
-        view = view.changed(told)
+        view = view.changed(reports)
         updated = time.perf_counter()
-        found = candidates(view, slots, Constraints(), policy, chance)
+        ranked = candidates(view, slots, Constraints(), policy, chance)
         decided = time.perf_counter()
-        view = view.debited(*found[0], slots)
-        debits.append(time.perf_counter() - decided)
-        taken.append(decided - before)
-        updates.append(updated - before)
-        ledger.place("cuda.device", slots, found[0])
+        view = view.debited(*ranked[0], slots)
+        debit_times.append(time.perf_counter() - decided)
+        decision_times.append(decided - before)
+        update_times.append(updated - before)
+        ledger.place("cuda.device", slots, ranked[0])
     names = ("decision", "of which reports", "debit after it")
     return {
         f"{name} {label}": milliseconds(times, part)
-        for name, times in zip(names, (taken, updates, debits), strict=True)
+        for name, times in zip(names, (decision_times, update_times, debit_times), strict=True)
         for label, part in (("p50", 0.5), ("p99", 0.99))
     }
 
@@ -266,19 +267,19 @@ def of_the_view(nodes: int) -> dict[str, Any]:
     ledger = Ledger(nodes, random.Random(1))
     ledger.fill(80)
     gc.collect()
-    at_first = resident_mib()
-    told = ledger.reports()
-    reported = resident_mib()
+    initial_mib = resident_mib()
+    reports = ledger.reports()
+    with_reports_mib = resident_mib()
     before = time.perf_counter()
-    view = FleetView(slot_types=TYPES).changed(told, revision=1)
+    view = FleetView(slot_types=TYPES).changed(reports, revision=1)
     view.statistics()
     built_ms = (time.perf_counter() - before) * 1000
     results: dict[str, Any] = {
         "build_ms": round(built_ms, 1),
-        "reports_mib": round(reported - at_first, 1),
-        "view_mib": round(resident_mib() - reported, 1),
+        "reports_mib": round(with_reports_mib - initial_mib, 1),
+        "view_mib": round(resident_mib() - with_reports_mib, 1),
     }
-    del told
+    del reports
     gc.collect()
     gc.freeze()
     refusals = []

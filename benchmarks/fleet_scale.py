@@ -53,14 +53,14 @@ def resident_mib() -> float:
 
 
 def spread_ms(work: Callable[[int], object], rounds: int = ROUNDS) -> dict[str, float]:
-    taken = []
+    durations = []
     for number in range(rounds):
         before = time.process_time()
         work(number)
-        taken.append(time.process_time() - before)
-    taken.sort()
+        durations.append(time.process_time() - before)
+    durations.sort()
     return {
-        name: round(taken[int(rounds * part)] * 1000, 3)
+        name: round(durations[int(rounds * part)] * 1000, 3)
         for name, part in (("p50", 0.5), ("p99", 0.99))
     }
 
@@ -68,32 +68,32 @@ def spread_ms(work: Callable[[int], object], rounds: int = ROUNDS) -> dict[str, 
 def simulated(nodes: int, types: int) -> dict[str, Any]:
     choice = random.Random(1)
     names = [f"node-{number}" for number in range(nodes)]
-    said = {name: node_report(number, types) for number, name in enumerate(names)}
+    reports = {name: node_report(number, types) for number, name in enumerate(names)}
     free = {name: free_report(types, choice) for name in names}
     gc.collect()
-    at_first, before = resident_mib(), time.process_time()
-    known = [slot_type_in(item) for item in slot_types(types)]
-    published = {name: published_in(name, report, seen_at=0.0) for name, report in said.items()}
-    view = FleetView(slot_types={slot.name: slot for slot in known})
+    initial_mib, before = resident_mib(), time.process_time()
+    types_of_fleet = [slot_type_in(item) for item in slot_types(types)]
+    published = {name: published_in(name, report, seen_at=0.0) for name, report in reports.items()}
+    view = FleetView(slot_types={slot.name: slot for slot in types_of_fleet})
     view = view.changed(with_free(published[name], free[name]) for name in names)
     view.statistics()
     result: dict[str, Any] = {
         "nodes": nodes,
         "slot_types": types,
         "start_s": round(time.process_time() - before, 2),
-        "view_mib": round(resident_mib() - at_first, 1),
+        "view_mib": round(resident_mib() - initial_mib, 1),
     }
     gc.collect()
-    later = [(choice.choice(names), free_report(types, choice)) for _ in range(ROUNDS)]
+    updates = [(choice.choice(names), free_report(types, choice)) for _ in range(ROUNDS)]
 
     def update(number: int) -> None:
         nonlocal view
-        name, report = later[number]
+        name, report = updates[number]
         view = view.changed([with_free(published[name], report)], revision=number)
 
     def debit(number: int) -> None:
         nonlocal view
-        view = view.debited(later[number][0], "agent-1", WANTED)
+        view = view.debited(updates[number][0], "agent-1", WANTED)
 
     result["update_ms"] = spread_ms(update)
     result["debit_ms"] = spread_ms(debit)
@@ -156,7 +156,7 @@ async def steady(seconds: int, types: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="agentd-", dir="/tmp"))
     pool = Pool(folder)
     world = World(folder, pool)
-    taken: list[float] = []
+    durations: list[float] = []
     try:
         await world.start_etcd()
         async with world.client() as etcd:
@@ -173,14 +173,14 @@ async def steady(seconds: int, types: int) -> dict[str, Any]:
                 async def create(number: int) -> None:
                     slots = {"cpu": 0, "mem": "1m", "dev1.unit": 1}
                     body = {"kernel_id": f"k{number}", "command": ["a"], "slots": slots}
-                    begun = time.perf_counter()
+                    start = time.perf_counter()
                     async with session.post("/v1/kernels", json=body) as response:
                         assert response.status == 201, await response.text()
-                    taken.append(time.perf_counter() - begun)
+                    durations.append(time.perf_counter() - start)
 
-                began, tasks = time.perf_counter(), []
+                first_start, tasks = time.perf_counter(), []
                 for number in range(seconds * RATE):
-                    await asyncio.sleep(max(0, began + number / RATE - time.perf_counter()))
+                    await asyncio.sleep(max(0, first_start + number / RATE - time.perf_counter()))
                     tasks.append(asyncio.create_task(create(number)))
                 await asyncio.gather(*tasks)
             await nodes.stop()
@@ -188,11 +188,13 @@ async def steady(seconds: int, types: int) -> dict[str, Any]:
         await world.close()
         await pool.close()
         shutil.rmtree(folder, ignore_errors=True)
-    taken.sort()
+    durations.sort()
     parts = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    found = {name: round(taken[int(len(taken) * part)] * 1000, 1) for name, part in parts}
+    create_ms = {
+        name: round(durations[int(len(durations) * part)] * 1000, 1) for name, part in parts
+    }
     case = {"nodes": STEADY_NODES, "slot_types": types}
-    return {**case, "ready_s": round(ready_s, 2), "create_ms": found}
+    return {**case, "ready_s": round(ready_s, 2), "create_ms": create_ms}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from create import processor_s, pss_mib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from agentd_fleet.store.etcd_client import Etcd
@@ -32,21 +33,11 @@ from agentd_fleet.view.reports import FreeReport, NodeReport, SlotTypeReport
 from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, Pool, World
 
 
-def pss_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def creates(world: World, gateway: GatewayProgram, node: str, rounds: int) -> dict[str, Any]:
     """Create at the node and through the gateway in turn."""
     daemon = world.nodes[node]
     slots = {"slots": {"cpu": 1, "mem": "1m"}, **SLEEP}
-    taken: dict[str, list[float]] = {"node": [], "gateway": []}
+    durations: dict[str, list[float]] = {"node": [], "gateway": []}
 
     async def timed(name: str, number: int) -> None:
         kernel = f"{name}{number}"
@@ -55,17 +46,17 @@ async def creates(world: World, gateway: GatewayProgram, node: str, rounds: int)
             answer = await daemon.create(kernel_id=kernel, **slots)
         else:
             answer = await gateway.create(kernel_id=kernel, **slots)
-        taken[name].append(time.perf_counter() - before)
+        durations[name].append(time.perf_counter() - before)
         assert answer.status == 201, answer.content
         await gateway.call("DELETE", f"/v1/kernels/{kernel}?node={node}&timeout=0")
 
     for number in range(rounds):
         for name in ("node", "gateway"):
             await timed(name, number)
-    pairs = zip(taken["gateway"], taken["node"], strict=True)
+    pairs = zip(durations["gateway"], durations["node"], strict=True)
     return {
-        "node_ms": statistics.median(taken["node"]) * 1000,
-        "gateway_ms": statistics.median(taken["gateway"]) * 1000,
+        "node_ms": statistics.median(durations["node"]) * 1000,
+        "gateway_ms": statistics.median(durations["gateway"]) * 1000,
         "added_ms": statistics.median(a - b for a, b in pairs) * 1000,
     }
 
@@ -75,7 +66,7 @@ def report(number: int) -> tuple[bytes, bytes]:
     types = [SlotTypeReport("cpu", "count", "1"), SlotTypeReport(name, "count", "1")]
     amounts = {"cpu": "64", name: "8"}
     agents = {"agent-1": amounts, "agent-2": amounts}
-    said = NodeReport(
+    node_report = NodeReport(
         install_id=f"i{number}",
         boot_id="b",
         version="0",
@@ -85,23 +76,23 @@ def report(number: int) -> tuple[bytes, bytes]:
         slot_types=types,
     )
     free = {"cpu": str(random.randrange(64)), name: str(random.randrange(8))}
-    left = FreeReport(dict.fromkeys(agents, free), {}, free)
-    return msgspec.json.encode(said), msgspec.json.encode(left)
+    free_report = FreeReport(dict.fromkeys(agents, free), {}, free)
+    return msgspec.json.encode(node_report), msgspec.json.encode(free_report)
 
 
 async def publish(etcd: Etcd, number: int, lease_s: int) -> None:
     """Be a publisher: a lease, what there is, and what is free once a second."""
-    said, free = report(number)
+    node_report, free = report(number)
     await asyncio.sleep(random.random() * lease_s)
     lease = await etcd.grant(lease_s)
-    await etcd.put(f"/agentd/main/nodes/sim-{number}", said, lease=lease)
-    kept = time.monotonic()
+    await etcd.put(f"/agentd/main/nodes/sim-{number}", node_report, lease=lease)
+    renewed_at = time.monotonic()
     while True:
         _, free = report(number)
         await etcd.put(f"/agentd/main/free/sim-{number}", free, lease=lease)
-        if time.monotonic() - kept > lease_s / 3:
+        if time.monotonic() - renewed_at > lease_s / 3:
             await etcd.keep_alive(lease)
-            kept = time.monotonic()
+            renewed_at = time.monotonic()
         await asyncio.sleep(1.0)
 
 
@@ -115,15 +106,16 @@ async def simulated(
         tasks = [asyncio.create_task(publish(etcd, number, lease_s)) for number in range(count)]
         await asyncio.sleep(lease_s + 5)
         pids = {"etcd": etcd_process.pid, "gateway": gateway.pid}
-        before, began = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
+        before, began = {name: processor_s(pid) for name, pid in pids.items()}, time.monotonic()
         await asyncio.sleep(10)
-        passed = time.monotonic() - began
-        known = await gateway.get("/v1/stats")
+        elapsed_s = time.monotonic() - began
+        fleet_stats = await gateway.get("/v1/stats")
         result = {
-            f"{name}_cores": (cpu_s(pid) - before[name]) / passed for name, pid in pids.items()
+            f"{name}_cores": (processor_s(pid) - before[name]) / elapsed_s
+            for name, pid in pids.items()
         }
         result |= {f"{name}_pss_mib": pss_mib(pid) for name, pid in pids.items()}
-        result |= {"nodes": len(known["nodes"]), "failed": sum(task.done() for task in tasks)}
+        result |= {"nodes": len(fleet_stats["nodes"]), "failed": sum(task.done() for task in tasks)}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -135,10 +127,10 @@ async def start_among(world: World, count: int) -> dict[str, Any]:
     async with world.client() as etcd:
         for first in range(0, count, 100):
             numbers = range(first, min(first + 100, count))
-            said = [(number, report(number)) for number in numbers]
+            reports = [(number, report(number)) for number in numbers]
             await asyncio.gather(
-                *(etcd.put(f"/agentd/main/nodes/sim-{n}", parts[0]) for n, parts in said),
-                *(etcd.put(f"/agentd/main/free/sim-{n}", parts[1]) for n, parts in said),
+                *(etcd.put(f"/agentd/main/nodes/sim-{n}", parts[0]) for n, parts in reports),
+                *(etcd.put(f"/agentd/main/free/sim-{n}", parts[1]) for n, parts in reports),
             )
     before = time.monotonic()
     gateway = world.gateway()

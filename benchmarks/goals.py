@@ -45,7 +45,7 @@ GOALS = (
 )
 
 
-def measured(program: str) -> Any:
+def run_program(program: str) -> Any:
     """Run a program; print and return its JSON.
 
     Each start would compile agentd anew where Python may not write its bytecode.
@@ -64,7 +64,7 @@ def figure(content: Any, path: str) -> float:
     return float(content)
 
 
-def judged(results: dict[str, Any]) -> list[tuple[Goal, float]]:
+def goals_with_figures(results: dict[str, Any]) -> list[tuple[Goal, float]]:
     """Return each goal of what was measured, and its figure."""
     return [
         (goal, figure(results[goal.program], goal.path))
@@ -76,13 +76,13 @@ def judged(results: dict[str, Any]) -> list[tuple[Goal, float]]:
 def main() -> None:
     """Measure, judge, and say so."""
     programs = sys.argv[1:] or PROGRAMS
-    missed = 0
-    for goal, value in judged({program: measured(program) for program in programs}):
+    missed_count = 0
+    for goal, value in goals_with_figures({program: run_program(program) for program in programs}):
         is_met = value <= goal.maximum
-        missed += not is_met
+        missed_count += not is_met
         verdict = "met" if is_met else "MISSED"
         print(f"{verdict:6} {goal.description}: {value:g}, at most {goal.maximum:g} ({goal.path})")
-    sys.exit(1 if missed else 0)
+    sys.exit(1 if missed_count else 0)
 
 
 if __name__ == "__main__":

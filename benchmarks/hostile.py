@@ -51,30 +51,30 @@ CASES: dict[str, tuple[str, int]] = {
 """An attack and its connections."""
 
 
-def once(path: str, kept: socket.socket | None) -> float:
+def time_probe(path: str, connection: socket.socket | None) -> float:
     before = time.perf_counter()
-    sock = kept or socket.socket(socket.AF_UNIX)
-    if kept is None:
+    sock = connection or socket.socket(socket.AF_UNIX)
+    if connection is None:
         sock.connect(path)
     sock.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
     answer = sock.recv(4096)
-    taken = time.perf_counter() - before
+    duration = time.perf_counter() - before
     assert answer.startswith(b"HTTP/1.1 200"), answer
-    if kept is None:
+    if connection is None:
         sock.close()
-    return taken
+    return duration
 
 
-def probed(path: str, seconds: float) -> dict[str, float]:
+def probe_livez(path: str, seconds: float) -> dict[str, float]:
     """Ask again and again; return milliseconds."""
-    taken = []
-    end = time.monotonic() + seconds
-    with socket.socket(socket.AF_UNIX) as kept:
-        kept.connect(path)
-        while time.monotonic() < end:
-            taken += [once(path, kept), once(path, None)]
+    durations = []
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        while time.monotonic() < deadline:
+            durations += [time_probe(path, connection), time_probe(path, None)]
             time.sleep(PAUSE_S)
-    ordered = sorted(one * 1000 for one in taken)
+    ordered = sorted(duration * 1000 for duration in durations)
     return {
         "p50_ms": round(statistics.median(ordered), 2),
         "p99_ms": round(ordered[int(len(ordered) * 0.99)], 2),
@@ -84,7 +84,7 @@ def probed(path: str, seconds: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def attacked(folder: Path, name: str, connections: int) -> Iterator[None]:
+def attack(folder: Path, name: str, connections: int) -> Iterator[None]:
     """Attack from one socket; events are read from several, since a caller may read few."""
     teams = TEAMS if "events" in name else 1
     attackers = []
@@ -105,7 +105,7 @@ def attacked(folder: Path, name: str, connections: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def changing(path: str) -> Iterator[None]:
+def changing_in_thread(path: str) -> Iterator[None]:
     is_over = threading.Event()
     thread = threading.Thread(target=change, args=(path, is_over))
     thread.start()
@@ -129,14 +129,14 @@ def change(path: str, is_over: threading.Event) -> None:
             due += 1 / CHANGES_PER_S
 
 
-def measured(folder: Path, name: str, connections: int, seconds: float) -> dict[str, Any]:
+def measure_attack(folder: Path, name: str, connections: int, seconds: float) -> dict[str, Any]:
     path = str(folder / "agentd.sock")
-    with changing(path) if "events" in name else contextlib.nullcontext():
-        found = {"quiet": probed(path, seconds)}
-        with attacked(folder, name, connections):
+    with changing_in_thread(path) if "events" in name else contextlib.nullcontext():
+        figures = {"quiet": probe_livez(path, seconds)}
+        with attack(folder, name, connections):
             time.sleep(1)  # commands take a while to start
-            found["attacked"] = probed(path, seconds)
-    return found
+            figures["attacked"] = probe_livez(path, seconds)
+    return figures
 
 
 async def measure(only: str, seconds: float) -> dict[str, Any]:
@@ -149,23 +149,23 @@ async def measure(only: str, seconds: float) -> dict[str, Any]:
     )
     daemon.configure(AGENTS + gpus(), BASE + sockets)
     await daemon.start()
-    found: dict[str, Any] = {"goal_ms": GOAL_MS, "attacks": {}}
+    results: dict[str, Any] = {"goal_ms": GOAL_MS, "attacks": {}}
     try:
         await daemon.running(kernel_id="k1", command=["sleep", "100000"])
         for case, (name, connections) in CASES.items():
             if only in case:
-                found["attacks"][case] = await asyncio.to_thread(
-                    measured, folder, name, connections, seconds
+                results["attacks"][case] = await asyncio.to_thread(
+                    measure_attack, folder, name, connections, seconds
                 )
     finally:
         await daemon.close()
         shutil.rmtree(folder, ignore_errors=True)
-    found["missed"] = [
+    results["missed"] = [
         case
-        for case, figures in found["attacks"].items()
+        for case, figures in results["attacks"].items()
         if figures["attacked"]["p99_ms"] > GOAL_MS
     ]
-    return found
+    return results
 
 
 if __name__ == "__main__":
@@ -173,9 +173,9 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--only", default="", help="attacks whose name has this in it")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    result = asyncio.run(measure(asked.only, asked.seconds))
-    if asked.json:
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.only, options.seconds))
+    if options.json:
         print(json.dumps(result))
     else:
         for case, figures in result["attacks"].items():

@@ -39,19 +39,19 @@ async def through_agentd(client: AsyncClient) -> float:
 
 async def through_engine(engine: Caller, container: str) -> float:
     before = time.perf_counter()
-    order = {"Cmd": ["true"], "AttachStdout": True, "AttachStderr": True}
-    made = await engine.call("POST", f"/containers/{container}/exec", order)
-    url = f"http://x/exec/{made['Id']}/start"
+    config = {"Cmd": ["true"], "AttachStdout": True, "AttachStderr": True}
+    created = await engine.call("POST", f"/containers/{container}/exec", config)
+    url = f"http://x/exec/{created['Id']}/start"
     async with engine.session.post(url, json={"Detach": False, "Tty": False}) as response:
         await response.read()
-    while (await engine.call("GET", f"/exec/{made['Id']}/json"))["Running"]:
+    while (await engine.call("GET", f"/exec/{created['Id']}/json"))["Running"]:
         pass
     return time.perf_counter() - before
 
 
 async def throughput(client: AsyncClient) -> float:
     """Return MiB per second through `cat`."""
-    block, got = bytes(1 << 20), 0
+    block, received = bytes(1 << 20), 0
     before = time.perf_counter()
     async with client.exec("k", ["cat"]) as running:
 
@@ -62,9 +62,9 @@ async def throughput(client: AsyncClient) -> float:
 
         feeding = asyncio.create_task(feed())
         async for _, data in running:
-            got += len(data)
+            received += len(data)
         await feeding
-    assert got == MIB << 20
+    assert received == MIB << 20
     return MIB / (time.perf_counter() - before)
 
 
@@ -75,7 +75,7 @@ async def measure(pairs: int) -> dict[str, Any]:
     (folder / "engine").mkdir()
     engine.start()
     engine.import_image()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         for runtime in ("docker", "process"):
             (folder / runtime).mkdir(mode=0o755)
@@ -86,29 +86,29 @@ async def measure(pairs: int) -> dict[str, Any]:
             raw = Caller(engine.socket)
             async with AsyncClient(daemon.folder / "agentd.sock") as client:
                 await through_agentd(client)
-                ours, theirs = [], []
+                agentd_times, engine_times = [], []
                 for _ in range(pairs):
-                    ours.append(await through_agentd(client))
+                    agentd_times.append(await through_agentd(client))
                     if runtime == "docker":
-                        theirs.append(await through_engine(raw, kernel["container_id"]))
-                found[runtime] = spread(ours)
-                if theirs:
-                    found["engine"] = spread(theirs)
-                    ratio = found["docker"]["median_ms"] / found["engine"]["median_ms"]
-                    found["ratio"] = round(ratio, 2)
-                found[f"{runtime}_mib_per_s"] = round(await throughput(client), 1)
+                        engine_times.append(await through_engine(raw, kernel["container_id"]))
+                results[runtime] = spread(agentd_times)
+                if engine_times:
+                    results["engine"] = spread(engine_times)
+                    ratio = results["docker"]["median_ms"] / results["engine"]["median_ms"]
+                    results["ratio"] = round(ratio, 2)
+                results[f"{runtime}_mib_per_s"] = round(await throughput(client), 1)
             await raw.session.close()
             await daemon.close()
     finally:
         engine.clean()
         engine.end()
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return results
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    print(json.dumps(asyncio.run(measure(asked.pairs)), indent=None if asked.json else 2))
+    options = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(options.pairs)), indent=None if options.json else 2))

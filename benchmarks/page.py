@@ -27,7 +27,7 @@ def at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-class Made:
+class SimulatedNode:
     """A node that is made up."""
 
     def __init__(self) -> None:
@@ -48,16 +48,17 @@ class Made:
             "created_by": "me", "image": "train:1", "command": ["train"], "labels": {"n": "1"},
         }  # fmt: skip
 
-    def device(self, name: str, number: int, slot: str, each: str) -> dict[str, Any]:
+    def device(self, name: str, number: int, slot: str, amount: str) -> dict[str, Any]:
         device_id = f"cuda{number}" if name == "cuda" else str(number)
         count = GPUS if name == "cuda" else CORES
-        held = [k["kernel_id"] for k in self.kernels[number::count]]
-        used = len(held) * float(each)
+        holders = [k["kernel_id"] for k in self.kernels[number::count]]
+        used = len(holders) * float(amount)
         return {
             "device_name": name, "id": device_id, "stable_id": f"x-{name}-{number}", "aliases": [],
             "agents": AGENTS, "state": "ok", "reason": "", "numa_node": number * 2 // count,
             "model": "made up", "slot": slot, "capacity": "1", "allocated": f"{used:.2f}",
-            "free": f"{1 - used:.2f}", "holders": [{"kernel_id": k, "amount": each} for k in held],
+            "free": f"{1 - used:.2f}",
+            "holders": [{"kernel_id": k, "amount": amount} for k in holders],
         }  # fmt: skip
 
     def answer(self, path: str) -> Any:  # noqa: PLR0911 - one for each route
@@ -105,10 +106,10 @@ class Made:
             state = ("stopping", "running")[self.changed % 2]
             number = self.changed * 7 % KERNELS
             self.kernels[number] = self.kernel(number, state)
-            told = json.dumps(self.kernels[number])
+            message = json.dumps(self.kernels[number])
             with contextlib.suppress(ConnectionError):
-                told = f"id: x-{self.changed}\nevent: kernel\ndata: {told}\n\n"
-                await response.write(told.encode())
+                message = f"id: x-{self.changed}\nevent: kernel\ndata: {message}\n\n"
+                await response.write(message.encode())
         return response
 
 
@@ -120,12 +121,12 @@ new PerformanceObserver(note).observe({ type: "longtask", buffered: true });
 """
 
 
-async def use_it(page: Page) -> None:
+async def use_page(page: Page) -> None:
     """Do what people do, for a while."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        for place in (2000, 20000, 35000, 0):
-            await page.evaluate(f"document.getElementById('rows').scrollTop = {place}")
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        for position in (2000, 20000, 35000, 0):
+            await page.evaluate(f"document.getElementById('rows').scrollTop = {position}")
             await asyncio.sleep(0.4)
         await page.hover(".kernel >> nth=3")
         await page.locator('.cell[aria-label^="cuda cuda7"]').first.hover()
@@ -138,8 +139,8 @@ async def use_it(page: Page) -> None:
 
 async def measure() -> dict[str, Any]:
     """Return what the browser says of its longest tasks."""
-    made = Made()
-    runner = web.ServerRunner(web.Server(made.serve))
+    node = SimulatedNode()
+    runner = web.ServerRunner(web.Server(node.serve))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
@@ -151,14 +152,14 @@ async def measure() -> dict[str, Any]:
         await page.add_init_script(OBSERVE)
         await page.goto(f"http://127.0.0.1:{port}/ui/")
         await page.wait_for_selector("#main:not([hidden])")
-        first = await page.evaluate("tasks.splice(0)")
-        await use_it(page)
+        first_tasks = await page.evaluate("tasks.splice(0)")
+        await use_page(page)
         tasks = sorted(await page.evaluate("tasks"))
         heap = await page.evaluate("performance.memory.usedJSHeapSize")
         await browser.close()
     await runner.cleanup()
     return {
-        "first_view_longest_ms": max(first, default=0),
+        "first_view_longest_ms": max(first_tasks, default=0),
         "longest_ms": max(tasks, default=0),
         "over_50_ms": len(tasks),
         "over_100_ms": sum(1 for task in tasks if task > 100),
@@ -170,6 +171,6 @@ async def measure() -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    found = asyncio.run(measure())
-    print(json.dumps(found) if asked.json else "\n".join(f"{k}: {v}" for k, v in found.items()))
+    options = parser.parse_args()
+    result = asyncio.run(measure())
+    print(json.dumps(result) if options.json else "\n".join(f"{k}: {v}" for k, v in result.items()))

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from create import pss_mib
+
 from agentd.plugin_api import AllocatedDevice, Features
 from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.process import PluginProcess
@@ -60,13 +62,6 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def pss_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return round(int(line.split()[1]) / 1024, 1)
-    raise LookupError(pid)
-
-
 def bare_interpreter_mib() -> float:
     program = "print(flush=True); input()"
     with subprocess.Popen(
@@ -79,7 +74,7 @@ def bare_interpreter_mib() -> float:
     return used
 
 
-async def started(
+async def start_process(
     target: str, settings: dict[str, Any]
 ) -> tuple[PluginProcess, DeviceListing, float]:
     before = time.perf_counter()
@@ -93,33 +88,39 @@ async def started(
 def in_process(target: str, settings: dict[str, Any]) -> list[float]:
     """Return seconds: to a listing, and then for each of a hundred calls."""
     command = [sys.executable, "-c", IN_PROCESS, target, json.dumps(settings)]
-    took = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return [float(second) for second in json.loads(took)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [float(second) for second in json.loads(output)]
 
 
-async def measured(target: str, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
-    ours: list[float] = []
-    plain: list[float] = []
-    our_calls: list[float] = []
-    plain_calls: list[float] = []
+async def measure(target: str, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
+    process_times: list[float] = []
+    in_process_times: list[float] = []
+    process_calls: list[float] = []
+    in_process_calls: list[float] = []
     for _ in range(rounds):
         first, *rest = in_process(target, settings)
-        plain.append(first)
-        plain_calls += rest
-        process, listing, took = await started(target, settings)
-        ours.append(took)
-        given = [AllocatedDevice(d.id, d.stable_id, d.slot, "1") for d in listing.devices[:2]]
+        in_process_times.append(first)
+        in_process_calls += rest
+        process, listing, start_time = await start_process(target, settings)
+        process_times.append(start_time)
+        devices = [AllocatedDevice(d.id, d.stable_id, d.slot, "1") for d in listing.devices[:2]]
         for _ in rest:
             before = time.perf_counter()
-            await process.call("container_edits", given, DOCKER, timeout_s=10)
-            our_calls.append(time.perf_counter() - before)
+            await process.call("container_edits", devices, DOCKER, timeout_s=10)
+            process_calls.append(time.perf_counter() - before)
         memory = pss_mib(process.pid)
         await process.end("measured")
     return {
         "devices": len(listing.devices),
         "pss_mib": memory,
-        "start": {"process": milliseconds(ours), "in_process": milliseconds(plain)},
-        "edits": {"process": milliseconds(our_calls), "in_process": milliseconds(plain_calls)},
+        "start": {
+            "process": milliseconds(process_times),
+            "in_process": milliseconds(in_process_times),
+        },
+        "edits": {
+            "process": milliseconds(process_calls),
+            "in_process": milliseconds(in_process_calls),
+        },
     }
 
 
@@ -141,7 +142,7 @@ async def main() -> None:
         points = EntryPoints(installed())
         results: dict[str, Any] = {"bare_interpreter_pss_mib": bare_interpreter_mib()}
         for name, table in settings.items():
-            results[name] = await measured(points.target(name), table, options.rounds)
+            results[name] = await measure(points.target(name), table, options.rounds)
     print(json.dumps(results, indent=None if options.json else 2))
 
 

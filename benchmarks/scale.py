@@ -41,17 +41,17 @@ async def many(agentd: Caller, pid: int, count: int) -> dict[str, Any]:
     for n in range(0, count, 2):
         await agentd.call("POST", f"/v1/kernels/k{n}/stop")
     after = pss_mib(pid)
-    took = []
+    durations = []
     for _ in range(30):
         start = time.perf_counter()
         kernels = await agentd.call("GET", "/v1/kernels")
-        took.append(time.perf_counter() - start)
+        durations.append(time.perf_counter() - start)
     assert len(kernels) == count + 1
     for kernel in kernels:
         await agentd.call("DELETE", f"/v1/kernels/{kernel['kernel_id']}?timeout=0")
     return {
         "kernels": count,
-        "list": spread(took),
+        "list": spread(durations),
         "kib_per_kernel": round((after - before) * 1024 / count, 1),
     }
 
@@ -74,8 +74,8 @@ async def cycles(agentd: Caller, raw: Caller, pid: int, count: int) -> dict[str,
         await asyncio.gather(
             *(agentd.call("DELETE", f"/v1/kernels/{name}?timeout=0") for name in names)
         )
-    left = await raw.call("GET", "/v1.41/containers/json?all=1")
-    return {"cycles": count, "before": before, "after": footprint(pid), "left": len(left)}
+    remaining = await raw.call("GET", "/v1.41/containers/json?all=1")
+    return {"cycles": count, "before": before, "after": footprint(pid), "left": len(remaining)}
 
 
 async def main() -> None:

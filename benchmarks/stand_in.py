@@ -34,10 +34,10 @@ async def info(_: web.Request) -> web.Response:
     return answer({"MemoryLimit": True, "CPUSet": True, "PidsLimit": True})
 
 
-async def happened(action: str, found: dict[str, Any]) -> None:
+async def emit_event(action: str, inspection: dict[str, Any]) -> None:
     """Tell of an event, as an engine does before it answers."""
-    attributes = {"name": found["Name"][1:], **found["Config"]["Labels"]}
-    event = {"Action": action, "Actor": {"ID": found["Id"], "Attributes": attributes}}
+    attributes = {"name": inspection["Name"][1:], **inspection["Config"]["Labels"]}
+    event = {"Action": action, "Actor": {"ID": inspection["Id"], "Attributes": attributes}}
     for listener in list(listeners):
         try:
             await listener.write(json.dumps(event).encode() + b"\n")
@@ -49,36 +49,36 @@ async def create(request: web.Request) -> web.Response:
     calls.append("create")
     name, config = request.query["name"], await request.json()
     requests[:] = [config]
-    found = {
+    inspection = {
         "Id": sha256(name.encode()).hexdigest(),
         "Name": f"/{name}",
         "Config": {"Labels": config["Labels"]},
         "HostConfig": config["HostConfig"],
         "State": {"Status": "created", "ExitCode": 0, "Pid": 0},
     }
-    containers[name] = containers[found["Id"]] = found
-    await happened("create", found)
-    return answer({"Id": found["Id"], "Warnings": []}, 201)
+    containers[name] = containers[inspection["Id"]] = inspection
+    await emit_event("create", inspection)
+    return answer({"Id": inspection["Id"], "Warnings": []}, 201)
 
 
 def container(request: web.Request) -> dict[str, Any]:
-    found = containers.get(request.match_info["id"])
-    if found is None:
+    inspection = containers.get(request.match_info["id"])
+    if inspection is None:
         text = '{"message": "No such container"}'
         raise web.HTTPNotFound(text=text, content_type="application/json")
-    return found
+    return inspection
 
 
 async def start(request: web.Request) -> web.Response:
     calls.append("start")
-    found = container(request)
-    found["State"] = {
+    inspection = container(request)
+    inspection["State"] = {
         "Status": "running",
         "Pid": 0,
         "ExitCode": 0,
         "StartedAt": "2026-01-01T00:00:00.5Z",
     }
-    await happened("start", found)
+    await emit_event("start", inspection)
     return web.Response(status=204)
 
 
@@ -90,22 +90,22 @@ async def show(request: web.Request) -> web.Response:
 async def stop(request: web.Request) -> web.Response:
     calls.append("stop")
     container(request)["State"] |= {"Status": "exited", "ExitCode": 143}
-    await happened("die", container(request))
+    await emit_event("die", container(request))
     return web.Response(status=204)
 
 
 async def remove(request: web.Request) -> web.Response:
     calls.append("remove")
-    found = container(request)
-    del containers[found["Name"][1:]], containers[found["Id"]]
-    await happened("destroy", found)
+    inspection = container(request)
+    del containers[inspection["Name"][1:]], containers[inspection["Id"]]
+    await emit_event("destroy", inspection)
     return web.Response(status=204)
 
 
 async def listing(_: web.Request) -> web.Response:
     calls.append("list")
-    found = {c["Id"]: c for c in containers.values()}.values()
-    entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in found]
+    inspections = {c["Id"]: c for c in containers.values()}.values()
+    entries = [{"Id": c["Id"], "Names": [c["Name"]], **c["Config"]} for c in inspections]
     return answer(entries)
 
 
@@ -121,10 +121,10 @@ async def events(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def counted(_: web.Request) -> web.Response:
-    counts = {name: calls.count(name) for name in dict.fromkeys(calls)}
+async def counts(_: web.Request) -> web.Response:
+    count_by_call = {name: calls.count(name) for name in dict.fromkeys(calls)}
     calls.clear()
-    return answer(counts)
+    return answer(count_by_call)
 
 
 async def last_create(_: web.Request) -> web.Response:
@@ -134,7 +134,7 @@ async def last_create(_: web.Request) -> web.Response:
 def main() -> None:
     app = web.Application()
     app.router.add_get("/version", version)
-    app.router.add_get("/counted", counted)
+    app.router.add_get("/counted", counts)
     app.router.add_get("/last_create", last_create)
     for prefix in ("/v1.41",):
         app.router.add_get(f"{prefix}/version", version)

@@ -25,9 +25,11 @@ from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.service.boot_id import boot_id
 
-ALIKE = ("Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",
-         "DevicePolicy=closed", "MemorySwapMax=0", "TasksMax=4096", "NoNewPrivileges=yes",
-         "LogNamespace=agentd-bench", "Slice=agentd-bench.slice")  # fmt: skip
+PROPERTIES = (
+    "Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",
+    "DevicePolicy=closed", "MemorySwapMax=0", "TasksMax=4096", "NoNewPrivileges=yes",
+    "LogNamespace=agentd-bench", "Slice=agentd-bench.slice",
+)  # fmt: skip
 
 
 def plan(name: str) -> KernelPlan:
@@ -37,15 +39,15 @@ def plan(name: str) -> KernelPlan:
     return build_plan(spec, kernel, ContainerEdits(), NodeFacts("bench", (), frozenset()))
 
 
-def plainly(name: str) -> float:
-    properties = [f"--property={item}" for item in ALIKE]
-    begun = time.perf_counter()
+def time_systemd_run(name: str) -> float:
+    properties = [f"--property={item}" for item in PROPERTIES]
+    start = time.perf_counter()
     subprocess.run(["systemd-run", "--quiet", f"--unit={name}", *properties, "sleep", "1000"],
                    check=True)  # fmt: skip
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
-async def measured(rounds: int, kernels: int) -> dict[str, float]:
+async def measure(rounds: int, kernels: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         runtime = SystemdRuntime(
             Path(folder), "bench", boot_id(), SystemdSettings(), UserAccounts()
@@ -53,25 +55,25 @@ async def measured(rounds: int, kernels: int) -> dict[str, float]:
         await runtime.create(plan("warm"), lambda *_: None)
         pairs = []
         for number in range(rounds):
-            plain = await asyncio.to_thread(plainly, f"bench-{number}")
-            begun = time.perf_counter()
+            plain_s = await asyncio.to_thread(time_systemd_run, f"bench-{number}")
+            start = time.perf_counter()
             await runtime.create(plan(f"k{number}"), lambda *_: None)
-            pairs.append((plain, time.perf_counter() - begun))
+            pairs.append((plain_s, time.perf_counter() - start))
             subprocess.run(["systemctl", "stop", f"bench-{number}"], check=True)
         for number in range(rounds, kernels):
             await runtime.create(plan(f"k{number}"), lambda *_: None)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         listed = len((await runtime.list()).kernels)
-        took = time.perf_counter() - begun
+        list_s = time.perf_counter() - start
         for kernel in (await runtime.list()).kernels:
             await runtime.remove(KernelRef(kernel.kernel_id))
         await runtime.close()
     return {
-        "systemd_run_ms": statistics.median(plain for plain, _ in pairs) * 1000,
-        "create_ms": statistics.median(ours for _, ours in pairs) * 1000,
-        "own_ms": statistics.median(ours - plain for plain, ours in pairs) * 1000,
+        "systemd_run_ms": statistics.median(plain_s for plain_s, _ in pairs) * 1000,
+        "create_ms": statistics.median(runtime_s for _, runtime_s in pairs) * 1000,
+        "own_ms": statistics.median(runtime_s - plain_s for plain_s, runtime_s in pairs) * 1000,
         "listed": listed,
-        "listed_ms": took * 1000,
+        "listed_ms": list_s * 1000,
     }
 
 
@@ -79,8 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--kernels", type=int, default=1000)
-    given = parser.parse_args()
-    print(json.dumps(asyncio.run(measured(given.rounds, given.kernels)), indent=1))
+    options = parser.parse_args()
+    print(json.dumps(asyncio.run(measure(options.rounds, options.kernels)), indent=1))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from create import AGENTS, ROOT, Caller, pss_mib
+from create import AGENTS, ROOT, Caller, processor_s, pss_mib
 from playwright.async_api import async_playwright
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -26,15 +26,9 @@ from end_to_end.browser import shown
 from support.daemon import Daemon, gpus
 
 AT_ONCE = 4
-TICKS = 100
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-async def timed(caller: Caller, path: str) -> float:
+async def time_call(caller: Caller, path: str) -> float:
     before = time.perf_counter()
     async with caller.session.get(f"http://x{path}") as response:
         await response.read()
@@ -43,11 +37,11 @@ async def timed(caller: Caller, path: str) -> float:
 
 async def median_ms(caller: Caller, path: str) -> float:
     """Return the median; statistics are kept for a second, so each look is a new one."""
-    taken = []
+    durations = []
     for _ in range(9):
         await asyncio.sleep(1.1)
-        taken.append(await timed(caller, path))
-    return round(statistics.median(taken) * 1000, 1)
+        durations.append(await time_call(caller, path))
+    return round(statistics.median(durations) * 1000, 1)
 
 
 async def measure(kernels: int, seconds: float) -> dict[str, Any]:
@@ -66,24 +60,24 @@ async def measure(kernels: int, seconds: float) -> dict[str, Any]:
     await asyncio.gather(*(create() for _ in range(AT_ONCE)))
     caller = Caller(folder / "agentd.sock")
     pid = daemon.process.pid
-    found: dict[str, Any] = {"kernels": len(await caller.call("GET", "/v1/kernels"))}
+    results: dict[str, Any] = {"kernels": len(await caller.call("GET", "/v1/kernels"))}
 
     async def load() -> float:
-        before, began = cpu_seconds(pid), time.monotonic()
+        before, began = processor_s(pid), time.monotonic()
         await asyncio.sleep(seconds)
-        return round((cpu_seconds(pid) - before) / (time.monotonic() - began), 4)
+        return round((processor_s(pid) - before) / (time.monotonic() - began), 4)
 
     async def scrape() -> None:
         while True:
-            await timed(caller, "/metrics")
-            await timed(caller, "/v1/stats")
+            await time_call(caller, "/metrics")
+            await time_call(caller, "/v1/stats")
             await asyncio.sleep(10)
 
     try:
-        found["stats_ms"] = await median_ms(caller, "/v1/stats")
-        found["scrape_ms"] = await median_ms(caller, "/metrics")
-        found["pss_mib"] = pss_mib(pid)
-        found["cores_unwatched"] = await load()
+        results["stats_ms"] = await median_ms(caller, "/v1/stats")
+        results["scrape_ms"] = await median_ms(caller, "/metrics")
+        results["pss_mib"] = pss_mib(pid)
+        results["cores_unwatched"] = await load()
         async with async_playwright() as playwright, shown(daemon) as address:
             browser = await playwright.chromium.launch(
                 executable_path="/usr/bin/chromium", args=["--no-sandbox"]
@@ -93,15 +87,15 @@ async def measure(kernels: int, seconds: float) -> dict[str, Any]:
                 await page.goto(address)
                 await page.wait_for_selector("#main:not([hidden])")
             scraping = asyncio.create_task(scrape())
-            found["cores_watched"] = await load()
+            results["cores_watched"] = await load()
             scraping.cancel()
             await browser.close()
-        found["pss_mib_watched"] = pss_mib(pid)
+        results["pss_mib_watched"] = pss_mib(pid)
     finally:
         await caller.session.close()
         await daemon.close()
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return results
 
 
 if __name__ == "__main__":
@@ -109,9 +103,10 @@ if __name__ == "__main__":
     parser.add_argument("--kernels", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     print(
         json.dumps(
-            asyncio.run(measure(asked.kernels, asked.seconds)), indent=None if asked.json else 2
+            asyncio.run(measure(options.kernels, options.seconds)),
+            indent=None if options.json else 2,
         )
     )
