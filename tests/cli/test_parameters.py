@@ -219,7 +219,7 @@ def effects_of(words: Sequence[str]) -> Effects:
             "open",
             lambda client, call, timeout_s=None: recorder.open(client, call, timeout_s),
         ),
-        (agentctl_exec, "_run", recorder.async_recorder("exec", 0)),
+        (agentctl_exec, "_run_exec", recorder.async_recorder("exec", 0)),
         (
             importlib.import_module("agentd.cli.agentctl.ui"),
             "_serve",

@@ -55,28 +55,28 @@ def choose_format(context: click.Context, form: str) -> None:
 def output_option(command: _F) -> _F:
     """Add `-o json|yaml|wide|name`, and `--json` for `-o json`."""
 
-    def note(context: click.Context, _: click.Parameter, value: str | bool | None) -> None:
+    def on_option(context: click.Context, _: click.Parameter, value: str | bool | None) -> None:
         if value:
             choose_format(context, "json" if value is True else str(value))
 
-    flag = click.option(
-        "--json", is_flag=True, callback=note, expose_value=False, help="The same as -o json."
+    json_option = click.option(
+        "--json", is_flag=True, callback=on_option, expose_value=False, help="The same as -o json."
     )
-    choice = click.option(
+    output_choice = click.option(
         "-o",
         "--output",
         type=click.Choice(FORMATS),
-        callback=note,
+        callback=on_option,
         expose_value=False,
         help="JSON, YAML, a table with all columns, or bare names.",
     )
-    return flag(choice(command))
+    return json_option(output_choice(command))
 
 
 def output_format() -> str | None:
     """Return the format that the running command was asked for; None is a table."""
-    chosen: str | None = click.get_current_context().meta.get(_FORMAT)
-    return chosen
+    output_form: str | None = click.get_current_context().meta.get(_FORMAT)
+    return output_form
 
 
 def is_data() -> bool:
@@ -95,9 +95,9 @@ def encoded(content: Any, form: str | None, *, indent: int | None = 1) -> str:
         return json.dumps(content, indent=indent, default=str)
     import yaml
 
-    plain = json.loads(json.dumps(content, default=str))
+    plain_content = json.loads(json.dumps(content, default=str))
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's is ten times as fast
-    text: str = yaml.dump(plain, Dumper=dumper, sort_keys=False, width=100)
+    text: str = yaml.dump(plain_content, Dumper=dumper, sort_keys=False, width=100)
     return text.removesuffix("\n")
 
 

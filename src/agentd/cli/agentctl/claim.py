@@ -71,9 +71,9 @@ def claim(
     if claim_id is not None:
         body["claim_id"] = claim_id
     with suggesting_agents(client, agent):
-        made = client.create_claim(agent, body)
-    own = {"AGENTD_CLAIM": made["claim_id"], "AGENTD_AGENT": agent}
-    _execute(command, {**os.environ, **made["edits"]["env"], **own})
+        new_claim = client.create_claim(agent, body)
+    claim_env = {"AGENTD_CLAIM": new_claim["claim_id"], "AGENTD_AGENT": agent}
+    _execute(command, {**os.environ, **new_claim["edits"]["env"], **claim_env})
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -88,9 +88,9 @@ def _enter_scope() -> None:
     """Execute this command again in a transient scope of systemd."""
     unit = f"agentd-claim-{uuid.uuid4().hex[:12]}.scope"
     entry = "from agentd.cli.agentctl.main import agentctl; agentctl(prog_name='agentctl')"
-    again = [sys.executable, "-c", entry, *sys.argv[1:]]
-    words = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--", *again]
-    _execute(words, {**os.environ, _SCOPE: unit})
+    program = [sys.executable, "-c", entry, *sys.argv[1:]]
+    command = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--", *program]
+    _execute(command, {**os.environ, _SCOPE: unit})
 
 
 def _own_cgroup() -> str:
@@ -100,10 +100,10 @@ def _own_cgroup() -> str:
         ClickException: it has none.
     """
     lines = read_lines("/proc/self/cgroup")
-    found = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
-    if found == "/":
+    cgroup = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    if cgroup == "/":
         raise click.ClickException("no cgroup of version 2: this host has none, or no systemd")
-    return found
+    return cgroup
 
 
 @click.command()

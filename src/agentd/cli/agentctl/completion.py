@@ -15,7 +15,7 @@ TIMEOUT_S = 1.0
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def _asked(names: Callable[[Client], Iterable[str]]) -> Completer:
+def _completer(read_names: Callable[[Client], Iterable[str]]) -> Completer:
     def complete(
         context: click.Context, parameter: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
@@ -26,17 +26,17 @@ def _asked(names: Callable[[Client], Iterable[str]]) -> Completer:
             token = token_of(options.get("token_file"))
             url = options.get("url")
             node = Client(socket, url=url, token=token, timeout_s=TIMEOUT_S, retry_s=0)
-            found = names(node)
-            return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+            names = read_names(node)
+            return [CompletionItem(name) for name in names if name.startswith(incomplete)]
         except (AgentdError, click.ClickException):
             return []
 
     return complete
 
 
-kernels = _asked(lambda node: (kernel["kernel_id"] for kernel in node.kernels()))
-claims = _asked(lambda node: (claim["claim_id"] for claim in node.claims()))
-agents = _asked(lambda node: (agent["agent_id"] for agent in node.agents()))
-devices = _asked(lambda node: (device["id"] for device in node.devices()))
-plugins = _asked(lambda node: (plugin["name"] for plugin in node.plugins()))
-runtimes = _asked(lambda node: (runtime["name"] for runtime in node.runtimes()))
+kernels = _completer(lambda node: (kernel["kernel_id"] for kernel in node.kernels()))
+claims = _completer(lambda node: (claim["claim_id"] for claim in node.claims()))
+agents = _completer(lambda node: (agent["agent_id"] for agent in node.agents()))
+devices = _completer(lambda node: (device["id"] for device in node.devices()))
+plugins = _completer(lambda node: (plugin["name"] for plugin in node.plugins()))
+runtimes = _completer(lambda node: (runtime["name"] for runtime in node.runtimes()))

@@ -28,12 +28,12 @@ def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> 
     """Print the checks as a table, and the node's warnings below it."""
     from agentd.cli.tables import print_rows
 
-    shown = [
+    table_rows = [
         {"check": row["check"], "passed": "yes" if row["passed"] else "NO", "detail": detail}
         for row in rows
         for detail in row["findings"] or [row["promise"]]
     ]
-    print_rows(shown, ["check", "passed", "detail"])
+    print_rows(table_rows, ["check", "passed", "detail"])
     for warning in warnings:
         say(f"warning: {warning}")
 
@@ -44,5 +44,5 @@ def print_named(claims: Sequence[Mapping[str, Any]]) -> None:
 
     for claim in claims:
         if "name" in claim["holder"]:
-            held = f"claim {claim['claim_id']} of {claim['holder']['name']}"
-            say(f"named claim: {held}, agent {claim['agent_id']}, {age(claim['created_at'])} old")
+            text = f"claim {claim['claim_id']} of {claim['holder']['name']}"
+            say(f"named claim: {text}, agent {claim['agent_id']}, {age(claim['created_at'])} old")

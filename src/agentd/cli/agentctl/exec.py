@@ -61,58 +61,60 @@ def run_inside(
     agentctl exec train-1 -- nvidia-smi
     agentctl exec -it train-1 -- bash
     """
-    given = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
+    options = {"tty": is_terminal, "env": pairs(env), "working_dir": workdir, "node": node}
     try:
-        sys.exit(asyncio.run(_run(client.asynchronous(), kernel, command, interactive, given)))
+        running = _run_exec(client.asynchronous(), kernel, command, interactive, options)
+        sys.exit(asyncio.run(running))
     except (asyncio.CancelledError, KeyboardInterrupt):
         sys.exit(ExitStatus.INTERRUPTED)
 
 
-async def _run(
+async def _run_exec(
     client: AsyncClient,
     kernel: str,
     command: Sequence[str],
     is_interactive: bool,
-    given: dict[str, Any],
+    options: dict[str, Any],
 ) -> int:
-    is_terminal = given["tty"]
-    async with client, client.exec(kernel, command, **given) as running:
+    is_terminal = options["tty"]
+    async with client, client.exec(kernel, command, **options) as running:
         is_raw = is_terminal and is_interactive and sys.stdin.isatty()
-        with _raw() if is_raw else contextlib.nullcontext():
-            whole = asyncio.current_task()
-            assert whole is not None  # noqa: S101 - it is one
-            tasks = [asyncio.create_task(_pass_on(running, whole, is_terminal=is_terminal))]
+        with _raw_mode() if is_raw else contextlib.nullcontext():
+            exec_task = asyncio.current_task()
+            assert exec_task is not None  # noqa: S101 - it is one
+            signals = _forward_signals(running, exec_task, is_terminal=is_terminal)
+            tasks = [asyncio.create_task(signals)]
             if is_interactive:
-                tasks.append(asyncio.create_task(_feed(running)))
+                tasks.append(asyncio.create_task(_forward_input(running)))
             else:
                 await running.close_input()
             try:
                 async for stream, data in running:
                     output = sys.stderr.buffer if stream == STDERR else sys.stdout.buffer
-                    await asyncio.to_thread(_put, output, data)
+                    await asyncio.to_thread(_write_output, output, data)
             finally:
                 for task in tasks:
                     task.cancel()
     return running.exit_code or 0
 
 
-def _put(output: BinaryIO, data: bytes) -> None:
+def _write_output(output: BinaryIO, data: bytes) -> None:
     output.write(data)
     output.flush()
 
 
 @contextlib.contextmanager
-def _raw() -> Iterator[None]:
+def _raw_mode() -> Iterator[None]:
     """Switch the caller's terminal to raw mode."""
-    before = termios.tcgetattr(sys.stdin)
+    attributes = termios.tcgetattr(sys.stdin)
     tty.setraw(sys.stdin, termios.TCSADRAIN)  # keeps input typed ahead
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
 
 
-async def _feed(running: Execution) -> None:
+async def _forward_input(running: Execution) -> None:
     """Forward standard input."""
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
@@ -131,33 +133,35 @@ async def _feed(running: Execution) -> None:
     await running.close_input()
 
 
-async def _pass_on(running: Execution, whole: asyncio.Task[int], *, is_terminal: bool) -> None:
+async def _forward_signals(
+    running: Execution, exec_task: asyncio.Task[int], *, is_terminal: bool
+) -> None:
     """Forward the terminal's size and signals.
 
     A second one that cannot be sent, or a daemon that does not answer one, ends the exec.
     """
-    loop, happened = asyncio.get_running_loop(), asyncio.Queue[str]()
+    loop, names = asyncio.get_running_loop(), asyncio.Queue[str]()
 
-    def arrived(name: str) -> None:
-        if name in FINAL and not happened.empty():  # an earlier signal is not sent yet
-            whole.cancel()
-        happened.put_nowait(name)
+    def on_signal(name: str) -> None:
+        if name in FINAL and not names.empty():  # an earlier signal is not sent yet
+            exec_task.cancel()
+        names.put_nowait(name)
 
     for name in ("WINCH", *PASSED_ON):
-        loop.add_signal_handler(signal.Signals[f"SIG{name}"], arrived, name)
-    happened.put_nowait("WINCH")
+        loop.add_signal_handler(signal.Signals[f"SIG{name}"], on_signal, name)
+    names.put_nowait("WINCH")
     async with asyncio.TaskGroup() as checks:
         while True:
-            name = await happened.get()
+            name = await names.get()
             if name != "WINCH":
                 await running.send_signal(name)
                 if name in FINAL:
-                    checks.create_task(_end_unless_served(running, whole))
+                    checks.create_task(_cancel_unless_served(running, exec_task))
             elif is_terminal and sys.stdout.isatty():
                 size = shutil.get_terminal_size()
                 await running.resize(size.columns, size.lines)
 
 
-async def _end_unless_served(running: Execution, whole: asyncio.Task[int]) -> None:
+async def _cancel_unless_served(running: Execution, exec_task: asyncio.Task[int]) -> None:
     if not await running.is_served(SERVED_S):
-        whole.cancel()
+        exec_task.cancel()

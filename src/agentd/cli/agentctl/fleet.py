@@ -43,7 +43,7 @@ from agentd.views import KernelUseView
 GATEWAY = "unix:/run/agentd-fleet/gateway.sock"
 _KERNEL_COLUMNS = ["kernel", "node", *KERNEL_COLUMNS[1:]]
 _NODE_COLUMNS = ["node", "state", "agents", "free", "labels", "age", "reason"]
-_UNKNOWN = {"allocation": {}, "degraded": [], "reason": ""}
+_DEFAULTS = {"allocation": {}, "degraded": [], "reason": ""}
 
 
 class FleetGroup(click.Group):
@@ -74,18 +74,18 @@ def nodes(context: click.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     print_answer(
-        _nodes(context.obj),
+        _list_nodes(context.obj),
         _NODE_COLUMNS,
         _node_row,
         wide=["url", "generation", "conflicting", "seen_at"],
     )
 
 
-def _nodes(client: Client) -> list[dict[str, Any]]:
+def _list_nodes(client: Client) -> list[dict[str, Any]]:
     return client.carry_out(Call("GET", at("nodes")))
 
 
-def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return a list over nodes, and name the nodes without an answer on standard error."""
     rows: list[dict[str, Any]] = []
     missing = dict[str, None]()
@@ -103,17 +103,17 @@ def _listed(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
     from agentd.cli.tables import age
 
-    free = [f"{agent}: {_free(slots)}" for agent, slots in row["agents"].items() if _free(slots)]
+    free = {agent: _free_text(slots) for agent, slots in row["agents"].items()}
     return {
         **row,
         "node": row["id"],
         "agents": list(row["agents"]),
-        "free": free,
+        "free": [f"{agent}: {text}" for agent, text in free.items() if text],
         "age": age(row["seen_at"]),
     }
 
 
-def _free(slots: Mapping[str, Mapping[str, str]]) -> str:
+def _free_text(slots: Mapping[str, Mapping[str, str]]) -> str:
     from agentd.cli.tables import amount
 
     parts = [f"{name}={amount(name, use['free'])}" for name, use in slots.items()]
@@ -165,7 +165,7 @@ def forget_slot(client: Client, name: str) -> None:
 @click.pass_obj
 def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of all nodes."""
-    rows = _listed(client, Call("GET", at("devices", node=node)))
+    rows = _list_over_nodes(client, Call("GET", at("devices", node=node)))
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
     print_answer(rows, columns, device_row)
 
@@ -191,33 +191,33 @@ def create(client: Client, /, **options: Any) -> None:
     agentctl --fleet https://gateway:7001 create -s cuda.device=2 -- python train.py
     agentctl --fleet https://gateway:7001 create --on zone=a --policy pack -s tpu.chip=4 -- ./train
     """
-    wanted = {
+    placement = {
         "nodes": list(options["node"]),
         "agents": list(options["agent"]),
         "labels": pairs(options["on"]),
         "models": list(options["model"]),
         "policy": options["policy"],
     }
-    body = kernel_body(options) | {"placement": {k: v for k, v in wanted.items() if v}}
+    body = kernel_body(options) | {"placement": {k: v for k, v in placement.items() if v}}
     body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
     is_dry, headers = options["dry_run"], {"Prefer": "respond-async"}
 
-    def placed(body: Mapping[str, Any]) -> dict[str, Any]:
+    def create_placed(body: Mapping[str, Any]) -> dict[str, Any]:
         call: Call[dict[str, Any]] = Call(
             "POST", at("kernels", dry_run=is_dry), body, headers if options["is_async"] else {}
         )
         return client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
 
-    content = placed(body) if is_dry else with_progress(client, body, placed)
+    content = create_placed(body) if is_dry else with_progress(client, body, create_placed)
     if not is_dry:
-        print_answer(content, _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
+        print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
     elif not printed(content, given_devices(content)):
         say(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
 
 
-def _row(kernel: Mapping[str, Any]) -> dict[str, Any]:
-    return kernel_row({**_UNKNOWN, **kernel}) | {"node": kernel["node_id"]}
+def _fleet_kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
+    return kernel_row({**_DEFAULTS, **kernel}) | {"node": kernel["node_id"]}
 
 
 @fleet_group.command()
@@ -237,8 +237,8 @@ def ls(
 ) -> None:
     """List the kernels of all nodes."""
     path = at("kernels", node=node, state=state, label=label)
-    rows = _listed(client, Call("GET", path, is_paged=True))
-    print_answer(rows, _KERNEL_COLUMNS, _row, wide=WIDE_KERNEL_COLUMNS)
+    rows = _list_over_nodes(client, Call("GET", path, is_paged=True))
+    print_answer(rows, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
 
 
 fleet_group.add_command(alias_of(ls, "ps"))
@@ -254,10 +254,10 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
     Kernels are listed as NODE/KERNEL. CPU is measured over one second; 100% is one core.
     """
 
-    def look() -> list[KernelUseView]:
-        return [client.stats(kernel) for kernel in kernels] if kernels else _uses_of_all(client)
+    def read_usage() -> list[KernelUseView]:
+        return [client.stats(kernel) for kernel in kernels] if kernels else _usage_of_all(client)
 
-    print_usage(look)
+    print_usage(read_usage)
 
 
 @fleet_group.command()
@@ -268,20 +268,20 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
     Kernels are listed as NODE/KERNEL, the busiest first.
     """
-    watch(lambda: _uses_of_all(client), agent, interval, count)
+    watch(lambda: _usage_of_all(client), agent, interval, count)
 
 
-def _uses_of_all(client: Client) -> list[KernelUseView]:
+def _usage_of_all(client: Client) -> list[KernelUseView]:
     """Return the usage of the kernels of every ready node, as NODE/KERNEL."""
     return [
         {**use, "kernel_id": f"{node['id']}/{use['kernel_id']}"}
-        for node in _nodes(client)
+        for node in _list_nodes(client)
         if node["state"] == "ready"
-        for use in _uses(client, node["id"])
+        for use in _usage_of_node(client, node["id"])
     ]
 
 
-def _uses(client: Client, node: str) -> list[KernelUseView]:
+def _usage_of_node(client: Client, node: str) -> list[KernelUseView]:
     """Return the usage of a node's kernels; nothing if the node does not answer."""
     with contextlib.suppress(AgentdError):
         return client.carry_out(Call("GET", at("nodes", node, "stats")))
@@ -291,9 +291,9 @@ def _uses(client: Client, node: str) -> list[KernelUseView]:
 def _with_node(command: click.Command) -> click.Command:
     """Return a command for one kernel with an option for the kernel's node."""
     node = click.Option(["--node"], help="Node of a kernel that the fleet did not place.")
-    copied = copy(command)
-    copied.params = [*command.params, node]
-    return copied
+    copied_command = copy(command)
+    copied_command.params = [*command.params, node]
+    return copied_command
 
 
 for of_kernel in (run_inside, logs, rm):

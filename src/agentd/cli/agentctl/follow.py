@@ -49,52 +49,52 @@ def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
     agentctl logs -f train-1
     agentctl logs --tail 20 train-1 train-2
     """
-    wanted = {name: value for name, value in options.items() if value or value == 0}
+    query = {name: value for name, value in options.items() if value or value == 0}
     is_one = len(kernels) == 1
-    chunks = client.logs(kernels[0], **wanted) if is_one else _together(client, kernels, wanted)
+    chunks = client.logs(kernels[0], **query) if is_one else _merge_logs(client, kernels, query)
     for chunk in chunks:
         sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()
 
 
-def _together(client: Client, kernels: Sequence[str], wanted: dict[str, Any]) -> Iterator[bytes]:
+def _merge_logs(client: Client, kernels: Sequence[str], query: dict[str, Any]) -> Iterator[bytes]:
     """Yield the lines of several logs as they arrive, each after its kernel's id.
 
     Raises:
         AgentdError: a log cannot be read; the first such error, after all logs ended.
     """
     lines: _Lines = queue.SimpleQueue()
-    widest = max(map(len, kernels))
+    width = max(map(len, kernels))
     for kernel in kernels:
-        lead = f"{kernel:{widest}} | ".encode()
-        chunks = client.logs(kernel, **wanted)
-        threading.Thread(target=_read, args=(chunks, lead, lines), daemon=True).start()
-    failed: AgentdError | None = None
-    left = len(kernels)
-    while left:
+        prefix = f"{kernel:{width}} | ".encode()
+        chunks = client.logs(kernel, **query)
+        threading.Thread(target=_queue_lines, args=(chunks, prefix, lines), daemon=True).start()
+    first_error: AgentdError | None = None
+    open_logs = len(kernels)
+    while open_logs:
         item = lines.get()
         if isinstance(item, bytes):
             yield item
         else:
-            left -= 1
-            failed = failed or item
-    if failed is not None:
-        raise failed
+            open_logs -= 1
+            first_error = first_error or item
+    if first_error is not None:
+        raise first_error
 
 
-def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
+def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
     """Queue the lines of one log, and at its end None or the error."""
-    rest, outcome = b"", None
+    partial_line, outcome = b"", None
     try:
         for chunk in chunks:
-            *whole, rest = (rest + chunk).split(b"\n")
+            *whole, partial_line = (partial_line + chunk).split(b"\n")
             for line in whole:
-                lines.put(lead + line + b"\n")
+                lines.put(prefix + line + b"\n")
     except AgentdError as error:
         outcome = error
     finally:
-        if rest:
-            lines.put(lead + rest + b"\n")
+        if partial_line:
+            lines.put(prefix + partial_line + b"\n")
         lines.put(outcome)
 
 
@@ -102,7 +102,7 @@ def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option(
     "--for",
-    "wanted",
+    "target",
     default="ended",
     show_default=True,
     type=click.Choice(["ended", "running", "removed", *ENDED]),
@@ -110,7 +110,7 @@ def _read(chunks: Iterator[bytes], lead: bytes, lines: _Lines) -> None:
 )
 @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds; then exit status 3.")
 @click.pass_obj
-def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | None) -> None:
+def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | None) -> None:
     """Wait until kernels reach a state.
 
     Prints each kernel that reached it.
@@ -121,11 +121,11 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
     agentctl wait train-1
     agentctl wait --for running --timeout 60 train-1 train-2
     """
-    end = math.inf if timeout is None else time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
     waiting, failed = dict.fromkeys(kernels), False
 
     def check(kernel: str) -> None:
-        if _has_reached(client, kernel, wanted):
+        if _has_reached(client, kernel, target):
             del waiting[kernel]
             say(kernel)
 
@@ -134,15 +134,15 @@ def wait(client: Client, kernels: Sequence[str], wanted: str, timeout: float | N
             if for_each([kernel], check):
                 del waiting[kernel]
                 failed = True
-        if waiting and time.monotonic() > end:
-            say(f"agentctl: not {wanted}: {', '.join(waiting)}", err=True)
+        if waiting and time.monotonic() > deadline:
+            say(f"agentctl: not {target}: {', '.join(waiting)}", err=True)
             sys.exit(ExitStatus.TIMED_OUT)
         if waiting:
             time.sleep(_POLL_S)
     sys.exit(failed)
 
 
-def _has_reached(client: Client, kernel: str, wanted: str) -> bool:
+def _has_reached(client: Client, kernel: str, target: str) -> bool:
     """Return whether a kernel has the wanted state.
 
     Raises:
@@ -152,12 +152,12 @@ def _has_reached(client: Client, kernel: str, wanted: str) -> bool:
     try:
         state = client.kernel(kernel)["state"]
     except UnknownKernel:
-        if wanted == "removed":
+        if target == "removed":
             return True
         raise
-    if state in ENDED and wanted not in ("removed", "ended", state):
-        raise CommandError(f"{kernel} is {state}, and will not be {wanted} any more")
-    return wanted == state or (wanted == "ended" and state in ENDED)
+    if state in ENDED and target not in ("removed", "ended", state):
+        raise CommandError(f"{kernel} is {state}, and will not be {target} any more")
+    return target == state or (target == "ended" and state in ENDED)
 
 
 @click.command()

@@ -74,13 +74,13 @@ class NodeOrFleet(RpcGroup):
         return sorted({*fleet_group.commands, *AT_A_GATEWAY})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = super().get_command(ctx, cmd_name)
-        if found is None:
-            found = added_command(cmd_name)
+        of_node = super().get_command(ctx, cmd_name)
+        if of_node is None:
+            of_node = added_command(cmd_name)
         if fleet_of(ctx) is None or cmd_name in AT_A_GATEWAY:
-            return found
+            return of_node
         of_fleet = fleet_group.get_command(ctx, cmd_name)
-        if of_fleet is None and found is not None:
+        if of_fleet is None and of_node is not None:
             raise click.UsageError(
                 f"{cmd_name} is a command for one node, not for a fleet:"
                 " name the node with --socket or --url"
@@ -96,8 +96,8 @@ def fleet_of(context: click.Context) -> str | None:
     options = context.params
     address: str | None = options.get("fleet_address")
     if options.get("socket_path") or options.get("url"):
-        is_named = ParameterSource.COMMANDLINE
-        return address if context.get_parameter_source("fleet_address") is is_named else None
+        source = context.get_parameter_source("fleet_address")
+        return address if source is ParameterSource.COMMANDLINE else None
     return address
 
 
@@ -273,20 +273,20 @@ def ls(
 @click.pass_obj
 def inspect(client: Client, kernels: Sequence[str]) -> None:
     """Show all details of kernels."""
-    found: list[KernelView] = []
+    inspected: list[KernelView] = []
 
     def show(kernel: str) -> None:
         from agentd.cli.tables import print_rows, shown_whole
 
-        found.append(client.kernel(kernel))
+        inspected.append(client.kernel(kernel))
         if is_table():
-            rows = [{"member": k, "value": shown_whole(k, v)} for k, v in found[-1].items()]
+            rows = [{"member": k, "value": shown_whole(k, v)} for k, v in inspected[-1].items()]
             print_rows(rows, ["member", "value"])
 
     failed = for_each(kernels, show)
-    if found:
-        content = found if len(kernels) > 1 else found[0]
-        printed(content, (kernel["kernel_id"] for kernel in found))
+    if inspected:
+        content = inspected if len(kernels) > 1 else inspected[0]
+        printed(content, (kernel["kernel_id"] for kernel in inspected))
     sys.exit(failed)
 
 
@@ -323,7 +323,7 @@ def drain(client: Client, device: str) -> None:
 
     Exit status: 0 done, 1 unknown device, refused or unreachable.
     """
-    _print_device(client.drain(*_device(client, device)))
+    _print_device(client.drain(*_find_device(client, device)))
 
 
 @agentctl.command()
@@ -332,7 +332,7 @@ def drain(client: Client, device: str) -> None:
 @click.pass_obj
 def undrain(client: Client, device: str) -> None:
     """Allocate a drained device again."""
-    _print_device(client.undrain(*_device(client, device)))
+    _print_device(client.undrain(*_find_device(client, device)))
 
 
 @agentctl.command()
@@ -343,7 +343,7 @@ def forget(client: Client, device: str) -> None:
 
     Its id can be assigned to another device at the next start of agentd.
     """
-    client.forget_device(*_device(client, device))
+    client.forget_device(*_find_device(client, device))
 
 
 @agentctl.group(invoke_without_command=True)
@@ -408,14 +408,14 @@ def _print_device(device: Mapping[str, Any]) -> None:
     print_answer(device, ["device", "state", "agents", "reason"], device_row)
 
 
-def _device(client: Client, device: str) -> tuple[str, str]:
+def _find_device(client: Client, device: str) -> tuple[str, str]:
     """Return the device name and the id of the one device that the operator named.
 
     Raises:
         RpcProblem: no device or several have this id.
     """
-    name, found, device_id = device.partition("/")
-    if not found:
+    name, separator, device_id = device.partition("/")
+    if not separator:
         name, device_id = "", device
     rows = client.devices()
     names = [
@@ -427,10 +427,10 @@ def _device(client: Client, device: str) -> tuple[str, str]:
     if len(names) == 1:
         return names[0]
     if names:
-        several = ", ".join(f"{name}/{found}" for name, found in names)
+        choices = ", ".join(map("/".join, names))
         raise RpcProblem(
             {"code": "UnknownDevice", "detail": f"ambiguous device {device}"},
-            [f"name one of: {several}"],
+            [f"name one of: {choices}"],
         )
     known = [row["id"] for row in rows] + [f"{row['device_name']}/{row['id']}" for row in rows]
     remedies = suggestion(device, known) or ["list the devices: agentctl devices"]

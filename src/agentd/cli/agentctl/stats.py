@@ -41,22 +41,24 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
     agentctl stats train-1 -o json
     """
 
-    def look() -> list[KernelUseView]:
+    def read_usage() -> list[KernelUseView]:
         return [client.stats(kernel) for kernel in kernels] if kernels else client.stats()
 
-    print_usage(look)
+    print_usage(read_usage)
 
 
-def print_usage(look: Callable[[], list[KernelUseView]]) -> None:
+def print_usage(read_usage: Callable[[], list[KernelUseView]]) -> None:
     """Print the usage of kernels; for a table of live ones, look twice."""
-    rows, before = look(), dict[str, KernelUseView]()
+    rows, before = read_usage(), dict[str, KernelUseView]()
     if is_table() and any(map(_is_live, rows)):
         before = _by_kernel(rows)
         time.sleep(SAMPLE_S)
-        rows = look()
+        rows = read_usage()
     columns = COLUMNS + (["devices"] if any(row["devices"] for row in rows) else [])
     wide = [column for column in WIDE if column not in columns]
-    print_answer(rows, columns, lambda row: _row(before.get(row["kernel_id"]), row), wide=wide)
+    print_answer(
+        rows, columns, lambda row: _usage_row(before.get(row["kernel_id"]), row), wide=wide
+    )
 
 
 def _is_live(row: KernelUseView) -> bool:
@@ -67,7 +69,7 @@ def _by_kernel(rows: Sequence[KernelUseView]) -> dict[str, KernelUseView]:
     return {row["kernel_id"]: row for row in rows if _is_live(row)}
 
 
-def _row(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
+def _usage_row(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
     """Return the cells of a kernel's usage; rates are those since an earlier look."""
     from agentd.cli.tables import byte_size
 
@@ -89,7 +91,7 @@ def _row(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
         "received": byte_size(now["network_rx_bytes"]),
         "sent": byte_size(now["network_tx_bytes"]),
         "processes": now["processes"],
-        "devices": [_device(device) for device in now["devices"]],
+        "devices": [_device_text(device) for device in now["devices"]],
     }
 
 
@@ -125,7 +127,7 @@ def top(client: Client, agent: str | None, interval: float, count: int | None) -
 
 
 def watch(
-    look: Callable[[], Sequence[KernelUseView]],
+    read_usage: Callable[[], Sequence[KernelUseView]],
     agent: str | None,
     interval: float,
     count: int | None,
@@ -137,15 +139,15 @@ def watch(
 
     before: dict[str, KernelUseView] | None = None
     screen = console()
-    looks = itertools.count() if count is None else range(count + 1)  # a rate takes two looks
+    updates = itertools.count() if count is None else range(count + 1)  # a rate takes two looks
     with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
-        for number in looks:
+        for number in updates:
             if number:
                 time.sleep(interval)
-            now = _by_kernel(look())
+            now = _by_kernel(read_usage())
             if before is not None:
                 rows = [
-                    _row(before.get(name), row)
+                    _usage_row(before.get(name), row)
                     for name, row in now.items()
                     if agent in (None, row["agent_id"])
                 ]
@@ -155,9 +157,9 @@ def watch(
 
 
 def _rate(before: KernelUseView | None, now: KernelUseView, member: str) -> float | None:
-    was: Mapping[str, Any] = before or {}
-    first, last = was.get(member), now.get(member)
-    seconds = _seconds(now["at"]) - _seconds(was["at"]) if before else 0.0
+    earlier: Mapping[str, Any] = before or {}
+    first, last = earlier.get(member), now.get(member)
+    seconds = _seconds(now["at"]) - _seconds(earlier["at"]) if before else 0.0
     if first is None or not isinstance(last, (int, float)) or seconds <= 0:
         return None
     return max(0.0, float(last - first)) / seconds
@@ -173,7 +175,7 @@ def _decimals(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
 
 
-def _device(device: DeviceUseView) -> str:
+def _device_text(device: DeviceUseView) -> str:
     from agentd.cli.tables import byte_size
 
     words = [device["id"]]

@@ -46,33 +46,33 @@ def create_token(
 
     Writes a new file with mode 0600 and prints the entry for agent.toml. No daemon is asked.
     """
-    if odd := [word for word in (name, *agents) if not is_name(word)]:
-        raise click.UsageError(f"invalid name {shortened(odd[0])}")
-    chosen = role or ("admin" if gateway else "agent")
-    if gateway and chosen != "admin":
+    if invalid := [word for word in (name, *agents) if not is_name(word)]:
+        raise click.UsageError(f"invalid name {shortened(invalid[0])}")
+    chosen_role = role or ("admin" if gateway else "agent")
+    if gateway and chosen_role != "admin":
         raise click.UsageError(
-            f"invalid role {chosen} for a gateway: expected admin; leave --role out"
+            f"invalid role {chosen_role} for a gateway: expected admin; leave --role out"
         )
-    if chosen == "agent" and not agents:
+    if chosen_role == "agent" and not agents:
         raise click.UsageError(
             "missing --agent: role agent needs the agents whose kernels it may create"
         )
-    if chosen == "admin" and agents:
+    if chosen_role == "admin" and agents:
         raise click.UsageError("role admin is for all agents; leave --agent out")
     path = (file or FOLDER / name).absolute()
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as new:
-            new.write(f"{secrets.token_urlsafe(_BYTES)}\n")
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as token_file:
+            token_file.write(f"{secrets.token_urlsafe(_BYTES)}\n")
     except FileExistsError:
         raise CommandError(f"{path} exists; remove it, or choose another with --file") from None
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
-    lines: dict[str, object] = {"name": name, "file": str(path), "role": chosen}
-    lines |= {"agents": list(agents)} if agents else {}
-    lines |= {"gateway": True} if gateway else {}
-    entry = tomlkit.dumps(lines)
+    settings: dict[str, object] = {"name": name, "file": str(path), "role": chosen_role}
+    settings |= {"agents": list(agents)} if agents else {}
+    settings |= {"gateway": True} if gateway else {}
+    entry = tomlkit.dumps(settings)
     say(f"[[rpc.tokens]]\n{entry}", nl=False)
 
 
@@ -103,24 +103,24 @@ def revoke_token(name: str, config_file: str | None) -> None:
         write_file(path, text)
         say(f"removed {name} from {path}")
         try:
-            waiting = Client(str(settings.rpc.socket), retry_s=0).reload()["needs_restart"]
+            needs_restart = Client(str(settings.rpc.socket), retry_s=0).reload()["needs_restart"]
         except Unreachable as error:
-            if (process := holder(settings.node.state_dir)) is not None:
-                why = f"process {process} holds {settings.node.state_dir}, and {error}"
-                raise CommandError(f"{name} is still valid: {why}") from None
+            if (pid := holder(settings.node.state_dir)) is not None:
+                reason = f"process {pid} holds {settings.node.state_dir}, and {error}"
+                raise CommandError(f"{name} is still valid: {reason}") from None
             say(f"not reloaded: no daemon runs: {error}")
         except AgentdError as error:
-            why = f"{name} is still valid: not reloaded: {error}"
-            raise CommandError(why) from None
+            reason = f"{name} is still valid: not reloaded: {error}"
+            raise CommandError(reason) from None
         else:
-            if late := [key for key in waiting if key.startswith("rpc.")]:
-                why = f"{name} is valid until agentd restarts: {', '.join(late)} differ"
-                raise CommandError(why)
+            if pending := [key for key in needs_restart if key.startswith("rpc.")]:
+                reason = f"{name} is valid until agentd restarts: {', '.join(pending)} differ"
+                raise CommandError(reason)
             say("reloaded agentd")
         file.unlink(missing_ok=True)
         say(f"deleted {file}")
     except ConfigRefused as error:
         raise CommandError("; ".join(error.lines())) from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"{path}: {reason}") from None
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"{path}: {cause}") from None

@@ -30,12 +30,19 @@ if TYPE_CHECKING:
 
     from agentd.client.asynchronous import AsyncClient
 
-_TAKEN = ("Last-Event-ID", "Content-Type", "Accept", "Prefer")
+_FORWARDED_HEADERS = ("Last-Event-ID", "Content-Type", "Accept", "Prefer")
 """Request headers that are relayed to the daemon."""
-_OWN = ("connection", "content-length", "date", "keep-alive", "server", "transfer-encoding")
+_CONNECTION_HEADERS = (
+    "connection",
+    "content-length",
+    "date",
+    "keep-alive",
+    "server",
+    "transfer-encoding",
+)
 """Headers of answers that concern the connection and are not relayed."""
 BODY_TIMEOUT_S = 30.0
-_FILE = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
+_FILE_PATHS = re.compile(r"/|/ui|/ui/(node/)?[a-z0-9.]*")
 """Paths of the page's files, which need no token."""
 
 
@@ -78,7 +85,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
         address = f"http://{relay.host}/ui/#token={relay.token}"
         say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
         if not is_printed:
-            page = stack.enter_context(_sent_on(address))
+            page = stack.enter_context(_redirect_file(address))
             # Some browsers run in the terminal, until they are left.
             if not await asyncio.to_thread(webbrowser.open, page.as_uri()):
                 raise CommandError("no browser could be opened", ["print the address: --print"])
@@ -86,13 +93,13 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
 
 
 @contextlib.contextmanager
-def _sent_on(address: str) -> Iterator[Path]:
+def _redirect_file(address: str) -> Iterator[Path]:
     """Write a file that redirects a browser and that only the caller can read."""
     with tempfile.TemporaryDirectory(prefix="agentctl-ui-") as folder:
         page = Path(folder) / "open.html"
-        goes_on = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
+        redirect = f'<meta http-equiv="refresh" content="0; url={escape(address)}">'
         page.touch(mode=0o600)
-        page.write_text(f"<!doctype html><title>agentd</title>{goes_on}", encoding="utf-8")
+        page.write_text(f"<!doctype html><title>agentd</title>{redirect}", encoding="utf-8")
         yield page
 
 
@@ -117,19 +124,19 @@ class Relay:
         path, is_file = request.raw_path, False
         if not path.startswith("/"):
             return problem("BadRequest", "invalid request target; expected a path")
-        if request.method == "GET" and _FILE.fullmatch(name := path.partition("?")[0]):
+        if request.method == "GET" and _FILE_PATHS.fullmatch(name := path.partition("?")[0]):
             path, is_file = name, True
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not is_file and not secrets.compare_digest(given, f"Bearer {self.token}".encode()):
+        credential = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not is_file and not secrets.compare_digest(credential, f"Bearer {self.token}".encode()):
             return problem("Unauthorized", "missing or invalid token of this `agentctl ui`")
-        return await self._passed_on(request, path)
+        return await self._forward(request, path)
 
-    async def _passed_on(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
+    async def _forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         from aiohttp import web
 
         from agentd.http.problems import problem
 
-        headers = {name: request.headers[name] for name in _TAKEN if name in request.headers}
+        headers = {n: request.headers[n] for n in _FORWARDED_HEADERS if n in request.headers}
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read() or None
@@ -139,11 +146,15 @@ class Relay:
         try:
             async with self._client.passing(
                 request.method, path, headers=headers, body=body
-            ) as answer:
-                kept = {n: v for n, v in answer.headers.items() if n.lower() not in _OWN}
-                response = web.StreamResponse(status=answer.status, headers=kept)
+            ) as daemon_response:
+                forwarded = {
+                    name: value
+                    for name, value in daemon_response.headers.items()
+                    if name.lower() not in _CONNECTION_HEADERS
+                }
+                response = web.StreamResponse(status=daemon_response.status, headers=forwarded)
                 await response.prepare(request)
-                async for chunk in answer.content.iter_any():
+                async for chunk in daemon_response.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
                 return response
