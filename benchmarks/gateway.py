@@ -106,9 +106,9 @@ async def simulated(
         tasks = [asyncio.create_task(publish(etcd, number, lease_s)) for number in range(count)]
         await asyncio.sleep(lease_s + 5)
         pids = {"etcd": etcd_process.pid, "gateway": gateway.pid}
-        before, began = {name: processor_s(pid) for name, pid in pids.items()}, time.monotonic()
+        before, start = {name: processor_s(pid) for name, pid in pids.items()}, time.monotonic()
         await asyncio.sleep(10)
-        elapsed_s = time.monotonic() - began
+        elapsed_s = time.monotonic() - start
         fleet_stats = await gateway.get("/v1/stats")
         result = {
             f"{name}_cores": (processor_s(pid) - before[name]) / elapsed_s

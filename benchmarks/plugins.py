@@ -69,9 +69,9 @@ def bare_interpreter_mib() -> float:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        used = pss_mib(process.pid)
+        memory_mib = pss_mib(process.pid)
         process.kill()
-    return used
+    return memory_mib
 
 
 async def start_process(
@@ -98,13 +98,13 @@ async def measure(target: str, settings: dict[str, Any], rounds: int) -> dict[st
     process_calls: list[float] = []
     in_process_calls: list[float] = []
     for _ in range(rounds):
-        first, *rest = in_process(target, settings)
-        in_process_times.append(first)
-        in_process_calls += rest
+        listing_time, *calls = in_process(target, settings)
+        in_process_times.append(listing_time)
+        in_process_calls += calls
         process, listing, start_time = await start_process(target, settings)
         process_times.append(start_time)
         devices = [AllocatedDevice(d.id, d.stable_id, d.slot, "1") for d in listing.devices[:2]]
-        for _ in rest:
+        for _ in calls:
             before = time.perf_counter()
             await process.call("container_edits", devices, DOCKER, timeout_s=10)
             process_calls.append(time.perf_counter() - before)

@@ -63,7 +63,7 @@ async def measure(rounds: int, kernels: int) -> dict[str, float]:
         for number in range(rounds, kernels):
             await runtime.create(plan(f"k{number}"), lambda *_: None)
         start = time.perf_counter()
-        listed = len((await runtime.list()).kernels)
+        kernel_count = len((await runtime.list()).kernels)
         list_s = time.perf_counter() - start
         for kernel in (await runtime.list()).kernels:
             await runtime.remove(KernelRef(kernel.kernel_id))
@@ -72,7 +72,7 @@ async def measure(rounds: int, kernels: int) -> dict[str, float]:
         "systemd_run_ms": statistics.median(plain_s for plain_s, _ in pairs) * 1000,
         "create_ms": statistics.median(runtime_s for _, runtime_s in pairs) * 1000,
         "own_ms": statistics.median(runtime_s - plain_s for plain_s, runtime_s in pairs) * 1000,
-        "listed": listed,
+        "listed": kernel_count,
         "listed_ms": list_s * 1000,
     }
 

@@ -63,9 +63,9 @@ async def measure(kernels: int, seconds: float) -> dict[str, Any]:
     results: dict[str, Any] = {"kernels": len(await caller.call("GET", "/v1/kernels"))}
 
     async def load() -> float:
-        before, began = processor_s(pid), time.monotonic()
+        before, start = processor_s(pid), time.monotonic()
         await asyncio.sleep(seconds)
-        return round((processor_s(pid) - before) / (time.monotonic() - began), 4)
+        return round((processor_s(pid) - before) / (time.monotonic() - start), 4)
 
     async def scrape() -> None:
         while True:

@@ -66,8 +66,8 @@ def agentctl(folder: Path, *words: str) -> list[str]:
 
 def answers(command: list[str]) -> bool:
     """Return whether a command ends with status 0 within START_S."""
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return True
         time.sleep(0.2)
@@ -89,10 +89,10 @@ def node(folder: Path, name: str, plugin: str, count: int, mode: str) -> Iterato
         try:
             yield folder
         finally:
-            listed = subprocess.run(
+            listing = subprocess.run(
                 agentctl(folder, "ls", "-o", "json"), capture_output=True, check=True
             )
-            ids = [kernel["kernel_id"] for kernel in json.loads(listed.stdout)]
+            ids = [kernel["kernel_id"] for kernel in json.loads(listing.stdout)]
             if ids:
                 subprocess.run(agentctl(folder, "rm", "--timeout", "0", *ids), check=False)
             daemon.terminate()
@@ -118,9 +118,9 @@ def busy(folder: Path) -> None:
     subprocess.run(agentctl(folder, "drain", "cuda6"), capture_output=True, check=True)
 
 
-async def take(shown: list[str], wait_s: float, pictures: dict[str, dict[str, object]]) -> None:
+async def take(command: list[str], wait_s: float, pictures: dict[str, dict[str, object]]) -> None:
     """Take pictures of one page, each in a browser context with its own options."""
-    page_server = await asyncio.create_subprocess_exec(*shown, stdout=asyncio.subprocess.PIPE)
+    page_server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert page_server.stdout is not None
     address = (await page_server.stdout.readline()).decode().strip()
     async with async_playwright() as playwright:
@@ -146,15 +146,15 @@ async def take(shown: list[str], wait_s: float, pictures: dict[str, dict[str, ob
 def take_node(folder: Path) -> None:
     """Take the page of one node with eight GPUs."""
     wide, tall = {"width": 1440, "height": 960}, {"width": 390, "height": 844}
-    with node(folder / "node", "gpu-node-07", "cuda", 8, "shares") as here:
-        busy(here)
+    with node(folder / "node", "gpu-node-07", "cuda", 8, "shares") as node_folder:
+        busy(node_folder)
         pictures: dict[str, dict[str, object]] = {
             "page-8-gpus": {"viewport": wide},
             "page-8-gpus-dark": {"viewport": wide, "color_scheme": "dark"},
             "page-kernel": {"viewport": wide},
             "page-phone": {"viewport": tall},
         }
-        asyncio.run(take(agentctl(here, "ui", "--print"), CURVES_S, pictures))
+        asyncio.run(take(agentctl(node_folder, "ui", "--print"), CURVES_S, pictures))
 
 
 def take_fleet(folder: Path) -> None:

@@ -95,24 +95,24 @@ SWITCHED = 101
 """The status of a WebSocket response (RFC 6455)."""
 
 
-def get(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
+def get(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
     """Return a GET route; `answers` by status, or the model of a 200."""
-    return Route("GET", path, handler, _by_status(answers), **more)
+    return Route("GET", path, handler, _by_status(answers), **options)
 
 
-def post(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
+def post(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
     """Return a POST route; `answers` by status, or the model of a 200."""
-    return Route("POST", path, handler, _by_status(answers), **more)
+    return Route("POST", path, handler, _by_status(answers), **options)
 
 
-def put(path: str, handler: Handler, answers: Any, **more: Any) -> Route:
+def put(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
     """Return a PUT route; `answers` by status, or the model of a 200."""
-    return Route("PUT", path, handler, _by_status(answers), **more)
+    return Route("PUT", path, handler, _by_status(answers), **options)
 
 
-def delete(path: str, handler: Handler, **more: Any) -> Route:
+def delete(path: str, handler: Handler, **options: Any) -> Route:
     """Return a DELETE route, answered with 204."""
-    return Route("DELETE", path, handler, {204: None}, **more)
+    return Route("DELETE", path, handler, {204: None}, **options)
 
 
 def _by_status(answers: Any) -> dict[int, Any]:

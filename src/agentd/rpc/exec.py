@@ -168,5 +168,5 @@ async def _obey(session: Session, control: Mapping[str, Any]) -> None:
         case {"signal": str(name)} if (number := _signal_number(name)) is not None:
             await session.send_signal(number)
         case _:
-            known = '{"resize": [columns, rows]}, {"stdin": "closed"}, {"signal": "INT"}'
-            raise InvalidRequest([Problem("", f"expected one of {known}")])
+            frames = '{"resize": [columns, rows]}, {"stdin": "closed"}, {"signal": "INT"}'
+            raise InvalidRequest([Problem("", f"expected one of {frames}")])

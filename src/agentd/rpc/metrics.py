@@ -128,11 +128,13 @@ def _plugin_metrics(plugins: Plugins) -> Iterator[Metric]:
         if plugin.state is not PluginState.ABSENT
     }
     restarts = {(name,): status.restarts for name, status in vitals.items()}
-    listed = {(n,): status.listed_s for n, status in vitals.items() if status.listed_s is not None}
+    list_ages = {
+        (n,): status.listed_s for n, status in vitals.items() if status.listed_s is not None
+    }
     yield gauge("agentd_plugin_ready", "Whether a plugin is ready", label, ready)
     yield counter("agentd_plugin_restarts", "Restarts of a plugin", label, restarts)
     text = "Since a plugin last listed its devices"
-    yield gauge("agentd_plugin_last_list_seconds", text, label, listed)
+    yield gauge("agentd_plugin_last_list_seconds", text, label, list_ages)
 
 
 def _kernel_metrics(kernels: Iterable[Kernel]) -> Iterator[Metric]:
@@ -146,8 +148,8 @@ def _usage_metrics(usages: Sequence[KernelUse]) -> Iterator[Metric]:
         values = {
             (usage.kernel_id, usage.agent_id): getattr(usage.usage, member) for usage in usages
         }
-        known = {labels: value for labels, value in values.items() if value is not None}
-        yield kind(f"agentd_kernel_{name}", text, _KERNEL, known)
+        samples = {labels: value for labels, value in values.items() if value is not None}
+        yield kind(f"agentd_kernel_{name}", text, _KERNEL, samples)
     shares, memory = {}, {}
     for usage in usages:
         for device in usage.devices:
@@ -194,9 +196,9 @@ def _refusal_metrics(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[
     from prometheus_client.core import HistogramMetricFamily
 
     of_slots = InsufficientResource.code
-    known = [(code, "") for code in CREATE_CODES - {of_slots}]
-    known += [(of_slots, slot) for slot in slots]
-    refusals = dict(sorted({**dict.fromkeys(known, 0), **counts.refusals}.items()))
+    zero_keys = [(code, "") for code in CREATE_CODES - {of_slots}]
+    zero_keys += [(of_slots, slot) for slot in slots]
+    refusals = dict(sorted({**dict.fromkeys(zero_keys, 0), **counts.refusals}.items()))
     text = "Refused creates by error code and slot"
     yield counter("agentd_refusals", text, ("code", "slot"), refusals)
     text = "Duration of creates: own until the runtime call, whole until the kernel ran"
@@ -228,10 +230,10 @@ def _limit_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Ite
         for name, limit in rendering.limit_views(agent, split, state.ledger).items()
     }
     amounts = {key: float(limit["limit"]) for key, limit in limits.items()}
-    held = {key: float(limit["held"]) for key, limit in limits.items()}
+    held_amounts = {key: float(limit["held"]) for key, limit in limits.items()}
     guaranteed = {key: limit["guaranteed"] for key, limit in limits.items()}
     yield gauge("agentd_agent_limit", "Limit of an agent", labels, amounts)
-    yield gauge("agentd_agent_limit_held", "Amount held under the limit", labels, held)
+    yield gauge("agentd_agent_limit_held", "Amount held under the limit", labels, held_amounts)
     text = "Whether the limit is guaranteed"
     yield gauge("agentd_agent_limit_guaranteed", text, labels, guaranteed)
 
@@ -266,15 +268,15 @@ def _device_metrics(
     }
     text = "1 for each agent whose partition has the device"
     yield gauge("agentd_device_agent", text, (*_DEVICE, "agent"), owners)
-    known = {name for device in accelerators for name in (device.stable_id, device.parent)}
+    stable_ids = {name for device in accelerators for name in (device.stable_id, device.parent)}
     ids = {device.stable_id: device.device_id.id for device in accelerators}
-    measured = {
+    measurements = {
         (name, ids.get(item.stable_id, ""), item.stable_id): item
         for name, items in plugins.measurements().items()
         for item in items
-        if item.stable_id in known
+        if item.stable_id in stable_ids
     }
     for member, text in _MEASUREMENT_METRICS.items():
-        values = {labels: getattr(item, member) for labels, item in measured.items()}
+        values = {labels: getattr(item, member) for labels, item in measurements.items()}
         samples = {labels: value for labels, value in values.items() if value is not None}
         yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "stable_id"), samples)

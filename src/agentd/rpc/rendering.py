@@ -530,9 +530,9 @@ def check_views(checks: Iterable[Check]) -> list[CheckView]:
 
 def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:
     """Return base units as plain decimals for every known slot, zero by default."""
-    known = dict(slots)
+    amount_by_slot = dict(slots)
     return {
-        name: format_amount(known.get(name, 0), slot.kind)
+        name: format_amount(amount_by_slot.get(name, 0), slot.kind)
         for name, slot in inventory.slot_types.items()
     }
 

@@ -87,8 +87,8 @@ def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
     partial_line, outcome = b"", None
     try:
         for chunk in chunks:
-            *whole, partial_line = (partial_line + chunk).split(b"\n")
-            for line in whole:
+            *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
+            for line in complete_lines:
                 lines.put(prefix + line + b"\n")
     except AgentdError as error:
         outcome = error
@@ -122,22 +122,22 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     agentctl wait --for running --timeout 60 train-1 train-2
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    waiting, failed = dict.fromkeys(kernels), False
+    pending, failed = dict.fromkeys(kernels), False
 
     def check(kernel: str) -> None:
         if _has_reached(client, kernel, target):
-            del waiting[kernel]
+            del pending[kernel]
             say(kernel)
 
-    while waiting:
-        for kernel in tuple(waiting):
+    while pending:
+        for kernel in tuple(pending):
             if for_each([kernel], check):
-                del waiting[kernel]
+                del pending[kernel]
                 failed = True
-        if waiting and time.monotonic() > deadline:
-            say(f"agentctl: not {target}: {', '.join(waiting)}", err=True)
+        if pending and time.monotonic() > deadline:
+            say(f"agentctl: not {target}: {', '.join(pending)}", err=True)
             sys.exit(ExitStatus.TIMED_OUT)
-        if waiting:
+        if pending:
             time.sleep(_POLL_S)
     sys.exit(failed)
 

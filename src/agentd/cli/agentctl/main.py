@@ -432,6 +432,6 @@ def _find_device(client: Client, device: str) -> tuple[str, str]:
             {"code": "UnknownDevice", "detail": f"ambiguous device {device}"},
             [f"name one of: {choices}"],
         )
-    known = [row["id"] for row in rows] + [f"{row['device_name']}/{row['id']}" for row in rows]
-    remedies = suggestion(device, known) or ["list the devices: agentctl devices"]
+    known_ids = [row["id"] for row in rows] + [f"{row['device_name']}/{row['id']}" for row in rows]
+    remedies = suggestion(device, known_ids) or ["list the devices: agentctl devices"]
     raise RpcProblem({"code": "UnknownDevice", "detail": f"unknown device {device}"}, remedies)
