@@ -158,7 +158,7 @@ def amount(slot: str, text: object) -> str:
 
 
 def held_amounts(slot: str, holder: Mapping[str, Any]) -> str:
-    """Return what a kernel holds of a device: its amount, or one of each slot if it has several."""
+    """Return the amount that a holder has of a device; of several slots, one of each."""
     amounts = holder["amounts"]
     if len(amounts) < 2:
         return amount(slot, holder["amount"])

@@ -28,7 +28,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     is_paged: bool = False
 
     def is_worth_another(self, refusal: Unavailable, remaining_s: float) -> bool:
-        """Return whether to send it again: what `refusal` asks to wait for fits what is left."""
+        """Return whether to repeat the call after the pause that `refusal` asks for."""
         return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= remaining_s
 
     def next_page(self, link: str | None) -> Self | None:

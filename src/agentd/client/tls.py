@@ -1,4 +1,4 @@
-"""The TLS context of every client of ours."""
+"""The TLS context of every client."""
 
 from __future__ import annotations
 

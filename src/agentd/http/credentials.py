@@ -1,6 +1,6 @@
 """Tokens and certificates named by the settings, and warnings about weak ones.
 
-`callers` finds out who calls with them.
+`callers` identifies the caller of a request by them.
 """
 
 from __future__ import annotations

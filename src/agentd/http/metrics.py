@@ -1,6 +1,6 @@
 """Metrics in the Prometheus exposition format, for the daemon and the gateway.
 
-The library is imported with the first scrape: a daemon that nobody scrapes does without it.
+The library is imported with the first scrape.
 """
 
 from __future__ import annotations

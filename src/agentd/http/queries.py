@@ -1,4 +1,4 @@
-"""Query parameters as pydantic models, and what else a handler reads of a request.
+"""Query parameters as pydantic models, and the preferences and the body of a request.
 
 The OpenAPI document is generated from these models, so it matches the validation.
 """

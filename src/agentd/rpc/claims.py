@@ -131,10 +131,10 @@ class ClaimHandlers:
 
 
 def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:
-    """Refuse what only an admin may ask for.
+    """Refuse members that only an admin may set.
 
     Raises:
-        Forbidden: the caller is none.
+        Forbidden: the caller is not an admin.
     """
     admin_members: dict[str, Any] = {
         "name a cgroup": body.holder.cgroup,

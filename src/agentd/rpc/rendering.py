@@ -156,7 +156,7 @@ def _collision_view(collision: Collision, ledger: Ledger) -> Mapping[str, object
 
 
 def charged_allocation(allocation: Allocation, inventory: Inventory) -> Allocation:
-    """Return what of an allocation is charged now."""
+    """Return the part of an allocation that is charged now."""
     return Allocation(
         tuple(
             charged(share, device, inventory)
@@ -254,7 +254,7 @@ def device_view(
 def _device_slots(
     device: Device, partitions: Sequence[Partition], ledger: Ledger
 ) -> dict[str, SlotUseView]:
-    """Return each slot of a device; what is free for several agents counts once."""
+    """Return each slot of a device; an amount that is free for several agents counts once."""
     free_amounts = [ledger.left(device, partition) for partition in partitions]
     slots: dict[str, SlotUseView] = {}
     for index, offer in enumerate(device.slots):

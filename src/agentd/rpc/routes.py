@@ -73,7 +73,7 @@ def routes(
     device, kernel = "/v1/devices/{device_name}/{id}", "/v1/kernels/{kernel}"
     claim, engine = "/v1/claims/{claim}", "/v1/engines/{engine}"
     of_agent = "/v1/agents/{agent}/kernels"
-    change, use, nobody = Right.NODE, Right.KERNELS, None
+    change, use, public = Right.NODE, Right.KERNELS, None
     return (
         get("/v1/node", node.get_node, NodeView, query=NodeQuery),
         post("/v1/reload", node.reload, ReloadView, right=change),
@@ -125,8 +125,8 @@ def routes(
         get("/v1/whoami", site.whoami, CallerView),
         get("/v1/openapi.json", site.get_openapi, {200: dict[str, Any]}),
         get("/metrics", node.get_metrics, METRICS),
-        get("/livez", site.livez, {200: dict[str, str]}, right=nobody),
-        get("/readyz", site.readyz, {200: dict[str, str]}, right=nobody),
+        get("/livez", site.livez, {200: dict[str, str]}, right=public),
+        get("/readyz", site.readyz, {200: dict[str, str]}, right=public),
     )
 
 
