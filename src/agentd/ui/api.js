@@ -2,7 +2,7 @@
 
 /** At a gateway this is the page of one node, which is asked through it. */
 const NODE = location.pathname.includes("/ui/node/") ? new URLSearchParams(location.search).get("node") : null;
-const at = (path) => (NODE === null ? path : path.replace(/^\/v1\//, `/v1/nodes/${encodeURIComponent(NODE)}/`));
+const nodePath = (path) => (NODE === null ? path : path.replace(/^\/v1\//, `/v1/nodes/${encodeURIComponent(NODE)}/`));
 const KEY = "agentd-token";
 const SILENCE_MS = 40_000;
 const PATIENCE_MS = 15_000;
@@ -20,9 +20,9 @@ export class Refused extends Error {
 export const token = {
   /** Take the token that the address brings, which is not to stay there. */
   arrive() {
-    const given = new URLSearchParams(location.hash.slice(1)).get("token");
-    if (given) {
-      sessionStorage.setItem(KEY, given);
+    const text = new URLSearchParams(location.hash.slice(1)).get("token");
+    if (text) {
+      sessionStorage.setItem(KEY, text);
       history.replaceState(null, "", location.pathname + location.search);
     }
   },
@@ -31,19 +31,19 @@ export const token = {
 };
 
 export async function open(path, { method = "GET", headers = {}, body, signal } = {}) {
-  const known = sessionStorage.getItem(KEY);
-  const given = known ? { ...headers, Authorization: `Bearer ${known}` } : { ...headers };
-  if (body !== undefined) given["Content-Type"] = "application/json";
-  const answer = await fetch(at(path), {
+  const text = sessionStorage.getItem(KEY);
+  const allHeaders = text ? { ...headers, Authorization: `Bearer ${text}` } : { ...headers };
+  if (body !== undefined) allHeaders["Content-Type"] = "application/json";
+  const response = await fetch(nodePath(path), {
     method,
-    headers: given,
+    headers: allHeaders,
     body: body === undefined ? undefined : JSON.stringify(body),
     signal,
     credentials: "omit",
     cache: "no-store",
   });
-  if (answer.ok) return answer;
-  throw new Refused(answer.status, await answer.json().catch(() => ({})));
+  if (response.ok) return response;
+  throw new Refused(response.status, await response.json().catch(() => ({})));
 }
 
 export async function get(path) {
@@ -52,25 +52,25 @@ export async function get(path) {
 
 /** Get all pages of a list; only the query of `Link` counts, so that it leads nowhere else. */
 export async function list(path) {
-  const found = [];
+  const rows = [];
   for (let query = "", next; query !== null; query = next) {
-    const answer = await open(path + query, { signal: AbortSignal.timeout(PATIENCE_MS) });
-    found.push(...(await answer.json()));
-    next = /<[^<>?]*(\?[^<>#]+)>; *rel="next"/.exec(answer.headers.get("Link") ?? "")?.[1] ?? null;
+    const response = await open(path + query, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    rows.push(...(await response.json()));
+    next = /<[^<>?]*(\?[^<>#]+)>; *rel="next"/.exec(response.headers.get("Link") ?? "")?.[1] ?? null;
     if (next === query) throw new Error(`the page after ${path}${query} is the same page again`);
   }
-  return found;
+  return rows;
 }
 
-/** Yield the server-sent events of an answer; `heard` is called at every sign of life. */
-export async function* events(answer, heard) {
+/** Yield the server-sent events of a response; `onData` is called at every sign of life. */
+export async function* events(response, onData) {
   let unread = "";
   let event = {};
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    heard();
+    onData();
     const lines = (unread + value).split("\n");
     unread = lines.pop();
     for (const line of lines) {
@@ -85,38 +85,38 @@ export async function* events(answer, heard) {
 }
 
 /**
- * Follow what happens for ever: `begin` is awaited before anything else is told, whenever the past
- * is not known; `told` gets each event; `changed` whether there is a connection.
+ * Follow the events for ever: `onBegin` is awaited before the first event, whenever earlier ones
+ * were missed; `onEvent` gets each event; `onConnection` whether there is a connection.
  */
-export async function follow({ begin, told, changed, denied }) {
-  let last = null;
+export async function follow({ onBegin, onEvent, onConnection, onDenied }) {
+  let lastId = null;
   for (let failures = 0; ; failures += 1) {
     const stop = new AbortController();
     let timer = null;
-    const heard = () => {
+    const onData = () => {
       clearTimeout(timer);
       timer = setTimeout(() => stop.abort(), SILENCE_MS);
     };
     try {
-      heard();
-      const headers = last ? { "Last-Event-ID": last } : {};
-      const answer = await open("/v1/events", { headers, signal: stop.signal });
-      if (last === null) await begin();
+      onData();
+      const headers = lastId ? { "Last-Event-ID": lastId } : {};
+      const response = await open("/v1/events", { headers, signal: stop.signal });
+      if (lastId === null) await onBegin();
       failures = 0;
-      changed(true);
-      for await (const event of events(answer, heard)) {
+      onConnection(true);
+      for await (const event of events(response, onData)) {
         if (event.kind === "reset") {
-          await begin();
-          last = event.id ?? null;
+          await onBegin();
+          lastId = event.id ?? null;
         } else {
-          last = event.id;
-          told(event);
+          lastId = event.id;
+          onEvent(event);
         }
       }
     } catch (error) {
       if (error instanceof Refused && [401, 403].includes(error.status)) {
-        await denied(error);
-        last = null;
+        await onDenied(error);
+        lastId = null;
         continue;
       }
       console.info("agentd: connection lost", error);
@@ -124,7 +124,7 @@ export async function follow({ begin, told, changed, denied }) {
       clearTimeout(timer);
       stop.abort();
     }
-    changed(false);
+    onConnection(false);
     const pause = PAUSES_MS[Math.min(failures, PAUSES_MS.length - 1)];
     await new Promise((resolve) => setTimeout(resolve, pause));
   }

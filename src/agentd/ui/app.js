@@ -37,29 +37,29 @@ const draw = inFrames(
 
 const pause = (time) => new Promise((resolve) => setTimeout(resolve, time));
 
-/** Look again a moment after the first of many events, one look at a time, until it succeeds. */
-function soon(look, isTriedAgain) {
+/** Look again a moment after the first of many events, one at a time, until it succeeds. */
+function soon(load, isRetried) {
   let isWanted = false;
-  let isLooking = false;
+  let isLoading = false;
   const run = async () => {
-    isLooking = true;
+    isLoading = true;
     while (isWanted) {
       await pause(SETTLE_MS);
       isWanted = false;
       try {
-        await look();
+        await load();
         draw();
       } catch (error) {
         console.info("agentd: not looked at", error);
-        isWanted = isWanted || isTriedAgain;
+        isWanted = isWanted || isRetried;
         await pause(RETRY_MS);
       }
     }
-    isLooking = false;
+    isLoading = false;
   };
   return () => {
     isWanted = true;
-    if (!isLooking) run();
+    if (!isLoading) run();
   };
 }
 
@@ -79,24 +79,24 @@ setInterval(() => store.node && draw(), 30_000); // ages
 document.addEventListener("visibilitychange", () => document.hidden || stats());
 let wasAsked = Boolean(sessionStorage.getItem("agentd-token"));
 follow({
-  async begin() {
+  async onBegin() {
     await store.load();
     byId("login").hidden = true;
     byId("main").hidden = false;
     draw();
     stats();
   },
-  told(event) {
+  onEvent(event) {
     again[store.take(event)]?.();
     draw();
   },
-  changed: shows,
-  async denied(error) {
+  onConnection: shows,
+  async onDenied(error) {
     token.forget();
     shows(false);
     byId("details").close();
-    const why = error instanceof Refused && wasAsked ? "That token is not known here." : "";
+    const problem = error instanceof Refused && wasAsked ? "That token is not known here." : "";
     wasAsked = true;
-    await login(why);
+    await login(problem);
   },
 });

@@ -92,15 +92,15 @@ export class Details {
     const figures = this.store.figures.get(id);
     const last = figures?.last;
     const limit = last?.memory_limit_bytes;
-    const shown = {
+    const charts = {
       cpu: ["CPU", cores(figures?.cpu.at(-1)), "cores", Number(kernel.slots.cpu ?? 1)],
       memory: ["Memory", bytes(figures?.memory.at(-1)), limit ? `of ${bytes(limit)}` : "", limit],
       load: ["Device load", percent(figures?.load.at(-1)), "", 1],
     };
-    for (const [figure, [title, value, unit, most]] of Object.entries(shown)) {
-      const place = this.dialog.querySelector(`figure.${figure}`);
-      place.firstChild.textContent = `${title}: ${value} ${unit}`;
-      draw(place.lastChild, figures?.[figure] ?? [], most);
+    for (const [figure, [title, value, unit, minimumTop]] of Object.entries(charts)) {
+      const figureElement = this.dialog.querySelector(`figure.${figure}`);
+      figureElement.firstChild.textContent = `${title}: ${value} ${unit}`;
+      draw(figureElement.lastChild, figures?.[figure] ?? [], minimumTop);
     }
     const path = `/v1/kernels/${encodeURIComponent(id)}`;
     const actions = [];
@@ -116,11 +116,11 @@ export class Details {
   }
 
   #setActions(actions) {
-    const place = this.dialog.querySelector(".buttons");
-    const shown = JSON.stringify(actions);
-    if (!place || place.shows === shown) return;
-    place.shows = shown;
-    place.replaceChildren(...actions.map(([title, method, path, body, needsTwo]) => {
+    const buttons = this.dialog.querySelector(".buttons");
+    const key = JSON.stringify(actions);
+    if (!buttons || buttons.shows === key) return;
+    buttons.shows = key;
+    buttons.replaceChildren(...actions.map(([title, method, path, body, needsTwo]) => {
       const act = async () => {
         if (needsTwo && !button.dataset.sure) {
           button.dataset.sure = "yes";
@@ -150,9 +150,9 @@ export class Details {
 }
 
 function facts(kernel) {
-  const held = Object.entries(kernel.allocation).map(([name, slots]) => {
+  const holdings = Object.entries(kernel.allocation).map(([name, slots]) => {
     const amounts = Object.entries(slots).flatMap(([slot, ids]) =>
-      Object.entries(ids).map(([id, given]) => `${id} (${amount(given, slot === "mem" ? "bytes" : "")})`));
+      Object.entries(ids).map(([id, text]) => `${id} (${amount(text, slot === "mem" ? "bytes" : "")})`));
     return `${name}: ${amounts.join(", ")}`;
   });
   const ports = kernel.ports.map((port) => `${port.address}:${port.host ?? "?"} → ${port.container}/${port.protocol}`);
@@ -162,7 +162,7 @@ function facts(kernel) {
     ["Agent", kernel.agent_id],
     ["Created", `${age(kernel.created_at)} ago by ${kernel.created_by || "?"}`],
     ["Command", [kernel.image, kernel.command.join(" ")].filter(Boolean).join(": ") || "–"],
-    ["Holds", held.join("; ") || "nothing"],
+    ["Holds", holdings.join("; ") || "nothing"],
     ...(kernel.exit_code === null ? [] : [["Exit code", `${kernel.exit_code}${kernel.oom_killed ? ", out of memory" : ""}`]]),
     ...(kernel.degraded.length ? [["Degraded", kernel.degraded.join("; ")]] : []),
     ...(kernel.not_enforced.length ? [["Not enforced", kernel.not_enforced.join(", ")]] : []),

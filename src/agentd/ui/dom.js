@@ -4,22 +4,22 @@ export const byId = (id) => document.getElementById(id);
 
 /** Make an element: properties, `data` and `aria`, classes; children are elements or text. */
 export function h(tag, { data, aria, cls, on, role, ...properties } = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  if (cls) made.className = cls;
-  if (role) made.setAttribute("role", role);
-  for (const [name, value] of Object.entries(data ?? {})) made.dataset[name] = value;
-  for (const [name, value] of Object.entries(aria ?? {})) made.setAttribute(`aria-${name}`, value);
-  for (const [name, listener] of Object.entries(on ?? {})) made.addEventListener(name, listener);
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  const element = Object.assign(document.createElement(tag), properties);
+  if (cls) element.className = cls;
+  if (role) element.setAttribute("role", role);
+  for (const [name, value] of Object.entries(data ?? {})) element.dataset[name] = value;
+  for (const [name, value] of Object.entries(aria ?? {})) element.setAttribute(`aria-${name}`, value);
+  for (const [name, listener] of Object.entries(on ?? {})) element.addEventListener(name, listener);
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 /** Have a list show other things, without touching those that are the same. */
 export function fill(list, children) {
   children.forEach((child, index) => {
-    const shown = list.children[index];
-    if (!shown) list.append(child);
-    else if (shown.outerHTML !== child.outerHTML) shown.replaceWith(child);
+    const current = list.children[index];
+    if (!current) list.append(child);
+    else if (current.outerHTML !== child.outerHTML) current.replaceWith(child);
   });
   while (list.children.length > children.length) list.lastElementChild.remove();
 }

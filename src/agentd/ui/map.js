@@ -28,8 +28,8 @@ export class DeviceMap {
   }
 
   colourOf(agent) {
-    const place = this.store.agents.findIndex((one) => one.agent_id === agent);
-    return place < 0 ? "other" : String(place % COLOURS);
+    const index = this.store.agents.findIndex((candidate) => candidate.agent_id === agent);
+    return index < 0 ? "other" : String(index % COLOURS);
   }
 
   draw() {
@@ -52,8 +52,8 @@ export class DeviceMap {
   /** Light up the devices of a kernel; of none, take the light away. */
   light(kernelId) {
     for (const [key, cell] of this.cells) {
-      const held = this.store.devices.get(key)?.holders ?? [];
-      cell.classList.toggle("lit", held.some((holder) => holder.kernel_id === kernelId));
+      const holders = this.store.devices.get(key)?.holders ?? [];
+      cell.classList.toggle("lit", holders.some((holder) => holder.kernel_id === kernelId));
     }
     this.root.classList.toggle("dimmed", Boolean(kernelId));
   }
@@ -134,8 +134,8 @@ export class DeviceMap {
       return names.length > 1 ? `${free} ${slot} free` : `${free} free`;
     });
     const text = parts.join(", ");
-    const place = this.root.querySelector(`small[data-count="${CSS.escape(name)}"]`);
-    if (place && place.textContent !== text) place.textContent = text;
+    const label = this.root.querySelector(`small[data-count="${CSS.escape(name)}"]`);
+    if (label && label.textContent !== text) label.textContent = text;
   }
 
   #legend() {
@@ -168,14 +168,14 @@ export class DeviceMap {
   /** Arrow keys go from cell to cell; Tab goes from row to row. */
   #walk(event, row) {
     const cells = [...row.querySelectorAll(".cell")];
-    const at = cells.indexOf(document.activeElement);
+    const index = cells.indexOf(document.activeElement);
     const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
-    const to = event.key === "Home" ? 0 : event.key === "End" ? cells.length - 1 : at + (steps[event.key] ?? NaN);
-    if (at < 0 || !cells[to]) return;
+    const target = event.key === "Home" ? 0 : event.key === "End" ? cells.length - 1 : index + (steps[event.key] ?? NaN);
+    if (index < 0 || !cells[target]) return;
     event.preventDefault();
-    cells[at].tabIndex = -1;
-    cells[to].tabIndex = 0;
-    cells[to].focus();
+    cells[index].tabIndex = -1;
+    cells[target].tabIndex = 0;
+    cells[target].focus();
   }
 }
 
@@ -183,9 +183,9 @@ export class DeviceMap {
 export function describe(device, store) {
   const kindOf = (name) => store.slots.get(name)?.kind;
   const slots = Object.entries(device.slots);
-  const had = (holder) => Object.entries(holder.amounts).map(([name, held]) => amount(held, kindOf(name))).join(" and ");
-  const holders = device.holders.slice(0, 6).map((holder) => `${nameOf(holder)} has ${had(holder) || "all"}`);
-  const more = device.holders.length - holders.length;
+  const amountsOf = (holder) => Object.entries(holder.amounts).map(([name, text]) => amount(text, kindOf(name))).join(" and ");
+  const holders = device.holders.slice(0, 6).map((holder) => `${nameOf(holder)} has ${amountsOf(holder) || "all"}`);
+  const hiddenCount = device.holders.length - holders.length;
   return [
     `${device.device_name} ${device.id}${device.model ? ` (${device.model})` : ""}`,
     device.state === "ok" ? "ok" : `${device.state}${device.reason ? `: ${device.reason}` : ""}`,
@@ -196,6 +196,6 @@ export function describe(device, store) {
     ...(device.numa_node === null ? [] : [`NUMA node ${device.numa_node}`]),
     device.agents.length ? `for ${device.agents.join(", ")}` : "for no agent",
     ...holders,
-    ...(more > 0 ? [`and ${more} more`] : []),
+    ...(hiddenCount > 0 ? [`and ${hiddenCount} more`] : []),
   ];
 }

@@ -7,13 +7,13 @@ const TAIL = 500;
 const PAUSE_MS = 1000;
 
 /** Show a kernel's output from its last lines on; after a drop from its last lines again. */
-export async function follow(id, place, isOver, signal) {
-  const text = new Text(place);
+export async function follow(id, element, isOver, signal) {
+  const text = new Text(element);
   for (let isLost = false; ; ) {
     try {
-      const answer = await open(path(id), { signal });
+      const response = await open(path(id), { signal });
       isLost = false;
-      await copy(answer, text);
+      await copy(response, text);
       if (isOver()) {
         if (!text.length) text.add("It has printed nothing.");
         return;
@@ -32,8 +32,8 @@ export async function follow(id, place, isOver, signal) {
 
 const path = (id) => `/v1/kernels/${encodeURIComponent(id)}/logs?follow=true&tail=${TAIL}`;
 
-async function copy(answer, text) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+async function copy(response, text) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   text.clear();
   for (;;) {
     const { value, done } = await reader.read();
@@ -48,8 +48,8 @@ class Text {
   #pending = "";
   length = 0;
 
-  constructor(place) {
-    this.#place = place;
+  constructor(element) {
+    this.#place = element;
   }
 
   clear() {
@@ -65,15 +65,15 @@ class Text {
   }
 
   #draw() {
-    const place = this.#place;
-    const isAtEnd = place.scrollTop + place.clientHeight >= place.scrollHeight - 8;
-    if (this.#pending) place.append(this.#pending);
+    const element = this.#place;
+    const isAtEnd = element.scrollTop + element.clientHeight >= element.scrollHeight - 8;
+    if (this.#pending) element.append(this.#pending);
     this.#pending = "";
-    let shown = place.textContent.length;
-    while (shown > MOST && place.childNodes.length > 1) {
-      shown -= place.firstChild.length;
-      place.firstChild.remove();
+    let length = element.textContent.length;
+    while (length > MOST && element.childNodes.length > 1) {
+      length -= element.firstChild.length;
+      element.firstChild.remove();
     }
-    if (isAtEnd) place.scrollTop = place.scrollHeight;
+    if (isAtEnd) element.scrollTop = element.scrollHeight;
   }
 }

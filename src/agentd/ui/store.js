@@ -155,22 +155,22 @@ export class Store {
 
   /** What is wrong, in words. */
   warnings() {
-    const { runtime, other_runtimes: others, plugins, warnings } = this.node;
-    const found = [];
-    for (const one of [runtime, ...others]) {
-      if (one.state !== "available") found.push([`runtime ${one.name}`, one.state, one.reason]);
+    const { runtime, other_runtimes: otherRuntimes, plugins, warnings } = this.node;
+    const rows = [];
+    for (const entry of [runtime, ...otherRuntimes]) {
+      if (entry.state !== "available") rows.push([`runtime ${entry.name}`, entry.state, entry.reason]);
     }
     for (const plugin of plugins) {
       if (["failed", "blocked"].includes(plugin.state)) {
-        found.push([`plugin ${plugin.name}`, plugin.state, plugin.reason]);
+        rows.push([`plugin ${plugin.name}`, plugin.state, plugin.reason]);
       }
     }
     for (const device of this.devices.values()) {
       if (device.state !== "ok" && device.state !== "drained") {
-        found.push([`${device.device_name} ${device.id}`, device.state, device.reason]);
+        rows.push([`${device.device_name} ${device.id}`, device.state, device.reason]);
       }
     }
-    return [...found, ...warnings.map((warning) => ["configuration", "warning", warning])];
+    return [...rows, ...warnings.map((warning) => ["configuration", "warning", warning])];
   }
 }
 

@@ -37,24 +37,24 @@ export class KernelTable {
 
   draw() {
     const words = byId("find").value.toLowerCase().split(/\s+/).filter(Boolean);
-    const wanted = byId("states").value;
+    const state = byId("states").value;
     const fits = (kernel) => {
-      if (wanted === "running" && kernel.state !== "running") return false;
-      if (wanted && wanted !== "running" && isEnded(kernel) !== (wanted === "ended")) return false;
+      if (state === "running" && kernel.state !== "running") return false;
+      if (state && state !== "running" && isEnded(kernel) !== (state === "ended")) return false;
       return !words.length || words.every((word) => searched(kernel).includes(word));
     };
-    const found = [...this.store.kernels.values()].filter(fits);
+    const kernels = [...this.store.kernels.values()].filter(fits);
     const [, , key] = COLUMNS.find(([name]) => name === this.sort.column);
-    const keys = new Map(found.map((kernel) => [kernel, key(kernel, this.store)]));
+    const keys = new Map(kernels.map((kernel) => [kernel, key(kernel, this.store)]));
     const sign = this.sort.isReversed ? -1 : 1;
-    found.sort((one, other) => {
+    kernels.sort((one, other) => {
       const [a, b] = [keys.get(one), keys.get(other)];
       const order = typeof a === "number" ? a - b : natural(a, b);
       return sign * (order || natural(one.kernel_id, other.kernel_id));
     });
-    this.shown = found;
-    byId("kernels").setAttribute("aria-rowcount", String(found.length + 1));
-    const text = `${found.length} of ${this.store.kernels.size}`;
+    this.shown = kernels;
+    byId("kernels").setAttribute("aria-rowcount", String(kernels.length + 1));
+    const text = `${kernels.length} of ${this.store.kernels.size}`;
     if (byId("shown").textContent !== text) byId("shown").textContent = text;
     this.#place();
   }
@@ -139,9 +139,9 @@ export class KernelTable {
   }
 }
 
-function show(cell, points, most, words) {
-  put(cell.lastChild, words(points?.at(-1)));
-  draw(cell.firstChild, points ?? [], most);
+function show(cell, points, minimumTop, format) {
+  put(cell.lastChild, format(points?.at(-1)));
+  draw(cell.firstChild, points ?? [], minimumTop);
 }
 
 function put(element, text) {
@@ -151,8 +151,8 @@ function put(element, text) {
 /** Say what a kernel holds: how many devices of which name, accelerators first. */
 export function holding(kernel) {
   const isOfHost = ([name]) => Number(name === "cpu" || name === "mem");
-  const held = Object.entries(kernel.allocation).sort((one, other) => isOfHost(one) - isOfHost(other));
-  return held.map(([name, slots]) => {
+  const holdings = Object.entries(kernel.allocation).sort((one, other) => isOfHost(one) - isOfHost(other));
+  return holdings.map(([name, slots]) => {
     const ids = new Set(Object.values(slots).flatMap((amounts) => Object.keys(amounts)));
     if (name === "mem") return `mem ${bytes(Number(kernel.slots.mem ?? 0))}`;
     return `${ids.size} ${name}`;
