@@ -33,6 +33,7 @@ from agentd.http.problems import STATUSES
 from agentd.rpc.routes import ROUTES
 from support.daemon import AGENTS, Daemon, gpus
 from support.fork_server import run
+from support.web_server import served
 
 
 @pytest.fixture
@@ -274,24 +275,20 @@ async def test_exec_waits_a_limited_time_for_readiness(
         await socket.close()
         return socket
 
-    app = web.Application()
-    app.router.add_get("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "slow.sock")).start()
+    async with (
+        served(folder / "slow.sock", answer),
+        AsyncClient(folder / "slow.sock") as node,
+        node.exec("k1", ["true"]) as running,
+    ):
+        assert [item async for item in running] == []
+    assert (running.exit_code, asked) == (7, [True, False, False, True])
     kept = []  # asyncio closes a connection whose streams nothing refers to
     deaf = await asyncio.start_unix_server(lambda *ends: kept.append(ends), folder / "deaf.sock")
-    try:
-        async with AsyncClient(folder / "slow.sock") as node, node.exec("k1", ["true"]) as running:
-            assert [item async for item in running] == []
-        assert (running.exit_code, asked) == (7, [True, False, False, True])
-        async with AsyncClient(folder / "deaf.sock", timeout_s=0.2) as node:
-            with pytest.raises(Unreachable, match="no answer within"):
-                async with node.exec("k1", ["true"]):
-                    pass
-    finally:
-        deaf.close()
-        await runner.cleanup()
+    async with AsyncClient(folder / "deaf.sock", timeout_s=0.2) as node:
+        with pytest.raises(Unreachable, match="no answer within"):
+            async with node.exec("k1", ["true"]):
+                pass
+    deaf.close()
 
 
 async def test_no_client_follows_a_redirect(folder: Path) -> None:
@@ -301,19 +298,12 @@ async def test_no_client_follows_a_redirect(folder: Path) -> None:
         asked.append(request.path)
         return web.Response(status=302, headers={"Location": "/elsewhere"})
 
-    app = web.Application()
-    app.router.add_get("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "moved.sock")).start()
-    try:
+    async with served(folder / "moved.sock", answer):
         async with AsyncClient(folder / "moved.sock") as node:
             with pytest.raises(AgentdError, match="HTTP 302"):
                 await node.node()
         with pytest.raises(AgentdError, match="HTTP 302"):
             await asyncio.to_thread(Client(folder / "moved.sock").node)
-    finally:
-        await runner.cleanup()
     assert asked == ["/v1/node", "/v1/node"]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from agentd_fleet.store.etcd_transport import (
 )
 from end_to_end.fleet.etcd_server import EtcdServers, Proxy
 
-PASSWORD = "a b:ü"  # noqa: S105
 PROGRESS = "--experimental-watch-progress-notify-interval=100ms"
 
 
@@ -63,15 +62,6 @@ async def told(etcd: Etcd, prefix: str, after: int, count: int, silence_s: float
             if len(changes) >= count:
                 return changes, reached
     raise AssertionError("the watch ended")
-
-
-async def led(etcd: Etcd) -> None:
-    """Wait until the members that are left have chosen a leader."""
-    async with asyncio.timeout(20):
-        while True:
-            with suppress(EtcdUnavailable):
-                await etcd.revision()
-                return
 
 
 async def test_put_if_writes_only_at_the_expected_revision(etcd: Etcd) -> None:
@@ -211,23 +201,6 @@ async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
             assert heard == ([Change("nodes/a", b"1", 3)], 3)
 
 
-async def test_a_member_that_is_killed_or_hangs_is_gone_round(three: EtcdServers) -> None:
-    async with Etcd(EtcdCredentials(three.endpoints), timeout_s=9) as etcd:
-        first = await etcd.put_if("nodes/a", b"1", expected=0)
-        assert first is not None
-        await three.kill(0)
-        await led(etcd)
-        second = await etcd.put_if("nodes/a", b"2", expected=first)
-        assert second is not None
-        await three.restart(0)
-        three.pause(1)
-        await led(etcd)
-        found = await etcd.get("nodes/a")
-        assert found is not None
-        assert (found.value, found.mod_revision) == (b"2", second)
-        three.resume(1)
-
-
 async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers) -> None:
     async with Etcd(EtcdCredentials(three.endpoints[:1])) as etcd, asyncio.timeout(30):
         watch = etcd.watch("nodes/", after=0)
@@ -300,41 +273,6 @@ async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
     await in_mortal.put("routes/k", b"same")
     async with Etcd(EtcdCredentials(("http://127.0.0.1:1", unreached))) as other:
         assert await other.put_if("routes/k", b"same", expected=0) is None
-
-
-async def test_a_user_has_its_own_keys_alone(mortal: EtcdServers, in_mortal: Etcd) -> None:
-    await in_mortal.put("nodes/b", b"another's")
-    await mortal.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(EtcdCredentials(mortal.endpoints, "a", PASSWORD)) as own:
-        lease = await own.grant(60)
-        written = await own.put_if("nodes/a", b"1", expected=0, lease=lease)
-        assert await own.revision("nodes/a") == written
-        assert await told(own, "nodes/a", 0, 1) == ([Change("nodes/a", b"1", written)], written)
-        assert await own.keep_alive(lease) > 0
-        refusals = [own.get("nodes/b"), own.put("nodes/b", b"2"), own.delete("nodes/b")]
-        refusals += [own.put_if("nodes/b", b"2", expected=0), own.range("nodes/"), own.revision()]
-        refusals += [told(own, "nodes/", 0, 1)]
-        for refused in refusals:
-            with pytest.raises(EtcdRefused, match="permission denied"):
-                await refused
-        await mortal.restart(0)  # which forgets the tokens that it gave
-        calls = [own.get("nodes/a") for _ in range(8)]
-        assert all(await asyncio.gather(*calls))
-        await mortal.restart(0)
-        assert (await told(own, "nodes/a", 0, 1))[1] == written
-
-
-@pytest.mark.parametrize(
-    ("user", "password", "why"),
-    [("a", "wrong", "invalid user ID or password"), ("", "", "user name is empty")],
-)
-async def test_a_login_that_is_wrong_or_missing_is_refused(
-    mortal: EtcdServers, user: str, password: str, why: str
-) -> None:
-    await mortal.require_logins(PASSWORD, a=("nodes/a",))
-    async with Etcd(EtcdCredentials(mortal.endpoints, user, password)) as etcd:
-        with pytest.raises(EtcdRefused, match=why):
-            await etcd.get("nodes/a")
 
 
 async def filled(etcd: Etcd) -> None:

@@ -14,10 +14,6 @@ from aiohttp import web
 
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
-from agentd_fleet.placement.attempts import PlacementTimeouts
-from agentd_fleet.placement.backend import FleetBackend
-from agentd_fleet.placement.placer import Placer
-from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.etcd_transport import EtcdCredentials
@@ -26,12 +22,12 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import unreachable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from support.web_server import served
 
 SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
 AGENTS = {"agent-1": {"cpu": "8", "mem": "1000000000"}}
 TYPES = [{"name": "cpu", "kind": "count", "quantum": "1"}, {"name": "mem", "kind": "bytes",
          "quantum": "1"}]  # fmt: skip
-PACE = PlacementTimeouts(insist_s=0.2, again_s=0.05, sweep_s=0.1, settled_s=0.2, join_s=0.1)
 
 
 class Liar:
@@ -41,14 +37,6 @@ class Liar:
         self.path = path
         self.answers: Any = lambda _: web.Response(text="<html>")
         self.asked: list[str] = []
-        self.runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{rest:.*}", self.answer)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        await web.UnixSite(self.runner, str(self.path)).start()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(f"{request.method} {request.path}")
@@ -60,10 +48,8 @@ class Liar:
 @pytest.fixture
 async def liar(folder: Path) -> AsyncIterator[Liar]:
     made = Liar(folder / "liar.sock")
-    await made.start()
-    yield made
-    assert made.runner is not None
-    await made.runner.cleanup()
+    async with served(made.path, made.answer):
+        yield made
 
 
 async def tell(etcd: Etcd, node: str, url: str, agents: Any = AGENTS, **members: Any) -> None:
@@ -116,36 +102,6 @@ async def test_malformed_node_answers_affect_only_that_node(world: World, liar: 
     assert (lost.status, lost.json["kernel_id"]) == (503, "k1")
     assert not any("elsewhere" in asked for asked in liar.asked)
     assert (await gateway.create(placement={"nodes": [honest]})).status == 201
-
-
-async def test_foreign_rows_in_the_store_do_not_end_the_sweep(world: World, liar: Liar) -> None:
-    servers = await world.start_etcd()
-    liar.answers = lambda _: web.Response(text="[]")
-    route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, Nodes(FleetState()) as nodes:
-        state = FleetState()
-        store = EtcdStore(etcd, "main", state)
-        backend = FleetBackend(store, state, nodes)
-        placer = Placer(backend, timeouts=PACE)
-        await tell(etcd, "liar", f"unix:{liar.path}")
-        await tell(etcd, "typo", "https://node-9:abc")
-        await etcd.put("/agentd/main/routes/bad", b"garbage")
-        for kernel_id, node in (("k1", "liar"), ("k2", "typo")):
-            value = {**route, "kernel_id": kernel_id, "node_id": node}
-            await etcd.put(f"/agentd/main/routes/{kernel_id}", msgspec.json.encode(value))
-        following = asyncio.create_task(store.run())
-        async with asyncio.timeout(10):
-            while state.node("liar") is None or state.node("typo") is None:
-                await asyncio.sleep(0.01)
-        typo = state.node("typo")
-        assert typo is not None
-        assert typo.remark == "its address is malformed"
-        sweep = Sweep(backend, placer, PACE)
-        async with asyncio.timeout(10):
-            while not liar.asked:
-                await sweep.once()
-        await sweep.once()
-        following.cancel()
 
 
 async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Liar) -> None:
@@ -221,6 +177,10 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
     assert await world.census() == {"k1": [first]}
 
 
+def liar_in(folder: Path) -> FleetNode:
+    return FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
+
+
 async def test_exec_reaches_only_its_node(folder: Path) -> None:
     asked = []
 
@@ -234,21 +194,13 @@ async def test_exec_reaches_only_its_node(folder: Path) -> None:
         await socket.close()
         return socket
 
-    app = web.Application()
-    app.router.add_get("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "liar.sock")).start()
-    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
-    try:
-        async with Nodes(FleetState()) as nodes:
-            async with await nodes.connected(node, GATEWAY, "/right") as socket:
-                assert not socket.closed
-            for path in ("/moved", "/exec"):
-                with pytest.raises(NodeAnswerLost, match="another server answers"):
-                    await nodes.connected(node, GATEWAY, path)
-    finally:
-        await runner.cleanup()
+    async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
+        node = liar_in(folder)
+        async with await nodes.connected(node, GATEWAY, "/right") as socket:
+            assert not socket.closed
+        for path in ("/moved", "/exec"):
+            with pytest.raises(NodeAnswerLost, match="another server answers"):
+                await nodes.connected(node, GATEWAY, path)
     assert asked == ["/right", "/moved", "/exec"]
 
 
@@ -264,20 +216,11 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
         finally:
             has_ended.set()
 
-    app = web.Application()
-    app.router.add_get("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "liar.sock")).start()
-    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
-    try:
-        async with Nodes(FleetState()) as nodes:
-            with pytest.raises(NodeAnswerLost, match="exceeds 64 MiB"):
-                await nodes.ask(node, GATEWAY, "GET", "/v1/kernels")
-            async with asyncio.timeout(20):
-                await has_ended.wait()
-    finally:
-        await runner.cleanup()
+    async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
+        with pytest.raises(NodeAnswerLost, match="exceeds 64 MiB"):
+            await nodes.ask(liar_in(folder), GATEWAY, "GET", "/v1/kernels")
+        async with asyncio.timeout(20):
+            await has_ended.wait()
 
 
 async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
@@ -290,20 +233,11 @@ async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
             await socket.receive()
         return socket
 
-    app = web.Application()
-    app.router.add_get("/{rest:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "liar.sock")).start()
-    node = FleetNode("node-1", {}, {}, url=f"unix:{folder}/liar.sock")
-    try:
-        async with Nodes(FleetState()) as nodes:
-            socket = await nodes.connected(node, GATEWAY, "/exec")
-            assert socket is not None
-            assert (await socket.receive()).type is aiohttp.WSMsgType.ERROR
-            assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
-    finally:
-        await runner.cleanup()
+    async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
+        socket = await nodes.connected(liar_in(folder), GATEWAY, "/exec")
+        assert socket is not None
+        assert (await socket.receive()).type is aiohttp.WSMsgType.ERROR
+        assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
 
 
 @pytest.mark.parametrize(

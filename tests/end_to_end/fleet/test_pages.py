@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agentd.client import Client
-from agentd.client.paths import next_query
 from agentd.http.queries import MAX_PAGE
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.daemon import AGENTS, BASE, Daemon
@@ -54,21 +53,6 @@ async def test_each_client_of_a_gateway_reads_all_pages(fleet) -> None:
     words = ["agentctl", "--fleet", f"unix:{gateway.socket}", "ls", "-q"]
     done = await asyncio.to_thread(run, *words)
     assert done.stdout.split() == KERNELS, done.stderr
-
-
-async def test_page_of_a_gateway_ends_within_a_node(fleet) -> None:
-    gateway, (first, second) = fleet
-    path = f"/v1/kernels?node={second}&node={first}&limit=350"
-    sizes, found = list[int](), list[str]()
-    while path:
-        page = await gateway.call("GET", path)
-        assert page.status == 200, page.content
-        sizes.append(len(page.json))
-        found += [kernel["kernel_id"] for kernel in page.json]
-        query = next_query(page.headers.get("Link"))
-        path = f"/v1/kernels?{query}" if query else ""
-        assert len(sizes) < 9
-    assert (sizes, found) == ([350, 350, 301], KERNELS)
 
 
 async def test_link_of_a_nodes_list_leads_through_the_gateway(fleet) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import copy
-import resource
-import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from end_to_end.fleet.fleet_world import GatewayProgram, Program, World
+from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.stub_node import NODE_PAGES, StubNode
 
 DAMAGES: dict[str, Any] = {
@@ -83,28 +81,6 @@ async def test_unreadable_node_ends_no_gateway(world: World, stranger: StubNode)
     assert gateway.process.poll() is None
 
 
-async def test_unreadable_node_ends_no_publisher(world: World, stranger: StubNode) -> None:
-    await world.start_etcd()
-    (good,) = await world.start_nodes("none")
-    world.join(good)
-    stranger.answers["/v1/agents"] = "nothing"
-    config = f'{world.kept_in}[join]\nsocket = "{stranger.path}"\nurl = "unix:{stranger.path}"\n'
-    config += f'lease = 2\nstate-dir = "{world.folder}/install-n1"\n'
-    publisher = Program(world.folder, "join-stranger", "join", config)
-    world.programs.append(publisher)
-    publisher.start()
-    gateway = world.gateway()
-    await gateway.until({good: "ready", "n1": "ready"})
-    await until_reason(gateway, "n1", "unreadable: GET /v1/agents: ")
-    stranger.answers = copy.deepcopy(NODE_PAGES)
-    await until_reason(gateway, "n1", "")
-    await damage_each(gateway, good, stranger)
-    for program in (publisher, gateway):
-        assert program.process is not None
-        assert program.process.poll() is None
-        assert "node.read_failed" in program.log
-
-
 async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
     await world.start_etcd()
     (good,) = await world.start_nodes("none")
@@ -129,46 +105,3 @@ async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
     for program in (gateway, late):
         assert program.process is not None
         assert program.process.poll() is None
-
-
-@pytest.mark.parametrize("fault", ["locked", "full"])
-async def test_unwritable_file_ends_no_gateway(
-    world: World, stranger: StubNode, fault: str
-) -> None:
-    (good,) = await world.start_nodes("none")
-    nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
-    gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")
-    await gateway.until({good: "ready", "n1": "ready"})
-    await use(gateway, good, nodes=[good])
-    file = world.folder / gateway.file.stem / "fleet.sqlite"
-    types = [{"name": f"chip{number}.unit", "kind": "count", "quantum": "1", "unit": "x" * 99}
-             for number in range(100)]  # fmt: skip
-    base = sqlite3.connect(file, isolation_level=None)
-    before = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
-    if fault == "locked":
-        base.execute("BEGIN EXCLUSIVE")
-    else:
-        size = file.with_name("fleet.sqlite-wal").stat().st_size
-        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (size, before[1]))
-    stranger.answers["/v1/slot-types"] += types
-    stranger.end_streams()
-    async with asyncio.timeout(20):
-        while "store.write_failed" not in gateway.log:
-            await asyncio.sleep(0.02)
-    refused = await gateway.create(kernel_id="k2", placement={"nodes": [good]})
-    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable")
-    names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
-    assert {item["name"] for item in types} <= names
-    assert await gateway.states() == {good: "ready", "n1": "ready"}
-    if fault == "locked":
-        base.execute("ROLLBACK")
-    else:
-        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, before)
-    async with asyncio.timeout(20):
-        while "store.recovered" not in gateway.log:
-            await asyncio.sleep(0.02)
-    rows = base.execute("SELECT count(*) FROM slot_types WHERE name LIKE 'chip%'").fetchall()
-    base.close()
-    assert rows == [(100,)]
-    await use(gateway, good, nodes=[good])
-    assert gateway.log.count("store.write_failed") == 1
