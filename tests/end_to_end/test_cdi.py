@@ -127,19 +127,6 @@ async def test_a_gpu_that_is_not_specified_is_asked_of_the_driver(node: Node) ->
     assert await node.daemon.free("cuda.device") == "1"
 
 
-async def test_missing_cdi_spec_fails_the_start_cleanly(
-    node: Node,
-) -> None:
-    def forget(_: dict[str, Any]) -> None:
-        (node.engine.cdi_specs / "nvidia.json").unlink()
-
-    node.proxy.rule("POST .*/containers/create", node.proxy.change(forget))
-    answer = await node.daemon.create(slots={"cuda.device": 1})
-    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
-    assert node.engine.containers() == []
-    assert await node.daemon.free("cuda.device") == "2"
-
-
 @pytest.mark.parametrize(
     ("edits", "why"),
     [

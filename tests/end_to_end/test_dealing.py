@@ -55,3 +55,19 @@ async def planned(daemon: Daemon) -> list[list[str]]:
     done = await asyncio.to_thread(CliRunner().invoke, agentd, arguments)
     assert done.exit_code == 0, done.output
     return [agent["devices"]["cuda"] for agent in json.loads(done.stdout)["agents"].values()]
+
+
+async def test_dealing_that_fails_is_tried_again(plain: Daemon, tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+    fault = f'fault = "raise"\nfault-at = "partition"\nfault-until = "{mended}"\n'
+    await plain.start(config(fault + CROSSED))
+    refused = await plain.create(slots={"cuda.device": 1})
+    assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
+    assert (
+        "partition: RuntimeError: the simulated driver fails at partition"
+        in (refused.json["detail"])
+    )
+    mended.touch()
+    retried = await plain.call("POST", "/v1/plugins/cuda/retry")
+    assert retried.status == 200, retried.content
+    assert await owned(plain) == [["cuda0", "cuda3"], ["cuda1", "cuda2"]]

@@ -95,6 +95,25 @@ async def test_kernels_name_the_engine_stop_that_ended_them(
     assert (await mortal.get("/v1/kernels/k2"))["reason"] == "the engine was stopped"
 
 
+async def test_the_reason_of_an_outage_outlives_agentd(mortal: Daemon) -> None:
+    engine = mortal.test_engine
+    await mortal.trapping("trap 'exit 143' TERM", kernel_id="k1")
+    await asyncio.to_thread(engine.stop, signal.SIGTERM)
+    await mortal.runtime_is("unavailable", within_s=30)
+    await mortal.stop(signal.SIGKILL)
+    await asyncio.to_thread(engine.start)
+    for _ in range(2):
+        await mortal.start()
+        await mortal.runtime_is("available", within_s=30)
+        kernel = await mortal.get("/v1/kernels/k1")
+        if engine.live_restore:
+            assert (kernel["state"], kernel["reason"]) == ("running", "")
+        else:
+            assert (kernel["exit_code"], kernel["reason"]) == (143, "the engine was stopped")
+        await mortal.stop(signal.SIGKILL)
+    await mortal.start()
+
+
 async def test_an_engine_and_agentd_that_die_together_lose_nothing(mortal: Daemon) -> None:
     engine = mortal.test_engine
     kernel = await mortal.trapping(TRAP, kernel_id="k1", image=KILLED, slots=GPU)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -98,6 +99,19 @@ async def test_command_withholds_as_a_start_would(host: Host, command: str) -> N
         assert ("cores and memory are shared" in text) is is_other
 
 
+@pytest.mark.parametrize("holds", [True, False])
+async def test_killed_daemon_keeps_its_kernels_devices(host: Host, holds: bool) -> None:
+    await host.start(host.one)
+    if holds:
+        await host.one.running(slots={"acc.device": 2}, kernel_id="k1")
+    await host.one.stop(signal.SIGKILL)
+    await host.start(host.two)
+    assert await states(host.two) == ["withheld"] * 2
+    await host.start(host.one)
+    assert await states(host.one) == ["ok"] * 2, "its own node takes them up again"
+    assert await states(host.two) == ["withheld"] * 2
+
+
 @pytest.mark.parametrize("left", ["nothing", "kernel", "claim", "kernel of cores"])
 async def test_a_stop_frees_the_host_if_nothing_is_left(host: Host, left: str) -> None:
     await host.start(host.one)
@@ -114,6 +128,14 @@ async def test_a_stop_frees_the_host_if_nothing_is_left(host: Host, left: str) -
     assert (host.line is not None) is stays
     await host.start(host.two)
     assert await states(host.two) == (["withheld"] if stays else ["ok"]) * 2
+
+
+async def test_another_node_serves_after_a_reboot(host: Host) -> None:
+    await host.start(host.one)
+    await host.one.stop(signal.SIGKILL)
+    host.two.boot_id = "11111111-2222-3333-4444-555555555555"
+    await host.start(host.two)
+    assert await states(host.two) == ["ok"] * 2
 
 
 async def test_a_device_that_appears_late_is_withheld_too(host: Host) -> None:

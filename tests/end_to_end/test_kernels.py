@@ -1,12 +1,13 @@
 """Kernels, through the HTTP socket, on both runtimes."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from agentd.host.cgroups.hierarchies import find_cgroups
-from support.daemon import Daemon, gpus
+from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
 
 
@@ -157,6 +158,31 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
         assert daemon.test_engine.containers() == []
     else:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
+
+
+async def test_64_creates_on_8_devices_give_8_kernels(
+    serving: Serving,
+) -> None:
+    daemon = await serving(AGENTS + gpus(8))
+
+    async def create(n: int):
+        slots = {"cuda.device": 1, "cpu": 0, "mem": "16m"}
+        return await daemon.create(f"agent-{n % 2 + 1}", slots=slots)
+
+    answers = await asyncio.gather(*(create(n) for n in range(64)))
+    statuses = Counter(answer.status for answer in answers)
+    assert statuses == {201: 8, 409: 56}
+    given = [
+        device
+        for answer in answers
+        if answer.status == 201
+        for device in answer.json["allocation"]["cuda"]["cuda.device"]
+    ]
+    assert sorted(given) == [f"cuda{n}" for n in range(8)]
+    for answer in answers:
+        if answer.status == 409:
+            assert answer.json["code"] == "InsufficientResource"
+            assert len(answer.json["explain"]) == 8
 
 
 async def test_deleting_again_and_again_during_a_create_leaves_nothing(daemon: Daemon) -> None:

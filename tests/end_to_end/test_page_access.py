@@ -83,20 +83,6 @@ async def test_a_team_sees_at_once_what_another_gives_back(node: Tokens, browser
         assert len(looks) <= 2, "nothing but statistics is read by the clock"
 
 
-async def test_refusals_are_hidden_from_other_agents(node: Tokens) -> None:
-    headers = {"Authorization": f"Bearer {node.secrets['team']}"}
-    url = f"http://127.0.0.1:{node.port}/v1/agents/secret-team/kernels"
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(url, json={"command": ["true"]}) as answer,
-    ):
-        assert answer.status == 404
-    told = (await node.get("boss", "/v1/refusals")).json
-    assert {refusal["caller"] for refusal in told} == {"agentd"}
-    mine = (await node.get("team", "/v1/refusals")).json
-    assert [refusal["kernel_id"] for refusal in mine] == ["big-a"]
-
-
 async def test_page_offers_readers_no_actions(node: Tokens, browser: Browser) -> None:
     async with logged_in(browser, node, "watcher") as page:
         await page.until("#rows", "of-b")

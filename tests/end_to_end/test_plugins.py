@@ -131,6 +131,29 @@ async def test_failed_plugin_recovers_while_the_daemon_runs(
     assert (await plain.create(slots={"cuda.device": 1})).status == 201
 
 
+@pytest.mark.parametrize(("fault", "why"), [("raise", "fails at edits"), ("hang", "no answer")])
+async def test_edits_that_fail_refuse_the_one_create_that_needs_them(
+    serving_process: Serving, fault: str, why: str
+) -> None:
+    plain = await serving_process(config(f'fault = "{fault}"\nfault-at = "edits"\n'))
+    slow = asyncio.create_task(plain.create(slots={"cuda.device": 1}))
+    assert (await plain.create(slots={"npu.device": 1})).status == 201
+    refused = await slow
+    assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
+    assert why in refused.json["detail"]
+    assert await plain.free("cuda.device") == "2"
+    assert len(await plain.get("/v1/kernels")) == 1
+
+
+async def test_a_flood_of_output_is_bounded_and_named(plain: Daemon) -> None:
+    await plain.start(config('fault = "flood"\nfault-at = "open"\n'))
+    assert plugin(await plain.get("/v1/node"))["state"] == "ready"
+    assert (await plain.create(slots={"cuda.device": 1})).status == 201
+    lines = [line for line in plain.log.splitlines() if "has much to say" in line]
+    assert 10 < len(lines) <= 100
+    assert all('"plugin": "cuda"' in line for line in lines)
+
+
 async def test_a_device_leaves_and_comes_back_with_its_health(
     serving_process: Serving, tmp_path: Path
 ) -> None:
@@ -183,3 +206,22 @@ async def test_drain_survives_restarts_and_health_changes(plain: Daemon, tmp_pat
     await plain.restart()
     assert (await plain.device("cuda1"))["state"] == "drained"
     assert await plain.free("cuda.device") == "1"
+
+
+async def test_no_plugin_process_outlives_the_daemon(plain: Daemon) -> None:
+    await plain.start(config('fault = "hang"\nfault-at = "open"\n'))
+    assert plain.process is not None
+    children = Path(f"/proc/{plain.process.pid}/task/{plain.process.pid}/children")
+    pids = [int(pid) for pid in children.read_text().split()]
+    assert len(pids) == 2
+    await plain.stop(9)
+    async with asyncio.timeout(10):
+        while any(is_alive(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

@@ -130,6 +130,23 @@ async def test_memory_below_the_held_amount_is_overcommitted(daemon: Daemon) -> 
     assert (await daemon.device("root"))["state"] == "ok"
 
 
+def devices(*ids: str) -> str:
+    listed = ", ".join(
+        f'{{ id = "cuda{n}", stable-id = "GPU-{name}" }}' for n, name in enumerate(ids)
+    )
+    return f'[plugins.cuda]\nplugin = "sim"\ndevices = [{listed}]\n'
+
+
+async def test_ids_follow_devices_over_a_changed_driver_order(plain: Daemon) -> None:
+    await plain.start(AGENTS + devices("a", "b", "c"))
+    await plain.running(kernel_id="k1", slots={"cuda.device": 1})
+    await plain.restart(AGENTS + devices("c", "b", "a"))
+    stable = {d["id"]: d["stable_id"] for d in await plain.get("/v1/devices")}
+    assert stable["cuda0"] == "GPU-a"
+    assert stable["cuda2"] == "GPU-c"
+    assert (await plain.device("cuda0"))["holders"][0]["kernel_id"] == "k1"
+
+
 @pytest.mark.docker
 async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Daemon) -> None:
     daemon = dockered
@@ -167,6 +184,22 @@ async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Da
     assert [c["Id"] for c in engine.containers()] == [foreign["Id"]]
     assert await daemon.free("cuda.device") == "2"
     engine.call("DELETE", f"/containers/{foreign['Id']}?force=1")
+
+
+@pytest.mark.docker
+async def test_container_removed_meanwhile_is_lost(dockered: Daemon) -> None:
+    daemon = dockered
+    await daemon.start()
+    kernel = await daemon.running(kernel_id="k1", slots={"cuda.device": 1})
+    await daemon.stop()
+    daemon.test_engine.call("DELETE", f"/containers/{kernel['container_id']}?force=1")
+    for _ in range(2):
+        await daemon.restart()
+        assert (await daemon.get("/v1/kernels/k1"))["state"] == "lost"
+        assert await daemon.free("cuda.device") == "2"
+    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+    await daemon.restart()
+    assert await daemon.get("/v1/kernels") == []
 
 
 @pytest.mark.docker

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import aiohttp
 import pytest
 
 from agentd.http.problems import STATUSES
-from agentd.http.server import MAX_BODY
 from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
 
@@ -90,12 +88,6 @@ async def test_a_bad_body_is_named_member_by_member(up: Daemon, body, code, wher
     assert (answer.status, answer.json["code"]) == (422, code), answer.content
     assert where in [item["where"] for item in answer.json["errors"]]
     assert await up.get("/v1/kernels") == []
-
-
-async def test_a_body_over_the_limit_is_refused(up: Daemon) -> None:
-    body = BytesIO(b'{"command": ["' + b"x" * MAX_BODY + b'"]}')
-    answer = await up.call("POST", "/v1/agents/agent-1/kernels", data=body)
-    assert (answer.status, answer.json["code"]) == (413, "BodyTooLarge")
 
 
 async def test_body_with_a_wrong_encoding_is_refused(up: Daemon) -> None:
@@ -226,17 +218,6 @@ async def test_stopping_says_so_drains_and_leaves_kernels_running(plain: Daemon)
         said = plain.notes.recv(4096).decode()
     assert Path(f"/proc/{kernel['pid']}").exists()
     assert not (plain.folder / "agentd.sock").exists()
-
-
-async def test_a_log_follower_does_not_hold_up_the_stop(up: Daemon) -> None:
-    await up.running(kernel_id="k1")
-    following = asyncio.create_task(up.call("GET", "/v1/kernels/k1/logs?follow=true"))
-    while following.done() is False and not following.get_stack():
-        await asyncio.sleep(0)
-    async with asyncio.timeout(15):
-        assert await up.stop(signal.SIGTERM) == 0
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_free_memory_of_divided_memory_is_that_of_all_agents(
