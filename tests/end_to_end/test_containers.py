@@ -226,36 +226,6 @@ async def test_labels_inherited_from_an_image_make_no_kernel(
     engine.call("DELETE", f"/containers/{other}?force=1", raw=True)
 
 
-async def test_two_nodes_share_an_engine_and_see_their_own_alone(
-    dockered: Daemon, engine: Engine, tmp_path: Path
-) -> None:
-    (tmp_path / "o").mkdir()
-    other = Daemon(tmp_path / "o", "docker", engine)
-    await dockered.start()
-    await other.start()
-    try:
-        first = await dockered.running(kernel_id="k1", slots={"cuda.device": 1})
-        second = await other.running(kernel_id="k1", slots={"cuda.device": 1})
-        assert first["container_id"] != second["container_id"]
-        await other.call("DELETE", "/v1/kernels/k1?timeout=0")
-        await dockered.restart()
-        assert (await dockered.get("/v1/kernels/k1"))["container_id"] == first["container_id"]
-        assert await other.get("/v1/kernels") == []
-    finally:
-        await other.close()
-
-
-async def test_a_restart_by_hand_is_told_with_its_own_times(
-    dockered: Daemon, engine: Engine
-) -> None:
-    await dockered.start()
-    kernel = await dockered.running(kernel_id="k1", command=["sleep", "1000"])
-    engine.call("POST", f"/containers/{kernel['container_id']}/restart?t=0")
-    async with asyncio.timeout(10):
-        while (await dockered.get("/v1/kernels/k1"))["started_at"] == kernel["started_at"]:
-            await asyncio.sleep(0.05)
-
-
 async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -> None:
     await dockered.start()
     await dockered.running(kernel_id="k1")
@@ -285,23 +255,3 @@ async def test_folders_that_allow_setuid_are_warnings(dockered: Daemon, folder: 
     await dockered.start()
     (warning,) = [w for w in (await dockered.get("/v1/node"))["warnings"] if "nosuid" in w]
     assert str(folder / "data") in warning
-
-
-async def test_a_container_s_figures_are_the_engine_s(dockered: Daemon, engine: Engine) -> None:
-    """`docker stats` of a load that has ended: the same processor time, memory and processes."""
-    dockered.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
-    await dockered.start()
-    script = "x=$(head -c 30000000 /dev/zero | tr '\\0' a); echo held; while :; do sleep 1000; done"
-    kernel = await dockered.running(kernel_id="k1", command=["sh", "-c", script])
-    async with asyncio.timeout(30):
-        while (await dockered.call("GET", "/v1/kernels/k1/logs")).content != b"held\n":
-            await asyncio.sleep(0.05)
-    mine = await dockered.get("/v1/kernels/k1/stats")
-    said = engine.call("GET", f"/containers/{kernel['container_id']}/stats?stream=false")
-    assert mine["memory_bytes"] > 30_000_000
-    assert mine["memory_bytes"] == pytest.approx(said["memory_stats"]["usage"], rel=0.05)
-    assert mine["memory_limit_bytes"] == said["memory_stats"]["limit"]
-    engines_s = said["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9
-    assert mine["cpu_seconds"] == pytest.approx(engines_s, abs=0.1)
-    assert mine["processes"] == said["pids_stats"]["current"] == 2
-    assert mine["network_rx_bytes"] == 0, "a network of its own, with nothing but a loopback"

@@ -9,6 +9,7 @@ import pytest
 from end_to_end.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.engine import Engine
+from support.engine_proxy import EngineProxy
 
 pytestmark = pytest.mark.docker
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
@@ -63,21 +64,27 @@ async def test_remove_keeps_the_share_until_confirmed(one_gpu, engine: Engine) -
     await settled(daemon, engine, containers=0, free="1")
 
 
+async def killed_in_its_create(
+    daemon: Daemon, proxy: EngineProxy, *, before: bool
+) -> asyncio.Event:
+    """Kill agentd while the engine has its create; return the gate that lets the engine go on."""
+    gate = asyncio.Event()
+    proxy.rule("POST .*/containers/create", proxy.stall(gate, before=before))
+    creating = asyncio.create_task(daemon.create(**ASK))
+    await proxy.until_asked("containers/create")
+    if not before:
+        await settled(daemon, daemon.test_engine, containers=1, free="0")
+    await daemon.stop(signal.SIGKILL)
+    creating.cancel()
+    return gate
+
+
 @pytest.mark.parametrize("before", [True, False])
 async def test_an_engine_that_finishes_a_create_after_agentd_died(
     one_gpu, engine: Engine, before: bool
 ) -> None:
     daemon, proxy = one_gpu
-    gate = asyncio.Event()
-    proxy.rule("POST .*/containers/create", proxy.stall(gate, before=before))
-    creating = asyncio.create_task(daemon.create(**ASK))
-    async with asyncio.timeout(20):
-        while not any("containers/create" in asked for asked in proxy.asked):
-            await asyncio.sleep(0.02)
-        while not before and not engine.containers():
-            await asyncio.sleep(0.02)
-    await daemon.stop(signal.SIGKILL)
-    creating.cancel()
+    gate = await killed_in_its_create(daemon, proxy, before=before)
     daemon.deadlines = {}  # the grace is to last for what follows
     await daemon.start(ONE_GPU)
     if before:
@@ -93,14 +100,7 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
     one_gpu, engine: Engine
 ) -> None:
     daemon, proxy = one_gpu
-    gate = asyncio.Event()
-    proxy.rule("POST .*/containers/create", proxy.stall(gate, before=True))
-    creating = asyncio.create_task(daemon.create(**ASK))
-    async with asyncio.timeout(20):
-        while not any("containers/create" in asked for asked in proxy.asked):
-            await asyncio.sleep(0.02)
-    await daemon.stop(signal.SIGKILL)
-    creating.cancel()
+    gate = await killed_in_its_create(daemon, proxy, before=True)
     await daemon.start(ONE_GPU)
     await settled(daemon, engine, containers=0, free="1")  # the grace has passed
     second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
@@ -205,9 +205,7 @@ async def test_slow_engine_delays_no_other_runtime(one_gpu, engine: Engine) -> N
     gate = asyncio.Event()
     proxy.rule("POST .*/start", proxy.stall(gate, before=True))
     creating = asyncio.create_task(daemon.create(**ASK))
-    async with asyncio.timeout(20):
-        while not any(asked.endswith("/start") for asked in proxy.asked):
-            await asyncio.sleep(0.02)
+    await proxy.until_asked("/start")
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "creating"
     await daemon.running(kernel_id="k2")
     await daemon.call("DELETE", "/v1/kernels/k2?timeout=0")

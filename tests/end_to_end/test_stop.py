@@ -29,12 +29,6 @@ def logged(daemon: Daemon, event: str) -> dict[str, Any]:
     return [line for line in lines if line["event"] == event][-1]
 
 
-async def asked(proxy: EngineProxy, what: str) -> None:
-    async with asyncio.timeout(20):
-        while not any(what in line for line in proxy.asked):
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.docker
 async def test_a_start_that_is_never_answered_keeps_its_kernel(
     proxied: tuple[Daemon, EngineProxy], engine: Engine
@@ -46,7 +40,7 @@ async def test_a_start_that_is_never_answered_keeps_its_kernel(
     gate = asyncio.Event()
     proxy.rule("POST .*/start", proxy.stall(gate, before=False))
     caller = asyncio.create_task(daemon.create(**ASK))
-    await asked(proxy, "/start")
+    await proxy.until_asked("/start")
     assert await daemon.stop(signal.SIGTERM) == 0
     answer = await caller
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
@@ -71,7 +65,7 @@ async def test_a_pull_is_cancelled_at_once(
     gate = asyncio.Event()
     proxy.rule("POST .*/images/create", proxy.stall(gate, before=True))
     caller = asyncio.create_task(daemon.create(**ASK, image="registry.invalid/none:1"))
-    await asked(proxy, "/images/create")
+    await proxy.until_asked("/images/create")
     assert await daemon.stop(signal.SIGTERM) == 0
     answer = await caller
     assert (answer.status, answer.json["code"]) == (503, "Draining")

@@ -58,6 +58,12 @@ class EngineProxy:
             await runner.cleanup()
             await session.close()
 
+    async def until_asked(self, what: str) -> None:
+        """Wait for a request whose method, path and query contain a text."""
+        async with asyncio.timeout(20):
+            while not any(what in line for line in self.asked):
+                await asyncio.sleep(0.02)
+
     async def cut(self) -> None:
         """Break every stream that is open."""
         for stream in list(self._streams):
