@@ -1,6 +1,5 @@
 """The commands as a person types them."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -194,9 +193,7 @@ async def test_daemon_starts_without_a_service_manager(folder: Path) -> None:
     daemon = Daemon(folder, "process")
     daemon.configure()
     daemon.process = daemon.spawn(NOTIFY_SOCKET="")
-    async with asyncio.timeout(30):
-        while "daemon.ready" not in daemon.log:
-            await asyncio.sleep(0.02)
+    await daemon.until_logged("daemon.ready")
     assert (await daemon.get("/v1/node"))["warnings"] == []
     assert await daemon.stop() == 0
     assert '"level": "error"' not in daemon.log

@@ -92,9 +92,7 @@ async def test_refusals_are_raised_as_what_they_are(plain: Daemon) -> None:
         assert invalid.value.problems[0].where == "comand"
 
 
-async def test_client_waits_for_a_starting_daemon_only(
-    plain: Daemon,
-) -> None:
+async def test_client_waits_for_a_starting_daemon_only(plain: Daemon) -> None:
     async with AsyncClient(plain.folder / "agentd.sock", timeout_s=20) as node:
         await plain.stop()
         with pytest.raises(Unreachable):
@@ -255,9 +253,7 @@ async def test_a_loop_of_503_ends_at_the_deadline(plain: Daemon) -> None:
     assert refused.value.code == "PluginUnavailable"
 
 
-async def test_exec_waits_a_limited_time_for_readiness(
-    folder: Path,
-) -> None:
+async def test_exec_waits_a_limited_time_for_readiness(folder: Path) -> None:
     asked = []
 
     async def answer(request: web.Request) -> web.StreamResponse:

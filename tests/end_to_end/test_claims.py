@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,25 @@ async def test_a_claim_ends_with_its_process(node: Daemon) -> None:
     await until_ended(node, "c1")
     assert await free(node) == "4"
     assert not list((node.folder / "state/claims").iterdir())
+
+
+async def test_a_process_is_named_by_itself_its_parent_or_its_start(node: Daemon) -> None:
+    script = "sleep 1000 & echo $!; wait"
+    parent = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    try:
+        assert problem(await claim(node, "c1", {"pid": grandchild})) == (422, "InvalidRequest")
+        start = int(Path(f"/proc/{grandchild}/stat").read_text().rpartition(")")[2].split()[19])
+        wrong = await claim(node, "c1", {"pid": grandchild, "start_time": start + 1})
+        assert problem(wrong) == (422, "InvalidRequest")
+        await claimed(node, "c1", {"pid": grandchild, "start_time": start})
+        absent = await claim(node, "c2", {"pid": 2**22})
+        assert problem(absent) == (422, "InvalidRequest")
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        parent.wait()
+    await until_ended(node, "c1")
 
 
 @pytest.mark.needs("root")  # to show it another boot

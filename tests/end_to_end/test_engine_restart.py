@@ -72,9 +72,7 @@ async def test_kernels_are_as_they_are_when_the_engine_is_back(mortal: Daemon) -
     assert (await mortal.create(kernel_id="k3", slots={"cuda.device": 1})).status == 201
 
 
-async def test_kernels_name_the_engine_stop_that_ended_them(
-    mortal: Daemon,
-) -> None:
+async def test_kernels_name_the_engine_stop_that_ended_them(mortal: Daemon) -> None:
     engine = mortal.test_engine
     assert (await mortal.create(kernel_id="k1", command=["sh", "-c", "exit 3"])).status == 201
     await mortal.until("k1", "terminated")

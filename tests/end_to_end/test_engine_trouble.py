@@ -105,9 +105,7 @@ async def test_a_create_that_arrives_after_its_grace_is_removed_too(
     await settled(daemon, engine, containers=0, free="1")  # the grace has passed
     second = await daemon.running(kernel_id="k2", slots={"cuda.device": 1})
     gate.set()
-    async with asyncio.timeout(20):
-        while "kernel.orphan_removed" not in daemon.log:
-            await asyncio.sleep(0.05)
+    await daemon.until_logged("kernel.orphan_removed")
     assert [c["Id"] for c in engine.containers()] == [second["container_id"]]
 
 

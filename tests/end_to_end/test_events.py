@@ -3,13 +3,20 @@
 import asyncio
 import json
 import os
+import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 
+from agentd.events import KEPT
 from support.daemon import Daemon
+
+DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
+"""Whichever looks first lets go of a reader that takes nothing."""
+IMPATIENT = {"agentd.http.connections.connection.READ_TIMEOUT_S": 1.0}
 
 
 @asynccontextmanager
@@ -96,3 +103,21 @@ async def test_listener_resumes_or_gets_a_reset(plain: Daemon) -> None:
     await plain.restart()
     async with listening(plain, third["id"]) as frames:
         assert (await anext(frames))["event"] == "reset"
+
+
+async def test_stalled_event_reader_is_dropped_alone(plain: Daemon) -> None:
+    plain.deadlines = IMPATIENT
+    await plain.start()
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(str(plain.folder / "agentd.sock"))
+        reader.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(KEPT // 2):
+            for step in ("drain", "undrain"):
+                answer = await plain.call("POST", f"/v1/devices/cuda/cuda0/{step}")
+                assert answer.status == 200
+            if DROPPED.search(plain.log):
+                break
+        async with asyncio.timeout(30):
+            while not DROPPED.search(plain.log):
+                await plain.call("GET", "/livez")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 
 import aiohttp
 import pytest
@@ -82,8 +81,7 @@ async def test_revoked_gateway_loses_its_callers_streams(node: Tokens) -> None:
     async with node.stream("gate", "/v1/events", headers) as events:
         assert (await events.content.readline()) == b": agentd\n"
         node.configure(node.entry("boss", "admin"))
-        assert node.daemon.process is not None
-        node.daemon.process.send_signal(signal.SIGHUP)
+        node.daemon.reload()
         with pytest.raises(aiohttp.ClientPayloadError):
             await events.content.read()
     assert (await node.get("gate", headers=headers)).status == 401

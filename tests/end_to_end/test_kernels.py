@@ -77,9 +77,7 @@ async def test_cpu_zero_runs_on_the_agent_s_cores_uncharged(serving: Serving) ->
     assert (refused.status, refused.json["code"]) == (422, "InvalidSlotAmount")
 
 
-async def test_unknown_slot_is_refused_unless_zero(
-    serving: Serving,
-) -> None:
+async def test_unknown_slot_is_refused_unless_zero(serving: Serving) -> None:
     daemon = await serving()
     refused = await daemon.create(image="no/such:image", slots={"tpu.chip": 1, "npu": "0.5"})
     assert refused.status == 422
@@ -160,9 +158,7 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
 
 
-async def test_64_creates_on_8_devices_give_8_kernels(
-    serving: Serving,
-) -> None:
+async def test_64_creates_on_8_devices_give_8_kernels(serving: Serving) -> None:
     daemon = await serving(AGENTS + gpus(8))
 
     async def create(n: int):

@@ -96,17 +96,6 @@ async def test_page_shows_a_new_kernel_and_its_devices(node: Daemon, page: Visit
     assert "new has 1" in await page.text("#tip")
 
 
-async def test_a_lost_connection_is_shown_and_mended(node: Daemon, page: Visit) -> None:
-    await page.until("#live", "live")
-    await node.stop()
-    await page.until("#live", "no connection")
-    await node.start()
-    await page.until("#live", "live")
-    await node.running("research", kernel_id="later", command=SLEEPER)
-    await page.until("#rows", "later")
-    page.errors.clear()  # the browser reports what could not be fetched
-
-
 async def test_a_kernel_is_looked_into_stopped_and_removed(node: Daemon, page: Visit) -> None:
     command = ["sh", "-c", "n=0; while :; do echo step $((n=n+1)); sleep 0.2; done"]
     await node.running("research", kernel_id="loud", command=command, labels={"owner": "ann"})
@@ -125,12 +114,14 @@ async def test_a_kernel_is_looked_into_stopped_and_removed(node: Daemon, page: V
     assert (await node.call("GET", "/v1/kernels/loud")).status == 404
 
 
-async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit) -> None:
+async def test_lost_connection_is_shown_and_mended(node: Daemon, page: Visit) -> None:
     command = ["sh", "-c", "n=0; while :; do echo step $((n=n+1)); sleep 0.2; done"]
     await node.running("research", kernel_id="loud", command=command)
     await page.page.click("text=loud")
     await page.until("#details .output", "step 2")
+    assert await page.text("#live") == "live"
     await node.stop()
+    await page.until("#live", "no connection")
     await page.until("#details .output", "trying again")
     assert "step 2" in await page.text("#details .output")
     await node.start()
@@ -139,6 +130,9 @@ async def test_output_goes_on_after_a_lost_connection(node: Daemon, page: Visit)
     )
     seen = (await page.text("#details .output")).split()[-1]
     await page.until("#details .output", f"step {int(seen) + 2}")
+    await page.until("#live", "live")
+    await node.running("research", kernel_id="later", command=SLEEPER)
+    await page.until("#rows", "later")
     page.errors.clear()  # the browser reports what could not be fetched
 
 

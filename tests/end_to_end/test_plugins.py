@@ -104,6 +104,16 @@ async def test_retry_finds_a_new_driver_at_once(plain: Daemon, tmp_path: Path) -
     assert "UnknownPlugin" in unknown.output
 
 
+async def test_new_driver_is_found_without_a_retry(
+    serving_process: Serving, tmp_path: Path
+) -> None:
+    driver = tmp_path / "driver"
+    plain = await serving_process(config(raising_until(driver)))
+    driver.touch()
+    await eventually(plain, lambda node: plugin(node)["state"] == "ready")
+    await plain.running(slots={"cuda.device": 1})
+
+
 @pytest.mark.parametrize(
     ("fault", "at", "why"),
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.prometheus import Prometheus, documented, free_port, panels, promtool, rules_of
-from support.daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, BASE, Daemon, gpus
 
 pytestmark = pytest.mark.needs("prometheus")
 
@@ -17,9 +17,8 @@ async def scraped(plain: Daemon, folder: Path) -> AsyncIterator[tuple[Daemon, Pr
     (folder / "token").chmod(0o600)
     port = free_port()
     listen = f'[[rpc.tokens]]\nname = "prometheus"\nfile = "{folder}/token"\nrole = "read"\n'
-    plain.configure(AGENTS + gpus(2) + listen)
-    text = plain.config_file.read_text().replace("[rpc]\n", f'[rpc]\nlisten = "127.0.0.1:{port}"\n')
-    plain.config_file.write_text(text)
+    rpc = f'[rpc]\nlisten = "127.0.0.1:{port}"\n'
+    plain.configure(AGENTS + gpus(2) + listen, BASE.replace("[rpc]\n", rpc))
     await plain.start()
     made = Prometheus(folder, "agentd", port, folder / "token")
     yield plain, made

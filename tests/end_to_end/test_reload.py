@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import ssl
 
 import pytest
@@ -42,33 +41,22 @@ agentd()
 """
 
 
-async def said(daemon: Daemon, event: str, times: int = 1) -> None:
-    async with asyncio.timeout(20):
-        while daemon.log.count(event) < times:
-            await asyncio.sleep(0.02)
-
-
-def reload(daemon: Daemon) -> None:
-    assert daemon.process is not None
-    daemon.process.send_signal(signal.SIGHUP)
-
-
 async def test_a_reload_that_cannot_work_is_not_the_last(plain: Daemon) -> None:
     await plain.start()
     good = plain.config_file.read_text()
     fifo = plain.folder / "fifo"
     os.mkfifo(fifo)
     plain.config_file.write_text(f'{good}\n[rpc]\ntls-cert = "/tmp/\\u0000x"\n')
-    reload(plain)
-    await said(plain, "daemon.reload_refused")
+    plain.reload()
+    await plain.until_logged("daemon.reload_refused")
     plain.config_file.unlink()
     plain.config_file.symlink_to(fifo)
-    reload(plain)
-    await said(plain, "is a FIFO, expected a regular file")
+    plain.reload()
+    await plain.until_logged("is a FIFO, expected a regular file")
     plain.config_file.unlink()
     plain.config_file.write_text(good)
-    reload(plain)
-    await said(plain, "daemon.reloaded")
+    plain.reload()
+    await plain.until_logged("daemon.reloaded")
     assert (await plain.get("/v1/node"))["warnings"] == []
 
 
@@ -123,15 +111,14 @@ async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> 
     else:
         await plain.start()
         trigger.touch()
-    await said(plain, "task.ended")
+    await plain.until_logged("task.ended")
     reason = f"background task {name} ended: RuntimeError: killed"
     if name in NOT_VITAL:
         assert (await plain.get("/v1/node"))["warnings"] == [f"{reason}; restart agentd"]
         return
     if plain.process is not None:
-        process, plain.process = plain.process, None
-        assert await asyncio.to_thread(process.wait, 40) == 1
-    await said(plain, f"agentd: {reason}")
+        assert await plain.ended() == 1
+    await plain.until_logged(f"agentd: {reason}")
     plain._program = None
 
 
@@ -149,8 +136,8 @@ async def test_new_connections_are_shown_the_renewed_certificate(tokens: Tokens)
     assert await asyncio.to_thread(shown) == cert.read_text()
     before = cert.read_text()
     certificate(folder)
-    reload(tokens.daemon)
-    await said(tokens.daemon, "daemon.reloaded")
+    tokens.daemon.reload()
+    await tokens.daemon.until_logged("daemon.reloaded")
     assert await asyncio.to_thread(shown) == cert.read_text() != before
 
 

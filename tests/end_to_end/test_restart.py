@@ -1,6 +1,5 @@
 """Kernels survive stops, kills and upgrades of agentd, on both runtimes."""
 
-import asyncio
 import contextlib
 import signal
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.plan import kernel_name
-from support.daemon import AGENTS, Daemon, end, gpus
+from support.daemon import AGENTS, BASE, Daemon, end, gpus
 
 
 def identity(kernel: dict) -> tuple:
@@ -117,12 +116,8 @@ async def test_a_moved_partition_does_not_free_what_runs(daemon: Daemon) -> None
 async def test_memory_below_the_held_amount_is_overcommitted(daemon: Daemon) -> None:
     await daemon.start()
     await daemon.running(kernel_id="k1", slots={"mem": "4g"})
-    await daemon.stop()
-    daemon.configure(AGENTS + gpus())
-    daemon.config_file.write_text(
-        daemon.config_file.read_text().replace('mem = "8g"', 'mem = "2g"')
-    )
-    await daemon.start()
+    daemon.configure(AGENTS + gpus(), BASE.replace('mem = "8g"', 'mem = "2g"'))
+    await daemon.restart()
     memory = await daemon.device("root")
     assert (memory["state"], memory["free"]) == ("overcommitted", "0")
     assert (await daemon.create(slots={"mem": "64m"})).status == 409
@@ -257,11 +252,8 @@ async def test_a_reload_does_not_change_half_of_an_agent(plain: Daemon) -> None:
     await plain.start(AGENTS)
     user = '[[agents]]\nid = "agent-1"\nuser = "daemon"\n[[agents]]\nid = "agent-2"\n'
     plain.configure(user)
-    assert plain.process is not None
-    plain.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
-        while "daemon.reloaded" not in plain.log:
-            await asyncio.sleep(0.02)
+    plain.reload()
+    await plain.until_logged("daemon.reloaded")
     assert "agents" in plain.log.partition("needs_restart")[2].partition("\n")[0]
     with contextlib.suppress(BlockingIOError):
         while plain.notes.recv(4096):  # the reload was told of as well

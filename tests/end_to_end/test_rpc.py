@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from agentd.http.problems import STATUSES
-from support.daemon import AGENTS, Daemon, gpus
+from support.daemon import AGENTS, BASE, Daemon, gpus
 from support.daemon_pool import Serving
 
 
@@ -152,8 +152,7 @@ async def test_tcp_needs_the_token_and_probes_do_not(plain: Daemon) -> None:
     (plain.folder / "token").write_text("s3cret\n")
     (plain.folder / "token").chmod(0o600)
     listen = f'listen = "127.0.0.1:{port}"\ntoken-file = "{plain.folder}/token"\n[host]\n'
-    plain.configure()
-    plain.config_file.write_text(plain.config_file.read_text().replace("[host]\n", listen))
+    plain.configure(base=BASE.replace("[host]\n", listen))
     await plain.start()
     url = f"http://127.0.0.1:{port}"
     assert (await over_tcp(f"{url}/v1/node", "s3cret"))[0] == 200

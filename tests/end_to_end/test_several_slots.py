@@ -46,6 +46,27 @@ async def test_gpu_memory_is_requested_charged_and_shown(daemon: Daemon) -> None
     assert 'agentd_slot_allocated{agent="agent-1",slot="cuda.mem"}' in metrics
 
 
+async def test_a_refusal_and_a_dry_run_name_every_slot(plain: Daemon) -> None:
+    await plain.start(AGENTS + gpus(count=1))
+    await plain.running(kernel_id="k1", slots={"cuda.shares": "0.1", "cuda.mem": "60g"})
+    refused = await plain.create(slots={"cuda.shares": "0.5"})
+    assert (refused.status, refused.json["slot"], refused.json["free"]) == (
+        409,
+        "cuda.shares",
+        "0.25",
+    )
+    (row,) = refused.json["explain"]
+    assert row["reason"] == (
+        "insufficient cuda.mem: requested 40 GiB (in proportion to cuda.shares 0.5),"
+        " 20 GiB free (80 GiB in total); held by k1"
+    )
+    body = {"slots": {"cuda.shares": "0.2"}, "command": ["true"]}
+    looked = await plain.call("POST", "/v1/agents/agent-1/kernels?dry_run=true", body)
+    assert looked.status == 200, looked.content
+    assert looked.json["slots"]["cuda.mem"] == str(16 * GIB)
+    assert looked.json["explain"].keys() >= {"cuda.shares", "cuda.mem"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_memory_is_switched_off_and_on_again(daemon: Daemon, number: int) -> None:
     await daemon.start(AGENTS + gpus())

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -73,24 +72,17 @@ def tokens(plain: Daemon) -> Tokens:
     return made
 
 
-async def test_token_is_one_caller_and_ends_when_revoked(
-    tokens: Tokens,
-) -> None:
+async def test_token_is_one_caller_and_ends_when_revoked(tokens: Tokens) -> None:
     team = tokens.entry("team", "agent", "team-a")
     tokens.configure(team, tokens.entry("watcher", "read"), tokens.entry("boss", "admin"))
     await tokens.daemon.start()
     shown = {name: (await tokens.get(name)).json["role"] for name in tokens.secrets}
     assert shown == {"team": "agent", "watcher": "read", "boss": "admin"}
     assert (await tokens.get(None)).status == 401
-    headers = {"Authorization": f"Bearer {tokens.secrets['watcher']}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.get(f"http://127.0.0.1:{tokens.port}/v1/events") as stream,
-    ):
+    async with tokens.stream("watcher", "/v1/events") as stream:
         assert stream.status == 200
         tokens.configure(team)
-        assert tokens.daemon.process is not None
-        tokens.daemon.process.send_signal(signal.SIGHUP)
+        tokens.daemon.reload()
         async with asyncio.timeout(10):
             with contextlib.suppress(aiohttp.ClientError):
                 while await stream.content.readany():
@@ -112,8 +104,7 @@ async def test_a_token_that_goes_before_its_body_has_come_does_nothing(tokens: T
     writer.write(head.encode() + body[:5])
     assert (await tokens.get("team")).status == 200
     tokens.configure(tokens.entry("boss", "admin"))
-    assert tokens.daemon.process is not None
-    tokens.daemon.process.send_signal(signal.SIGHUP)
+    tokens.daemon.reload()
     async with asyncio.timeout(10):
         while (await tokens.get("team")).status != 401:
             await asyncio.sleep(0.02)

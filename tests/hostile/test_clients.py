@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import resource
 import socket
 import ssl
@@ -22,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from end_to_end.test_events import DROPPED
 from hostile.attacks import FRAMES, SLEEP, Client
 from support.certificates import certificate
 from support.daemon import AGENTS, BASE, Daemon, gpus
@@ -31,8 +31,6 @@ from support.waiting import until
 SOAK = bool(os.environ.get("AGENTD_SOAK"))
 HALF, READERS, FOLLOWERS = (2000, 1000, 500) if SOAK else (700, 150, 100)
 MOST = 400
-DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
-"""Whichever looks first lets go of a reader that takes nothing."""
 PATIENCE_S = 0.25
 """Seconds within which 99 of 100 `/livez` on the unix socket are answered, whatever others do."""
 DEADLINES = {

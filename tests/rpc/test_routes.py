@@ -98,19 +98,6 @@ def test_gateway_document_has_the_proxied_paths() -> None:
 
 
 @pytest.mark.parametrize("routes", BOTH)
-def test_document_has_booleans_for_flags(routes: Sequence[Route]) -> None:
-    flags = {
-        parameter["name"]: parameter["schema"]["type"]
-        for calls in document("x", routes)["paths"].values()
-        for call in calls.values()
-        for parameter in call["parameters"]
-        if parameter["name"] in ("dry_run", "follow", "timestamps", "check")
-    }
-    assert {"dry_run", "follow", "timestamps"} <= flags.keys()
-    assert set(flags.values()) == {"boolean"}
-
-
-@pytest.mark.parametrize("routes", BOTH)
 def test_document_describes_every_member_of_every_body(routes: Sequence[Route]) -> None:
     schemas = document("x", routes)["components"]["schemas"]
     bodies = {n: s for n, s in schemas.items() if s.get("additionalProperties") is False}

@@ -213,6 +213,23 @@ class Daemon:
         finally:
             loop.remove_reader(self.notes)
 
+    def reload(self) -> None:
+        """Ask for a reload as systemd does."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGHUP)
+
+    async def until_logged(self, text: str, times: int = 1) -> None:
+        """Wait until the log has a text so many times."""
+        async with asyncio.timeout(20):
+            while self.log.count(text) < times:
+                await asyncio.sleep(0.02)
+
+    async def ended(self) -> int:
+        """Wait for a daemon that ends by itself, and return its exit status."""
+        process, self.process = self.process, None
+        assert process is not None
+        return await asyncio.to_thread(process.wait, 40)
+
     async def stop(self, number: int = signal.SIGTERM) -> int:
         process, self.process = self.process, None
         if process is None:

@@ -56,6 +56,16 @@ class Program:
         assert self.process is not None
         return self.process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    async def until_logged(self, text: str, times: int = 1) -> None:
+        """Wait until the log has a text so many times."""
+        async with asyncio.timeout(20):
+            while self.log.count(text) < times:
+                await asyncio.sleep(0.02)
+
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
         env |= self.environ

@@ -161,9 +161,7 @@ async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
     assert await told(in_mortal, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
 
 
-async def test_watch_reports_a_store_behind_as_compacted(
-    in_mortal: Etcd,
-) -> None:
+async def test_watch_reports_a_store_behind_as_compacted(in_mortal: Etcd) -> None:
     with pytest.raises(Compacted, match="the store is at revision 1"):
         await told(in_mortal, "nodes/", 1000, 1, silence_s=0.05)
 

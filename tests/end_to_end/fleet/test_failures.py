@@ -132,9 +132,7 @@ async def test_of_two_nodes_with_one_id_the_second_is_refused(world: World) -> N
     await world.nodes[cuda].stop()
     await twin.start()
     second = world.join(rocm)
-    async with asyncio.timeout(20):
-        while "is taken by" not in second.log:
-            await asyncio.sleep(0.05)
+    await second.until_logged("is taken by")
     assert str(world.nodes[cuda].folder) in second.log
     assert str(twin.folder) in second.log
     first = f"unix:{world.nodes[cuda].folder}/agentd.sock"
@@ -157,9 +155,7 @@ async def test_reinstalled_node_keeps_its_id_without_kernels(world: World) -> No
     text = first.file.read_text().replace("install-", "anew-")
     first.file.write_text(text)
     first.start()
-    async with asyncio.timeout(20):
-        while first.log.count("node.published") < 2:
-            await asyncio.sleep(0.05)
+    await first.until_logged("node.published", 2)
     await gateway.until({cuda: "ready"})
     assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"
     assert (await gateway.create(kernel_id="k1", slots={"cpu": 2})).status == 201
@@ -183,9 +179,7 @@ async def test_a_full_disk_at_etcd_refuses_creates_and_nothing_else(world: World
     assert await gateway.states() == {cuda: "ready"}
 
 
-async def test_fleets_in_one_etcd_are_separate(
-    world: World,
-) -> None:
+async def test_fleets_in_one_etcd_are_separate(world: World) -> None:
     servers = await world.start_etcd(is_own=True)
     (cuda,) = await world.start_nodes("cuda")
     mine = (f"/agentd/main/nodes/{cuda}", f"/agentd/main/free/{cuda}")
@@ -206,9 +200,7 @@ async def test_fleets_in_one_etcd_are_separate(
     await other.until({})
     assert await other.states() == {}
     stranger = world.join(cuda, kept_in=kept_in("node", "other"))
-    async with asyncio.timeout(20):
-        while "permission denied" not in stranger.log:
-            await asyncio.sleep(0.05)
+    await stranger.until_logged("permission denied")
     async with Etcd(EtcdCredentials(servers.endpoints, "node", "secret:ü")) as etcd:
         for key in ("nodes/another", "routes/k1", "slot-types/cuda.device"):
             with pytest.raises(EtcdRefused, match="permission denied"):

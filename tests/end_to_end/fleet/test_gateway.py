@@ -48,8 +48,15 @@ async def test_an_unknown_slot_is_refused_before_any_node_is_asked(fleet) -> Non
     assert refused.json["known_slots"] == ["cpu", "cuda.device", "mem", "rocm.device"]
     assert [world.nodes[node].log.count("rpc.call") for node in nodes] == before
     assert (await gateway.create(slots={"tpu.chip": 0, "cpu": 1})).status == 201
-    strange = await gateway.create(placement={"nodes": ["nowhere"]})
+
+
+async def test_a_create_that_fails_leaves_its_id(fleet) -> None:
+    _, gateway, _ = fleet
+    missing = await gateway.create(kernel_id="k1", command=["/nowhere"])
+    assert (missing.status, missing.json["code"]) == (422, "CommandNotFound")
+    strange = await gateway.create(kernel_id="k1", placement={"nodes": ["nowhere"]})
     assert (strange.status, strange.json["code"]) == (404, "UnknownNode")
+    assert (await gateway.create(kernel_id="k1")).status == 201
 
 
 async def test_the_same_order_is_one_kernel_and_another_one_a_conflict(fleet) -> None:

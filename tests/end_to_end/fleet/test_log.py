@@ -62,9 +62,7 @@ async def test_reload_keeps_the_warning_of_the_certificate_in_use(world: World) 
     warnings = gateway.log.count(f"{cert} expires at ")
     certificate_that_ends(world.folder, 300)
     gateway.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(20):
-        while "gateway.reloaded" not in gateway.log:
-            await asyncio.sleep(0.02)
+    await gateway.until_logged("gateway.reloaded")
     assert (warnings, gateway.log.count(f"{cert} expires at ")) == (1, 2)
 
 

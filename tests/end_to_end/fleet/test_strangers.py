@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import resource
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,16 @@ async def use(gateway: GatewayProgram, good: str, **placement: Any) -> None:
     assert deleted.status == 204, deleted.content
 
 
-async def damage_each(gateway: GatewayProgram, good: str, stranger: StubNode) -> None:
-    """Damage the stranger in each way, and mend it again."""
+async def test_unreadable_node_ends_no_gateway(world: World, stranger: StubNode) -> None:
+    (good,) = await world.start_nodes("none")
+    stranger.answers["/v1/slot-types"][0]["kind"] = "colour"
+    nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
+    gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")
+    await gateway.until({good: "ready", "n1": "ready"})
+    await until_reason(gateway, "n1", "unreadable: GET /v1/slot-types: Invalid enum value")
+    await use(gateway, good)
+    stranger.answers = copy.deepcopy(NODE_PAGES)
+    await until_reason(gateway, "n1", "")
     for path, answer in DAMAGES.items():
         stranger.answers[path] = answer
         stranger.end_streams()
@@ -64,21 +74,7 @@ async def damage_each(gateway: GatewayProgram, good: str, stranger: StubNode) ->
     stranger.end_streams()
     await until_reason(gateway, "n1", "unreadable: the answer exceeds ")
     await use(gateway, good)
-
-
-async def test_unreadable_node_ends_no_gateway(world: World, stranger: StubNode) -> None:
-    (good,) = await world.start_nodes("none")
-    stranger.answers["/v1/slot-types"][0]["kind"] = "colour"
-    nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
-    gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")
-    await gateway.until({good: "ready", "n1": "ready"})
-    await until_reason(gateway, "n1", "unreadable: GET /v1/slot-types: Invalid enum value")
-    await use(gateway, good)
-    stranger.answers = copy.deepcopy(NODE_PAGES)
-    await until_reason(gateway, "n1", "")
-    await damage_each(gateway, good, stranger)
-    assert gateway.process is not None
-    assert gateway.process.poll() is None
+    assert gateway.is_running
 
 
 async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
@@ -103,5 +99,41 @@ async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
     await late.until({good: "ready"})
     await use(late, good)
     for program in (gateway, late):
-        assert program.process is not None
-        assert program.process.poll() is None
+        assert program.is_running
+
+
+@pytest.mark.parametrize("fault", ["locked", "full"])
+async def test_unwritable_file_ends_no_gateway(world: World, stranger: StandIn, fault: str) -> None:
+    (good,) = await world.start_nodes("none")
+    nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
+    gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")
+    await gateway.until({good: "ready", "n1": "ready"})
+    await use(gateway, good, nodes=[good])
+    file = world.folder / gateway.file.stem / "fleet.sqlite"
+    types = [{"name": f"chip{number}.unit", "kind": "count", "quantum": "1", "unit": "x" * 99}
+             for number in range(100)]  # fmt: skip
+    base = sqlite3.connect(file, isolation_level=None)
+    before = resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE)
+    if fault == "locked":
+        base.execute("BEGIN EXCLUSIVE")
+    else:
+        size = file.with_name("fleet.sqlite-wal").stat().st_size
+        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, (size, before[1]))
+    stranger.answers["/v1/slot-types"] += types
+    stranger.end_streams()
+    await gateway.until_logged("store.write_failed")
+    refused = await gateway.create(kernel_id="k2", placement={"nodes": [good]})
+    assert (refused.status, refused.json["code"]) == (503, "StateUnavailable")
+    names = {slot["name"] for slot in await gateway.get("/v1/slot-types")}
+    assert {item["name"] for item in types} <= names
+    assert await gateway.states() == {good: "ready", "n1": "ready"}
+    if fault == "locked":
+        base.execute("ROLLBACK")
+    else:
+        resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE, before)
+    await gateway.until_logged("store.recovered")
+    rows = base.execute("SELECT count(*) FROM slot_types WHERE name LIKE 'chip%'").fetchall()
+    base.close()
+    assert rows == [(100,)]
+    await use(gateway, good, nodes=[good])
+    assert gateway.log.count("store.write_failed") == 1

@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,20 @@ class FakeEtcd:
         self.status, self.body = status, body
         self.logins = 0
         self.accepted = {"t1"}
-        self.runner: web.AppRunner | None = None
 
-    async def start(self) -> tuple[str, ...]:
+    @asynccontextmanager
+    async def serving(self, user: str = "a") -> AsyncIterator[Etcd]:
+        """Serve, and yield a client."""
         app = web.Application()
         app.router.add_post("/v3/auth/authenticate", self.login)
         app.router.add_post("/{rest:.*}", self.answer)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        return (f"http://127.0.0.1:{self.runner.addresses[0][1]}",)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with Etcd(EtcdCredentials((endpoint,), user, PASSWORD if user else "")) as etcd:
+            yield etcd
+        await runner.cleanup()
 
     async def login(self, _: web.Request) -> web.Response:
         self.logins += 1
@@ -163,15 +166,6 @@ class FakeEtcd:
             events = {"header": {"revision": "7"}, "created": True}
             return web.Response(text=2 * f"{json.dumps({'result': events})}\n")
         return web.json_response({"header": {"revision": "7"}})
-
-
-@pytest.fixture
-async def fakes() -> AsyncIterator[list[FakeEtcd]]:
-    made: list[FakeEtcd] = []
-    yield made
-    for fake in made:
-        if fake.runner is not None:
-            await fake.runner.cleanup()
 
 
 def cancelled(why: str) -> dict[str, object]:
@@ -205,84 +199,75 @@ CANCELLATIONS: dict[str, tuple[int, Any]] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-async def test_refused_token_is_renewed_by_one_login(
-    fakes: list[FakeEtcd], refusal: tuple[int, Any]
-) -> None:
-    fakes.append(FakeEtcd(*refusal))
-    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+async def test_refused_token_is_renewed_by_one_login(refusal: tuple[int, Any]) -> None:
+    fake = FakeEtcd(*refusal)
+    async with fake.serving() as etcd:
         assert await etcd.revision() == 7
-        fakes[0].accepted = {"t2"}
+        fake.accepted = {"t2"}
         assert {*await asyncio.gather(*(etcd.revision() for _ in range(8)))} == {7}
-        assert fakes[0].logins == 2
+        assert fake.logins == 2
 
 
 @pytest.mark.parametrize("refusal", CANCELLATIONS.values(), ids=CANCELLATIONS)
-async def test_watch_with_a_refused_token_is_made_again(
-    fakes: list[FakeEtcd], refusal: tuple[int, Any]
-) -> None:
-    fakes.append(FakeEtcd(*refusal))
-    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+async def test_watch_with_a_refused_token_is_made_again(refusal: tuple[int, Any]) -> None:
+    fake = FakeEtcd(*refusal)
+    async with fake.serving() as etcd:
         for token in ("t1", "t2"):
-            fakes[0].accepted = {token}
+            fake.accepted = {token}
             async with aclosing(etcd.watch(KEY, after=0)) as watch:
                 assert await anext(watch) == ([], 7)
-        assert fakes[0].logins == 2
+        assert fake.logins == 2
 
 
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-async def test_refusal_of_every_token_is_temporary(
-    fakes: list[FakeEtcd], refusal: tuple[int, Any]
-) -> None:
+async def test_refusal_of_every_token_is_temporary(refusal: tuple[int, Any]) -> None:
     """Users may change again after a login; a later call may succeed without a restart."""
-    fakes.append(FakeEtcd(*refusal))
-    fakes[0].accepted = {"t9"}
-    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+    fake = FakeEtcd(*refusal)
+    fake.accepted = {"t9"}
+    async with fake.serving() as etcd:
         for logins in (1, 2, 3):
             with pytest.raises(EtcdUnavailable):
                 await etcd.revision()
-            assert fakes[0].logins == logins
+            assert fake.logins == logins
 
 
-async def test_denied_watch_is_refused_without_another_login(fakes: list[FakeEtcd]) -> None:
+async def test_denied_watch_is_refused_without_another_login() -> None:
     denied = "rpc error: code = PermissionDenied desc = etcdserver: permission denied"
-    fakes.append(FakeEtcd(200, cancelled(denied)))
-    fakes[0].accepted = {"t9"}
-    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+    fake = FakeEtcd(200, cancelled(denied))
+    fake.accepted = {"t9"}
+    async with fake.serving() as etcd:
         for _ in range(2):
             with pytest.raises(EtcdRefused, match="permission denied"):
                 await anext(etcd.watch(KEY, after=0))
-        assert fakes[0].logins == 1
+        assert fake.logins == 1
 
 
-async def test_refused_login_counts_for_all_calls(
-    fakes: list[FakeEtcd], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_refused_login_counts_for_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the end of a password makes every client of the fleet cost etcd a bcrypt each call."""
     monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 600.0)
-    fakes.append(FakeEtcd(*REFUSALS["3.4"]))
-    async with Etcd(EtcdCredentials(await fakes[0].start(), "a", PASSWORD)) as etcd:
+    fake = FakeEtcd(*REFUSALS["3.4"])
+    async with fake.serving() as etcd:
         assert await etcd.revision() == 7
-        fakes[0].accepted = set()
+        fake.accepted = set()
         calls = await asyncio.gather(*(etcd.revision() for _ in range(8)), return_exceptions=True)
         assert [type(error) for error in calls] == [EtcdRefused] * 8
         assert {WRONG in str(error) for error in calls} == {True}
-        assert fakes[0].logins == 2
-        fakes[0].accepted = {"t3"}
+        assert fake.logins == 2
+        fake.accepted = {"t3"}
         monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.0)
         assert await etcd.revision() == 7
 
 
-async def test_error_of_a_proxy_before_etcd_is_temporary(fakes: list[FakeEtcd]) -> None:
-    fakes.append(FakeEtcd(503, {"error": {"code": 503, "message": "no healthy upstream"}}))
-    async with Etcd(EtcdCredentials(await fakes[0].start())) as etcd:
+async def test_error_of_a_proxy_before_etcd_is_temporary() -> None:
+    fake = FakeEtcd(503, {"error": {"code": 503, "message": "no healthy upstream"}})
+    async with fake.serving(user="") as etcd:
         with pytest.raises(EtcdUnavailable, match="no healthy upstream"):
             await etcd.revision()
 
 
-async def test_answer_that_is_not_of_etcd_is_refused(fakes: list[FakeEtcd]) -> None:
+async def test_answer_that_is_not_of_etcd_is_refused() -> None:
     for body in ({}, {"result": 7}, {"kvs": []}, [], None):
-        fakes.append(FakeEtcd(200, body))
-        async with Etcd(EtcdCredentials(await fakes[-1].start())) as etcd:
+        async with FakeEtcd(200, body).serving(user="") as etcd:
             with pytest.raises(EtcdRefused):
                 await etcd.revision()
             with pytest.raises(EtcdRefused):
@@ -331,6 +316,5 @@ async def test_fleet_serves_while_users_change(world: World, kind: str) -> None:
         while (await gateway.create(kernel_id="last")).status not in (200, 201):
             await asyncio.sleep(0.05)
     await gateway.until({node: "ready"})
-    for program in (publisher, gateway):
-        assert program.process is not None
-        assert program.process.poll() is None
+    assert publisher.is_running
+    assert gateway.is_running
