@@ -226,6 +226,17 @@ async def test_labels_inherited_from_an_image_make_no_kernel(
     engine.call("DELETE", f"/containers/{other}?force=1", raw=True)
 
 
+async def test_a_restart_by_hand_is_told_with_its_own_times(
+    dockered: Daemon, engine: Engine
+) -> None:
+    await dockered.start()
+    kernel = await dockered.running(kernel_id="k1", command=["sleep", "1000"])
+    engine.call("POST", f"/containers/{kernel['container_id']}/restart?t=0")
+    async with asyncio.timeout(10):
+        while (await dockered.get("/v1/kernels/k1"))["started_at"] == kernel["started_at"]:
+            await asyncio.sleep(0.05)
+
+
 async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -> None:
     await dockered.start()
     await dockered.running(kernel_id="k1")

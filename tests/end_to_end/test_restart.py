@@ -142,6 +142,23 @@ async def test_ids_follow_devices_over_a_changed_driver_order(plain: Daemon) -> 
     assert (await plain.device("cuda0"))["holders"][0]["kernel_id"] == "k1"
 
 
+async def test_missing_device_keeps_its_index_until_forgotten(plain: Daemon) -> None:
+    split = '[resource]\nallocation-mode = "auto-split"\n' + AGENTS
+    await plain.start(split + devices("a", "b", "c", "d"))
+    await plain.restart(split + devices("b", "c", "d"))
+    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
+    assert parts == {"agent-1": ["cuda0", "cuda1"], "agent-2": ["cuda2", "cuda3"]}
+    assert (await plain.device("cuda0"))["state"] == "gone"
+    assert await plain.free("cuda.device") == "1"
+    assert any("cuda0 is gone" in w for w in (await plain.get("/v1/node"))["warnings"])
+    conflict = await plain.call("DELETE", "/v1/devices/cuda/cuda1")
+    assert (conflict.status, conflict.json["code"]) == (409, "Conflict")
+    assert (await plain.call("DELETE", "/v1/devices/cuda/cuda0")).status == 204
+    await plain.restart(split + devices("b", "c", "d"))
+    parts = {a["agent_id"]: a["devices"]["cuda"] for a in await plain.get("/v1/agents")}
+    assert parts == {"agent-1": ["cuda1", "cuda2"], "agent-2": ["cuda3"]}
+
+
 @pytest.mark.docker
 async def test_an_unreadable_container_keeps_back_all_it_might_hold(dockered: Daemon) -> None:
     daemon = dockered
