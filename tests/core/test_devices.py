@@ -76,30 +76,6 @@ def test_a_gpu_that_was_parts_answers_for_them() -> None:
 
 
 SICK = {"health": Health.UNHEALTHY, "reason": "no answer: GPU is lost"}
-MIG = "cuda.device:1g.10gb-mig"
-
-
-def forms_of(listed: Device, past: list[Device], *slots: str) -> list[tuple[str, str]]:
-    """The stable ids and slots of the devices that a listed one stands for."""
-    return [(d.stable_id, d.slot) for d in in_last_form([listed], past, slots or ("cuda.device",))]
-
-
-def test_unhealthy_gpu_stands_for_its_last_parts() -> None:
-    whole, parts = gpus(1)[0], [replace(part(n), slot=MIG, drained=n == 1) for n in range(2)]
-    sick = replace(whole, **SICK)
-    assert forms_of(whole, parts) == [("GPU-cuda-0", "cuda.device")]
-    first, second = in_last_form([sick], parts, ["cuda.device"])
-    assert (first, second) == (replace(parts[0], **SICK), replace(parts[1], **SICK))
-    # of forms that were there before, the last one counts; all if nothing is known of it
-    both = [replace(whole, gone=True), *parts]
-    assert forms_of(sick, both) == [("MIG-0", MIG), ("MIG-1", MIG)]
-    was_whole = [whole, *(replace(part, gone=True) for part in parts)]
-    assert forms_of(sick, was_whole) == [("GPU-cuda-0", "cuda.device")]
-    assert len(forms_of(sick, [replace(device, gone=True) for device in both])) == 3
-    # a part of its own says nothing of the others
-    assert in_last_form([replace(parts[0], **SICK)], parts, []) == [replace(parts[0], **SICK)]
-    other = [replace(device, device_id=DeviceId("npu", device.device_id.id)) for device in both]
-    assert forms_of(sick, other) == [("GPU-cuda-0", "cuda.device")]
 
 
 def test_unhealthy_device_has_the_slots_of_its_settings() -> None:

@@ -5,9 +5,7 @@ import pytest
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
-    InsufficientResource,
     RuntimeFailure,
-    UnsupportedResource,
 )
 from agentd.services.counts import CREATED, FAILED, REFUSED, Histogram, NodeCounts
 from services.node import Rig
@@ -42,16 +40,6 @@ async def test_a_create_that_fails_is_no_refusal_but_has_a_reason(
     assert counts.refusals == {(error.code, ""): 1}
     counts.refused("a", "k1", error)
     assert counts.creates == {("a", FAILED): 1, ("a", REFUSED): 1}
-
-
-def test_only_slots_that_the_node_knows_are_told_apart() -> None:
-    counts = NodeCounts(lambda: 0.0)
-    counts.refused("a", "k1", InsufficientResource("cuda.device", "2", "1", []))
-    counts.refused("a", "k1", UnsupportedResource(["mine.own"], ["cpu"], {}))
-    assert counts.refusals == {
-        ("InsufficientResource", "cuda.device"): 1,
-        ("UnsupportedResource", ""): 1,
-    }
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:

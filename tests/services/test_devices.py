@@ -10,18 +10,6 @@ from core.machines import gpus
 from services.node import CUDA, Rig
 
 
-async def test_a_late_plugin_joins_without_moving_anything(rig: Rig) -> None:
-    await rig.create(cuda_device=1)
-    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
-    devices = tuple(replace(d, aliases=()) for d in gpus(1, slot="npu.device"))
-    rig.plugins.ready.append(PluginListing("npu", (npu,), devices))
-    before = rig.devices.generation
-    rig.devices.refresh("npu")
-    assert rig.devices.generation > before
-    assert rig.free_gpus == 1
-    await rig.create("k2", npu_device=1)
-
-
 async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
     """The same holds if its plugin comes first; the next start decides again."""
     await rig.create(cuda_device=2)
@@ -36,9 +24,7 @@ async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) ->
     assert sum("withheld" in warning for warning in rig.devices.warnings) == 2
     rig.devices.refresh("npu")
     assert not any(" is new" in warning for warning in rig.devices.warnings)
-    again = Rig(rig.memory)
-    again.plugins.ready = rig.plugins.ready
-    again.devices.discover()
+    again = Rig(rig.memory, listings=rig.plugins.ready)
     again.runtime = rig.runtime
     again.service.runtimes = {"fake": rig.runtime}
     await again.reconciler.relist(rig.runtime)
@@ -74,9 +60,7 @@ async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> 
         )
         for n in range(2)
     )  # fmt: skip
-    again = Rig(rig.memory)
-    again.plugins.ready = [PluginListing("cuda", (CUDA, mig), parts)]
-    again.devices.discover()
+    again = Rig(rig.memory, listings=[PluginListing("cuda", (CUDA, mig), parts)])
     again.service.runtimes = {"fake": rig.runtime}
     await again.reconciler.relist(rig.runtime)
     spec = replace(rig.spec("k2"), slots={"cuda.device:1g-mig": 1}, spec_hash="other")

@@ -1,7 +1,5 @@
 """One state: kernels and ledger in step, revisions, locks, and how runtimes do."""
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +12,9 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
 from agentd.core.labels import MAX_AGENT_BYTES
 from agentd.core.slots import ONE, SlotKind
-from agentd.errors import NotReady, RuntimeUnavailable, UnknownKernel, UnknownRuntime
-from agentd.events import KEPT, EventKind, EventLog, TooSlow
-from agentd.services.state import NodeState, RuntimeState, Unsettled
+from agentd.errors import UnknownKernel
+from agentd.events import EventLog
+from agentd.services.state import NodeState, RuntimeState
 
 GPU = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)
 
@@ -78,17 +76,6 @@ async def test_events_say_whether_what_is_held_has_changed() -> None:
     assert told == [True, False, True, False, True, True, True]
 
 
-async def test_listener_that_lags_behind_is_dropped() -> None:
-    events = EventLog()
-    with events.listener(None) as listener:
-        waiting = asyncio.ensure_future(anext(listener.follow(1)))
-        await asyncio.sleep(0)
-        for _ in range(KEPT + 1):
-            events.publish(EventKind.FREE, None)
-        with pytest.raises(TooSlow):
-            await waiting
-
-
 async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: NodeState) -> None:
     for name in ("same", "changed", "gone", "busy"):
         state.put(kernel(name))
@@ -106,37 +93,6 @@ async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: No
     assert not state.is_unchanged("never", since), "it may be the one that came and went"
 
 
-async def test_kernel_lock_is_shared_and_dropped_after_use(state) -> None:
-    lock = state.lock("k1")
-    assert state.lock("k1") is lock
-    async with lock:
-        assert state.is_busy("k1")
-        waiting = asyncio.create_task(state.lock("k1").acquire())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    await waiting
-    lock.release()
-    del lock, waiting
-    assert not state.is_busy("k1")
-    assert len(state._locks) == 0
-
-
-def test_runtime_delays_only_its_own_creates(state: NodeState) -> None:
-    with pytest.raises(NotReady):
-        state.require_runtime("fake")
-    state.note_available("fake")
-    state.note_unavailable("other", "it is down")
-    state.require_runtime("fake")
-    with pytest.raises(RuntimeUnavailable, match="it is down"):
-        state.require_runtime("other")
-    state.note_unavailable("fake", "down too")
-    assert not state.runtime("fake").is_listed
-    state.forget_runtime("other")
-    assert state.runtimes.keys() == {"fake"}
-    with pytest.raises(UnknownRuntime, match="this node has: fake"):
-        state.runtime("other")
-
-
 async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> None:
     with state._events.listener(None) as listener:
         for reason in ("down", "still down"):
@@ -145,17 +101,6 @@ async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> N
         state._events.close()
         told = [event.value.state async for event in listener.follow(1)]
     assert told == [RuntimeState.UNAVAILABLE, RuntimeState.AVAILABLE]
-
-
-def test_a_create_of_unknown_outcome_is_settled_or_dropped(state: NodeState) -> None:
-    state.put(kernel(state=KernelState.CREATING))
-    state.leave_unsettled("k1", 10.0, keep=True)
-    assert state.unsettled["k1"] == Unsettled(10.0, keep=True)
-    state.settle("k1")
-    assert state.unsettled == {}
-    state.leave_unsettled("k1", 10.0)
-    state.drop("k1")
-    assert state.unsettled == {}
 
 
 def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> None:

@@ -10,7 +10,7 @@ from agentd.core.partition.split import split
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import InsufficientResource
 from core.machines import GIB, cores, gpus, machine, memory, shared
-from core.placing import CENT, EVENLY, FILL, NEAR, SNUG, given_ids, numa, place, slots
+from core.placing import CENT, EVENLY, NEAR, SNUG, given_ids, numa, place, slots
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,6 @@ def test_slots_are_allocated_accelerators_first_then_cpu_mem() -> None:
     assert names == ["cuda", "rocm", "cpu", "mem"]
 
 
-def test_shares_on_equal_devices_are_halved_or_filled() -> None:
-    devices = [*cores(1), *gpus(1, 1, slot="cuda.shares")]
-    asked = slots(cuda_shares=1.5)
-    assert given_ids(place(devices, asked, quantum=CENT), "cuda") == {"cuda0": 0.75, "cuda1": 0.75}
-    assert given_ids(place(devices, asked, FILL, CENT), "cuda") == {"cuda0": 1, "cuda1": 0.5}
-
-
 def held(slot: str, *amounts: int, agent: str = "a") -> Ledger:
     """A ledger in which a kernel holds so much of cuda0, cuda1 and so on."""
     shares = (
@@ -89,18 +82,6 @@ def held(slot: str, *amounts: int, agent: str = "a") -> Ledger:
 def with_memory(ledger: Ledger, agent: str, amount: int) -> Ledger:
     share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
     return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
-
-
-def test_parts_are_equal_on_fewest_devices_or_refused() -> None:
-    whole = AllocationPolicy(allow_fragmentation=False)
-    devices = [*cores(1), *gpus(1, 1, 1, slot="cuda.shares")]
-    asked = slots(cuda_shares=1.5)
-    allocation = place(devices, asked, whole, CENT)
-    assert sorted(given_ids(allocation, "cuda").values()) == [0.75, 0.75]
-    used = held("cuda.shares", *[40 * CENT] * 3)
-    with pytest.raises(InsufficientResource):
-        place(devices, asked, whole, CENT, used)
-    assert place(devices, asked, EVENLY, CENT, used)
 
 
 def test_a_refusal_takes_nothing_of_the_other_slots() -> None:

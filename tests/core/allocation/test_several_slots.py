@@ -86,15 +86,6 @@ def test_a_request_is_charged_every_slot(case: str) -> None:
     assert charged(place(node(*devices), request)) == expected
 
 
-def test_a_third_of_the_memory_fits_three_times() -> None:
-    split = node(gpu(0), gpu(1))
-    third = asked(cuda_mem="27300m")
-    ledger = holding(split, third, third, third)
-    for name in ("k1", "k2", "k3"):
-        (on,) = {charged(holding.allocation).popitem()[0] for holding in ledger.holdings.values()}
-        assert charged(ledger.holdings[name].allocation) == {on: ("0.33", "27300m")}
-
-
 @pytest.mark.parametrize("policy", [
     AllocationPolicy(strategy, affinity, fragments)
     for strategy in Strategy for affinity in Affinity for fragments in (False, True)
@@ -125,19 +116,6 @@ def refused(split, request, ledger=None) -> InsufficientResource:
     with pytest.raises(InsufficientResource) as caught:
         place(split, request, ledger)
     return caught.value
-
-
-def test_refusal_names_the_derived_slot_that_is_short() -> None:
-    split = node(gpu(0))
-    ledger = holding(split, asked(cuda_shares="0.1", cuda_mem="60g"))
-    error = refused(split, asked(cuda_shares="0.5"), ledger)
-    assert (error.slot, error.requested, error.free) == ("cuda.shares", "0.5", "0.25")
-    (row,) = error.explain
-    assert (row["free"], row["considered"]) == ("0.25", True)
-    assert row["reason"] == (
-        "insufficient cuda.mem: requested 40 GiB (in proportion to cuda.shares 0.5),"
-        " 20 GiB free (80 GiB in total); held by k1"
-    )
 
 
 def test_refusal_shows_bytes_for_people_in_texts_alone() -> None:

@@ -27,7 +27,7 @@ from agentd.core.claim.claim import (
     united,
 )
 from agentd.core.claim.record import decode, encode
-from agentd.core.devices import DeviceId
+from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
 from agentd.core.kernel.record import NewerRecordError, RecordError
 from agentd.core.partition.split import Partition
@@ -177,11 +177,13 @@ def test_a_union_has_each_device_once() -> None:
 INVENTORY = machine(*gpus(1, 1, 1, 1))
 
 
-def from_claim(wanted: int, *numbers: int, only: Iterable[str] = ()) -> list[str]:
+def from_claim(
+    wanted: int, *numbers: int, only: Iterable[str] = (), inventory: Inventory = INVENTORY
+) -> list[str]:
     named = {"cuda": frozenset(DeviceId("cuda", name) for name in only)} if only else {}
     found = allocate_from(
         allocation(*numbers),
-        INVENTORY,
+        inventory,
         "a",
         ResourceSlots({"cuda.device": wanted * ONE}),
         AllocationPolicy(),
@@ -200,22 +202,10 @@ def test_devices_come_from_the_claim_alone() -> None:
 
 
 def test_claimed_device_can_be_used_drained_but_not_missing() -> None:
-    for changes, is_usable in (({"drained": True}, True), ({"gone": True}, False)):
-        devices = [replace(device, **changes) for device in gpus(1)]
-        wanted = ResourceSlots({"cuda.device": ONE})
-        arguments = (
-            allocation(0),
-            machine(*devices),
-            "a",
-            wanted,
-            AllocationPolicy(),
-            {},
-        )
-        if is_usable:
-            assert allocate_from(*arguments).shares
-        else:
-            with pytest.raises(InsufficientResource):
-                allocate_from(*arguments)
+    (device,) = gpus(1)
+    assert from_claim(1, 0, inventory=machine(replace(device, drained=True))) == ["cuda0"]
+    with pytest.raises(InsufficientResource):
+        from_claim(1, 0, inventory=machine(replace(device, gone=True)))
 
 
 def test_all_of_a_claim_is_the_default_of_what_is_not_named() -> None:

@@ -49,22 +49,6 @@ def shown(node: Split) -> dict[str, dict[str, tuple[str, bool]]]:
     }
 
 
-def test_half_of_one_gpu_for_each_of_two_teams() -> None:
-    node = limited(one_gpu(), {"cuda": HALF}, {"cuda": HALF})
-    assert shown(node) == {"a1": {"cuda": ("0.5", True)}, "a2": {"cuda": ("0.5", True)}}
-    assert node.warnings == ()
-    ledger = Ledger().with_held("k1", "a1", ask(node, Ledger(), "a1", cuda_shares=0.5))
-    with pytest.raises(InsufficientResource) as refused:
-        ask(node, ledger, "a1", cuda_shares=0.01)
-    assert refused.value.facts()["reason"] == "limit"
-    assert refused.value.free == "0"
-    assert str(refused.value).endswith("; limit: a1 may hold 0.5 of cuda, and holds 0.5")
-    assert refused.value.explain[0]["reason"] == "limit: a1 may hold 0.5 of cuda, and holds 0.5"
-    assert ask(node, ledger, "a2", cuda_shares=0.5).shares[0].amount == ONE // 2
-    after = ledger.without("k1")
-    assert ask(node, after, "a1", cuda_shares=0.5).shares[0].amount == ONE // 2
-
-
 @pytest.mark.parametrize(
     ("limits", "expected", "warning"),
     [

@@ -103,7 +103,9 @@ async def test_unreadable_values_in_etcd_end_no_gateway(world: World) -> None:
 
 
 @pytest.mark.parametrize("fault", ["locked", "full"])
-async def test_unwritable_file_ends_no_gateway(world: World, stranger: StandIn, fault: str) -> None:
+async def test_unwritable_file_ends_no_gateway(
+    world: World, stranger: StubNode, fault: str
+) -> None:
     (good,) = await world.start_nodes("none")
     nodes = f'"unix:{world.nodes[good].folder}/agentd.sock", "unix:{stranger.path}"'
     gateway = world.gateway(f"[fleet]\nnodes = [{nodes}]\n")

@@ -141,6 +141,15 @@ async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> N
     assert (await rig.service.stop("k1")) == kernel
 
 
+async def test_failed_stop_leaves_the_kernel_unchanged(rig: Rig) -> None:
+    await rig.create(cuda_device=2)
+    rig.runtime.is_down = True
+    for call in (rig.service.stop, rig.service.remove):
+        with pytest.raises(RuntimeUnavailable):
+            await call("k1")
+        assert (rig.states, rig.free_gpus) == ({"k1": "running"}, 0)
+
+
 async def test_two_removes_at_once_are_one_and_a_not_found(rig: Rig) -> None:
     await rig.create()
     answers = await asyncio.gather(
@@ -184,16 +193,6 @@ async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) ->
     with pytest.raises(KernelConflict):
         await caller
     assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
-
-
-async def test_drain_cancels_creates_before_the_runtime(rig: Rig) -> None:
-    rig.runtime.pull_gate = asyncio.Event()
-    caller = asyncio.create_task(rig.create())
-    await settled(rig, "k1", "pulling")
-    assert await rig.service.creates.drain(Deadline(float("inf"))) == (["k1"], [])
-    with pytest.raises(Draining):
-        await caller
-    assert rig.memory.records == {}
 
 
 async def test_repeated_unresolved_create_is_unavailable(rig: Rig) -> None:

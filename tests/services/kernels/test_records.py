@@ -16,16 +16,13 @@ from agentd.state.schemas import Phase, SavedRecord
 from services.node import Rig
 
 
-async def restarted(rig: Rig, *, is_down: bool = False) -> Rig:
-    """The next daemon, with the same memory and the same runtime."""
+async def restarted(rig: Rig) -> Rig:
+    """The next daemon, with the same memory, while the same runtime does not answer."""
     after = Rig(rig.memory)
     after.runtime.kernels = rig.runtime.kernels
-    after.runtime.is_down = is_down
+    after.runtime.is_down = True
     after.recall()
-    if is_down:
-        with pytest.raises(RuntimeUnavailable):
-            await after.relist()
-    else:
+    with pytest.raises(RuntimeUnavailable):
         await after.relist()
     return after
 
@@ -42,7 +39,7 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
 async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:
     await rig.create(cuda_device=1)
     rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")
-    after = await restarted(rig, is_down=True)
+    after = await restarted(rig)
     assert after.states == {"k1": "unreadable"}
     assert after.free_gpus == 0
     after.runtime.is_down = False
@@ -104,7 +101,7 @@ async def test_an_outcome_that_is_not_known_is_remembered_as_an_intent(rig: Rig)
     with pytest.raises(OutcomeUnknown):
         await rig.create(cuda_device=1)
     assert rig.memory.records["k1"].phase is Phase.INTENT
-    after = await restarted(rig, is_down=True)
+    after = await restarted(rig)
     assert after.states == {"k1": "creating"}
     assert after.state.runtime("fake").state is RuntimeState.UNAVAILABLE
     with pytest.raises(KernelConflict, match="unresolved"):
