@@ -5,7 +5,6 @@ from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
 from agentd.errors import PluginUnavailable
-from agentd.pluginhost.entry_points import EntryPoints, installed
 from agentd.pluginhost.process import PluginProcess
 from agentd.services.protocols import PluginState
 from pluginhost.rig import PROCESS, Hosts, given, opened, point, scripted, states, until
@@ -130,14 +129,6 @@ async def test_a_module_that_misbehaves_at_import_harms_nothing(
     assert seen["bad"][1].startswith(why)
 
 
-async def test_wrong_settings_are_listed_with_their_place(host) -> None:
-    tables = [PluginTable(name="cuda", plugin="good", settings={"sped": 1, "x": 2})]
-    made = host(tables, good="Good")
-    await made.open(5)
-    problems = made.problems()
-    assert [problem.where for problem in problems] == ["plugins.cuda.sped", "plugins.cuda.x"]
-
-
 @pytest.mark.parametrize("target", ["Late", "ListsSlowly", "MadeSlowly"])
 async def test_late_plugin_is_added_after_readiness(
     host: Hosts, tmp_path: Path, target: str
@@ -166,10 +157,6 @@ async def test_edits_beyond_their_bounds_are_the_plugin_s_fault(host, tmp_path) 
         file.write_text(word)
         with pytest.raises(PluginUnavailable, match=f"plugin one .* {why}"):
             await made.container_edits(given("one"), PROCESS)
-
-
-def test_sim_is_installed_as_its_own_distribution() -> None:
-    assert EntryPoints(installed()).target("sim") == "agentd_sim:SimPlugin"
 
 
 async def test_a_plugin_whose_supervision_ends_is_failed_and_says_so(host, monkeypatch) -> None:

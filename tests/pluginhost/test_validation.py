@@ -181,77 +181,66 @@ def test_bytes_have_a_quantum_up_to_a_gibibyte(quantum: str) -> None:
     assert slot.quantum == int(quantum)
 
 
+def offering(primary: str, **secondary: str) -> list[DeviceInfo]:
+    """A device with a primary slot, and others with their amounts."""
+    amounts = {f"x.{name}": amount for name, amount in secondary.items()}
+    return [DeviceInfo("x0", "S0", f"x.{primary}", secondary=amounts)]
+
+
 OTHER = SlotTypeInfo("x.other")
 EIGHT = [SlotTypeInfo(f"x.s{number}", primary="x.shares") for number in range(8)]
-LIES = {
+BOTH = [SHARES, MEMORY]
+LIES: dict[str, tuple[list[SlotTypeInfo], list[DeviceInfo], str]] = {
     "more than a gibibyte": (
-        [SlotTypeInfo("x.m", "bytes", str(2**30 + 1))],
-        [],
-        "invalid quantum of x.m",
+        [SlotTypeInfo("x.m", "bytes", str(2**30 + 1))], [], "invalid quantum of x.m",
     ),
     "a primary that is not listed": ([MEMORY], [], "unlisted primary slot of x.mem: 'x.shares'"),
     "a secondary of a secondary": (
-        [SHARES, MEMORY, SlotTypeInfo("x.more", primary="x.mem")],
-        [],
+        [*BOTH, SlotTypeInfo("x.more", primary="x.mem")], [],
         "'x.mem' is a secondary slot of x.shares",
     ),
     "its own primary": ([SlotTypeInfo("x.s", primary="x.s")], [], "is a secondary slot of x.s"),
     "a unique secondary": (
-        [SHARES, SlotTypeInfo("x.one", "unique", primary="x.shares")],
-        [],
+        [SHARES, SlotTypeInfo("x.one", "unique", primary="x.shares")], [],
         "invalid kind unique of x.one, a secondary slot: expected count or bytes",
     ),
     "a primary in bytes": (
-        [SlotTypeInfo("x.b", "bytes"), SlotTypeInfo("x.c", primary="x.b")],
-        [],
+        [SlotTypeInfo("x.b", "bytes"), SlotTypeInfo("x.c", primary="x.b")], [],
         "invalid kind bytes of 'x.b', a primary slot with secondary ones: expected count",
     ),
     "a secondary as a device's primary": (
-        [SHARES, MEMORY],
-        [DeviceInfo("x0", "S0", "x.mem", "1048576")],
-        "offers x.mem as its primary slot",
+        BOTH, [DeviceInfo("x0", "S0", "x.mem", "1048576")], "offers x.mem as its primary slot",
     ),
     "a secondary beside another primary": (
-        [SHARES, MEMORY, OTHER],
-        [DeviceInfo("x0", "S0", "x.other", secondary={"x.mem": "1"})],
+        [*BOTH, OTHER], offering("other", mem="1"),
         "x0 offers x.mem beside x.other: it is a secondary slot of x.shares",
     ),
     "a primary beside another": (
-        [SHARES, OTHER],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.other": "1"})],
+        [SHARES, OTHER], offering("shares", other="1"),
         "x0 offers x.other beside x.shares: it is a primary slot",
     ),
     "an unknown secondary": (
-        [SHARES],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1"})],
-        "device x0 has the unlisted slot type 'x.mem'",
+        [SHARES], offering("shares", mem="1"), "device x0 has the unlisted slot type 'x.mem'",
     ),
     "a number of five thousand digits": (
-        [SHARES],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"9" * 5000: "1"})],
+        [SHARES], [DeviceInfo("x0", "S0", "x.shares", secondary={"9" * 5000: "1"})],
         "device x0 has the unlisted slot type",
     ),
     "eight secondaries": (
-        [SHARES, *EIGHT],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={slot.name: "1" for slot in EIGHT})],
+        [SHARES, *EIGHT], offering("shares", **{f"s{number}": "1" for number in range(8)}),
         "too many secondary slots of x0: got 8, expected at most 7",
     ),
     "a capacity below the quantum": (
-        [SHARES, MEMORY],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "1048575"})],
+        BOTH, offering("shares", mem="1048575"),
         "invalid capacity of x0: got 1048575 of x.mem, expected at least its quantum, 1048576",
     ),
     "no capacity": (
-        [SHARES, MEMORY],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "0"})],
-        "invalid capacity of x0: got 0 of x.mem",
+        BOTH, offering("shares", mem="0"), "invalid capacity of x0: got 0 of x.mem",
     ),
     "a capacity that is not an amount": (
-        [SHARES, MEMORY],
-        [DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "80 GPUs"})],
-        "invalid capacity of x0",
+        BOTH, offering("shares", mem="80 GPUs"), "invalid capacity of x0",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LIES)

@@ -310,15 +310,6 @@ async def test_new_event_set_knows_no_xid_of_before(node: Node) -> None:
     assert first.health is Health.HEALTHY
 
 
-async def test_required_recovery_counts_until_it_is_done(node: Node) -> None:
-    host = await node.plugin()
-    node.say(HEALTHY.replace("recovery=0", "recovery=1"))
-    first, _ = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
-    assert first.reason == "the driver requires a GPU reset"
-    node.say(HEALTHY)
-    await until(host, lambda found: found[0].health is Health.HEALTHY)
-
-
 async def test_another_order_after_a_reboot_keeps_the_identities(node: Node) -> None:
     before = {d.stable_id: d.aliases for d in devices(await node.plugin())}
     head, first, second = HEALTHY.strip().rsplit("\ngpu ", 2)
@@ -395,45 +386,37 @@ def four_gpus(*lines: str, **changes: str) -> str:
     return "\n".join([*gpus, *lines])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (four_gpus(), ["0 1", "2 3"]),
-        (four_gpus("link gpu=0 to=3", "link gpu=1 to=2"), ["0 3", "1 2"]),
-        (four_gpus("link gpu=1 to=3"), ["1 3", "0 2"]),
-        # three joined in a chain do not fit into two places
-        (four_gpus("link gpu=0 to=3", "link gpu=3 to=1"), ["0 1", "2 3"]),
-        (four_gpus(gpu1="bridge=7", gpu2="bridge=7"), ["1 2", "0 3"]),
-        # host bridges do not count beside an NVLink
-        (four_gpus("link gpu=0 to=2", gpu1="bridge=7", gpu2="bridge=7"), ["0 2", "1 3"]),
-        (four_gpus("link gpu=0 to=3", gpu1="lost=2"), ["0 3", "2"]),
-        (
-            four_gpus("link gpu=0 to=3", "link gpu=1 to=2", "fail nvmlDeviceGetP2PStatus 15 1"),
-            ["0 3", "1 2"],
+LINKS = {
+    "none": (four_gpus(), ["0 1", "2 3"]),
+    "pairs": (four_gpus("link gpu=0 to=3", "link gpu=1 to=2"), ["0 3", "1 2"]),
+    "one pair": (four_gpus("link gpu=1 to=3"), ["1 3", "0 2"]),
+    "chain of three, which does not fit into two places": (
+        four_gpus("link gpu=0 to=3", "link gpu=3 to=1"), ["0 1", "2 3"],
+    ),
+    "bridge": (four_gpus(gpu1="bridge=7", gpu2="bridge=7"), ["1 2", "0 3"]),
+    "bridge beside an NVLink, which counts": (
+        four_gpus("link gpu=0 to=2", gpu1="bridge=7", gpu2="bridge=7"), ["0 2", "1 3"],
+    ),
+    "lost": (four_gpus("link gpu=0 to=3", gpu1="lost=2"), ["0 3", "2"]),
+    "unread": (
+        four_gpus("link gpu=0 to=3", "link gpu=1 to=2", "fail nvmlDeviceGetP2PStatus 15 1"),
+        ["0 3", "1 2"],
+    ),
+    "unsupported": (
+        four_gpus("link gpu=0 to=3", "fail nvmlDeviceGetP2PStatus 3"), ["0 1", "2 3"],
+    ),
+    "parts": (
+        four_gpus(
+            "link gpu=0 to=2",
+            *(f"mig gpu=1 idx={n} uuid=MIG-{n} gi={n} name=GPU MIG 1g.10gb" for n in range(4)),
+            gpu1="mig=1",
         ),
-        (four_gpus("link gpu=0 to=3", "fail nvmlDeviceGetP2PStatus 3"), ["0 1", "2 3"]),
-        (
-            four_gpus(
-                "link gpu=0 to=2",
-                *(f"mig gpu=1 idx={n} uuid=MIG-{n} gi={n} name=GPU MIG 1g.10gb" for n in range(4)),
-                gpu1="mig=1",
-            ),
-            ["0 1:0 1:1 2", "1:2 1:3 3"],
-        ),
-    ],
-    ids=[
-        "none",
-        "pairs",
-        "one pair",
-        "chain",
-        "bridge",
-        "both",
-        "lost",
-        "unread",
-        "unsupported",
-        "parts",
-    ],
-)
+        ["0 1:0 1:1 2", "1:2 1:3 3"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), LINKS.values(), ids=LINKS)
 async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list[str]) -> None:
     node.say(text)
     host = await node.plugin(DealingRules(("a", "b"), FakeMemory()))

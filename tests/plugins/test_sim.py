@@ -54,23 +54,6 @@ async def test_memory_slot_is_offered_in_any_mode(mode: str) -> None:
     assert [d.attributes["memory"] for d in found.devices] == [str(80 << 30), str(40 << 30)]
 
 
-@pytest.mark.parametrize(
-    ("links", "expected"),
-    [
-        ({}, ["01", "23"]),
-        ({"links": [["cuda0", "cuda3"]]}, ["03", "12"]),
-        ({"links": [["cuda0", "cuda3"], ["cuda3", "cuda2"]]}, ["02", "13"]),
-        ({"links": [["cuda1", "cuda2"], ["cuda3", "cuda0"]]}, ["03", "12"]),
-    ],
-)
-async def test_linked_devices_go_to_one_agent(links, expected) -> None:
-    found = await listing(count=4, **links)
-    assert found.dealing is not None
-    ids = {d.stable_id: d.device_id.id[-1] for d in found.devices}
-    dealt = found.dealing.devices
-    assert ["".join(sorted(ids[n] for n in dealt[agent])) for agent in "ab"] == expected
-
-
 async def test_a_link_to_an_unknown_device_is_not_taken() -> None:
     table = PluginTable(name="cuda", plugin="sim", settings={"count": 2, "links": [["x", "cuda1"]]})
     host = PluginHost([table], features=Features("process"))
