@@ -194,10 +194,7 @@ def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     environ = {
         "AGENTD__RESOURCE__ALLOCATION_MODE": "manual",
         "AGENTD__RESOURCE__RESERVED_CPU": "2",
-        "AGENTD__RUNTIME__DOCKER__NETWORK": "none",
-        "AGENTD__AGENTS": '[{"id": "a"}]',
         "AGENTD__HOST": '{"cpus": 4, "mem": "1g"}',
-        "AGENTD__METRICS": '{"per_kernel": false}',
         "AGENTD__PLUGINS__CUDA__COUNT": "3",
     }
     for name, value in environ.items():
@@ -213,10 +210,7 @@ plugin = "sim"
     resource = loaded.settings.resource
     assert resource.allocation_mode is AllocationMode.MANUAL
     assert (resource.reserved_cpu, resource.reserved_mem) == (2, 2**30)
-    assert loaded.settings.runtime.docker.network == "none"
-    assert loaded.settings.agents[0].id == "a"
     assert (loaded.settings.host.cpus, loaded.settings.host.mem) == (4, 2**30)
-    assert not loaded.settings.metrics.per_kernel
     assert loaded.settings.plugins.tables[0].settings == {"count": 3}
     assert loaded.origin(("resource", "allocation-mode")) == "AGENTD__RESOURCE__ALLOCATION_MODE"
     assert loaded.origin(("resource", "reserved-mem")) == "agent.toml"

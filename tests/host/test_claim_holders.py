@@ -38,23 +38,6 @@ async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes])
         assert not holders.lives(ProcessHolder(pid, 1))
 
 
-@pytest.mark.parametrize(
-    ("pid", "start", "uid"),
-    [
-        (os.getppid(), None, os.getuid()),
-        (os.getppid(), 1, os.getuid()),
-        (OWN, None, os.getuid() + 1),
-        (OWN, 1, os.getuid()),
-        (2**22, None, None),
-        (2**22, 5, None),
-    ],
-    ids=["parent", "parent-at-a-time", "other-uid", "other-start", "absent", "absent-at-a-time"],
-)
-async def test_other_processes_are_refused_alike(pid: int, start: int, uid: int) -> None:
-    with pytest.raises(NoSuchHolder, match=f"no process {pid} of yours"):
-        HostHolders().process(pid, start, caller_pid=OWN, caller_uid=uid)
-
-
 @pytest.mark.needs("root")
 async def test_process_of_another_pid_namespace_is_refused() -> None:
     script = "import time; time.sleep(1000)"

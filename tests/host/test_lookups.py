@@ -101,18 +101,3 @@ async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
     for _ in range(3):
         with pytest.raises(KeyError):
             await lookups.look("x", fails)
-
-
-async def test_names_of_threads_are_restored() -> None:
-    names: list[str] = []
-
-    def nested() -> None:
-        with asking("a user"):
-            names.append(threading.current_thread().name)
-        names.append(threading.current_thread().name)
-
-    await Lookups().look("the configuration", nested)
-    assert names == ["a user", "the configuration"]
-    before = threading.main_thread().name
-    with asking("nothing"):
-        assert threading.main_thread().name == before

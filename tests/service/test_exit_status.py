@@ -43,11 +43,6 @@ def test_every_command_of_a_meaning_exists() -> None:
                 command = command.commands[word]
 
 
-def test_page_of_exit_codes_is_made_from_the_table() -> None:
-    generate = module("docs/generate.py")
-    assert generate.EXIT_CODES.read_text() == generate.exit_codes_page(), "run docs/generate.py"
-
-
 def test_man_page_has_the_statuses_of_its_program() -> None:
     manual = module("packaging/manual.py")
     of_agentctl, of_agentd = manual.exit_status("agentctl"), manual.exit_status("agentd")

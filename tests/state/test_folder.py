@@ -139,14 +139,6 @@ def test_record_with_an_invalid_name_is_ignored(state: StateFolder) -> None:
     assert state.load_records() == []
 
 
-def test_a_second_daemon_on_the_same_folder_refuses(state: StateFolder, tmp_path) -> None:
-    other = StateFolder(state.folder, "m")
-    with pytest.raises(StartRefused, match=r"is in use by another agentd \(pid \d+\)"):
-        other.open(tmp_path / "locks")
-    state.close()
-    other.open(tmp_path / "locks")
-
-
 def test_a_second_daemon_with_the_same_node_id_refuses(state: StateFolder, tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match="another agentd serves node id n"):
         StateFolder(tmp_path / "other", "n").open(tmp_path / "locks")
@@ -246,15 +238,6 @@ def test_what_is_no_file_is_no_record(state: StateFolder, make) -> None:
     for _ in range(3):
         assert state.load_records() == [SavedRecord("k1", Phase.HELD, "")]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_a_folder_that_is_full_is_a_warning_until_it_is_not(state: StateFolder) -> None:
-    failpoints.arm("intent.before_replace=1*error(ENOSPC)")
-    with pytest.raises(StateUnavailable, match="No space left"):
-        state.save_intent("k1", "{}")
-    assert any("No space left" in warning for warning in state.warnings())
-    state.save_intent("k1", "{}")
-    assert state.warnings() == []
 
 
 def test_the_warning_of_a_full_folder_ends_without_another_save(

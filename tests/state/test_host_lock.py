@@ -41,19 +41,6 @@ def line_in(folder: Path) -> dict | None:
     return json.loads(text) if text else None
 
 
-async def test_second_agentd_yields_and_names_the_first(agentd: Agentd, folder: Path) -> None:
-    one, two = agentd("one"), agentd("two")
-    await one.acquire()
-    before = line_in(folder)
-    await two.acquire()
-    assert two.reason.startswith(f"served by agentd one (pid {os.getpid()}; ")
-    assert two.warnings() == [f"cores and memory are shared with another agentd: {two.reason}"]
-    two.release()
-    assert line_in(folder) == before
-    one.release()
-    assert two.reason, "it decides once"
-
-
 async def test_one_of_many_that_start_at_once_serves(agentd: Agentd, folder: Path) -> None:
     locks = [agentd(f"n{number}") for number in range(20)]
     await asyncio.gather(*(lock.acquire() for lock in locks))

@@ -9,7 +9,7 @@ from agentd.core.kernel.states import KernelRef
 from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.docker.engine import container_id
 from agentd.runtimes.docker.engine_errors import EngineAnswerLost
-from agentd.runtimes.docker.inspection import inspected, observed_kernel, summarized
+from agentd.runtimes.docker.inspection import inspected, observed_kernel
 from agentd.runtimes.docker.observer import ContainerObserver
 from agentd.runtimes.docker.streams import ContainerEvent, _parse_event
 
@@ -122,11 +122,3 @@ def test_ending_hides_the_engines_storage_paths() -> None:
     found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
     assert found.ending.reason.startswith("mount /x: yyy")
     assert len(found.ending.reason) < 1100
-
-
-def test_list_replaces_a_failed_inspection() -> None:
-    labels = {**shown()["Config"]["Labels"], "of.the.user": "x" * 10_000}
-    item = {"Id": HASH, "Names": ["/x"], "ImageID": f"sha256:{HASH}", "Labels": labels}
-    found = observed_kernel(summarized(item))
-    assert (found.kernel_id, found.handle, found.is_partial) == ("k1", HASH, True)
-    assert "of.the.user" not in str(summarized(item))

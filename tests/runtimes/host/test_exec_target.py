@@ -67,11 +67,6 @@ def test_one_that_is_root_of_its_own_user_namespace_is_refused() -> None:
         Target(process.pid, start_time(process.pid), [])
 
 
-def test_another_process_of_the_same_number_is_refused(sleeper) -> None:
-    with pytest.raises(ProcessLookupError):
-        Target(sleeper.pid, start_time(sleeper.pid) + 1, [])
-
-
 def test_one_that_is_in_no_group_of_the_kernel_is_refused(sleeper, tmp_path: Path) -> None:
     procs = tmp_path / "cgroup.procs"
     procs.write_text("1\n")

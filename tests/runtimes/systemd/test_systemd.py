@@ -28,7 +28,6 @@ from agentd.runtimes.systemd.bundle import (
     DROP_IN,
     End,
     UnitBundle,
-    UnitIdentity,
     quoted,
     static_busybox,
 )
@@ -201,34 +200,6 @@ def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
         bundle.remove()
 
 
-async def test_usage_is_that_of_the_cgroup_or_of_the_end(tmp_path: Path, monkeypatch) -> None:
-    class OneUnit(Manager):
-        asked = 0
-
-        async def properties(self, name: str, *_: object, **__: object) -> dict[str, Any]:
-            assert name == unit_name("n", "lives")
-            self.asked += 1
-            return {"ControlGroup": "/agentd.slice/lives"}
-
-    group = tmp_path / "agentd.slice" / "lives"
-    group.mkdir(parents=True)
-    (group / "memory.current").write_text("4096\n")
-    monkeypatch.setattr("agentd.runtimes.systemd.observer.MOUNT", tmp_path)
-    manager = OneUnit(is_user=False)
-    observer = UnitObserver(tmp_path / "units", "n", "boot", manager)
-    observer.bundle("ended").make("{}", {})
-    observer.bundle("ended").used(Usage(cpu_seconds=2.5))
-    kernels = [
-        Kernel("lives", "a", KernelState.RUNNING, "hash", 1.0, "systemd"),
-        Kernel("ended", "a", KernelState.TERMINATED, "hash", 1.0, "systemd"),
-    ]
-    for _ in range(2):
-        found = await observer.usages(kernels)
-        assert found["lives"].usage.memory_bytes == 4096
-        assert found["ended"].usage == Usage(cpu_seconds=2.5)
-    assert manager.asked == 1
-
-
 def test_a_unit_that_is_no_kernel_s_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="loader"):  # `cd` says that there is no such folder
         run_drop_in(tmp_path, "running", SERVICE_RESULT="success")
@@ -253,25 +224,6 @@ def test_a_cgroup_with_processes_lives_whatever_its_unit_says(tmp_path: Path) ->
         (group / "cgroup.events").write_text(events)
         assert state_of("failed", "failed", where, tmp_path) is state
     assert state_of("failed", "failed", "", tmp_path) is ObservedState.EXITED
-
-
-def test_a_bundle_keeps_what_it_was_given(tmp_path: Path) -> None:
-    bundle = UnitBundle(tmp_path / "k1")
-    assert bundle.identity() is None
-    bundle.make("record", {"A": 'x "y" $z `w` \\ \n\t', "B": ""})
-    assert bundle.path.stat().st_mode & 0o777 == 0o700
-    assert (bundle.path / "environment").stat().st_mode & 0o777 == 0o600
-    identity = UnitIdentity("ab12", "boot", 5.0)
-    for _ in range(2):
-        bundle.identify(identity)
-    assert (bundle.record(), bundle.identity(), bundle.end()) == ("record", identity, None)
-    end = End("exit-code", "exited", "3", 7.25)
-    bundle.finish(end)
-    bundle.finish(End("success", "exited", "0", 8.0))
-    assert bundle.end() == end
-    assert bundle.end().ending.exit_code == 3
-    (bundle.path / "exit").write_text("rubbish")
-    assert bundle.end() is None
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o750, 0o700])
