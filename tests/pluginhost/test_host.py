@@ -18,9 +18,7 @@ async def test_an_installed_plugin_loads_by_itself_under_its_own_name(host) -> N
     assert listing.devices[0].device_id == ("good", "good0")
 
 
-async def test_entry_point_serves_several_tables(
-    host,
-) -> None:
+async def test_entry_point_serves_several_tables(host) -> None:
     tables = [
         PluginTable(name="cuda", plugin="good", settings={"speed": 1}),
         PluginTable(name="good", plugin="good"),

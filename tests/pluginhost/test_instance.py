@@ -1,7 +1,6 @@
 """One plugin over the life of the daemon: lost, started again, slow, in the way."""
 
 import asyncio
-import errno
 import re
 
 import pytest
@@ -60,23 +59,6 @@ async def test_helpers_end_with_their_plugin(host, tmp_path, word) -> None:
     await until_ready(made, "one")
     await made.close()
     await until_no_helpers(nap)
-
-
-async def test_no_more_descriptors_is_not_the_end_of_a_plugin(host, tmp_path, monkeypatch) -> None:
-    table, file = scripted(tmp_path)
-    made = host([table], Scripted="Scripted")
-    await opened(made)
-
-    def none_left(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(plugin_process.socket, "socketpair", none_left)
-    monkeypatch.setattr(plugin_instance, "LONGEST_PAUSE_S", 0.1)
-    file.write_text("crash")
-    await until(made, lambda: "Too many open files" in made.statuses()[0].reason)
-    monkeypatch.undo()
-    file.write_text("fine")
-    await until_ready(made, "one")
 
 
 async def test_a_hung_call_does_not_hold_up_the_end(host, tmp_path, monkeypatch) -> None:

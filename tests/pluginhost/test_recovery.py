@@ -20,12 +20,7 @@ from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.adoption import located
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import BUILT_IN, read_slots
-from agentd.errors import (
-    Conflict,
-    PluginUnavailable,
-    UnknownPlugin,
-    UnsupportedResource,
-)
+from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin, UnsupportedResource
 from agentd.events import EventLog
 from agentd.pluginhost import instance
 from agentd.pluginhost.host import PluginHost

@@ -282,9 +282,7 @@ async def until_measured(host: PluginHost, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(
-    node: Node,
-) -> None:
+async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(node: Node) -> None:
     host = await node.plugin()
     node.say(HEALTHY + "xid id=1 gpu=1 code=31 gi=4294967295 ci=4294967295\n"
              "xid id=2 gpu=0 code=79 gi=4294967295 ci=4294967295\n")  # fmt: skip

@@ -2,11 +2,7 @@
 
 import pytest
 
-from agentd.errors import (
-    AgentdError,
-    CommandNotFound,
-    RuntimeFailure,
-)
+from agentd.errors import AgentdError, CommandNotFound, RuntimeFailure
 from agentd.services.counts import CREATED, FAILED, REFUSED, Histogram, NodeCounts
 from services.node import Rig
 

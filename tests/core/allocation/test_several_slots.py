@@ -15,16 +15,7 @@ from agentd.core.devices import Inventory, SlotMeasure
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
-from core.several_slots import (
-    TYPES,
-    asked,
-    charged,
-    gpu,
-    holding,
-    node,
-    npu,
-    place,
-)
+from core.several_slots import TYPES, asked, charged, gpu, holding, node, npu, place
 
 TABLE = {
     "half the shares take half the memory": (

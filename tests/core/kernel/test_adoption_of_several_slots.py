@@ -120,11 +120,7 @@ def test_slot_that_one_device_lacks_now_is_not_charged() -> None:
     assert shown["allocation"] == {"cuda": {"cuda.shares": {"cuda0": "0.1"}}}
     assert shown["unknown_slots"]["cuda.mem"] == str(60 * GIB)
     use = agent_view("a", split, Ledger().with_held("k1", "a", off))["slots"]
-    assert use["cuda.mem"] == {
-        "capacity": str(80 * GIB),
-        "allocated": "0",
-        "free": str(80 * GIB),
-    }
+    assert use["cuda.mem"] == {"capacity": str(80 * GIB), "allocated": "0", "free": str(80 * GIB)}
     assert use["cuda.shares"]["allocated"] == "0.1"
 
 

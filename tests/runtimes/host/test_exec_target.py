@@ -51,10 +51,7 @@ def test_all_of_a_process_is_read(sleeper) -> None:
 
 
 def test_one_that_could_gain_privileges_is_refused() -> None:
-    with (
-        sleeping() as process,
-        pytest.raises(PermissionError, match="could gain privileges"),
-    ):
+    with sleeping() as process, pytest.raises(PermissionError, match="could gain privileges"):
         Target(process.pid, start_time(process.pid), [])
 
 

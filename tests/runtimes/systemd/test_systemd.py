@@ -24,13 +24,7 @@ from agentd.host.systemd.availability import version_of, why_no_systemd
 from agentd.host.systemd.dbus import Manager
 from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
-from agentd.runtimes.systemd.bundle import (
-    DROP_IN,
-    End,
-    UnitBundle,
-    quoted,
-    static_busybox,
-)
+from agentd.runtimes.systemd.bundle import DROP_IN, End, UnitBundle, quoted, static_busybox
 from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (

@@ -7,12 +7,7 @@ from msgspec.structs import replace
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.states import KernelRef, KernelState, ObservedState
 from agentd.core.slots import ONE
-from agentd.errors import (
-    NotReady,
-    OutcomeUnknown,
-    RuntimeFailure,
-    RuntimeUnavailable,
-)
+from agentd.errors import NotReady, OutcomeUnknown, RuntimeFailure, RuntimeUnavailable
 from agentd.services.kernels.creates import GRACE_S
 from agentd.services.state import RuntimeState
 from services.node import Rig, running, settled

@@ -75,9 +75,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
     assert rig.states == {"k1": "running"}
 
 
-async def test_unconfigured_runtime_can_be_forgotten(
-    rig: Rig,
-) -> None:
+async def test_unconfigured_runtime_can_be_forgotten(rig: Rig) -> None:
     await rig.create(cuda_device=1)
     text = rig.memory.records["k1"].text.replace('"runtime":"fake"', '"runtime":"old"')
     after = Rig(rig.memory, "old")
