@@ -95,13 +95,6 @@ def test_ending_is_learned_from_inspection_not_from_a_list() -> None:
     assert reconcile({"k1": action.kernel}, [partial], NODE) == []
 
 
-def test_a_restart_by_hand_is_seen_by_its_time() -> None:
-    again = replace(found(), started_at=99.0)
-    (action,) = reconcile(known(KernelState.RUNNING), [again], NODE)
-    assert isinstance(action, Adoption)
-    assert (action.kernel.state, action.kernel.started_at) == (KernelState.RUNNING, 99.0)
-
-
 def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
     ports = (Port(80, 30000, "tcp", "127.0.0.1"),)
     (action,) = reconcile({}, [replace(found(), ports=ports)], NODE)

@@ -77,16 +77,6 @@ def test_devices_are_dealt_in_natural_order() -> None:
     assert ids(result, "a", "cuda") == [f"cuda{n}" for n in range(6)]
 
 
-def test_missing_device_keeps_its_index_and_others_theirs() -> None:
-    devices = [replace(d, gone=d.device_id.id == "cuda1") for d in gpus(1, 1, 1, 1)]
-    node = machine(*cores(2), memory(), *devices)
-    result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")))
-    assert ids(result, "a", "cuda") == ["cuda0", "cuda1"]
-    assert ids(result, "b", "cuda") == ["cuda2", "cuda3"]
-    assert result.slots_of("a")["cuda.device"] == ONE
-    assert any("cuda1 is gone" in warning for warning in result.warnings)
-
-
 def test_warnings_count_devices_and_name_the_first() -> None:
     lost = [
         replace(d, gone=True, reason="no plugin cuda is installed and allowed")
