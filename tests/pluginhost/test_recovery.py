@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from importlib_metadata import EntryPoint
@@ -210,13 +211,8 @@ def test_the_pauses_grow_from_a_second_to_a_minute() -> None:
 
 
 def claimed(name: str, target: str, owner: str) -> EntryPoint:
-    class Distribution:
-        pass
-
     found = point(name, target)
-    dist = Distribution()
-    dist.name = owner
-    vars(found)["dist"] = dist
+    vars(found)["dist"] = SimpleNamespace(name=owner)
     return found
 
 
