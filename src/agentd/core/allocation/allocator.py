@@ -92,7 +92,7 @@ def allocate(
         if not step_shares or (
             headroom is not None and usage_by_name[name] + step_usage > headroom
         ):
-            question = Question(
+            context = Question(
                 ledger=ledger,
                 inventory=inventory,
                 partition=partition,
@@ -103,7 +103,7 @@ def allocate(
                 earlier=usage_by_name[name],
                 counts=step_usage,
             )
-            raise refusal(question)
+            raise refusal(context)
         usage_by_name[name] += step_usage
         shares += step_shares
         nodes = {inventory.by_id[share.device_id].numa_node for share in step_shares}

@@ -79,7 +79,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_slot(self) -> Mapping[SlotName, Question]:
-        """The question about each named slot."""
+        """The context of each named slot."""
         return {slot: self.of(slot) for slot in self.asked}
 
     @cached_property
@@ -91,7 +91,7 @@ class Question(msgspec.Struct, frozen=True, dict=True):
         return {candidate.device_id: candidate for candidate in candidates}
 
     def of(self, slot: SlotName) -> Question:
-        """Return the question about another slot."""
+        """Return the context of another slot."""
         return replace(self, slot_type=self.inventory.slot_types[slot])
 
     def room(self, device: Device) -> int:
@@ -222,43 +222,45 @@ def per_primary(slot: SlotName, devices: Iterable[Device], inventory: Inventory)
     return max(ratios)
 
 
-def refusal(question: Question) -> InsufficientResource:
+def refusal(context: Question) -> InsufficientResource:
     """Return the error that refuses a step of a request, with a row for each device."""
-    question = question.of(_scarce_slot(question))
-    offering = question.inventory.by_slot.get(question.slot, ())
-    free = sum(question.room(device) for device in offering)
-    headroom = question.ledger.within_limit(question.partition, question.name)
+    context = context.of(_scarce_slot(context))
+    offering = context.inventory.by_slot.get(context.slot, ())
+    free = sum(context.room(device) for device in offering)
+    headroom = context.ledger.within_limit(context.partition, context.name)
     if headroom is not None:
-        quantum = question.slot_type.quantum
-        under_limit = int(max(0, headroom - question.earlier) * question.per_primary)
+        quantum = context.slot_type.quantum
+        under_limit = int(max(0, headroom - context.earlier) * context.per_primary)
         free = min(free, under_limit // quantum * quantum)
-    requested, available, total = question.readable(question.amount, free, question.total)
+    requested, available, total = context.readable(context.amount, free, context.total)
     return InsufficientResource(
-        question.slot,
-        question.written(question.amount),
-        question.written(free),
-        explain(question),
-        question.limit_line if question.is_over_limit else "",
+        context.slot,
+        context.written(context.amount),
+        context.written(free),
+        explain(context),
+        context.limit_line if context.is_over_limit else "",
         amounts=f"requested {requested}, {available} free ({total} in total)",
-        never=question.never,
+        never=context.never,
     )
 
 
-def _scarce_slot(question: Question) -> SlotName:
+def _scarce_slot(context: Question) -> SlotName:
     """Return the slot that is to blame: the deciding one, or the first other that is short."""
-    if not question.are_several:
-        return question.deciding
+    if not context.are_several:
+        return context.deciding
     considered: dict[SlotName, Question] = {}
-    for slot, context in question.by_slot.items():
-        considered[slot] = context
-        count = question.parts or _fewest_devices(considered)
-        candidates = {name: context.candidates.values() for name, context in considered.items()}
+    for slot, slot_context in context.by_slot.items():
+        considered[slot] = slot_context
+        count = context.parts or _fewest_devices(considered)
+        candidates = {
+            name: slot_context.candidates.values() for name, slot_context in considered.items()
+        }
         if (
             not count
             or len(devices_with_room(candidates, _requested_quanta(considered), count)) < count
         ):
             return slot
-    return question.deciding
+    return context.deciding
 
 
 def _fewest_devices(by_slot: Mapping[SlotName, Question]) -> int:
@@ -274,23 +276,23 @@ def _requested_quanta(by_slot: Mapping[SlotName, Question]) -> dict[SlotName, in
     return {slot: context.quanta for slot, context in by_slot.items()}
 
 
-def explain(question: Question) -> list[dict[str, object]]:
+def explain(context: Question) -> list[dict[str, object]]:
     """Return a row for each device of the slot's device name.
 
     `free` and `given` are plain decimals; `considered` says whether it had room for some of the
     slot, `reason` why it gave nothing, or not enough.
     """
     rows: list[dict[str, object]] = []
-    for device in question.inventory.by_name.get(question.name, ()):
-        if question.policy.is_discreet and device.device_id not in question.partition.members:
+    for device in context.inventory.by_name.get(context.name, ()):
+        if context.policy.is_discreet and device.device_id not in context.partition.members:
             continue
-        room = question.room(device)
+        room = context.room(device)
         row = {
             "device": device.device_id.id,
-            "free": question.written(room),
+            "free": context.written(room),
             "considered": room > 0,
-            "given": question.written(question.given.get(device.device_id, 0)),
-            "reason": _cannot_give(question, device) or _not_given_reason(question, device, room),
+            "given": context.written(context.given.get(device.device_id, 0)),
+            "reason": _cannot_give(context, device) or _not_given_reason(context, device, room),
         }
         rows.append(row)
     return rows
@@ -308,152 +310,152 @@ def _suspension_reason(device: Device) -> str:
 
 
 def _cannot_give(  # noqa: PLR0911 - one line for each reason, the gravest first
-    question: Question, device: Device
+    context: Question, device: Device
 ) -> str:
     """Return why a device can give nothing at all; empty if it can."""
-    ledger = question.ledger
-    if not question.may_give(device):
+    ledger = context.ledger
+    if not context.may_give(device):
         return "not among the devices that the request or its claim names"
-    if device.device_id not in question.partition.members:
-        return f"not in the partition of {question.partition.agent_id}"
+    if device.device_id not in context.partition.members:
+        return f"not in the partition of {context.partition.agent_id}"
     if device.gone:
         return f"gone: {device.reason}"
     if device.health is Health.UNHEALTHY:
         return f"unhealthy: {device.reason}"
     if suspension := _suspension_reason(device):
         return suspension
-    if not {question.slot, *question.asked} <= set(device.slot_names):
+    if not {context.slot, *context.asked} <= set(device.slot_names):
         return f"offers {' and '.join(device.slot_names)}"
     if holders := ledger.kept_back_by(device):
         shares = ledger.holders(device.device_id)
         texts = [
-            f"{_visible_name(question, k)} holds"
+            f"{_visible_name(context, k)} holds"
             f" {' and '.join(shares[k].slot_names) or UNREADABLE} of it"
             for k in holders
         ]
         return f"held: {', '.join(texts)}"
-    foreign = ledger.strangers(device, question.partition)
-    if question.partition.is_exclusive and foreign:
-        return f"held by {_join_visible_names(question, foreign)} of another agent"
+    foreign = ledger.strangers(device, context.partition)
+    if context.partition.is_exclusive and foreign:
+        return f"held by {_join_visible_names(context, foreign)} of another agent"
     return ""
 
 
 UNREADABLE = "an unreadable share"
 
 
-def _visible_name(question: Question, holder: Holder) -> str:
+def _visible_name(context: Question, holder: Holder) -> str:
     """Return the name of a holder that the caller may see."""
-    holding = question.ledger.holdings.get(holder)
-    is_own = holding is not None and holding.agent_id == question.partition.agent_id
-    return holder_text(holder) if is_own or not question.policy.is_discreet else OTHER
+    holding = context.ledger.holdings.get(holder)
+    is_own = holding is not None and holding.agent_id == context.partition.agent_id
+    return holder_text(holder) if is_own or not context.policy.is_discreet else OTHER
 
 
-def _join_visible_names(question: Question, holders: Iterable[Holder]) -> str:
-    names = (_visible_name(question, holder).removeprefix("kernel ") for holder in holders)
+def _join_visible_names(context: Question, holders: Iterable[Holder]) -> str:
+    names = (_visible_name(context, holder).removeprefix("kernel ") for holder in holders)
     return ", ".join(dict.fromkeys(names))
 
 
 def _not_given_reason(  # noqa: PLR0911 - one line for each reason, the gravest first
-    question: Question, device: Device, room: int
+    context: Question, device: Device, room: int
 ) -> str:
     """Return why a device that offers this slot gave nothing, or not enough; empty if it gave."""
-    if device.device_id in question.given:
+    if device.device_id in context.given:
         return ""
-    if question.given:
+    if context.given:
         if room:
-            return _not_chosen_reason(question, device, room)
-        return _used_up_reason(question, device)
-    if shortage := _shortage_reason(question, device):
+            return _not_chosen_reason(context, device, room)
+        return _used_up_reason(context, device)
+    if shortage := _shortage_reason(context, device):
         return shortage
     if not room:
-        return _used_up_reason(question, device)
-    if question.is_over_limit:
-        return question.limit_line
-    has = "has {} of the {}".format(*question.readable(room, question.amount))
-    if question.never:
-        return f"{has}; the devices are too unequal for equal parts{_rest_text(question, device)}"
-    if part := question.part:
-        available, part_text = question.readable(room, part)
+        return _used_up_reason(context, device)
+    if context.is_over_limit:
+        return context.limit_line
+    has = "has {} of the {}".format(*context.readable(room, context.amount))
+    if context.never:
+        return f"{has}; the devices are too unequal for equal parts{_rest_text(context, device)}"
+    if part := context.part:
+        available, part_text = context.readable(room, part)
         has = (
             f"has enough for an equal part of {part_text}, and too few others do"
             if room >= part
             else f"has {available}, too little for an equal part of {part_text}"
         )
-    return has + _rest_text(question, device)
+    return has + _rest_text(context, device)
 
 
-def _shortage_reason(question: Question, device: Device) -> str:
+def _shortage_reason(context: Question, device: Device) -> str:
     """Return the reason if a device has too little of another slot than the explained one.
 
     The other slot is derived, or named beside it. Empty if there is enough of each.
     """
-    measures = question.inventory.measures[device.device_id]
-    deciding = measures[question.deciding]
-    part = question.larger_parts.get(question.deciding) or min(
-        question.part or question.asked[question.deciding], deciding.usable
+    measures = context.inventory.measures[device.device_id]
+    deciding = measures[context.deciding]
+    part = context.larger_parts.get(context.deciding) or min(
+        context.part or context.asked[context.deciding], deciding.usable
     )
-    free_amounts = question.ledger.left(device, question.partition)
-    if question.slot == question.deciding and free_amounts[deciding.position] < part:
+    free_amounts = context.ledger.left(device, context.partition)
+    if context.slot == context.deciding and free_amounts[deciding.position] < part:
         return ""  # a device with one slot has this reason alone
-    slot_types = question.inventory.slot_types
+    slot_types = context.inventory.slot_types
     for slot, measure in measures.items():
         kind, proportion = slot_types[slot].kind, ""
-        if slot in question.asked:
-            needed = question.larger_parts.get(slot, part if slot == question.deciding else 0)
+        if slot in context.asked:
+            needed = context.larger_parts.get(slot, part if slot == context.deciding else 0)
         else:
             needed = derived_amount(part, deciding.usable, measure.usable, measure.quantum)
-            deciding_amount = readable_amount(part, slot_types[question.deciding].kind)
-            proportion = f" (in proportion to {question.deciding} {deciding_amount})"
+            deciding_amount = readable_amount(part, slot_types[context.deciding].kind)
+            proportion = f" (in proportion to {context.deciding} {deciding_amount})"
         free = free_amounts[measure.position] // measure.quantum * measure.quantum
         if free < needed:
-            holders = question.ledger.holders(device.device_id)
+            holders = context.ledger.holders(device.device_id)
             needed_text, free_text, total = readable_amounts(kind, needed, free, measure.usable)
             return (
                 f"insufficient {slot}: requested {needed_text}{proportion}, {free_text} free"
                 f" ({total} in total)"
-                + (f"; held by {_join_visible_names(question, holders)}" if holders else "")
+                + (f"; held by {_join_visible_names(context, holders)}" if holders else "")
             )
     return ""
 
 
-def _used_up_reason(question: Question, device: Device) -> str:
-    holders = question.ledger.holders(device.device_id)
+def _used_up_reason(context: Question, device: Device) -> str:
+    holders = context.ledger.holders(device.device_id)
     if not holders:
         return "offers nothing"
-    own = _own_holders(question, device)
+    own = _own_holders(context, device)
     if own is None:
-        return f"held by {_join_visible_names(question, holders)}"
-    limit = readable_amount(question.partition.limit(device), device.kind)
+        return f"held by {_join_visible_names(context, holders)}"
+    limit = readable_amount(context.partition.limit(device), device.kind)
     return f"the agent's part of {limit} is held by {', '.join(map(str, own))}"
 
 
-def _rest_text(question: Question, device: Device) -> str:
+def _rest_text(context: Question, device: Device) -> str:
     """Return the text about the device's amount beyond its room, and its holders."""
-    holders = question.ledger.holders(device.device_id)
-    limit = question.partition.limit(device)
-    own = _own_holders(question, device)
+    holders = context.ledger.holders(device.device_id)
+    limit = context.partition.limit(device)
+    own = _own_holders(context, device)
     if own is None:
-        return f"; the rest is held by {_join_visible_names(question, holders)}" if holders else ""
+        return f"; the rest is held by {_join_visible_names(context, holders)}" if holders else ""
     part = f"; the agent's part of it is {readable_amount(limit, device.kind)}"
     return part + (f", the rest held by {', '.join(map(str, own))}" if own else "")
 
 
-def _own_holders(question: Question, device: Device) -> list[Holder] | None:
+def _own_holders(context: Question, device: Device) -> list[Holder] | None:
     """Return the agent's own holders if its part, and not the device, is what is used up."""
-    ledger, agent = question.ledger, question.partition.agent_id
-    limit = question.partition.limit(device)
+    ledger, agent = context.ledger, context.partition.agent_id
+    limit = context.partition.limit(device)
     free = device.capacity - ledger.used(device.device_id)
     if limit >= device.capacity or limit - ledger.used_by(agent, device.device_id) > free:
         return None
     return [k for k in ledger.holders(device.device_id) if ledger.holdings[k].agent_id == agent]
 
 
-def _not_chosen_reason(question: Question, device: Device, room: int) -> str:
-    nodes = {question.inventory.by_id[device_id].numa_node for device_id in question.given}
+def _not_chosen_reason(context: Question, device: Device, room: int) -> str:
+    nodes = {context.inventory.by_id[device_id].numa_node for device_id in context.given}
     is_near = device.numa_node is None or device.numa_node in nodes or None in nodes
-    if question.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
+    if context.policy.affinity is Affinity.PREFER_SINGLE_NODE and not is_near:
         return f"on NUMA node {device.numa_node}; not needed"
-    if room < min(question.given.values()):
-        (room_text,) = question.readable(room)
-        return f"too small: has {room_text}{_rest_text(question, device)}"
+    if room < min(context.given.values()):
+        (room_text,) = context.readable(room)
+        return f"too small: has {room_text}{_rest_text(context, device)}"
     return "not needed"
