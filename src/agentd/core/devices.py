@@ -285,8 +285,8 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for d in current
         ]
         warnings += _secondary_warnings(devices, listed_by_id)
-        fresh = (device for device in served if device.device_id.name == name)
-        devices += _assign_free_ids(fresh, {device.device_id for device in current})
+        new_devices = (device for device in served if device.device_id.name == name)
+        devices += _assign_free_ids(new_devices, {device.device_id for device in current})
         return self._replace_devices(devices), warnings
 
     def _unknown_slots(self, device: Device) -> str:
@@ -527,15 +527,15 @@ def with_remembered(
     missing = [device for device in past.values() if device.stable_id not in present]
     taken = {device.device_id for device in missing}
     result = [_mark_gone(device, late, plugins) for device in missing]
-    fresh = []
+    added = []
     for device in listed:
         before = past.get(device.stable_id)
         if before is None or before.device_id.name != device.device_id.name:
-            fresh.append(replace(device, drained=before is not None and before.drained))
+            added.append(replace(device, drained=before is not None and before.drained))
             continue
         taken.add(before.device_id)
         result.append(replace(device, device_id=before.device_id, drained=before.drained))
-    return result + _assign_free_ids(fresh, taken)
+    return result + _assign_free_ids(added, taken)
 
 
 def _mark_gone(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
@@ -579,10 +579,10 @@ def _find_other_form(device: Device, owners: Mapping[str, Device]) -> Device | N
     return None
 
 
-def _assign_free_ids(fresh: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
+def _assign_free_ids(added: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
     """Return new devices under ids that no other device has."""
     devices = []
-    for device in fresh:
+    for device in added:
         device_id = _next_free_id(device.device_id, taken)
         taken.add(device_id)
         devices.append(replace(device, device_id=device_id))

@@ -400,9 +400,10 @@ def _merge_devices(
     not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
     if names is None:
         return served, with_remembered(listed, remembered, not_ready, plugins), warnings
-    fresh = [device for device in listed if device.device_id.name in names]
+    named_devices = [device for device in listed if device.device_id.name in names]
     others = [device for device in listed if device.device_id.name not in names]
-    return served, [*others, *with_remembered(fresh, remembered, not_ready, plugins)], warnings
+    renewed = with_remembered(named_devices, remembered, not_ready, plugins)
+    return served, [*others, *renewed], warnings
 
 
 def _missing_slot_types(
