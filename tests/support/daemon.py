@@ -220,9 +220,8 @@ class Daemon:
 
     async def until_logged(self, text: str, times: int = 1) -> None:
         """Wait until the log has a text so many times."""
-        async with asyncio.timeout(20):
-            while self.log.count(text) < times:
-                await asyncio.sleep(0.02)
+        wanted = f"{text!r} in the log {times} times"
+        await until(lambda: self.log.count(text), lambda count: count >= times, text=wanted)
 
     async def ended(self) -> int:
         """Wait for a daemon that ends by itself, and return its exit status."""

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from support.waiting import until
+
 Answer = Callable[[web.Request, bytes], Awaitable[web.StreamResponse | None]]
 
 
@@ -60,9 +62,7 @@ class EngineProxy:
 
     async def until_asked(self, what: str) -> None:
         """Wait for a request whose method, path and query contain a text."""
-        async with asyncio.timeout(20):
-            while not any(what in line for line in self.asked):
-                await asyncio.sleep(0.02)
+        await until(lambda: self.asked, lambda lines: what in "\n".join(lines), text=what)
 
     async def cut(self) -> None:
         """Break every stream that is open."""

@@ -18,6 +18,7 @@ from agentd_fleet.store.etcd_transport import EtcdCredentials
 from end_to_end.fleet.etcd_server import EtcdServers
 from support.daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
 from support.fork_server import spawn
+from support.waiting import until
 
 READY_S = 20.0
 SLEEP = {"command": ["sleep", "1000"]}
@@ -62,9 +63,8 @@ class Program:
 
     async def until_logged(self, text: str, times: int = 1) -> None:
         """Wait until the log has a text so many times."""
-        async with asyncio.timeout(20):
-            while self.log.count(text) < times:
-                await asyncio.sleep(0.02)
+        wanted = f"{text!r} in the log {times} times"
+        await until(lambda: self.log.count(text), lambda count: count >= times, text=wanted)
 
     def start(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("AGENTD")}
