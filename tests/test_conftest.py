@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("fleet/test_slot_types.py", "test_gang.py", "fleet/test_tokens.py")
+FILES = ("fleet/test_slot_types.py", "test_rpc.py", "fleet/test_tokens.py")
 """Of tests/end_to_end: two of a folder with fixtures of its own, and one of the folder above."""
 
 

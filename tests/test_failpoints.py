@@ -23,7 +23,7 @@ def disarmed() -> Iterator[None]:
 
 def test_every_failpoint_in_the_source_is_listed() -> None:
     named = named_in(SOURCE)
-    assert {"{what}.before_replace", "{what}.after_replace"} <= named
+    assert {"{step}.before_replace", "{step}.after_replace"} <= named
     named = {name for name in named if "{" not in name}
     named |= {f"{kind}.{when}_replace" for kind in KINDS for when in ("before", "after")}
     assert named == failpoints.POINTS

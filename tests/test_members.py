@@ -1,6 +1,6 @@
 """Each member of a create does what it says on every runtime, or is refused there.
 
-Whoever adds a member adds a value to `OTHER`; these tests say what else is missing.
+A new member needs a value in `OTHER`; these tests say what else is missing.
 """
 
 from collections.abc import Callable
@@ -151,21 +151,21 @@ class Host:
         return list(self._requests)
 
     def runtime(self, name: str) -> Runtime:
-        made: dict[str, Callable[[], Runtime]] = {
+        factories: dict[str, Callable[[], Runtime]] = {
             "docker": lambda: DockerRuntime("n", self._docker),
             "process": lambda: ProcessRuntime(
                 self._folder,
                 "n",
                 "boot",
-                ProcessSettings(),
-                UserAccounts(),
-                Cgroups(self._requests),
+                settings=ProcessSettings(),
+                accounts=UserAccounts(),
+                cgroups=Cgroups(self._requests),
             ),
             "systemd": lambda: SystemdRuntime(
                 self._folder, "n", "boot", SystemdSettings(), UserAccounts()
             ),
         }
-        return made[name]()
+        return factories[name]()
 
 
 def test_each_member_has_another_value_here() -> None:

@@ -48,7 +48,7 @@ async def opened() -> AsyncIterator[Callable[..., Awaitable[PluginHost]]]:
     async def make(**settings: object) -> PluginHost:
         table = PluginTable(name="tpu", plugin="generic", settings=settings)
         hosts.append(
-            PluginHost([table], ["generic"], features=PROCESS, pace=PluginTimeouts(5, 0.1))
+            PluginHost([table], ["generic"], features=PROCESS, timeouts=PluginTimeouts(5, 0.1))
         )
         await hosts[-1].open(10)
         return hosts[-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,12 @@ def test_epilog_asks_where_the_prolog_left_a_mark(job: dict[str, str]) -> None:
     assert (Path(job["AGENTD_SLURM_RUN"]) / "7").exists()
     with pytest.raises(AssertionError, match="claims_of"):
         run_epilog(job)
+
+
+def test_hooks_import_no_package_for_values() -> None:
+    """Each job starts two interpreters, and a package costs both its import."""
+    program = "import sys, agentd_slurm.commands.prolog, agentd_slurm.commands.epilog\n"
+    program += "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    modules = {name for name in output.split() if not name.startswith("_")}
+    assert modules == {"agentd", "agentd_slurm", "typing_extensions"}

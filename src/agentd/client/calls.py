@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Generic, Self, TypeVar
-
-import msgspec
-from msgspec.structs import replace
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from agentd.client.paths import at, next_query
 from agentd.errors import Refused, Unavailable
@@ -14,7 +12,7 @@ from agentd.errors import Refused, Unavailable
 T = TypeVar("T")
 
 
-class Call(msgspec.Struct, Generic[T], frozen=True):
+class Call(NamedTuple, Generic[T]):
     """One call; `T` is its answer's type. One that `is_repeatable` may be sent again.
 
     One that `is_paged` asks for a list without a limit: the clients read all of its pages.
@@ -23,7 +21,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     method: str
     path: str
     body: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
     is_repeatable: bool = True
     is_paged: bool = False
 
@@ -43,7 +41,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         path, _, own_query = self.path.partition("?")
         if query is not None and query == own_query:
             raise Refused("Internal", f"the page after {self.path} is the same page again", {})
-        return None if query is None else replace(self, path=f"{path}?{query}")
+        return None if query is None else self._replace(path=f"{path}?{query}")
 
 
 def labels_of(labels: Mapping[str, str] | None) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from agentd.client.errors import content_of
 
 _FIELDS = ("event", "data", "id")
 
 
-class NodeEvent(msgspec.Struct, frozen=True):
+class NodeEvent(NamedTuple):
     """An event: its kind, the answer of the matching call, and the id to resume after."""
 
     kind: str

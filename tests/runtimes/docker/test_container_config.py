@@ -7,6 +7,7 @@ from agentd.config.runtimes import DockerSettings
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, Mount
 from agentd.core.kernel.options import Ulimit, over_ceiling
+from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelSpec
 from agentd.plugin_api import Features
 from agentd.runtimes.docker.container_config import container_config, request_problems
@@ -76,7 +77,7 @@ EDITS = ContainerEdits(
 )
 
 
-def test_a_full_spec_is_a_full_request() -> None:
+def full_plan() -> KernelPlan:
     options = {
         "pull_policy": "always",
         "platform": "linux/arm64",
@@ -89,7 +90,7 @@ def test_a_full_spec_is_a_full_request() -> None:
     mounts = (Mount("/link", "/data", read_only=False),)
     further = {"labels": {"team": "a"}, "working_dir": "/work", "user": "1000", "mounts": mounts}
     full = plan("train", "--fast", env={"A": "b"}, options=options, **further)
-    full = replace(
+    return replace(
         full,
         node_id="n",
         edits=EDITS,
@@ -100,6 +101,10 @@ def test_a_full_spec_is_a_full_request() -> None:
         statement="the devices",
         ports=(Port(80, 30000, "tcp", "10.0.0.1"), Port(53, None, "udp", "10.0.0.1")),
     )
+
+
+def test_a_full_spec_is_a_full_request() -> None:
+    full = full_plan()
     facts = EngineFacts(Features("docker"), "linux/amd64", frozenset(), reads_recursively=True)
     settings = DockerSettings.model_validate(
         {"network": "none", "capabilities": ["KILL"], "log-max-size": "1m", "log-max-files": 3}
