@@ -28,7 +28,7 @@ class CountedEtcd(Etcd):
         super().__init__(access)
         self.calls: Counter[str] = Counter()
         self.failures = failures
-        send = self._gateway.call
+        send = self._transport.call
 
         async def call(path: str, body: Mapping[str, object]) -> tuple[dict[str, Any], bool]:
             self.calls[path] += 1
@@ -37,7 +37,7 @@ class CountedEtcd(Etcd):
                 raise EtcdUnavailable("lost")
             return await send(path, body)
 
-        self._gateway.call = call  # type: ignore[method-assign]
+        self._transport.call = call  # type: ignore[method-assign]
 
 
 def types_of(number: int) -> list[SlotTypeReport]:
