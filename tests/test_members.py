@@ -138,7 +138,7 @@ class Host:
             return [units, environment(plan)]
         runtime: Any = self.runtime(name)
         if name == "process":
-            cgroup = runtime._made_cgroup(plan)
+            cgroup = runtime._create_cgroup(plan)
             facts = (self._folder, "boot", ProcessSettings(), None, cgroup, ())
             return [*self._requests, order_of(plan, *facts)]
         await self._engine.start()

@@ -1,6 +1,5 @@
 """A reload takes everything or nothing, and says of each key whether it was taken."""
 
-import asyncio
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
 from agentd.service.weaknesses import Weaknesses
 from support.certificates import certificate
+from support.waiting import until
 
 WORD = "0123456789abcdef"
 
@@ -132,9 +132,7 @@ async def test_files_that_are_not_read_in_time_are_a_reason(
     assert await node.reloaded() == ([], [f"earlier lookups do not answer: {node.token}"])
     answered.set()
     monkeypatch.undo()
-    async with asyncio.timeout(20):
-        while (await node.reloaded())[1]:
-            await asyncio.sleep(0.01)
+    await until(node.reloaded, lambda value: not value[1])
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:

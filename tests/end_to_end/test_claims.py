@@ -1,6 +1,5 @@
 """Claims, through the HTTP socket."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import pytest
 from agentd.client.paths import next_query
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.daemon_pool import Serving
+from support.waiting import until
 
 NODE = AGENTS + gpus(4)
 ONE = {"cuda.device": 1}
@@ -37,16 +37,20 @@ async def claimed(daemon: Daemon, claim_id: str, holder: Any = None, **body: Any
 
 
 async def until_ended(daemon: Daemon, claim_id: str) -> None:
-    async with asyncio.timeout(5):
-        while (await daemon.call("GET", f"/v1/claims/{claim_id}")).status != 404:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: daemon.call("GET", f"/v1/claims/{claim_id}"),
+        lambda value: value.status == 404,
+        within_s=5,
+    )
 
 
 async def free(daemon: Daemon) -> str:
     """Return the free GPUs, once the plugin is there after a start."""
-    async with asyncio.timeout(30):
-        while "cuda.device" not in (await daemon.get("/v1/agents/agent-1"))["slots"]:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: daemon.get("/v1/agents/agent-1"),
+        lambda value: "cuda.device" in value["slots"],
+        within_s=30,
+    )
     return await daemon.free("cuda.device")
 
 

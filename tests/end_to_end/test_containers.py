@@ -1,6 +1,5 @@
 """Container options of a request, and the defaults of every container."""
 
-import asyncio
 import json
 import os
 import socket
@@ -14,6 +13,7 @@ from support.daemon import AGENTS, BASE, Daemon, gpus
 from support.daemon_pool import Serving
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
+from support.waiting import until
 
 pytestmark = pytest.mark.docker
 
@@ -232,9 +232,11 @@ async def test_a_restart_by_hand_is_told_with_its_own_times(
     await dockered.start()
     kernel = await dockered.running(kernel_id="k1", command=["sleep", "1000"])
     engine.call("POST", f"/containers/{kernel['container_id']}/restart?t=0")
-    async with asyncio.timeout(10):
-        while (await dockered.get("/v1/kernels/k1"))["started_at"] == kernel["started_at"]:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: dockered.get("/v1/kernels/k1"),
+        lambda value: value["started_at"] != kernel["started_at"],
+        within_s=10,
+    )
 
 
 async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -> None:
@@ -251,9 +253,7 @@ async def test_followers_of_a_quiet_log_leave_nothing_behind(dockered: Daemon) -
             caller.sendall(b"GET /v1/kernels/k1/logs?follow=true HTTP/1.1\r\nHost: x\r\n\r\n")
         for caller in followers:
             assert caller.recv(64).startswith(b"HTTP/1.1 200")
-    async with asyncio.timeout(20):
-        while len([*descriptors.iterdir()]) > before:
-            await asyncio.sleep(0.1)
+    await until(lambda: len([*descriptors.iterdir()]) <= before)
 
 
 async def test_folders_that_allow_setuid_are_warnings(dockered: Daemon, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """An engine with oversized answers or malformed ids, and changes made to it by hand."""
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from end_to_end.test_engine_trouble import ASK, settled
 from support.daemon import Daemon
 from support.engine import IMAGE, Engine
 from support.engine_proxy import Answer, EngineProxy
+from support.waiting import until
 
 pytestmark = pytest.mark.docker
 MIB = 1 << 20
@@ -113,9 +113,7 @@ async def test_a_container_made_by_hand_is_adopted_by_its_events(dockered, engin
     assert await dockered.free("cuda.device") == "1"
     assert [c["State"] for c in engine.containers()] == ["created"], "it never ran, and is let be"
     engine.call("POST", f"/containers/{container}/start")
-    async with asyncio.timeout(20):
-        while (await dockered.call("GET", "/v1/kernels/k1")).status != 200:
-            await asyncio.sleep(0.05)
+    await until(lambda: dockered.call("GET", "/v1/kernels/k1"), lambda value: value.status == 200)
     adopted = await dockered.until("k1", "running")
     assert adopted["container_id"] == container
     assert await dockered.free("cuda.device") == "0"
@@ -133,9 +131,9 @@ async def test_a_limit_that_is_changed_by_hand_is_shown(dockered, engine: Engine
     core = next(iter(kernel["allocation"]["cpu"]["cpu"]))
 
     async def degraded(*expected: str) -> None:
-        async with asyncio.timeout(20):
-            while (await dockered.get("/v1/kernels/k1"))["degraded"] != [*expected]:
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: dockered.get("/v1/kernels/k1"), lambda value: value["degraded"] == [*expected]
+        )
 
     async def update(**limits: Any) -> None:
         path = f"/containers/{kernel['container_id']}/update"

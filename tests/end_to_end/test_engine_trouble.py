@@ -10,6 +10,7 @@ from end_to_end.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
+from support.waiting import until
 
 pytestmark = pytest.mark.docker
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
@@ -18,9 +19,10 @@ SILENCE = {"agentd.runtimes.docker.streams.SILENCE_S": 1.0}
 
 async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str) -> None:
     """Wait until the engine has so many containers, and the node so many free GPUs."""
-    async with asyncio.timeout(20):
-        while (len(engine.containers()), await daemon.free("cuda.device")) != (containers, free):
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: daemon.free("cuda.device"),
+        lambda value: (len(engine.containers()), value) == (containers, free),
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,9 +259,11 @@ async def test_one_inspect_that_hangs_holds_up_no_other_kernel(one_gpu, engine: 
     await daemon.runtime_is("available")
     assert await daemon.free("cuda.device") == "1"
     gate.set()
-    async with asyncio.timeout(40):
-        while (await daemon.get("/v1/kernels/stuck"))["exit_code"] != 137:
-            await asyncio.sleep(0.1)
+    await until(
+        lambda: daemon.get("/v1/kernels/stuck"),
+        lambda value: value["exit_code"] == 137,
+        within_s=40,
+    )
 
 
 async def test_an_engine_that_is_frozen_is_not_available(one_gpu) -> None:

@@ -21,6 +21,7 @@ from agentd.host.processes import all_processes
 from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
 from support.host_faults import HOSTILE_NAMES, named_command
+from support.waiting import until
 
 SLEEPER = ["sleep", "100000"]
 
@@ -81,9 +82,11 @@ async def test_a_command_has_what_its_kernel_has(daemon: Daemon, client: AsyncCl
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 async def test_exec_works_in_a_kernel_of_any_name(daemon, client, name: bytes) -> None:
     await daemon.running(kernel_id="k1", command=named_command(name))
-    async with asyncio.timeout(30):
-        while b"named" not in (await daemon.call("GET", "/v1/kernels/k1/logs")).content:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: daemon.call("GET", "/v1/kernels/k1/logs"),
+        lambda value: b"named" in value.content,
+        within_s=30,
+    )
     assert (await ran(client, "echo", "in"))[:2] == (0, b"in\n")
     assert (await daemon.call("GET", "/v1/node?check=true")).status == 200
 
@@ -93,9 +96,7 @@ async def test_exec_counts_towards_its_kernel(daemon: Daemon, client: AsyncClien
     await daemon.running(kernel_id="k1", command=SLEEPER)
     async with client.exec("k1", ["sh", "-c", "echo; sleep 1000 & wait"]) as running:
         await anext(aiter(running))
-        async with asyncio.timeout(10):
-            while (await client.stats("k1"))["processes"] != 3:
-                await asyncio.sleep(0.1)
+        await until(lambda: client.stats("k1"), lambda value: value["processes"] == 3, within_s=10)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,7 @@ async def test_a_caller_that_goes_away_ends_it_and_the_kernel_goes_on(daemon, cl
                 found.append(process.pid)
         return found
 
-    async with asyncio.timeout(10):
-        while left():
-            await asyncio.sleep(0.05)
+    await until(lambda: not left(), within_s=10)
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
     assert Path(f"/proc/{daemon.main_pid(kernel, daemon.test_engine)}").exists()
 

@@ -20,6 +20,7 @@ from agentd.host.processes import read_uids
 from end_to_end.test_exec import SLEEPER, ran, websocket
 from support.daemon import AGENTS, BASE, Daemon, gone, gpus
 from support.daemon_pool import Serving
+from support.waiting import until
 
 LASTING = ["sh", "-c", "echo; sleep 100000"]
 
@@ -230,9 +231,7 @@ async def test_a_caller_that_reads_nothing_and_half_closes_is_let_go(daemon, cli
 
     before = sockets()
     writer.write_eof()
-    async with asyncio.timeout(8):
-        while sockets() >= before:
-            await asyncio.sleep(0.1)
+    await until(lambda: sockets() < before, within_s=8)
     writer.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 from native.libraries import built
 from support import fork_server
 from support.daemon import AGENTS, Daemon
+from support.waiting import until
 
 ACCOUNTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
 QUICK = """
@@ -65,9 +66,9 @@ async def test_users_that_nobody_answers_for_hold_up_no_thread(
             for kernel_id in ("k1", "k2"):
                 stopped = await plain.call("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0})
                 assert stopped.status == 200
-    async with asyncio.timeout(MOST_S):
-        while (await plain.call("POST", "/v1/reload")).status != 200:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: plain.call("POST", "/v1/reload"), lambda value: value.status == 200, within_s=MOST_S
+    )
 
 
 class Exec:
@@ -119,9 +120,7 @@ async def test_exec_ends_before_a_hanging_daemon_answers(daemon: Daemon, name: s
     agentctl = Path(sys.executable).with_name("agentctl")
     try:
         with subprocess.Popen([agentctl, *words], stderr=subprocess.DEVNULL) as process:
-            async with asyncio.timeout(MOST_S):
-                while not connected(process.pid):
-                    await asyncio.sleep(0.02)
+            await until(lambda: connected(process.pid), within_s=MOST_S)
             process.send_signal(signal.Signals[f"SIG{name}"])
             assert await asyncio.to_thread(process.wait, MOST_S) in (130, -signal.SIGTERM)
     finally:

@@ -23,6 +23,7 @@ from agentd.host.systemd.availability import why_no_systemd
 from support.checked_node import SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.device_locks import COLLISION, DeviceLocks
+from support.waiting import until
 
 AGENTCTL = Path(sys.executable).parent / "agentctl"
 SECONDS = SOAK_S or 15.0
@@ -101,9 +102,11 @@ class Site:
                 assert len(device["holders"]) <= 1, device
 
     async def until_free(self) -> None:
-        async with asyncio.timeout(60):
-            while any(device["holders"] for device in await self.daemon.get("/v1/devices")):
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: self.daemon.get("/v1/devices"),
+            lambda value: not any(device["holders"] for device in value),
+            within_s=60,
+        )
 
 
 class Traffic:

@@ -14,6 +14,7 @@ from support.daemon_pool import Serving
 from support.engine import Engine, rootfs
 from support.engine_proxy import EngineProxy
 from support.registry import Registry
+from support.waiting import until
 
 pytestmark = pytest.mark.docker
 LARGE = 8 << 20
@@ -21,9 +22,9 @@ LARGE = 8 << 20
 
 async def pulling(daemon: Daemon, kernel_id: str) -> dict[str, Any]:
     """Wait until a create that was sent is pulling."""
-    async with asyncio.timeout(20):
-        while (await daemon.call("GET", f"/v1/kernels/{kernel_id}")).status == 404:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: daemon.call("GET", f"/v1/kernels/{kernel_id}"), lambda value: value.status != 404
+    )
     return await daemon.until(kernel_id, "pulling")
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from agentd.cli.agentctl.main import agentctl
 from support.daemon import AGENTS, Daemon, gpus
 from support.daemon_pool import Serving
+from support.waiting import until
 
 PACE = "[plugins]\nopen-timeout = 1.5\ncall-timeout = 1\nhealth-interval = 0.1\n"
 GOOD = gpus(2, table="npu")
@@ -225,9 +226,7 @@ async def test_no_plugin_process_outlives_the_daemon(plain: Daemon) -> None:
     pids = [int(pid) for pid in children.read_text().split()]
     assert len(pids) == 2
     await plain.stop(9)
-    async with asyncio.timeout(10):
-        while any(is_alive(pid) for pid in pids):
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(is_alive(pid) for pid in pids), within_s=10)
 
 
 def is_alive(pid: int) -> bool:

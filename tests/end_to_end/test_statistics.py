@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.checked_node import SOAK_S
 from support.daemon import AGENTS, Daemon, gpus
 from support.needs import require
+from support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +39,11 @@ async def test_usage_survives_a_restart_with_unknown_as_null(daemon) -> None:
     await daemon.start(AGENTS + gpus(1))
     script = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 1000"
     await daemon.running(kernel_id="k1", command=["sh", "-c", script])
-    async with asyncio.timeout(60):
-        while b"done" not in (await daemon.call("GET", "/v1/kernels/k1/logs")).content:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: daemon.call("GET", "/v1/kernels/k1/logs"),
+        lambda value: b"done" in value.content,
+        within_s=60,
+    )
     before = await stats(daemon, "k1")
     await daemon.restart()
     after = await daemon.get("/v1/kernels/k1/stats")

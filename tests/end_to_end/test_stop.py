@@ -12,6 +12,7 @@ from end_to_end.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.engine import Engine
 from support.engine_proxy import EngineProxy
+from support.waiting import until
 
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
 SHORT = {
@@ -99,9 +100,7 @@ async def test_readers_and_half_requests_do_not_hold_up_a_stop(plain: Daemon) ->
 async def test_a_stop_during_the_start_ends_it(plain: Daemon) -> None:
     plain.configure(ONE_GPU)
     process = plain.spawn(AGENTD_FAILPOINTS="start.after_server=delay(600000)")
-    async with asyncio.timeout(20):
-        while not (plain.folder / "agentd.sock").exists():
-            await asyncio.sleep(0.02)
+    await until((plain.folder / "agentd.sock").exists)
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 40) == 0
     assert "daemon.ready" not in plain.log
@@ -113,9 +112,7 @@ async def test_a_stuck_event_loop_does_not_hold_up_a_stop(plain: Daemon) -> None
     plain.deadlines = {"agentd.service.shutdown.LIMIT_S": 0.5}
     await plain.start(ONE_GPU, AGENTD_FAILPOINTS="record.before_move=delay(600000)")
     caller = asyncio.create_task(plain.create(**ASK))
-    async with asyncio.timeout(20):
-        while not (plain.folder / "state/kernels/k1/identity.json").exists():
-            await asyncio.sleep(0.02)
+    await until((plain.folder / "state/kernels/k1/identity.json").exists)
     assert await plain.stop(signal.SIGTERM) == 1
     assert logged(plain, "daemon.stop_aborted")["during"] == "start"
     with contextlib.suppress(Exception):

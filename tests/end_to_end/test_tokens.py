@@ -16,6 +16,7 @@ from agentd.errors import ConfigRefused
 from agentd.http.credentials import tokens as tokens_of
 from end_to_end.test_access import TEAMS
 from support.daemon import BASE, Answer, Daemon, gpus
+from support.waiting import until
 
 TCP = BASE.replace("[host]", 'listen = "127.0.0.1:{port}"\n{tokens}[host]')
 
@@ -105,9 +106,7 @@ async def test_a_token_that_goes_before_its_body_has_come_does_nothing(tokens: T
     assert (await tokens.get("team")).status == 200
     tokens.configure(tokens.entry("boss", "admin"))
     tokens.daemon.reload()
-    async with asyncio.timeout(10):
-        while (await tokens.get("team")).status != 401:
-            await asyncio.sleep(0.02)
+    await until(lambda: tokens.get("team"), lambda value: value.status == 401, within_s=10)
     writer.write(body[5:])
     assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
     writer.close()

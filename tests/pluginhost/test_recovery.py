@@ -30,6 +30,7 @@ from agentd.services.protocols import PluginState
 from core.machines import GIB, cores, memory
 from pluginhost.rig import Hosts, given, opened, point, states, until_ready
 from support.fakes import FakeMemory
+from support.waiting import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "plugin-states.md"
 
@@ -185,9 +186,7 @@ async def test_retry_waits_for_a_new_attempt(
     made = host(moody="Moody")
     opening = asyncio.create_task(opened(made))
     plugin = made._instances["moody"]
-    async with asyncio.timeout(10):
-        while plugin._process is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: plugin._process is not None, within_s=10)
     retrying = asyncio.create_task(made.retry("moody"))
     await asyncio.sleep(0)  # it was asked for before the driver is mended
     say("fine")

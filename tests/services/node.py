@@ -24,6 +24,7 @@ from agentd.services.protocols import Clock, PluginListing
 from agentd.services.state import NodeState
 from core.machines import CPU, GIB, MEM, cores, gpus, memory
 from support.fakes import FakeHolders, FakeMemory, FakePlugins, FakeRuntime
+from support.waiting import until
 
 CUDA = SlotType("cuda.device", SlotKind.COUNT, ONE)
 
@@ -122,6 +123,4 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
 
 
 async def settled(rig: Rig, kernel_id: str, state: str) -> None:
-    async with asyncio.timeout(5):
-        while rig.states.get(kernel_id) != state:
-            await asyncio.sleep(0)
+    await until(lambda: rig.states.get(kernel_id), state, within_s=5)

@@ -12,6 +12,7 @@ import pytest
 from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from support.waiting import until
 
 SOON_S = 1.0 if not os.environ.get("AGENTD_SOAK") else 0.3
 
@@ -53,9 +54,11 @@ async def test_gateway_shows_the_last_view_without_etcd(world: World) -> None:
     assert world.etcd is not None
     await gateway.create(kernel_id="k1")
     world.etcd.pause(0)
-    async with asyncio.timeout(30):
-        while "Fleet-Stale" not in (await gateway.call("GET", "/v1/nodes")).headers:
-            await asyncio.sleep(0.1)
+    await until(
+        lambda: gateway.call("GET", "/v1/nodes"),
+        lambda value: "Fleet-Stale" in value.headers,
+        within_s=30,
+    )
     assert await gateway.states() == {cuda: "ready"}
     assert (await gateway.call("GET", "/readyz")).status == 503
     refused = await gateway.create()
@@ -63,9 +66,11 @@ async def test_gateway_shows_the_last_view_without_etcd(world: World) -> None:
     assert "without a current view of the fleet" in refused.json["detail"]
     assert (await world.nodes[cuda].get("/v1/kernels/k1"))["state"] == "running"
     world.etcd.resume(0)
-    async with asyncio.timeout(30):
-        while (await gateway.create(kernel_id="k2")).status not in (200, 201):
-            await asyncio.sleep(0.2)
+    await until(
+        lambda: gateway.create(kernel_id="k2"),
+        lambda value: value.status in (200, 201),
+        within_s=30,
+    )
     await gateway.until({cuda: "ready"})
     assert (await gateway.call("GET", "/readyz")).status == 200
 
@@ -138,9 +143,9 @@ async def test_of_two_nodes_with_one_id_the_second_is_refused(world: World) -> N
     first = f"unix:{world.nodes[cuda].folder}/agentd.sock"
     assert (await gateway.get(f"/v1/nodes/{cuda}"))["url"] == first
     await world.programs[0].stop(signal.SIGKILL)  # the first is gone for good: its id is free
-    async with asyncio.timeout(20):
-        while str(twin.folder) not in (await gateway.get(f"/v1/nodes/{cuda}"))["url"]:
-            await asyncio.sleep(0.1)
+    await until(
+        lambda: gateway.get(f"/v1/nodes/{cuda}"), lambda value: str(twin.folder) in value["url"]
+    )
     await twin.stop()
     twin.node = own
     twin.config_file.write_text(text)

@@ -7,6 +7,7 @@ import pytest
 
 from agentd.core.access import Caller, Role
 from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, World
+from support.waiting import until
 
 TEAM = {"Agentd-Caller": Caller("team-x", Role.AGENT, frozenset({"agent-2"})).to_text()}
 READ = {"Agentd-Caller": Caller("eye", Role.READ).to_text()}
@@ -79,9 +80,11 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
     made = await gateway.create(kernel_id="k1", **body)
     assert made.json["node_id"] == rocm
     assert (await gateway.get("/v1/kernels/k1"))["labels"] == {"job": "x"}
-    async with asyncio.timeout(10):
-        while (await gateway.call("GET", "/v1/kernels/k1/logs")).content != b"hello\n":
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: gateway.call("GET", "/v1/kernels/k1/logs"),
+        lambda value: value.content == b"hello\n",
+        within_s=10,
+    )
     assert (await gateway.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200
     assert (await gateway.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
     assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"

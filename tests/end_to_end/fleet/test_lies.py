@@ -22,6 +22,7 @@ from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import unreachable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
+from support.waiting import until
 from support.web_server import served
 
 SAID = {"schema": 1, "install_id": "i", "boot_id": "b", "version": "9"}
@@ -122,14 +123,10 @@ async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Li
             with pytest.raises(ValueError, match="invalid name"):
                 await store.route(kernel_id)
         following = asyncio.create_task(store.run())
-        async with asyncio.timeout(10):
-            while state.node("liar") is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: state.node("liar") is not None, within_s=10)
         await tell(etcd, "b/liar", f"unix:{liar.path}")
         await tell(etcd, "last", f"unix:{liar.path}")
-        async with asyncio.timeout(10):
-            while state.node("last") is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: state.node("last") is not None, within_s=10)
         following.cancel()
     assert sorted(state.view.nodes) == ["last", "liar"]
     assert "invalid agent id" in state.view.nodes["liar"].remark
@@ -168,9 +165,11 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
         made = await gateway.create(**only)
         assert (made.status, made.json["node_id"]) == (201, first)
         await tell(etcd, first, moved, little)
-        async with asyncio.timeout(10):
-            while (await gateway.get(f"/v1/nodes/{first}"))["url"] != moved:
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: gateway.get(f"/v1/nodes/{first}"),
+            lambda value: value["url"] == moved,
+            within_s=10,
+        )
         again = await gateway.create(**only)
         assert (again.status, again.json["code"]) == (503, "NodeUnavailable")
         assert (await gateway.call("GET", "/v1/kernels/k1")).status == 503

@@ -9,6 +9,7 @@ from typing import Self
 from end_to_end.fleet.fleet_world import SLEEP, World
 from native.libraries import built
 from support.needs import require
+from support.waiting import until
 
 
 async def test_nodes_with_different_plugins_are_one_fleet(world: World) -> None:
@@ -21,9 +22,10 @@ async def test_nodes_with_different_plugins_are_one_fleet(world: World) -> None:
         world.join(node)
     gateway = world.gateway()
     await gateway.until(dict.fromkeys(nodes.values(), "ready"))
-    async with asyncio.timeout(20):
-        while {t["name"] for t in await gateway.get("/v1/slot-types")} < {*slots.values()}:
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: gateway.get("/v1/slot-types"),
+        lambda value: {t["name"] for t in value} >= {*slots.values()},
+    )
     for kind, slot in slots.items():
         made = await gateway.create(kernel_id=kind, slots={slot: 1})
         assert (made.status, made.json.get("node_id")) == (201, nodes[kind]), made.content

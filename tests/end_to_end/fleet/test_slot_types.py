@@ -15,6 +15,7 @@ from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdUnavailable
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import NodeReport, SlotTypeReport
 from end_to_end.fleet.etcd_server import EtcdServers
+from support.waiting import until
 
 NODES, TYPES = 400, 41
 MOST_TRANSACTIONS = 6
@@ -71,9 +72,10 @@ async def gateway(servers: EtcdServers, failures: int = 0) -> AsyncIterator[Any]
 
 
 async def until_known(state: FleetState, nodes: int, types: int) -> None:
-    async with asyncio.timeout(60):
-        while len(state.view.nodes) < nodes or len(state.view.slot_types) < types:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: not (len(state.view.nodes) < nodes or len(state.view.slot_types) < types),
+        within_s=60,
+    )
 
 
 @pytest.mark.long
@@ -110,13 +112,9 @@ async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdSe
         await etcd.put("/agentd/main/known/n0", b"{}")
         await etcd.delete("/agentd/main/nodes/n0")
         await etcd.delete("/agentd/main/known/n0")
-        async with asyncio.timeout(20):
-            while "n0" in state.view.nodes:
-                await asyncio.sleep(0.02)
+        await until(lambda: "n0" not in state.view.nodes)
         await etcd.delete("/agentd/main/slot-types/rare0.unit")
-        async with asyncio.timeout(20):
-            while "rare0.unit" in state.view.slot_types:
-                await asyncio.sleep(0.02)
+        await until(lambda: "rare0.unit" not in state.view.slot_types)
         await publish(etcd, 1)
         await until_known(state, 1, TYPES + 2)
         assert (await etcd.get("/agentd/main/slot-types/rare0.unit")) is not None

@@ -16,6 +16,7 @@ from agentd_fleet.store.etcd_client import Etcd
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import World
+from support.waiting import until
 
 PASSWORD = "secret"  # noqa: S105
 KEY = "/agentd/main/nodes/a"
@@ -312,9 +313,7 @@ async def test_fleet_serves_while_users_change(world: World, kind: str) -> None:
         assert made.status == 201, made.content
     assert "node.publish_failed" not in publisher.log
     await servers.restart(0)
-    async with asyncio.timeout(20):
-        while (await gateway.create(kernel_id="last")).status not in (200, 201):
-            await asyncio.sleep(0.05)
+    await until(lambda: gateway.create(kernel_id="last"), lambda value: value.status in (200, 201))
     await gateway.until({node: "ready"})
     assert publisher.is_running
     assert gateway.is_running

@@ -16,6 +16,7 @@ from agentd.core.access import Caller, Role
 from end_to_end.fleet.etcd_server import Proxy
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.needs import OLDER, ROOT, require
+from support.waiting import until
 
 TEAM = {"Agentd-Caller": Caller("team-x", Role.AGENT, frozenset({"agent-2"})).to_text()}
 OTHERS = {"Agentd-Caller": Caller("team-y", Role.AGENT, frozenset({"agent-7"})).to_text()}
@@ -90,9 +91,10 @@ async def test_store_is_read_again_after_a_compaction(world: World) -> None:
             await etcd.put("/agentd/main/nodes/gone", msgspec.json.encode(SAID))
             await etcd.put("/agentd/main/known/gone", b"{}")
             await gateway.until({"ghost": "ready", "gone": "ready"})
-            async with asyncio.timeout(20):
-                while await etcd.get("/agentd/main/slot-types/ghost.chip") is None:
-                    await asyncio.sleep(0.02)
+            await until(
+                lambda: etcd.get("/agentd/main/slot-types/ghost.chip"),
+                lambda value: value is not None,
+            )
             await proxy.cut()
             for key in ("nodes/ghost", "known/ghost", "slot-types/ghost.chip", "nodes/gone"):
                 await etcd.delete(f"/agentd/main/{key}")

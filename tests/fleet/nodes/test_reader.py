@@ -16,6 +16,7 @@ from agentd_fleet.nodes import reader
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.view.reports import NodeReading
 from support.stub_node import NODE_PAGES, StubNode
+from support.waiting import until
 
 OPTIONAL = {"version", "exclusive_group", "unit", "model"}
 """Members without which a node can be read."""
@@ -191,9 +192,7 @@ async def test_unreadable_node_is_named_and_logged_once(
             reading = asyncio.create_task(NodeReader("unix:node", client, heard.told).run())
             told = await heard.until(is_bad)
             asked = node.asked
-            async with asyncio.timeout(20):
-                while node.asked < asked + 40:
-                    await asyncio.sleep(0.01)
+            await until(lambda: node.asked >= asked + 40)
             reading.cancel()
             await asyncio.wait([reading])
     assert told.node_id == "n1"

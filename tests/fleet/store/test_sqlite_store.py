@@ -18,6 +18,7 @@ from agentd_fleet.store.route import KernelRoute, RouteUnreadable
 from agentd_fleet.store.sqlite_store import SqliteStore
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.reports import KnownNode, NodeReading, SlotTypeReport
+from support.waiting import until
 
 CHIP = SlotTypeReport("tpu.chip", "count", "1")  # type: ignore[arg-type]
 
@@ -85,9 +86,7 @@ async def locked(file: Path) -> AsyncIterator[None]:
 
 
 async def until_written(store: SqliteStore) -> None:
-    async with asyncio.timeout(20):
-        while store._unwritten:
-            await asyncio.sleep(0.01)
+    await until(lambda: not store._unwritten)
 
 
 def reading(node_id: str, *names: str) -> NodeReading:

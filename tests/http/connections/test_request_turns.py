@@ -15,6 +15,7 @@ from agentd.http.connections.request_turns import (
     end_turn,
     turn_limited,
 )
+from support.waiting import until
 
 
 class Request(UserDict[str, Any]):
@@ -96,7 +97,5 @@ async def test_a_request_that_waits_does_not_count(monkeypatch: pytest.MonkeyPat
     turns, asked = RequestTurns(), requests(MAX_AT_ONCE + 1)
     found = await begun(turns, asked, "a")
     with turn_limited(found[0]):
-        async with asyncio.timeout(20):
-            while len(found) == MAX_AT_ONCE:
-                await asyncio.sleep(0)
+        await until(lambda: len(found) != MAX_AT_ONCE)
     assert found == asked

@@ -1,6 +1,5 @@
 """Containers that ended with their engine or their host say so, and no others do."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from agentd.core.kernel.states import Ending
 from agentd.runtimes.docker.last_seen import ENGINE, NODE, LastSeen
+from support.waiting import until
 
 
 class Watch:
@@ -164,6 +164,4 @@ async def test_the_file_is_written_a_while_after_an_event(watch: Watch, monkeypa
     watch.now += 10
     watch.last_seen.update()
     assert str(watch.now).encode() not in watch.file.read_bytes()
-    async with asyncio.timeout(20):
-        while str(watch.now).encode() not in watch.file.read_bytes():
-            await asyncio.sleep(0)
+    await until(lambda: str(watch.now).encode() in watch.file.read_bytes())

@@ -35,6 +35,7 @@ from agentd.events import EventKind
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
 from services.node import Rig, settled
+from support.waiting import until
 
 ADMIN = Caller("admin", Role.ADMIN)
 PROCESS = ProcessHolder(17, 1)
@@ -192,9 +193,7 @@ async def test_time_ends_a_claim_unless_it_is_renewed(rig: Rig) -> None:
         assert rig.free_gpus == 1
         assert rig.claims.renew("c1", 1, ADMIN).claim.holder == TimeHolder(1)
         rig.now += 1
-        async with asyncio.timeout(5):
-            while rig.free_gpus == 1:
-                await asyncio.sleep(0)
+        await until(lambda: rig.free_gpus != 1, within_s=5)
     assert reasons(rig) == [EndReason.TIME]
 
 

@@ -12,6 +12,7 @@ from agentd.services.kernels.creates import GRACE_S
 from agentd.services.state import RuntimeState
 from services.node import Rig, running, settled
 from support.fakes import FakeRuntime
+from support.waiting import until
 
 
 async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> None:
@@ -98,9 +99,7 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
     rig.runtime.fail_create = OutcomeUnknown("lost")
     await rig.service.create(rig.spec(cuda_device=1), wait=False)
     await settled(rig, "k1", "creating")
-    async with asyncio.timeout(5):
-        while "k1" not in rig.state.unsettled:
-            await asyncio.sleep(0)
+    await until(lambda: "k1" in rig.state.unsettled, within_s=5)
     rig.now += GRACE_S
     await rig.relist()
     assert rig.states == {"k1": "failed"}
@@ -211,9 +210,7 @@ async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig)
     for name in ("fake", "hung"):
         both.state.note_unavailable(name, "down")
     retrying = asyncio.create_task(both.reconciler.retry())
-    async with asyncio.timeout(5):
-        while both.state.runtime("fake").state is not RuntimeState.AVAILABLE:
-            await asyncio.sleep(0)
+    await until(lambda: both.state.runtime("fake").state is RuntimeState.AVAILABLE, within_s=5)
     retrying.cancel()
 
 
