@@ -125,8 +125,8 @@ class Planner:
         others = [
             *unknown,
             *port_problems(spec.ports, self._rules.ports),
-            *unsupported_members(spec, runtime.name, runtime.members),
             *problems,
+            *unsupported_members(spec, runtime.name, runtime.members),
         ]
         return Asked(reading.accepted(others), only, claimed)
 
