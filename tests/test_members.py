@@ -139,8 +139,16 @@ class Host:
         runtime: Any = self.runtime(name)
         if name == "process":
             cgroup = runtime._create_cgroup(plan)
-            facts = (self._folder, "boot", ProcessSettings(), None, cgroup, ())
-            return [*self._requests, order_of(plan, *facts)]
+            request = order_of(
+                plan,
+                folder=self._folder,
+                boot_id="boot",
+                settings=ProcessSettings(),
+                account=None,
+                cgroup=cgroup,
+                groups=(),
+            )
+            return [*self._requests, request]
         await self._engine.start()
         try:
             with pytest.raises(AgentdError):

@@ -51,9 +51,14 @@ def test_options_are_read() -> None:
         b' "ulimits": {"core": 0, "nofile": {"soft": 10, "hard": -1}}}'
     )
     assert options_of(given) == ContainerOptions(
-        PullPolicy.NEVER, "linux/arm64/v8", "n", (Tmpfs("/a"), Tmpfs("/b", 4096)), 64 << 20, 9,
-        {"core": Ulimit(0, 0), "nofile": Ulimit(10, -1)},
-    )  # fmt: skip
+        pull_policy=PullPolicy.NEVER,
+        platform="linux/arm64/v8",
+        network="n",
+        tmpfs=(Tmpfs("/a"), Tmpfs("/b", 4096)),
+        shm_size=64 << 20,
+        pids_limit=9,
+        ulimits={"core": Ulimit(0, 0), "nofile": Ulimit(10, -1)},
+    )
     one, other = (spec(b'{"shm_size": %s}' % size) for size in (b'"1k"', b"1024"))
     assert one.spec_hash == other.spec_hash
 
