@@ -122,17 +122,17 @@ def half_full(
             share = Share(device.device_id, device.stable_id, device.slot, device.kind, amount)
             if slots > 1:
                 share = _share_of_two(device, inventory, amount, n if uneven else None)
-            ledger = ledger.with_held(f"{name}-{n}", "a", Allocation((share,)))
+            ledger = ledger.with_holding(f"{name}-{n}", "a", Allocation((share,)))
     return ledger
 
 
 def _share_of_two(device: Device, inventory: Inventory, amount: int, n: int | None) -> Share:
-    from agentd.core.allocation.ledger import share_of  # noqa: PLC0415 - the same
+    from agentd.core.allocation.ledger import build_share  # noqa: PLC0415 - the same
 
     amounts = {device.slot: amount}
     if n is not None:
         amounts["cuda.mem"] = GPU_MEMORY // 4 + 16 * n * MIB
-    return share_of(device, inventory, amounts)
+    return build_share(device, inventory, amounts)
 
 
 def time_calls(operation: Callable[[], None], budget_s: float = BUDGET_S) -> list[float]:
@@ -280,7 +280,7 @@ def allocation_call(
 
     def operation() -> None:
         allocation = allocate(ledger, inventory, partition, request, policy)
-        ledger.with_held("k", "a", allocation).without("k")
+        ledger.with_holding("k", "a", allocation).without("k")
 
     return operation
 
@@ -291,7 +291,7 @@ def whole_request(kernels: int, agents: int) -> dict[str, float]:
     ledger = half_full(inventory, "cuda", shares=False)
     for n in range(kernels):
         share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, 2**20)
-        ledger = ledger.with_held(f"mem-{n}", "a", Allocation((share,)))
+        ledger = ledger.with_holding(f"mem-{n}", "a", Allocation((share,)))
     request = ResourceSlots({"cuda.device": ONE, "cpu": 4 * ONE, "mem": 2**30})
     for other in others:
         allocate(ledger, inventory, other, request, AllocationPolicy())

@@ -36,8 +36,8 @@ from agentd_fleet.placement.choice import (
     Candidate,
     Constraints,
     PlacementPolicy,
-    candidates,
-    unfit,
+    choose_candidates,
+    classify_rejections,
 )
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, Offer
 
@@ -193,7 +193,7 @@ def placements(
     ledger = Ledger(nodes, chance)
     ledger.fill(load)
     reports = Reports(ledger, age_s, gateways)
-    views = [FleetView(slot_types=TYPES).changed(ledger.reports(), revision=1)] * gateways
+    views = [FleetView(slot_types=TYPES).with_changes(ledger.reports(), revision=1)] * gateways
     kinds, weights = [*KINDS], [share for share, _ in KINDS.values()]
     first = tried = placed = refused = without_candidates = 0
     creates = int(seconds * rate) + int(age_s * rate)
@@ -201,14 +201,14 @@ def placements(
         now_s, gateway = number / rate, number % gateways
         if number == int(age_s * rate):  # from here on the views are as old as they are to be
             first = tried = placed = refused = without_candidates = 0
-        view = views[gateway].changed(reports.arrived(gateway, now_s))
+        view = views[gateway].with_changes(reports.arrived(gateway, now_s))
         kind = chance.choices(kinds, weights)[0]
         slots = ledger.wanted(kind)
-        ranked = candidates(view, slots, Constraints(), policy, chance, MOST_TRIES)
+        ranked = choose_candidates(view, slots, Constraints(), policy, chance, MOST_TRIES)
         for tries, candidate in enumerate(ranked, 1):
             if ledger.place(kind, slots, candidate):
                 placed, tried, first = placed + 1, tried + tries, first + (tries == 1)
-                view = view.debited(*candidate, slots)
+                view = view.with_debit(*candidate, slots)
                 reports.changed(candidate.node_id, now_s)
                 if ended := ledger.end_one(kind):
                     reports.changed(ended.node_id, now_s)
@@ -238,11 +238,11 @@ def decisions(
         ended = [ledger.end_one(chance.choice([*KINDS])) for _ in range(count)]
         reports = [ledger.report(candidate.node_id) for candidate in ended if candidate]
         before = time.perf_counter()
-        view = view.changed(reports)
+        view = view.with_changes(reports)
         updated = time.perf_counter()
-        ranked = candidates(view, slots, Constraints(), policy, chance)
+        ranked = choose_candidates(view, slots, Constraints(), policy, chance)
         decided = time.perf_counter()
-        view = view.debited(*ranked[0], slots)
+        view = view.with_debit(*ranked[0], slots)
         debit_times.append(time.perf_counter() - decided)
         decision_times.append(decided - before)
         update_times.append(updated - before)
@@ -271,7 +271,7 @@ def of_the_view(nodes: int) -> dict[str, Any]:
     reports = ledger.reports()
     with_reports_mib = resident_mib()
     before = time.perf_counter()
-    view = FleetView(slot_types=TYPES).changed(reports, revision=1)
+    view = FleetView(slot_types=TYPES).with_changes(reports, revision=1)
     view.statistics()
     built_ms = (time.perf_counter() - before) * 1000
     results: dict[str, Any] = {
@@ -285,12 +285,12 @@ def of_the_view(nodes: int) -> dict[str, Any]:
     refusals = []
     for _ in range(30):
         before = time.perf_counter()
-        unfit(view, ResourceSlots({"cuda.device": 9 * ONE, CPU: ONE}), Constraints())
+        classify_rejections(view, ResourceSlots({"cuda.device": 9 * ONE, CPU: ONE}), Constraints())
         refusals.append(time.perf_counter() - before)
     results["unfit_ms"] = milliseconds(refusals, 0.5)
     for policy, rate in itertools.product(PlacementPolicy, (100, 1000)):
         results[f"{policy} {rate}/s"] = decisions(ledger, view, policy, rate)
-        view = FleetView(slot_types=TYPES).changed(ledger.reports(), revision=1)
+        view = FleetView(slot_types=TYPES).with_changes(ledger.reports(), revision=1)
     gc.unfreeze()
     return results
 

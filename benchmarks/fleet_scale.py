@@ -32,10 +32,15 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from agentd.core.slots import ONE, ResourceSlots
-from agentd_fleet.placement.choice import Constraints, PlacementPolicy, candidates, unfit
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.placement.choice import (
+    Constraints,
+    PlacementPolicy,
+    choose_candidates,
+    classify_rejections,
+)
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.view.fleet_view import FleetView
-from agentd_fleet.view.reports import published_in, slot_type_in, with_free
+from agentd_fleet.view.reports import parse_node_report, parse_slot_type, with_free
 from end_to_end.fleet.fleet_world import Pool, World
 from support.fleet_reports import free_report, node_report, slot_types
 
@@ -72,10 +77,12 @@ def simulated(nodes: int, types: int) -> dict[str, Any]:
     free = {name: free_report(types, choice) for name in names}
     gc.collect()
     initial_mib, before = resident_mib(), time.process_time()
-    types_of_fleet = [slot_type_in(item) for item in slot_types(types)]
-    published = {name: published_in(name, report, seen_at=0.0) for name, report in reports.items()}
+    types_of_fleet = [parse_slot_type(item) for item in slot_types(types)]
+    published = {
+        name: parse_node_report(name, report, seen_at=0.0) for name, report in reports.items()
+    }
     view = FleetView(slot_types={slot.name: slot for slot in types_of_fleet})
-    view = view.changed(with_free(published[name], free[name]) for name in names)
+    view = view.with_changes(with_free(published[name], free[name]) for name in names)
     view.statistics()
     result: dict[str, Any] = {
         "nodes": nodes,
@@ -89,29 +96,32 @@ def simulated(nodes: int, types: int) -> dict[str, Any]:
     def update(number: int) -> None:
         nonlocal view
         name, report = updates[number]
-        view = view.changed([with_free(published[name], report)], revision=number)
+        view = view.with_changes([with_free(published[name], report)], revision=number)
 
     def debit(number: int) -> None:
         nonlocal view
-        view = view.debited(updates[number][0], "agent-1", WANTED)
+        view = view.with_debit(updates[number][0], "agent-1", WANTED)
 
     result["update_ms"] = spread_ms(update)
     result["debit_ms"] = spread_ms(debit)
     for policy in PlacementPolicy:
         result[f"{policy.value}_ms"] = spread_ms(
-            lambda _, policy=policy: candidates(view, WANTED, Constraints(), policy, choice)
+            lambda _, policy=policy: choose_candidates(view, WANTED, Constraints(), policy, choice)
         )
     result["nothing_fits_ms"] = spread_ms(
-        lambda _: candidates(view, TOO_MUCH, Constraints(), PlacementPolicy.PACK, choice), 100
+        lambda _: choose_candidates(view, TOO_MUCH, Constraints(), PlacementPolicy.PACK, choice),
+        100,
     )
-    result["refusal_ms"] = spread_ms(lambda _: unfit(view, TOO_MUCH, Constraints()), 100)
+    result["refusal_ms"] = spread_ms(
+        lambda _: classify_rejections(view, TOO_MUCH, Constraints()), 100
+    )
     return result
 
 
 class Nodes:
     """Nodes that answer every create at once, and report it to etcd as a publisher does."""
 
-    def __init__(self, etcd: Etcd, socket: Path, types: int) -> None:
+    def __init__(self, etcd: EtcdClient, socket: Path, types: int) -> None:
         self._etcd, self._socket, self._types = etcd, socket, types
         self._choice = random.Random(1)
         self._reporting: dict[str, asyncio.Task[None]] = {}

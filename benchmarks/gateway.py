@@ -28,7 +28,7 @@ import msgspec
 from create import processor_s, pss_mib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.view.reports import FreeReport, NodeReport, SlotTypeReport
 from end_to_end.fleet.fleet_world import SLEEP, GatewayProgram, Pool, World
 
@@ -80,7 +80,7 @@ def report(number: int) -> tuple[bytes, bytes]:
     return msgspec.json.encode(node_report), msgspec.json.encode(free_report)
 
 
-async def publish(etcd: Etcd, number: int, lease_s: int) -> None:
+async def publish(etcd: EtcdClient, number: int, lease_s: int) -> None:
     """Be a publisher: a lease, what there is, and what is free once a second."""
     node_report, free = report(number)
     await asyncio.sleep(random.random() * lease_s)

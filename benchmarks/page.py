@@ -94,7 +94,7 @@ class SimulatedNode:
                 "devices": [device]}  # fmt: skip
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        if (page := pages.answer(request)) is not None:
+        if (page := pages.response_for(request)) is not None:
             return page
         if request.path != "/v1/events":
             return web.json_response(self.answer(request.path))

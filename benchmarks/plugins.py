@@ -22,7 +22,7 @@ from typing import Any
 from create import pss_mib
 
 from agentd.plugin_api import AllocatedDevice, Features
-from agentd.pluginhost.entry_points import EntryPoints, installed
+from agentd.pluginhost.entry_points import EntryPoints, installed_entry_points
 from agentd.pluginhost.process import PluginProcess
 from agentd.pluginhost.protocol import DeviceListing
 
@@ -109,7 +109,7 @@ async def measure(target: str, settings: dict[str, Any], rounds: int) -> dict[st
             await process.call("container_edits", devices, DOCKER, timeout_s=10)
             process_calls.append(time.perf_counter() - before)
         memory = pss_mib(process.pid)
-        await process.end("measured")
+        await process.kill("measured")
     return {
         "devices": len(listing.devices),
         "pss_mib": memory,
@@ -139,7 +139,7 @@ async def main() -> None:
             "cuda": {},
         }
         os.environ |= {"FAKE_NVML_FILE": str(gpus), "LD_LIBRARY_PATH": folder}
-        points = EntryPoints(installed())
+        points = EntryPoints(installed_entry_points())
         results: dict[str, Any] = {"bare_interpreter_pss_mib": bare_interpreter_mib()}
         for name, table in settings.items():
             results[name] = await measure(points.target(name), table, options.rounds)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentd.concurrency import run_endless, to_the_end
+from agentd.concurrency import complete_shielded, run_endless
 
 
 async def test_shielded_step_ends_before_its_cancellation() -> None:
@@ -17,7 +17,7 @@ async def test_shielded_step_ends_before_its_cancellation() -> None:
         await asyncio.create_task(asyncio.sleep(0))
         has_ended = True
 
-    task = asyncio.create_task(to_the_end(step()))
+    task = asyncio.create_task(complete_shielded(step()))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -36,7 +36,7 @@ async def test_shielded_step_that_fails_when_cancelled_is_cancelled() -> None:
         await goes_on.wait()
         raise ValueError("why")
 
-    task = asyncio.create_task(to_the_end(fails()))
+    task = asyncio.create_task(complete_shielded(fails()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()
@@ -59,11 +59,11 @@ async def test_shielded_step_returns_and_raises_to_its_caller() -> None:
             return await asyncio.sleep(0, "mended")
         return ""
 
-    assert await to_the_end(asyncio.sleep(0, "done")) == "done"
-    assert await to_the_end(mends()) == "mended"
+    assert await complete_shielded(asyncio.sleep(0, "done")) == "done"
+    assert await complete_shielded(mends()) == "mended"
     for step in (fails, fails_within):
         with pytest.raises(ValueError, match="why"):
-            await to_the_end(step())
+            await complete_shielded(step())
 
 
 async def test_shielded_step_may_meet_another_cancellation() -> None:
@@ -76,7 +76,7 @@ async def test_shielded_step_may_meet_another_cancellation() -> None:
             return "went on"
         return ""
 
-    assert await to_the_end(step()) == "went on"
+    assert await complete_shielded(step()) == "went on"
 
 
 async def _returns() -> None: ...

@@ -1,8 +1,8 @@
 """Errors: what a refusal holds at most, and what of it others may read."""
 
 from agentd.errors import (
+    MAX_PROBLEMS,
     MOST_DETAIL,
-    MOST_PROBLEMS,
     MOST_WHERE,
     MOST_WHY,
     AgentdError,
@@ -24,17 +24,17 @@ def test_refusal_lists_the_first_problems_in_bounded_texts() -> None:
             yield Problem(f"{number}" * 1000, "w" * 10**5)
 
     refusal = InvalidRequest(problems())
-    assert built == MOST_PROBLEMS + 1
-    assert len(refusal.problems) == MOST_PROBLEMS
+    assert built == MAX_PROBLEMS + 1
+    assert len(refusal.problems) == MAX_PROBLEMS
     assert {len(problem.where) for problem in refusal.problems} == {MOST_WHERE}
     assert {len(problem.why) for problem in refusal.problems} == {MOST_WHY}
-    assert len(str(refusal)) == len(refusal.published()) == MOST_DETAIL
+    assert len(str(refusal)) == len(refusal.public_text()) == MOST_DETAIL
 
 
 def test_refusal_says_whether_there_is_more() -> None:
     one = Problem("image", "is unknown")
-    assert str(InvalidRequest([one] * MOST_PROBLEMS)).endswith("image: is unknown")
-    assert str(InvalidRequest([one] * (MOST_PROBLEMS + 1))).endswith("; and more")
+    assert str(InvalidRequest([one] * MAX_PROBLEMS)).endswith("image: is unknown")
+    assert str(InvalidRequest([one] * (MAX_PROBLEMS + 1))).endswith("; and more")
 
 
 def test_published_text_names_nothing_of_private_members() -> None:
@@ -52,12 +52,12 @@ def test_published_text_names_nothing_of_private_members() -> None:
         (RuntimeFailure("engine: no space left on device"), "engine: no space left on device"),
     ]
     for error, expected in cases:
-        assert error.published() == expected
+        assert error.public_text() == expected
 
 
 def test_unknown_slots_are_all_listed_and_the_first_named() -> None:
     names = [f"{number:03}" + "x" * 250 for number in range(256)]
     refusal = UnsupportedResource(names, ["cpu"], {})
     assert refusal.facts()["slots"] == names
-    assert len(str(refusal)) < (MOST_PROBLEMS + 2) * (MOST_WHERE + 2)
+    assert len(str(refusal)) < (MAX_PROBLEMS + 2) * (MOST_WHERE + 2)
     assert ", and more (this node has: cpu)" in str(refusal)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentd import failpoints
-from agentd.failpoints import hit, reach
+from agentd.failpoints import hit, hit_async
 from crash.points import PASSED_BY, POINTS, RUNTIMES, SAME_AS
 
 SOURCE = Path(failpoints.__file__).parent
@@ -33,7 +33,7 @@ def test_every_failpoint_in_the_source_is_listed() -> None:
 def named_in(folder: Path) -> set[str]:
     paths = [path for path in folder.rglob("*.py") if path.name != "failpoints.py"]
     text = "".join(path.read_text() for path in paths)
-    return set(re.findall(r'(?:hit|reach|reach,)[( ]f?"([a-z_{}.]+)"', text))
+    return set(re.findall(r'(?:hit|hit_async|hit_async,)[( ]f?"([a-z_{}.]+)"', text))
 
 
 @pytest.mark.parametrize("runtime", sorted(RUNTIMES))
@@ -64,13 +64,13 @@ def test_every_failpoint_is_documented() -> None:
 
 def test_failpoint_that_is_not_set_does_nothing() -> None:
     hit("create.after_commit")
-    assert failpoints.armed() == []
-    assert failpoints.inherited() == {}
+    assert failpoints.armed_points() == []
+    assert failpoints.inherited_environment() == {}
 
 
 def test_failpoint_term_counts_for_its_visits() -> None:
     failpoints.arm("create.after_commit=1*off->2*error(ENOSPC)->off; stop.after_term=error(EIO)")
-    assert failpoints.armed() == ["create.after_commit", "stop.after_term"]
+    assert failpoints.armed_points() == ["create.after_commit", "stop.after_term"]
     hit("create.after_commit")
     for _ in range(2):
         with pytest.raises(OSError, match=r"failpoint create\.after_commit") as failure:
@@ -85,9 +85,9 @@ def test_failpoint_term_counts_for_its_visits() -> None:
 
 async def test_failpoint_delay_of_a_coroutine_blocks_no_other() -> None:
     failpoints.arm("create.after_plan=1*delay(200)")
-    waiting = asyncio.create_task(reach("create.after_plan"))
+    waiting = asyncio.create_task(hit_async("create.after_plan"))
     await asyncio.sleep(0)
-    await reach("create.after_plan")
+    await hit_async("create.after_plan")
     assert not waiting.done()
     await waiting
 
@@ -116,4 +116,4 @@ def test_invalid_failpoint_is_refused_and_changes_nothing(text: str, why: str) -
     failpoints.arm("create.after_plan=off")
     with pytest.raises(ValueError, match=re.escape(why)):
         failpoints.arm(text)
-    assert failpoints.armed() == ["create.after_plan"]
+    assert failpoints.armed_points() == ["create.after_plan"]

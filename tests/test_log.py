@@ -86,7 +86,7 @@ def test_error_of_the_stream_stays_in_the_log(
         log.exception("task.ended")
     assert (stream.text, lost.total) == ("", 2)
     stream.error = None
-    lost.note_written()
+    lost.mark_writable()
     log.info("node.warned", warning="two")
     assert [event["event"] for event in stream.events] == ["node.warned", "log.lines_lost"]
     reason = f"task.ended: {type(error).__name__}"

@@ -25,11 +25,11 @@ from agentd.host.cgroups.hierarchies import MEMORY, PIDS
 from agentd.rpc.requests import CreateKernelRequest
 from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.runtimes.docker.runtime import DockerRuntime
-from agentd.runtimes.host.environment import environment
+from agentd.runtimes.host.environment import kernel_environment
 from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import order_of
+from agentd.runtimes.process.spawn import shim_request
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.unit import properties
 from agentd.services.protocols import Runtime
@@ -135,11 +135,11 @@ class Host:
         self._requests.clear()
         if name == "systemd":
             units = properties(plan, "/f", SystemdSettings(), UserAccounts(), [])
-            return [units, environment(plan)]
+            return [units, kernel_environment(plan)]
         runtime: Any = self.runtime(name)
         if name == "process":
             cgroup = runtime._create_cgroup(plan)
-            request = order_of(
+            request = shim_request(
                 plan,
                 folder=self._folder,
                 boot_id="boot",
@@ -217,7 +217,7 @@ async def test_each_runtime_carries_out_a_member_or_refuses_it(
     problems, ignored = [], []
     for spec in specs:
         refused = unsupported_members(spec, runtime, checked.members)
-        problems.append([p.where for p in (*refused, *await checked.problems(spec))])
+        problems.append([p.where for p in (*refused, *await checked.validate_spec(spec))])
         if runtime != "docker":
             ignored.append((await checked.support(spec)).not_enforced)
     await checked.close()

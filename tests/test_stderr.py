@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentd import stderr
-from agentd.stderr import NO_PATIENCE_S, NO_READER, WARN_S, LostLines, Stderr
+from agentd.stderr import NO_READER, SKIP_WAIT_S, WARN_S, LostLines, Stderr
 
 
 class Clock:
@@ -132,7 +132,7 @@ def test_wait_for_a_reader_is_not_repeated(pipe: Pipe, monkeypatch: pytest.Monke
     monkeypatch.setattr("agentd.stderr.select.poll", Poll)
     pipe.stderr.write(b"1\n")
     pipe.stderr.write(b"2\n")
-    pipe.clock.now += NO_PATIENCE_S
+    pipe.clock.now += SKIP_WAIT_S
     pipe.stderr.write(b"3\n")
     assert waits == [stderr.PATIENCE_MS, 0, stderr.PATIENCE_MS]
 
@@ -145,7 +145,7 @@ def test_warning_of_lost_lines_goes_after_its_time() -> None:
     clock.now += 2 * WARN_S
     assert lost.warnings() == ["the log cannot be written: why; lines lost since the start: 2"]
     lost.add(1, "why")
-    lost.note_written()
+    lost.mark_writable()
     clock.now += WARN_S - 1
     assert lost.warnings() == ["the log could not be written: why; lines lost since the start: 3"]
     clock.now += 1
@@ -155,10 +155,10 @@ def test_warning_of_lost_lines_goes_after_its_time() -> None:
 def test_report_that_is_lost_itself_is_repeated() -> None:
     lost = LostLines()
     lost.add(2, "why")
-    lost.note_written()
+    lost.mark_writable()
     lost.report(lambda *_: lost.add(1, "again"))
     assert reports(lost) == []
-    lost.note_written()
+    lost.mark_writable()
     assert reports(lost) == [(3, "again")]
 
 

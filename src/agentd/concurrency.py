@@ -26,7 +26,7 @@ class Deadline(msgspec.Struct, frozen=True):
         """Return the deadline `seconds` from now."""
         return cls(clock() + seconds, clock)
 
-    def left_s(self, most_s: float = float("inf")) -> float:
+    def remaining_s(self, most_s: float = float("inf")) -> float:
         """Return the remaining seconds, at most `most_s`; 0 after the deadline."""
         return min(max(0.0, self.at - self.clock()), most_s)
 
@@ -41,7 +41,7 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def to_the_end(step: Coroutine[Any, Any, _T]) -> _T:
+async def complete_shielded(step: Coroutine[Any, Any, _T]) -> _T:
     """Complete a step before a cancellation takes effect, however often it is repeated."""
     task = asyncio.ensure_future(step)
     cancelled = None
@@ -76,7 +76,7 @@ async def _endless(loop: Coroutine[Any, Any, None]) -> None:
     raise RuntimeError(f"{name} ended")
 
 
-async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+async def wait_event(event: asyncio.Event, seconds: float) -> bool:
     """Wait for an event for a limited time, and return whether it is set."""
     if not event.is_set() and seconds > 0:
         with suppress(TimeoutError):
@@ -86,7 +86,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 @contextmanager
-def asking(subject: str) -> Iterator[None]:
+def thread_waiting_for(subject: str) -> Iterator[None]:
     """Name this thread after what it waits for; if that never answers, errors name it."""
     thread = threading.current_thread()
     if thread is threading.main_thread():

@@ -14,7 +14,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
-MOST_PROBLEMS = 64
+MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
 MOST_WHERE, MOST_WHY, MOST_DETAIL = 100, 1000, 4096
 """Maximum characters of a problem's location, of its reason, and of all problems as one text."""
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         return f"{self.where}: {self.why}" if self.where else self.why
 
-    def shortened(self) -> Problem:
+    def truncated(self) -> Problem:
         """Return the problem with shortened texts, which a client may have sent."""
         if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
             return self
@@ -67,7 +67,7 @@ class AgentdError(Exception):
         """Return the machine-readable members of this error, JSON-ready."""
         return {}
 
-    def published(self) -> str:
+    def public_text(self) -> str:
         """Return the message without content of `PRIVATE_MEMBERS`: for lists, events and the log.
 
         The message itself is for the caller alone.
@@ -89,7 +89,7 @@ class ConfigRefused(AgentdError):
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
 
-    def of(self, source: str) -> ConfigRefused:
+    def with_source(self, source: str) -> ConfigRefused:
         """Return the error with its file, unless it has one already."""
         return self if self.source else ConfigRefused(self.problems, source)
 
@@ -116,14 +116,14 @@ class RequestError(AgentdError):
 
 
 class _ListedRequestError(RequestError):
-    """A request error with one entry for each invalid member, up to `MOST_PROBLEMS`."""
+    """A request error with one entry for each invalid member, up to `MAX_PROBLEMS`."""
 
     _more: Sequence[str] = ()
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        listed = [problem.shortened() for problem in islice(problems, MOST_PROBLEMS + 1)]
-        self.problems = tuple(listed[:MOST_PROBLEMS])
-        if len(listed) > MOST_PROBLEMS:
+        listed = [problem.truncated() for problem in islice(problems, MAX_PROBLEMS + 1)]
+        self.problems = tuple(listed[:MAX_PROBLEMS])
+        if len(listed) > MAX_PROBLEMS:
             self._more = ("and more",)
         super().__init__(self._text(str(problem) for problem in self.problems))
 
@@ -133,7 +133,7 @@ class _ListedRequestError(RequestError):
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
 
-    def published(self) -> str:
+    def public_text(self) -> str:
         return self._text(problem.published() for problem in self.problems)
 
 
@@ -177,8 +177,8 @@ class UnsupportedResource(RequestError):
         self.plugins = {**plugins, **absent}
         reason = "".join(f"; plugin {name} failed: {reason}" for name, reason in plugins.items())
         reason += "".join(f"; plugin {name}: no such hardware on this node" for name in absent)
-        names = [_truncate(name, MOST_WHERE) for name in self.slots[:MOST_PROBLEMS]]
-        if len(self.slots) > MOST_PROBLEMS:
+        names = [_truncate(name, MOST_WHERE) for name in self.slots[:MAX_PROBLEMS]]
+        if len(self.slots) > MAX_PROBLEMS:
             names.append("and more")
         super().__init__(
             f"unknown slots: {', '.join(names)} ({who} has: {', '.join(self.known)}){reason}"
@@ -261,7 +261,7 @@ class CommandNotFound(RequestError):
 
     code = "CommandNotFound"
 
-    def published(self) -> str:
+    def public_text(self) -> str:
         return "the command does not exist or is not executable"
 
 
@@ -358,7 +358,7 @@ class RuntimeFailure(AgentdError):
 
     code = "RuntimeFailure"
 
-    def published(self) -> str:
+    def public_text(self) -> str:
         return str(self).partition(' exec: "')[0]  # runc quotes the command after this
 
 

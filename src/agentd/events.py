@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import msgspec
 
-KEPT = 4096
+MAX_EVENTS = 4096
 """Events that are kept, and that a listener may lag behind."""
 
 
@@ -69,7 +69,7 @@ class TooSlow(Exception):
 
 
 class Listener:
-    """A listener, created by `EventLog.listener`."""
+    """A listener, created by `EventLog.subscribe`."""
 
     def __init__(self, backlog: Iterable[Event]) -> None:
         self._queue = asyncio.Queue[Event | None]()
@@ -78,7 +78,7 @@ class Listener:
 
     def put(self, event: Event | None) -> None:
         """Queue an event, or None for the end; a listener that lags behind misses it."""
-        if self._queue.qsize() <= KEPT:
+        if self._queue.qsize() <= MAX_EVENTS:
             self._queue.put_nowait(event)
 
     async def follow(self, pause_s: float) -> AsyncIterator[Event | None]:
@@ -94,8 +94,8 @@ class Listener:
             except TimeoutError:
                 yield None
                 continue
-            if self._queue.qsize() >= KEPT:
-                raise TooSlow(f"over {KEPT} events behind")
+            if self._queue.qsize() >= MAX_EVENTS:
+                raise TooSlow(f"over {MAX_EVENTS} events behind")
             if event is None:
                 return
             yield event
@@ -106,7 +106,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._epoch = uuid.uuid4().hex[:12]
-        self._past: deque[Event] = deque(maxlen=KEPT)
+        self._past: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._listeners: set[Listener] = set()
         self._is_closed = False
@@ -125,12 +125,12 @@ class EventLog:
         for listener in self._listeners:
             listener.put(None)
 
-    def id_of(self, event: Event) -> str:
+    def event_id(self, event: Event) -> str:
         """Return the id after which a listener can resume."""
         return f"{self._epoch}-{event.number}"
 
     @contextmanager
-    def listener(self, last_id: str | None) -> Iterator[Listener]:
+    def subscribe(self, last_id: str | None) -> Iterator[Listener]:
         """Listen to new events, and to those after the event `last_id`."""
         listener = Listener(self._backlog_after(last_id))
         if self._is_closed:

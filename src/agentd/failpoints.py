@@ -123,12 +123,12 @@ def arm(text: str) -> None:
     Raises:
         ValueError: the text is invalid; the message has the expectation.
     """
-    armed = parsed(text)
+    armed = parse_points(text)
     _armed.clear()
     _armed.update(armed)
 
 
-def parsed(text: str) -> dict[str, list[Term]]:
+def parse_points(text: str) -> dict[str, list[Term]]:
     """Parse points without setting them.
 
     Raises:
@@ -144,12 +144,12 @@ def parsed(text: str) -> dict[str, list[Term]]:
     return points
 
 
-def armed() -> list[str]:
+def armed_points() -> list[str]:
     """Return the names of the set points."""
     return list(_armed)
 
 
-def inherited() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """Return the environment that passes the points on to a program of agentd."""
     text = os.environ.get(VARIABLE)
     return {VARIABLE: text} if text else {}
@@ -176,7 +176,7 @@ def hit(name: str) -> None:
         time.sleep(_visit(name))
 
 
-async def reach(name: str) -> None:
+async def hit_async(name: str) -> None:
     """Visit a point in a coroutine; a delay does not block other tasks."""
     if _armed and (pause_s := _visit(name)):
         import asyncio  # noqa: PLC0415 - the shim has no use for it

@@ -24,7 +24,7 @@ _JOURNAL = "/run/systemd/journal/socket"
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 """Levels as numbers of syslog(3)."""
 _FIELDS = {"kernel_id": "AGENTD_KERNEL", "agent_id": "AGENTD_AGENT", "event": "AGENTD_EVENT"}
-_MOST_BYTES = 100_000
+_MAX_BYTES = 100_000
 """Maximum bytes of one datagram, well below the limit of a unix socket."""
 _LEVELS = {name: int(getattr(logging, name.upper())) for name in _PRIORITIES}
 _level = logging.INFO
@@ -134,18 +134,18 @@ class Journal:
     def send(self, fields: Mapping[str, str]) -> None:
         """Send one entry; if that fails, print its message to stderr."""
         try:
-            self._socket.sendto(serialized(fields), self._path)
+            self._socket.sendto(encode_entry(fields), self._path)
         except BlockingIOError:
             LOST.add(1, NO_READER)  # journald is busy: the daemon must not wait for it
         except OSError:
             _write_stderr(fields["MESSAGE"])  # the log of last resort
         else:
-            LOST.note_written()
+            LOST.mark_writable()
 
 
-def serialized(fields: Mapping[str, str]) -> bytes:
+def encode_entry(fields: Mapping[str, str]) -> bytes:
     """Encode fields in journald's native protocol: each value after its length."""
-    limit = _MOST_BYTES // max(1, len(fields))
+    limit = _MAX_BYTES // max(1, len(fields))
     parts = []
     for name, value in fields.items():
         raw = value.encode(errors="replace")[: max(limit, 1000)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PATIENCE_MS = 50
 """Milliseconds to wait for a pipe, socket or terminal that is full."""
-NO_PATIENCE_S = 1.0
+SKIP_WAIT_S = 1.0
 """Seconds after a loss without any wait: a stopped reader costs the program `PATIENCE_MS` once."""
 WARN_S = 3600.0
 """Seconds that a warning stays after the last loss."""
@@ -46,11 +46,11 @@ class LostLines:
         self._reason = reason
         self._lost_at = self._clock()
 
-    def note_written(self) -> None:
+    def mark_writable(self) -> None:
         """Note that a line was written."""
         self._is_writable = True
 
-    def is_within(self, seconds: float) -> bool:
+    def lost_within(self, seconds: float) -> bool:
         """Return whether a line was lost within the last `seconds`."""
         return self._clock() - self._lost_at < seconds
 
@@ -68,7 +68,7 @@ class LostLines:
         lost = f"{self._reason}; lines lost since the start: {self.total}"
         if not self._is_writable:
             return [f"the log cannot be written: {lost}"]
-        return [f"the log could not be written: {lost}"] if self.is_within(WARN_S) else []
+        return [f"the log could not be written: {lost}"] if self.lost_within(WARN_S) else []
 
 
 LOST = LostLines()
@@ -103,7 +103,7 @@ class Stderr(io.RawIOBase):
         except OSError as error:
             self._lost.add(max(1, content.count(b"\n")), error.strerror or str(error))
         else:
-            self._lost.note_written()
+            self._lost.mark_writable()
         return len(content)
 
     def _write(self, content: bytes) -> None:
@@ -111,7 +111,7 @@ class Stderr(io.RawIOBase):
         poll = select.poll()
         poll.register(self._descriptor, select.POLLOUT)
         while content:
-            is_patient = not self._lost.is_within(NO_PATIENCE_S)
+            is_patient = not self._lost.lost_within(SKIP_WAIT_S)
             if not poll.poll(PATIENCE_MS if is_patient else 0):
                 raise OSError(0, NO_READER)
             content = content[os.write(self._descriptor, content[: select.PIPE_BUF]) :]

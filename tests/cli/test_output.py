@@ -13,7 +13,7 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.cli.output import (
     FORMATS,
     CommandError,
-    encoded,
+    encode,
     output_format,
     output_option,
     print_answer,
@@ -67,8 +67,8 @@ def test_table_shows_further_columns_when_wide() -> None:
 
 @given(JSON)
 def test_yaml_reads_back_as_the_json_does(content: object) -> None:
-    text = encoded(content, "yaml")
-    assert yaml.safe_load(text) == json.loads(encoded(content, "json"))
+    text = encode(content, "yaml")
+    assert yaml.safe_load(text) == json.loads(encode(content, "json"))
     assert text.replace("\n", "").isprintable()
 
 

@@ -34,7 +34,7 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.client import Client
 from agentd.client.calls import Call
-from agentd.client.errors import error_of
+from agentd.client.errors import error_from_problem
 from agentd.daemon import lifecycle
 from agentd.pluginhost.conformance import Conformance
 from agentd_fleet import daemon as fleet_daemon
@@ -91,7 +91,7 @@ ANSWERS: Sequence[tuple[str, Any]] = (
     ("GET /v1/kernels/[^/]+/stats", sample(views.KernelUseView)),
     ("fleet GET /v1/stats", {"slots": {}}),
     ("GET /v1/stats", [sample(views.KernelUseView)]),
-    ("GET /v1/kernels/removed$", error_of({"code": "UnknownKernel", "detail": "no"})),
+    ("GET /v1/kernels/removed$", error_from_problem({"code": "UnknownKernel", "detail": "no"})),
     ("GET /v1/kernels/[^/?]+$", KERNEL),
     ("GET /v1/kernels", [KERNEL | {"node_id": "n1"}]),
     ("POST /v1/.*kernels", KERNEL | {"node_id": "n1"}),

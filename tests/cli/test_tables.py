@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from agentd.cli.agentctl.options import KERNEL_COLUMNS
-from agentd.cli.tables import age, shown, shown_whole, table_of
+from agentd.cli.tables import build_table, format_age, format_cell, format_member
 from agentd.core.printable import printable
 
 DEVICES = [
@@ -38,7 +38,7 @@ DEVICE = {
 def printed(row: dict[str, object], columns: list[str], width: int) -> str:
     out = StringIO()
     console = Console(file=out, width=width, highlight=False, markup=False)
-    console.print(table_of([row], columns, width))
+    console.print(build_table([row], columns, width))
     return out.getvalue()
 
 
@@ -93,8 +93,8 @@ def test_table_that_fits_says_nothing_of_its_width() -> None:
 
 
 def test_age_is_in_its_largest_unit() -> None:
-    assert age(None) is None
-    assert str(age("2020-01-01T00:00:00.000Z")).endswith("d")
+    assert format_age(None) is None
+    assert str(format_age("2020-01-01T00:00:00.000Z")).endswith("d")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_age_is_in_its_largest_unit() -> None:
     ],
 )  # fmt: skip
 def test_member_of_a_kernel_is_no_python_text(member: str, value: object, text: str) -> None:
-    assert shown_whole(member, value) == text
+    assert format_member(member, value) == text
 
 
 OBEYED = "\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e\udc9b"
@@ -118,8 +118,8 @@ OBEYED = "\x1b]0;title\x07\x1b[31m\x9b2J\r\u202e\udc9b"
 
 def test_nothing_that_a_terminal_obeys_is_printed() -> None:
     kernel = {"command": ["sh", "-c", OBEYED], "labels": {"a": OBEYED}, OBEYED: OBEYED}
-    cells = [shown(OBEYED), shown([OBEYED]), shown(kernel)]
-    cells += [shown_whole(member, value) for member, value in kernel.items()]
+    cells = [format_cell(OBEYED), format_cell([OBEYED]), format_cell(kernel)]
+    cells += [format_member(member, value) for member, value in kernel.items()]
     for text in (*cells, printable(OBEYED)):
         assert text.isprintable(), text
     assert printable(OBEYED).startswith("\\x1b]0;title\\x07")

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent
 from agentd.client.calls import Call
-from agentd.client.errors import error_in, error_of
-from agentd.client.paths import at, next_query
+from agentd.client.errors import error_from_problem, error_from_response
+from agentd.client.paths import api_path, next_query
 from agentd.errors import (
     AgentdError,
     Forbidden,
@@ -306,8 +306,8 @@ async def test_no_client_follows_a_redirect(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", ".", ".."])
 def test_a_step_in_a_path_is_no_name_of_anything(name: str) -> None:
     with pytest.raises(InvalidRequest, match="invalid name"):
-        at("kernels", name, "stop")
-    assert at("kernels", "a/..") == "/v1/kernels/a%2F.."
+        api_path("kernels", name, "stop")
+    assert api_path("kernels", "a/..") == "/v1/kernels/a%2F.."
 
 
 class Recorder(Client):
@@ -329,7 +329,7 @@ OPTIONAL = {"kernels": "agent_id", "stats": "kernel_id"}
 def test_every_route_has_a_call() -> None:
     node = Recorder()
     names = {name for name in dir(Client) if name[0] != "_"}
-    for name in names - {"asynchronous", "carry_out", "open"}:
+    for name in names - {"asynchronous", "execute", "open"}:
         method = getattr(node, name)
         required = {
             parameter.name: {} if parameter.name == "request" else "x"
@@ -367,17 +367,17 @@ def test_both_clients_are_typed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", sorted(STATUSES))
 def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
-    error = error_of({"code": code, "detail": "why", "status": STATUSES[code]})
+    error = error_from_problem({"code": code, "detail": "why", "status": STATUSES[code]})
     assert (error.code, str(error)) == (code, "why")
     assert error.content["code"] == code
     assert error.facts() is not None
 
 
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
-    assert isinstance(error_in(502, b"<html>"), Refused)
-    assert isinstance(error_of({"code": "FromTheFuture", "detail": "x"}), Refused)
-    assert isinstance(error_of({"code": "NotReady", "detail": "x"}), NotReady)
-    forbidden = error_of({"code": "Forbidden", "detail": "x", "roles": ["admin"]})
+    assert isinstance(error_from_response(502, b"<html>"), Refused)
+    assert isinstance(error_from_problem({"code": "FromTheFuture", "detail": "x"}), Refused)
+    assert isinstance(error_from_problem({"code": "NotReady", "detail": "x"}), NotReady)
+    forbidden = error_from_problem({"code": "Forbidden", "detail": "x", "roles": ["admin"]})
     assert isinstance(forbidden, Forbidden)
     assert forbidden.roles == ["admin"]
 

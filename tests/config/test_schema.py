@@ -15,10 +15,10 @@ import agentd_sim
 from agentd.config.loading import load_text
 from agentd.config.schema import PACKAGED, schema_text, settings_schema
 from agentd.errors import ConfigRefused
-from agentd.pluginhost.entry_points import EntryPoint, installed, settings_schemas
+from agentd.pluginhost.entry_points import EntryPoint, installed_entry_points, settings_schemas
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = settings_schemas(installed())
+PLUGINS = settings_schemas(installed_entry_points())
 WHOLE = settings_schema(PLUGINS)
 
 

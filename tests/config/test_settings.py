@@ -228,7 +228,7 @@ def test_a_missing_or_unreadable_file_is_one_clear_error(tmp_path: Path) -> None
 
 def test_the_file_is_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     there = tmp_path / "agent.toml"
-    monkeypatch.setattr("agentd.config.loading.SEARCHED", there)
+    monkeypatch.setattr("agentd.config.loading.DEFAULT_PATH", there)
     assert find_config(None, {}) is None
     there.touch()
     assert find_config(None, {}) == there

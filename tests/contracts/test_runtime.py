@@ -19,23 +19,23 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
-from agentd.core.kernel.record import statement
+from agentd.core.kernel.record import encode_device_label
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage, UsageReading
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import CommandNotFound, KernelConflict, RuntimeFailure, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import MEMORY as MEMORY_CONTROLLER
 from agentd.host.cgroups.hierarchies import PIDS, find_cgroups
-from agentd.host.cgroups.usage import groups_of
+from agentd.host.cgroups.usage import read_cgroups
 from agentd.host.probe import probe
 from agentd.host.systemd.availability import has_manager
-from agentd.host.systemd.dbus import Manager
+from agentd.host.systemd.dbus import SystemdManager
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.service.boot_id import boot_id
-from agentd.services.protocols import LogQuery, Runtime, Undone
+from agentd.services.protocols import CreateUndone, LogQuery, Runtime
 from support.daemon import UNITS
 from support.engine import IMAGE
 from support.fakes import FakeRuntime
@@ -72,7 +72,7 @@ def process_runtime(
     default = find_account("nobody", "user") if os.geteuid() == 0 else None
     read = ProcessSettings.model_validate(settings, by_name=True)
     accounts = UserAccounts(default, own, is_user=os.geteuid() != 0)
-    manager = Manager(is_user=os.geteuid() != 0) if has_manager() else None
+    manager = SystemdManager(is_user=os.geteuid() != 0) if has_manager() else None
     return ProcessRuntime(
         folder,
         node,
@@ -105,7 +105,7 @@ class Rig:
 
     async def until_ended(self, kernel_id: str) -> ObservedKernel:
         async with asyncio.timeout(20):
-            async for seen in self.runtime.follow():
+            async for seen in self.runtime.watch_events():
                 if seen in ("", kernel_id):
                     found = await self.runtime.find(KernelRef(kernel_id))
                     if found is None or found.state is ObservedState.EXITED:
@@ -155,7 +155,7 @@ async def test_created_kernel_runs_and_reports_its_identity(rig: Rig) -> None:
     assert found == created
     assert (found.kernel_id, found.handle) == ("k1", created.handle)
     assert found.record == plan("sleep", "1000").record
-    assert found.statement == statement(SHARES)
+    assert found.device_label == encode_device_label(SHARES)
     assert [item.kernel_id for item in (await rig.runtime.list()).kernels] == ["k1"]
 
 
@@ -167,7 +167,7 @@ async def test_a_command_that_does_not_exist_leaves_nothing(rig: Rig) -> None:
 
 
 async def test_an_empty_request_is_refused_before_anything(rig: Rig) -> None:
-    assert await rig.runtime.problems(KernelSpec("k1", "agent-1", (), "hash"))
+    assert await rig.runtime.validate_spec(KernelSpec("k1", "agent-1", (), "hash"))
 
 
 async def test_the_exit_code_is_kept(rig: Rig) -> None:
@@ -253,7 +253,7 @@ async def test_usage_matches_the_kernels_own_report(rig: Rig) -> None:
         assert 20 << 20 <= (usage.memory_peak_bytes or 0) < 45 << 20
         assert 0 < (usage.memory_bytes or 0) < 45 << 20
         assert usage.memory_limit_bytes == 64 << 20
-        assert groups_of(os.getpid()).isdisjoint(found.groups)
+        assert read_cgroups(os.getpid()).isdisjoint(found.groups)
         assert found.groups
     await rig.runtime.stop(K1, 0)
     ended = replace(kernel, state=KernelState.TERMINATED)
@@ -280,7 +280,7 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     async with asyncio.timeout(30):
         printed = [item async for item in session.output()]
         assert b"".join(data for _, data in printed) == said + b"x\nin"
-        assert await session.ended() == 5
+        assert await session.wait() == 5
     await session.close()
     with pytest.raises(CommandNotFound):
         await rig.runtime.start_exec(kernel, ExecSpec(("no-such-command",)))
@@ -300,7 +300,7 @@ def as_known(found: ObservedKernel) -> Kernel:
 
 
 async def test_follow_yields_the_connection_first(rig: Rig) -> None:
-    events = rig.runtime.follow()
+    events = rig.runtime.watch_events()
     assert await anext(events) == ""
     created = await rig.create("sleep", "1000")
     stopping = asyncio.create_task(rig.runtime.stop(created.ref, 0))
@@ -335,7 +335,7 @@ def test_the_suite_knows_whether_limits_can_be_tried() -> None:
 
 
 async def test_a_cancelled_create_proves_what_is_left(rig: Rig) -> None:
-    """`Undone` proves that nothing is; at any moment of a create."""
+    """`CreateUndone` proves that nothing is; at any moment of a create."""
     for moment in range(0, 40, 8):
         rig.progress = []
         create = asyncio.create_task(
@@ -350,7 +350,7 @@ async def test_a_cancelled_create_proves_what_is_left(rig: Rig) -> None:
         create.cancel()
         try:
             await create
-        except Undone:
+        except CreateUndone:
             assert await rig.runtime.find(K1) is None
         except asyncio.CancelledError:
             assert KernelState.CREATING not in rig.progress

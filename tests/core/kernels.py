@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import DeviceId
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.record import encode, encode_device_label
 from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine, memory
@@ -33,7 +33,7 @@ def found(state: ObservedState = ObservedState.RUNNING, **changes) -> ObservedKe
         "c1",
         state,
         encoded(),
-        statement(HELD),
+        encode_device_label(HELD),
         6.0,
         Ending(3, finished_at=7.0),
     )

@@ -24,7 +24,7 @@ def slots(**amounts: float) -> ResourceSlots:
 
 
 def given_ids(allocation: Allocation, name: str) -> dict[str, float]:
-    return {s.device_id.id: s.amount / ONE for s in allocation.devices_of(name)}
+    return {s.device_id.id: s.amount / ONE for s in allocation.shares_by_device_name(name)}
 
 
 def place(devices, asked, policy=EVENLY, quantum=ONE, ledger=None, only=()) -> Allocation:

@@ -65,7 +65,7 @@ def holding(split: Split, *requests: ResourceSlots, agent: str = "a") -> Ledger:
     """Return the ledger after kernels k1, k2 and so on were created one after the other."""
     ledger = Ledger()
     for number, request in enumerate(requests, 1):
-        ledger = ledger.with_held(f"k{number}", agent, place(split, request, ledger))
+        ledger = ledger.with_holding(f"k{number}", agent, place(split, request, ledger))
     return ledger
 
 

@@ -2,16 +2,16 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.devices import (
-    MOST_NAMED,
+    MAX_NAMED,
     Device,
     DeviceId,
     Health,
     Inventory,
     SecondarySlot,
-    in_last_form,
+    deduplicate_devices,
+    merge_remembered,
     natural_key,
-    served_once,
-    with_remembered,
+    restore_last_form,
     with_shared_health,
     withheld_warnings,
 )
@@ -32,7 +32,7 @@ def test_natural_order() -> None:
 def test_missing_device_stays_gone_and_keeps_its_id() -> None:
     before = gpus(1, 1)
     new = replace(before[0], stable_id="GPU-new")
-    result = with_remembered([new, before[1]], before)
+    result = merge_remembered([new, before[1]], before)
     gone = [d for d in result if d.gone]
     assert [(d.stable_id, d.device_id.id) for d in gone] == [("GPU-cuda-0", "cuda0")]
     assert ids(result) == {"GPU-new": "cuda2", "GPU-cuda-1": "cuda1"}
@@ -41,7 +41,7 @@ def test_missing_device_stays_gone_and_keeps_its_id() -> None:
 def test_missing_device_names_its_missing_plugin() -> None:
     before = [*cores(1), *gpus(1, 1)]
     for plugins, reason in (({"cuda"}, "not found"), (set(), "no plugin cuda is installed")):
-        result = {d.device_id.id: d for d in with_remembered([], before, plugins=plugins)}
+        result = {d.device_id.id: d for d in merge_remembered([], before, plugins=plugins)}
         assert reason in result["cuda0"].reason
         assert result["0"].reason == "not found on the node"
         assert result["cuda0"].gone
@@ -50,7 +50,7 @@ def test_missing_device_names_its_missing_plugin() -> None:
 def test_a_drain_is_remembered_with_the_physical_device() -> None:
     before = [replace(gpus(1)[0], drained=True)]
     renamed = [replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"))]
-    (device,) = with_remembered(renamed, before)
+    (device,) = merge_remembered(renamed, before)
     assert device.drained
     assert device.device_id == ("gpu", "gpu0")
 
@@ -67,9 +67,9 @@ def part(n: int, uuid: str = "MIG") -> Device:
 
 
 def test_a_gpu_that_was_parts_answers_for_them() -> None:
-    (gpu,) = with_remembered(gpus(1), [part(0), part(1)])
+    (gpu,) = merge_remembered(gpus(1), [part(0), part(1)])
     assert (gpu.device_id.id, gpu.former) == ("cuda0", ("MIG-0", "MIG-1"))
-    (again,) = with_remembered(gpus(1), [gpu])
+    (again,) = merge_remembered(gpus(1), [gpu])
     assert again.former == gpu.former
     inventory = Inventory.of([], [again])
     assert inventory.by_identity["MIG-1"] is again
@@ -84,7 +84,7 @@ def test_unhealthy_device_has_the_slots_of_its_settings() -> None:
     shares, memory = "cuda.shares", "cuda.mem"
 
     def slots(now: Device, past: Device, *offered: str) -> tuple[str, ...]:
-        (found,) = in_last_form([now], [past], offered)
+        (found,) = restore_last_form([now], [past], offered)
         return found.slot_names
 
     assert slots(sick, before, shares, memory) == (shares, memory)
@@ -96,19 +96,19 @@ def test_unhealthy_device_has_the_slots_of_its_settings() -> None:
 
 def test_a_device_that_another_plugin_serves_now_is_one_device() -> None:
     other = replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"), stable_id="0000:00:00.0")
-    (device,) = with_remembered(gpus(1), [other])
+    (device,) = merge_remembered(gpus(1), [other])
     assert (device.device_id.id, device.former) == ("cuda0", ("0000:00:00.0",))
 
 
 def test_new_parts_are_named_as_parts() -> None:
-    found = with_remembered([part(0, "NEW")], [part(0), part(1)])
+    found = merge_remembered([part(0, "NEW")], [part(0), part(1)])
     assert [d.device_id.id for d in found if not d.gone] == ["cuda0:2"]
 
 
 def test_device_of_a_late_plugin_has_unknown_health() -> None:
-    late, gone = with_remembered([], [*gpus(1), part(0)], {})[0], with_remembered([], gpus(1))[0]
+    late, gone = merge_remembered([], [*gpus(1), part(0)], {})[0], merge_remembered([], gpus(1))[0]
     assert late.health is gone.health is Health.HEALTHY
-    (late,) = with_remembered([], gpus(1), {"cuda": "plugin cuda is pending"})
+    (late,) = merge_remembered([], gpus(1), {"cuda": "plugin cuda is pending"})
     assert (late.gone, late.health, late.reason) == (True, Health.UNKNOWN, "plugin cuda is pending")
 
 
@@ -123,7 +123,7 @@ def test_device_of_a_late_plugin_has_unknown_health() -> None:
 def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
     mine = gpus(1)
     other = [replace(gpus(1)[0], device_id=DeviceId("gpu", "gpu0"), **change)]
-    kept, warnings = served_once([mine, other])
+    kept, warnings = deduplicate_devices([mine, other])
     assert kept == mine
     assert "gpu/gpu0 is the same device as cuda/cuda0" in warnings[0]
 
@@ -131,9 +131,9 @@ def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
 def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
     mine = gpus(*[1] * 500)
     other = [replace(d, device_id=DeviceId("gpu", d.device_id.id)) for d in mine]
-    kept, warnings = served_once([mine, other])
+    kept, warnings = deduplicate_devices([mine, other])
     assert kept == mine
-    assert len(warnings) == MOST_NAMED + 1
+    assert len(warnings) == MAX_NAMED + 1
     assert warnings[-1] == "496 more devices of gpu are served by others; withheld"
 
 
@@ -152,7 +152,7 @@ def test_withheld_devices_are_one_warning_for_each_name() -> None:
 
 def test_parts_of_one_parent_are_different_devices() -> None:
     parts = [replace(d, parent="GPU-x", aliases=()) for d in gpus(1, 1)]
-    assert served_once([parts]) == (parts, [])
+    assert deduplicate_devices([parts]) == (parts, [])
 
 
 def listed(*ids: str, **changes: object) -> list[Device]:
@@ -200,7 +200,7 @@ def test_new_device_is_added_when_its_slot_is_known() -> None:
 def test_unknown_health_keeps_capacity_and_known_trouble() -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: lost")
     (device,) = inventory.devices
-    assert (device.health, device.reason, device.usable) == (
+    assert (device.health, device.reason, device.is_usable) == (
         Health.UNKNOWN, "plugin cuda: lost", True
     )  # fmt: skip
     sick = [replace(gpus(1)[0], health=Health.UNHEALTHY, reason="Xid 79")]

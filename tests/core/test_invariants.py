@@ -3,11 +3,11 @@ from msgspec.structs import replace
 
 from agentd.core.invariants import (
     NodeSnapshot,
-    Present,
+    PresentKernel,
     RecordedClaim,
     RecordedKernel,
     Violation,
-    violations,
+    find_violations,
 )
 from agentd.core.kernel.states import KernelState
 from support.checked_node import lost_kernels
@@ -23,15 +23,15 @@ CORE, MEMORY = "cpu/0/cpu", "mem/root/mem"
 
 def alive(
     handle: str, given: dict[str, int] | None = None, held_to: dict[str, int] | None = None
-) -> Present:
-    return Present(handle, is_alive=True, given=given, held_to=held_to)
+) -> PresentKernel:
+    return PresentKernel(handle, is_alive=True, allocation=given, limits=held_to)
 
 
 GOOD = NodeSnapshot(
     is_shared=False,
     capacities={GPU: 100, OTHER_GPU: 100, MEMORY: 1000},
     holdings={GPU: {"k1": 60, "k2": 40}, MEMORY: {"k1": 500, "k3": 500}},
-    accounted={
+    recorded={
         "k1": RecordedKernel("a", RUNNING, "1"),
         "k2": RecordedKernel("a", RUNNING, "2"),
         "k3": RecordedKernel("b", RUNNING, "3"),
@@ -41,7 +41,7 @@ GOOD = NodeSnapshot(
         "k1": alive("1", {GPU: 60, MEMORY: 500}),
         "k2": alive("2", {GPU: 40}),
         "k3": alive("3", {MEMORY: 500}),
-        "k4": Present("4", is_alive=False),
+        "k4": PresentKernel("4", is_alive=False),
     },
     divisible=frozenset({"mem/root"}),
 )
@@ -52,10 +52,10 @@ def holding(**of_gpu: int) -> dict:
 
 
 def accounted(**kernels: RecordedKernel) -> dict:
-    return {**GOOD.accounted, **kernels}
+    return {**GOOD.recorded, **kernels}
 
 
-def present(**kernels: Present | None) -> dict:
+def present(**kernels: PresentKernel | None) -> dict:
     return {name: item for name, item in {**GOOD.present, **kernels}.items() if item is not None}
 
 
@@ -77,11 +77,11 @@ CASES = {
         ("stray", "kernel k5 (5) runs but is not recorded"),
     ),
     "ended and in no book": (
-        {"present": present(k5=Present("5", is_alive=False))},
+        {"present": present(k5=PresentKernel("5", is_alive=False))},
         ("stray", "kernel k5 (5) runs but is not recorded"),
     ),
     "another process than the one booked": (
-        {"accounted": accounted(k2=RecordedKernel("a", RUNNING, "9"))},
+        {"recorded": accounted(k2=RecordedKernel("a", RUNNING, "9"))},
         ("accounted", "kernel k2 is 2, recorded as 9"),
     ),
     "holds less than it was given": (
@@ -107,7 +107,7 @@ CASES = {
         {
             "capacities": GOOD.capacities | {CORE: 2},
             "holdings": GOOD.holdings | {CORE: {"k4": 1, "k2": 1}},
-            "accounted": accounted(k4=RecordedKernel("a", RUNNING, "4")),
+            "recorded": accounted(k4=RecordedKernel("a", RUNNING, "4")),
             "present": present(
                 k2=alive("2", {GPU: 40, CORE: 1}, {CORE: 1, "cpu/1/cpu": 1}),
                 k4=alive("4", {CORE: 1}, {CORE: 1, MEMORY: 7}),
@@ -132,7 +132,7 @@ CASES = {
         ("ghost", "kernel k2 is recorded as running but is not alive"),
     ),
     "booked as alive and ended": (
-        {"present": present(k2=Present("2", is_alive=False))},
+        {"present": present(k2=PresentKernel("2", is_alive=False))},
         ("ghost", "kernel k2 is recorded as running but is not alive"),
     ),
     "a claim without a record": (
@@ -148,17 +148,17 @@ CASES = {
 
 
 def test_a_node_in_order_has_no_violation() -> None:
-    assert violations(GOOD) == []
+    assert find_violations(GOOD) == []
     starting = accounted(k5=RecordedKernel("a", KernelState.CREATING, None))
-    assert violations(replace(GOOD, accounted=starting)) == []
+    assert find_violations(replace(GOOD, recorded=starting)) == []
     held_whole = {**GOOD.holdings, OTHER_GPU: {"k1": 0, "k3": 0}}
-    assert violations(replace(GOOD, holdings=held_whole)) == []
-    assert violations(replace(GOOD, is_shared=True)) == []
+    assert find_violations(replace(GOOD, holdings=held_whole)) == []
+    assert find_violations(replace(GOOD, is_shared=True)) == []
 
 
 @pytest.mark.parametrize(("changes", "violation"), CASES.values(), ids=CASES)
 def test_one_thing_out_of_order_is_one_violation(changes, violation) -> None:
-    assert violations(replace(GOOD, **changes)) == [Violation(*violation)]
+    assert find_violations(replace(GOOD, **changes)) == [Violation(*violation)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_one_thing_out_of_order_is_one_violation(changes, violation) -> None:
         (replace(GOOD, present=present(k1=None)), "kernel k1 was 1, is gone"),
         (replace(GOOD, present=present(k1=alive("7"))), "kernel k1 was 1, is 7"),
         (
-            replace(GOOD, accounted=accounted(k1=RecordedKernel("a", ENDED, "1"))),
+            replace(GOOD, recorded=accounted(k1=RecordedKernel("a", ENDED, "1"))),
             "kernel k1 is alive but not recorded",
         ),
         (replace(GOOD, present=present(k1=alive("1", {}))), "kernel k1 holds {}"),

@@ -1,12 +1,12 @@
 import pytest
 
-from agentd.core.labels import MAX_AGENT_BYTES, MAX_NODE_BYTES, excess_of, size_of
+from agentd.core.labels import MAX_AGENT_BYTES, MAX_NODE_BYTES, find_label_excess, labels_size
 
 
 def test_size_of_labels_is_that_of_keys_and_values_in_utf8() -> None:
-    assert size_of({}) == 0
-    assert size_of({"ab": "\u20ac", "\u00e9": ""}) == 7
-    assert size_of({"a": "\ud800"}) == 2  # of a damaged record
+    assert labels_size({}) == 0
+    assert labels_size({"ab": "\u20ac", "\u00e9": ""}) == 7
+    assert labels_size({"a": "\ud800"}) == 2  # of a damaged record
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,6 @@ def test_size_of_labels_is_that_of_keys_and_values_in_utf8() -> None:
 def test_labels_fit_exactly_into_both_sums(
     agent_bytes: int, node_bytes: int, free: int | None
 ) -> None:
-    excess = excess_of({"a": "bc"}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes)
+    excess = find_label_excess({"a": "bc"}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes)
     assert (excess.free if excess else None) == free
-    assert excess_of({}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes) is None
+    assert find_label_excess({}, "x", agent_bytes=agent_bytes, node_bytes=node_bytes) is None

@@ -8,7 +8,13 @@ from msgspec.structs import replace
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.record import RecordError, decode
 from agentd.core.kernel.states import ObservedState
-from agentd.core.names import checked, is_name, name_or_empty, repeated, shortened
+from agentd.core.names import (
+    find_duplicates,
+    is_name,
+    name_or_empty,
+    quote_untrusted,
+    validate_name,
+)
 from core.kernels import found
 
 NO_NAMES = [
@@ -29,7 +35,7 @@ NO_NAMES = [
 @pytest.mark.parametrize("text", ["k1", "a.b-c_d", "0", "x" * 63])
 def test_a_name_passes_every_check(text: str) -> None:
     assert is_name(text)
-    assert checked(text) == name_or_empty(text) == text
+    assert validate_name(text) == name_or_empty(text) == text
     assert (
         replace(found(ObservedState.RUNNING), kernel_id=text, agent_id=text).ref.kernel_id == text
     )
@@ -40,7 +46,7 @@ def test_anything_else_becomes_no_path_and_no_observation(text: str) -> None:
     assert not is_name(text)
     assert name_or_empty(text) == ""
     for made in (
-        lambda: checked(text),
+        lambda: validate_name(text),
         lambda: kernel_name("n", text),
         lambda: replace(found(ObservedState.RUNNING), kernel_id=text),
     ):
@@ -70,8 +76,8 @@ def test_name_must_be_text(value: object) -> None:
 
 
 def test_text_from_outside_is_quoted_on_one_short_line() -> None:
-    assert shortened("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
-    assert len(shortened("x" * 10_000)) < 100
+    assert quote_untrusted("a\nb\x1b[31m") == r"'a\nb\x1b[31m'"
+    assert len(quote_untrusted("x" * 10_000)) < 100
 
 
 class Compared(str):
@@ -89,6 +95,6 @@ class Compared(str):
 
 def test_repeated_items_are_found_in_linear_time() -> None:
     names = [Compared(f"n{number}") for number in range(1000)]
-    assert repeated(["b", "a", "b", "c", "a"]) == ["a", "b"]
-    assert repeated([*names, Compared("n7")]) == ["n7"]
+    assert find_duplicates(["b", "a", "b", "c", "a"]) == ["a", "b"]
+    assert find_duplicates([*names, Compared("n7")]) == ["n7"]
     assert Compared.comparisons < 2 * len(names)

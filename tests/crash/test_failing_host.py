@@ -47,7 +47,7 @@ async def is_served_without_being_remembered(node: CheckedNode) -> None:
     stopped = await daemon.call("POST", "/v1/kernels/k0/stop", {"timeout": 0})
     assert (stopped.status, stopped.json["state"]) == (200, "terminated")
     after = await node.snapshot()
-    assert after.accounted.keys() == before.accounted.keys()
+    assert after.recorded.keys() == before.recorded.keys()
 
 
 @ROOT_ONLY
@@ -117,12 +117,12 @@ async def test_a_state_folder_that_is_gone_costs_no_kernel(node: CheckedNode) ->
     await node.start()
     assert {k: v for k, v in node.live_commands().items() if k != "k3"} == lives
     census = await node.check()
-    assert census.accounted.keys() == {"k-agent-1", "k-agent-2", "k3"}
+    assert census.recorded.keys() == {"k-agent-1", "k-agent-2", "k3"}
     assert {k: h for k, h in census.holdings.items() if k.startswith("cuda")} == {
         f"cuda/cuda{n}/cuda.device": {kernel_id: 10**6}
         for n, kernel_id in enumerate(("k-agent-1", "k-agent-2", "k3"))
     }
-    for kernel_id in census.accounted:
+    for kernel_id in census.recorded:
         assert (await node.remove(kernel_id)).status == 204
     await node.check()
     assert node.live_commands() == {}

@@ -25,7 +25,7 @@ import pytest
 
 from agentd.core.invariants import NodeSnapshot
 from support.checked_node import SEED, SOAK_S, CheckedNode, until_soak_ends
-from support.daemon import BASE, Daemon, end
+from support.daemon import BASE, Daemon, signal_and_wait
 from support.engine import Engine
 from support.waiting import until
 
@@ -164,7 +164,7 @@ class Scene:
     def end(self, kernel_id: str, number: int, *codes: int | None) -> None:
         """End a kernel if it runs; agentd may report one of these codes."""
         if kernel_id not in self.ended:
-            end(self.lives[kernel_id][0], number)
+            signal_and_wait(self.lives[kernel_id][0], number)
             self.ended[kernel_id] = set(codes)
 
 

@@ -93,7 +93,7 @@ async def one_life(node: CheckedNode, clients: list[Client], chance: random.Rand
         for kernel_id in client.told.keys() - client.ending:
             assert now.get(kernel_id) == lived.get(kernel_id, now.get(kernel_id)), kernel_id
             assert kernel_id in now, kernel_id
-            assert census.accounted[kernel_id].state == "running"
+            assert census.recorded[kernel_id].state == "running"
             await client.again(kernel_id)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
-from agentd.daemon.reload import APPLIED, Reload, values_of
+from agentd.daemon.reload import APPLIED, Reload, flatten_settings
 from agentd.service.weaknesses import Weaknesses
 from support.certificates import certificate
 
@@ -112,7 +112,7 @@ def shown(path: Path | None) -> dict[str, Any]:
 def settable(folder: Path) -> dict[str, Any]:
     """Return the value of each key; a key that the settings have and the test lacks fails it."""
     table = {"plugins": {"gpu": {}}}
-    keys = {*values_of(Settings(**table)), "agents"}
+    keys = {*flatten_settings(Settings(**table)), "agents"}
     values = leaves(every_key(folder), keys)
     assert values.keys() == keys
     return values
@@ -158,10 +158,10 @@ class RenewedServer:
     def __init__(self) -> None:
         self.given: list[str] = []
 
-    def renew_tokens(self, tokens: Any) -> None:
+    def replace_tokens(self, tokens: Any) -> None:
         self.given += [token.caller.name for token in tokens]
 
-    def renew_tls(self, context: object) -> None:
+    def replace_tls(self, context: object) -> None:
         self.given.append("certificate")
 
 
@@ -182,11 +182,11 @@ async def test_reload_applies_or_names_every_key(tmp_path: Path) -> None:
     file.write_text(tomlkit.dumps(every_key(tmp_path)))
     applied = {key for keys in APPLIED.values() for key in keys}
     assert applied <= values.keys()
-    assert set(await reload.once()) == values.keys() - applied - {"rpc.listen"}
+    assert set(await reload.apply_and_log()) == values.keys() - applied - {"rpc.listen"}
     assert server.given == ["admin", "t", "certificate"]
     settings = load(file, {}).settings
     for name in names:
-        wanted = values_of(getattr(settings.runtime, name), f"runtime.{name}.")
-        given = values_of(runtimes[name].given, f"runtime.{name}.")
+        wanted = flatten_settings(getattr(settings.runtime, name), f"runtime.{name}.")
+        given = flatten_settings(runtimes[name].given, f"runtime.{name}.")
         for key in APPLIED[name]:
             assert given[key] == wanted[key], key

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentd.concurrency import asking
+from agentd.concurrency import thread_waiting_for
 from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.reload import Reload
@@ -29,10 +29,10 @@ class FakeServer:
         self.tokens: list[Any] = []
         self.contexts: list[object] = []
 
-    def renew_tokens(self, tokens: Any) -> None:
+    def replace_tokens(self, tokens: Any) -> None:
         self.tokens.append([token.secret for token in tokens])
 
-    def renew_tls(self, context: object) -> None:
+    def replace_tls(self, context: object) -> None:
         self.contexts.append(context)
 
 
@@ -66,7 +66,7 @@ class Node:
     async def reloaded(self) -> tuple[list[str], list[str]]:
         """Return what waits for a restart, and why nothing was taken."""
         try:
-            return await self.reload.once(), []
+            return await self.reload.apply_and_log(), []
         except ConfigRefused as refused:
             return [], refused.lines()
 
@@ -119,14 +119,14 @@ async def test_an_unforeseen_error_is_a_reason_too(
 async def test_files_that_are_not_read_in_time_are_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, read, answered = Node(tmp_path), module.tokens, threading.Event()
+    node, read, answered = Node(tmp_path), module.read_tokens, threading.Event()
 
     def hangs(rpc: Any) -> Any:
-        with asking(str(node.token)):
+        with thread_waiting_for(str(node.token)):
             answered.wait(20)
         return read(rpc)
 
-    monkeypatch.setattr(module, "tokens", hangs)
+    monkeypatch.setattr(module, "read_tokens", hangs)
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.1)
     assert await node.reloaded() == ([], [f"{node.token} does not answer within 0.1 s"])
     assert await node.reloaded() == ([], [f"earlier lookups do not answer: {node.token}"])
@@ -152,7 +152,7 @@ async def test_reload_uses_the_certificate_it_checked(tmp_path: Path) -> None:
     cert.write_text("exchanged")
     key.unlink()
     for step in steps:
-        step.take()
+        step.apply()
     assert len(node.server.contexts) == 1
     assert {"rpc.tls-cert", "rpc.tls-key"} <= {key for step in steps for key in step.keys}
 

@@ -12,7 +12,7 @@ import pytest
 
 from agentd.core.kernel.edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
-from agentd.runtimes.docker.engine_facts import engine_facts
+from agentd.runtimes.docker.engine_facts import parse_docker_facts
 from end_to_end.containers import printed
 from native.libraries import nvml_library
 from support.daemon import AGENTS, Daemon
@@ -138,9 +138,9 @@ async def test_a_gpu_that_is_not_specified_is_asked_of_the_driver(node: Node) ->
     ],
 )
 def test_unsupported_edits_are_refused_before_the_create(edits, why) -> None:
-    old = engine_facts({}, {"ApiVersion": "1.39", "Os": "linux", "Arch": "amd64"})
+    old = parse_docker_facts({}, {"ApiVersion": "1.39", "Os": "linux", "Arch": "amd64"})
     with pytest.raises(RuntimeFailure, match=why):
-        old.refuse_what_it_cannot(edits)
+        old.refuse_unsupported(edits)
 
 
 async def test_a_kernel_with_a_share_reaches_the_mps_server(node: Node, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from agentd.events import KEPT
+from agentd.events import MAX_EVENTS
 from support.daemon import Daemon
 
 DROPPED = re.compile(r"stream\.dropped|connection\.stalled")
@@ -112,7 +112,7 @@ async def test_stalled_event_reader_is_dropped_alone(plain: Daemon) -> None:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(str(plain.folder / "agentd.sock"))
         reader.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
-        for _ in range(KEPT // 2):
+        for _ in range(MAX_EVENTS // 2):
             for step in ("drain", "undrain"):
                 answer = await plain.call("POST", f"/v1/devices/cuda/cuda0/{step}")
                 assert answer.status == 200

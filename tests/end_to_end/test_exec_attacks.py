@@ -15,10 +15,10 @@ import pytest
 from agentd.client import AsyncClient
 from agentd.client import exec as client_exec
 from agentd.errors import Unreachable
-from agentd.host.cgroups.usage import groups_of
+from agentd.host.cgroups.usage import read_cgroups
 from agentd.host.processes import read_uids
 from end_to_end.test_exec import SLEEPER, ran, websocket
-from support.daemon import AGENTS, BASE, Daemon, gone, gpus
+from support.daemon import AGENTS, BASE, Daemon, gpus, until_no_process
 from support.daemon_pool import Serving
 from support.waiting import until
 
@@ -50,7 +50,7 @@ async def test_no_root_process_is_ever_in_a_kernels_cgroup(plain: Daemon) -> Non
     kernel = await plain.running(kernel_id="k1", command=SLEEPER)
     pid = plain.main_pid(kernel, None)
     (wanted,) = read_uids(pid)
-    group = max(name for name in groups_of(pid) if name.startswith(("pids:", ":")))
+    group = max(name for name in read_cgroups(pid) if name.startswith(("pids:", ":")))
     cgroup = next(Path("/sys/fs/cgroup").glob(f"**/{Path(group).name}/cgroup.procs"))
     seen: set[int] = set()
     is_over = False
@@ -78,7 +78,7 @@ async def test_a_command_that_is_stopped_ends_with_its_caller(daemon, client) ->
     script = "echo; kill -STOP $$"
     async with client.exec("k1", ["sh", "-c", script], env={"MARKER": marker}) as running:
         await begun(running)
-    await gone(marker)
+    await until_no_process(marker)
 
 
 @pytest.mark.parametrize("does", ["exec sleep 1000", "while :; do echo y; done"])
@@ -86,7 +86,7 @@ async def test_disconnected_client_leaves_no_command(
     daemon, client, monkeypatch, does: str
 ) -> None:
     """A client that does not read misses the close of the far end."""
-    monkeypatch.setattr(client_exec, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(client_exec, "CLOSE_TIMEOUT_S", 0.5)
     await daemon.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
     async with asyncio.timeout(20):
@@ -95,7 +95,7 @@ async def test_disconnected_client_leaves_no_command(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await it.write(bytes(8 << 20))
-    await gone(marker)
+    await until_no_process(marker)
 
 
 async def test_a_signal_overtakes_input_that_is_not_taken(daemon, client) -> None:
@@ -145,7 +145,7 @@ async def test_a_command_ends_with_its_kernel(daemon, client, how: str) -> None:
         else:
             os.kill(daemon.main_pid(kernel, daemon.test_engine), signal.SIGKILL)
         assert await ended(running) in (137, 143)
-    await gone(marker)
+    await until_no_process(marker)
     await daemon.until("k1", "terminated")
 
 
@@ -158,7 +158,7 @@ async def test_a_stop_of_the_daemon_ends_commands_and_is_not_held_up(daemon, cli
             await daemon.stop()
         with pytest.raises(Unreachable):
             await ended(running)
-    await gone(marker)
+    await until_no_process(marker)
     await daemon.start()
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
 
@@ -169,7 +169,7 @@ async def test_a_daemon_that_dies_leaves_no_command_for_long(daemon, client) -> 
     async with client.exec("k1", LASTING, env={"MARKER": marker}) as running:
         await begun(running)
         await daemon.restart(number=signal.SIGKILL)
-    await gone(marker)
+    await until_no_process(marker)
     assert (await daemon.get("/v1/kernels/k1"))["state"] == "running"
 
 
@@ -284,4 +284,4 @@ async def test_hangup_behind_unread_input_ends_the_command(plain: Daemon) -> Non
     await plain.running(kernel_id="k1", command=SLEEPER)
     marker = os.urandom(8).hex()
     await hang_up_behind_input(port, marker)
-    await gone(marker)
+    await until_no_process(marker)

@@ -90,7 +90,7 @@ async def test_revoked_gateway_loses_its_callers_streams(node: Tokens) -> None:
 def test_a_caller_is_named_as_it_is_read() -> None:
     gate = Caller("gate", Role.ADMIN)
     for caller in (TEAM, Caller("eye", Role.READ), Caller("all", Role.ADMIN)):
-        found = Caller.named_in(caller.to_text(), gate)
+        found = Caller.from_text(caller.to_text(), gate)
         assert (found.name, found.role, found.agents) == (caller.name, caller.role, caller.agents)
         assert found.via == "gate"
         assert json.loads(caller.to_text()).keys() == {"name", "role", "agents"}

@@ -79,7 +79,7 @@ class Exec:
         self._out, writer = os.pipe()
         self.process = fork_server.spawn(
             *("agentctl", words, os.environ), stdout=writer, stderr=writer,
-            deadlines={"agentd.cli.agentctl.exec.SERVED_S": 1.5},
+            deadlines={"agentd.cli.agentctl.exec.RESPONSE_TIMEOUT_S": 1.5},
         )  # fmt: skip
         os.close(writer)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from agentd.host.systemd.availability import why_no_systemd
+from agentd.host.systemd.availability import systemd_problems
 from support.checked_node import SEED, SOAK_S, CheckedNode
 from support.daemon import AGENTS, Answer, Daemon, gpus
 from support.device_locks import COLLISION, DeviceLocks
@@ -33,7 +33,7 @@ KERNELS, GANG, NOTEBOOK = (1, 3), 4, (1, 4)
 """Fewest and most devices of a kernel and of the notebook, and those of the gang on each node."""
 TTL_S, SHORT_TTL_S = 60, 1
 """Of a gang's claims, and of those that it abandons."""
-HAS_SCOPES = not why_no_systemd()
+HAS_SCOPES = not systemd_problems()
 REFUSED, UNREACHABLE = 1, 3
 NEEDED = ("kernel", "notebook 0", "gang", "deaths")
 """Each happens at least once, however slow the machine."""

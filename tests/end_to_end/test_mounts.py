@@ -5,7 +5,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from agentd.host.lookups import MOST_AT_ONCE
+from agentd.host.lookups import MAX_AT_ONCE
 from end_to_end.containers import MOUNTABLE, printed
 from support.daemon import AGENTS, Daemon
 from support.daemon_pool import Serving
@@ -109,8 +109,8 @@ async def test_unresponsive_mount_delays_no_other_request(dockered: Daemon, fold
         answers = await asyncio.gather(*creates)
         assert {(a.status, a.json["code"]) for a in answers} == {(503, "RuntimeUnavailable")}
         assert Counter(a.json["detail"] for a in answers) == {
-            "a mount's source does not answer within 0.5 s": MOST_AT_ONCE,
-            "earlier lookups do not answer: a mount's source": 6 - MOST_AT_ONCE,
+            "a mount's source does not answer within 0.5 s": MAX_AT_ONCE,
+            "earlier lookups do not answer: a mount's source": 6 - MAX_AT_ONCE,
         }
         assert [k["kernel_id"] for k in await dockered.get("/v1/kernels")] == ["beside"]
         assert await dockered.stop() == 0, "no thread holds up the end"

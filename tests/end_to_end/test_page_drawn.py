@@ -51,7 +51,7 @@ async def test_page_orders_devices_by_numa_and_hatches_withheld(
 
 
 async def test_page_draws_usage_curves_of_a_kernel(plain: Daemon, browser: Browser) -> None:
-    plain.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
+    plain.deadlines = {"agentd.services.statistics.MAX_AGE_S": 0.0}
     await plain.start()
     busy = ["sh", "-c", "while :; do :; done"]
     await plain.running(kernel_id="busy", command=busy, slots={"cpu": 1})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.plan import kernel_name
-from support.daemon import AGENTS, BASE, Daemon, end, gpus
+from support.daemon import AGENTS, BASE, Daemon, gpus, signal_and_wait
 
 
 def identity(kernel: dict) -> tuple:
@@ -39,7 +39,7 @@ async def test_an_end_while_agentd_was_down_is_known_afterwards(daemon: Daemon) 
     kernel = await daemon.trapping("trap 'exit 9' TERM", kernel_id="k1", slots={"cuda.device": 2})
     pid = daemon.main_pid(kernel, daemon.test_engine)
     await daemon.stop(signal.SIGKILL)
-    end(pid, signal.SIGTERM)
+    signal_and_wait(pid, signal.SIGTERM)
     await daemon.start()
     ended = await daemon.until("k1", "terminated")
     assert ended["exit_code"] == 9

@@ -16,7 +16,7 @@ from support.waiting import until
 def counted(daemon: Daemon) -> None:
     if daemon.runtime == "process":
         require("cgroups")
-    daemon.deadlines = {"agentd.services.statistics.FRESH_S": 0.0}
+    daemon.deadlines = {"agentd.services.statistics.MAX_AGE_S": 0.0}
 
 
 async def stats(daemon: Daemon, kernel_id: str) -> dict[str, Any]:

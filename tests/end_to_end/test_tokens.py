@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentd.cli.agentctl.main import agentctl
 from agentd.config.loading import load
 from agentd.errors import ConfigRefused
-from agentd.http.credentials import tokens as tokens_of
+from agentd.http.credentials import read_tokens as tokens_of
 from end_to_end.test_access import TEAMS
 from support.daemon import BASE, Answer, Daemon, gpus
 from support.waiting import until

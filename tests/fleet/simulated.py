@@ -23,9 +23,15 @@ from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.deleter import Deleter
 from agentd_fleet.placement.kernels import FleetKernels
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.placement.requests import FleetKernelRequest, order_of
+from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_request
 from agentd_fleet.placement.sweep import Sweep
-from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.store.route import (
+    KernelRoute,
+    RouteUnreadable,
+    StoredRoute,
+    StoreUnavailable,
+    read_route,
+)
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus, Offer
 
@@ -70,16 +76,16 @@ class SimulatedStore:
     async def _pass(self) -> None:
         await asyncio.sleep(self.rng.expovariate(200))
 
-    def why_not_live(self) -> str:
+    def stale_reason(self) -> str:
         return self.away
 
-    async def route(self, kernel_id: str) -> Kept | None:
+    async def route(self, kernel_id: str) -> StoredRoute | None:
         await self._pass()
         found = self.rows.get(kernel_id)
         await self._pass()
         return None if found is None else read_route(kernel_id, *found)
 
-    async def keep(self, route: KernelRoute, expected: int) -> int | None:
+    async def put_route(self, route: KernelRoute, expected: int) -> int | None:
         return await self._put(route.kernel_id, msgspec.json.encode(route), expected)
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:
@@ -88,7 +94,7 @@ class SimulatedStore:
     async def _put(self, kernel_id: str, value: bytes, expected: int) -> int | None:
         await self._pass()
         if self.is_full:
-            raise StoreAway("no space")
+            raise StoreUnavailable("no space")
         written = None
         if self.rows.get(kernel_id, (b"", 0))[1] == expected:
             self._revision += 1
@@ -97,7 +103,7 @@ class SimulatedStore:
         await self._pass()
         return written
 
-    async def drop(self, kernel_id: str, expected: int) -> bool:
+    async def delete_route(self, kernel_id: str, expected: int) -> bool:
         await self._pass()
         is_it = self.rows.get(kernel_id, (b"", 0))[1] == expected
         if is_it:
@@ -105,7 +111,7 @@ class SimulatedStore:
         await self._pass()
         return is_it
 
-    async def routes(self) -> AsyncIterator[list[Kept]]:
+    async def routes(self) -> AsyncIterator[list[StoredRoute]]:
         await self._pass()
         rows = dict(self.rows)
         await self._pass()
@@ -187,7 +193,7 @@ class SimulatedCalls:
         self.nodes = nodes
         self.state = state
 
-    async def ask(
+    async def call(
         self,
         node: FleetNode,
         caller: Caller,
@@ -202,7 +208,7 @@ class SimulatedCalls:
         del caller, headers
         name = node.node_id
         try:
-            async with self.state.patience(name, patience_s, unheard_s):
+            async with self.state.call_timeout(name, patience_s, unheard_s):
                 answer = await self.nodes.asked_for(name, method, path, body)
         except TimeoutError:
             raise NodeAnswerLost(f"{name} does not answer") from None
@@ -224,7 +230,7 @@ class SimulatedGateway:
         types = {slot.name: slot for slot in BUILT_IN}
         for name in NODES:
             offers = {"main": Offer(amounts, amounts)}
-            self.state.note(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
+            self.state.update_node(FleetNode(name, types, offers, NodeStatus.READY, "unix:/there"))
         backend = FleetBackend(store, self.state, nodes)
         self.placer = Placer(backend, timeouts=pace)
         self.placer._random = world.rng
@@ -235,7 +241,7 @@ class SimulatedGateway:
     async def create(self, kernel_id: str, command: str = "x") -> tuple[int, str]:
         """Return the status and the node, or 0 and the code of the error."""
         content = {"kernel_id": kernel_id, "command": [command], "slots": {"cpu": 1}}
-        order = order_of(FleetKernelRequest.model_validate(content), ADMIN)
+        order = to_placement_request(FleetKernelRequest.model_validate(content), ADMIN)
         try:
             placed = await self.placer.create(ADMIN, order, self.state.view)
         except AgentdError as error:
@@ -296,8 +302,8 @@ def run(seed: int, story: Callable[[Fleet], Coroutine[Any, Any, None]], monkeypa
     """Run a story with a seed, in simulated time."""
     loop = VirtualLoop()
     random.seed(seed)
-    monkeypatch.setattr(attempts, "now", loop.time)
-    monkeypatch.setattr(placer, "now", loop.time)
+    monkeypatch.setattr(attempts, "boottime_s", loop.time)
+    monkeypatch.setattr(placer, "boottime_s", loop.time)
 
     async def told() -> None:
         await story(Fleet(seed))

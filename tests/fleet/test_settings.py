@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 
 from agentd.errors import ConfigRefused
-from agentd.http.credentials import tokens
+from agentd.http.credentials import read_tokens
 from agentd.http.settings import TokenSettings
-from agentd_fleet.daemon import etcd_access, rpc_settings, tls_of
+from agentd_fleet.daemon import client_tls_context, etcd_credentials, rpc_settings
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.settings import FleetFile, load
 
@@ -173,7 +173,7 @@ def test_contradicting_settings_are_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_missing_named_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentd_fleet.settings.SEARCHED", tmp_path / "none")
+    monkeypatch.setattr("agentd_fleet.settings.SYSTEM_FILE", tmp_path / "none")
     assert load(None, {}) == FleetFile()
     for option, environ in (("none", {}), (None, {"AGENTD_FLEET_CONFIG": "none"})):
         with pytest.raises(ConfigRefused, match="No such file"):
@@ -256,7 +256,7 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
         file.chmod(0o644 if name == "c" else 0o640)
         text += f'[[rpc.tokens]]\nname = "{name}"\nfile = "{file}"\nrole = "admin"\n'
     with pytest.raises(ConfigRefused) as caught:
-        tokens(served(tmp_path, text))
+        read_tokens(served(tmp_path, text))
     lines = caught.value.lines()
     assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: accessible by others" in lines[0]
     assert "rpc.tokens: two callers have the same token" in lines[1]
@@ -265,9 +265,9 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
 def test_missing_etcd_credentials_are_refused(tmp_path: Path) -> None:
     login = f'[fleet]\netcd-user = "n"\netcd-password-file = "{tmp_path}/none"'
     with pytest.raises(ConfigRefused, match=r"etcd-password-file: .*cannot be read: No such file"):
-        etcd_access(read(tmp_path, login).fleet)
+        etcd_credentials(read(tmp_path, login).fleet)
     with pytest.raises(ConfigRefused, match=r"fleet\.ca: .*No such file"):
-        etcd_access(read(tmp_path, f'[fleet]\nca = "{tmp_path}/none"').fleet)
+        etcd_credentials(read(tmp_path, f'[fleet]\nca = "{tmp_path}/none"').fleet)
 
 
 def test_a_fifo_is_refused_wherever_a_file_is_named(tmp_path: Path) -> None:
@@ -276,6 +276,6 @@ def test_a_fifo_is_refused_wherever_a_file_is_named(tmp_path: Path) -> None:
     why = f"{fifo} is a FIFO, expected a regular file"
     for text in (f'ca = "{fifo}"\n', f'cert = "{fifo}"\nkey = "{fifo}"\n'):
         with pytest.raises(ConfigRefused, match=re.escape(why)):
-            tls_of(read(tmp_path, f"[fleet]\n{text}").fleet)
+            client_tls_context(read(tmp_path, f"[fleet]\n{text}").fleet)
     with pytest.raises(ConfigRefused, match="is a FIFO, expected a regular file"):
         load(str(fifo), {})

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agentd.http.credentials import pair_weaknesses
+from agentd.http.credentials import key_pair_weaknesses
 from agentd.service.weaknesses import Weakness, Weaknesses
 from agentd_fleet import daemon
 from agentd_fleet.cli import agentd_fleet
@@ -19,7 +19,7 @@ from support.certificates import certificate, certificate_of_version_2, certific
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     file = folder / "fleet.toml"
     file.write_text("" if ca is None else f'[fleet]\nca = "{ca}"\n')
-    return daemon.tls_of(load(str(file), {}).fleet)
+    return daemon.client_tls_context(load(str(file), {}).fleet)
 
 
 def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
@@ -27,7 +27,7 @@ def publisher_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     options = publisher.JoinOptions(
         "main", (), "", "", file, None, None, "/run/agentd.sock", "", {}, 15, str(folder)
     )
-    return publisher.tls_of(options)
+    return publisher.etcd_tls_context(options)
 
 
 def handshake(folder: Path, trusts: ssl.SSLContext) -> None:
@@ -98,7 +98,7 @@ def test_check_config_names_the_key_of_an_unusable_certificate(tmp_path: Path) -
 @pytest.mark.parametrize("days", [13, 15])
 async def test_publisher_warns_of_the_end_of_its_certificate(tmp_path: Path, days: int) -> None:
     cert, key = certificate_that_ends(tmp_path, days)
-    found = msgspec.json.encode(pair_weaknesses(cert, key))
+    found = msgspec.json.encode(key_pair_weaknesses(cert, key))
     weaknesses = Weaknesses()
     weaknesses.replace(msgspec.json.decode(found, type=tuple[Weakness, ...]))
     assert len(weaknesses.warnings()) == (days < 14)

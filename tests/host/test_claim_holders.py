@@ -32,10 +32,10 @@ def start_of(pid: int) -> int:
 async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes]) -> None:
     holders = HostHolders()
     for pid in (OWN, child.pid):
-        found = holders.process(pid, None, caller_pid=OWN, caller_uid=os.getuid())
+        found = holders.find_process(pid, None, caller_pid=OWN, caller_uid=os.getuid())
         assert found == ProcessHolder(pid, start_of(pid))
-        assert holders.lives(found)
-        assert not holders.lives(ProcessHolder(pid, 1))
+        assert holders.is_alive(found)
+        assert not holders.is_alive(ProcessHolder(pid, 1))
 
 
 @pytest.mark.needs("root")
@@ -48,9 +48,9 @@ async def test_process_of_another_pid_namespace_is_refused() -> None:
                 await asyncio.sleep(0.01)
         pid = int(inner)
         with pytest.raises(NoSuchHolder):
-            HostHolders().process(pid, start_of(pid), caller_pid=OWN, caller_uid=None)
+            HostHolders().find_process(pid, start_of(pid), caller_pid=OWN, caller_uid=None)
         with pytest.raises(NoSuchHolder):
-            HostHolders().process(OWN, start_of(OWN), caller_pid=pid, caller_uid=None)
+            HostHolders().find_process(OWN, start_of(OWN), caller_pid=pid, caller_uid=None)
         os.kill(pid, signal.SIGKILL)
     finally:
         outer.wait()
@@ -137,12 +137,12 @@ async def test_cgroup_ends_with_its_last_process(
     (group / "cgroup.procs").write_text(str(child.pid))
     holders = HostHolders()
     path = f"/{group.name}"
-    found = holders.cgroup(path, [], [])
-    assert holders.lives(found)
-    assert not holders.lives(CgroupHolder(path, found.inode + 1))
+    found = holders.find_cgroup(path, [], [])
+    assert holders.is_alive(found)
+    assert not holders.is_alive(CgroupHolder(path, found.inode + 1))
     assert found == CgroupHolder(path, group.stat().st_ino)
     with pytest.raises(NoSuchHolder, match="holds agentd or a kernel"):
-        holders.cgroup(path, [child.pid], [])
+        holders.find_cgroup(path, [child.pid], [])
     ended = asyncio.Event()
     holders.watch(found, ended.set)
     await asyncio.sleep(0.05)
@@ -151,14 +151,14 @@ async def test_cgroup_ends_with_its_last_process(
     child.wait()
     async with asyncio.timeout(10):
         await ended.wait()
-    assert not holders.lives(found)
+    assert not holders.is_alive(found)
 
 
 async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
     holders = HostHolders()
     for path in (f"/{group.name}", "/", "", "/../x", "//", f"/{group.name}/", "/nowhere", "x"):
         with pytest.raises(NoSuchHolder):
-            holders.cgroup(path, [], [])
+            holders.find_cgroup(path, [], [])
     ended = asyncio.Event()
     holders.watch(CgroupHolder(f"/{group.name}", 1), ended.set)
     async with asyncio.timeout(10):

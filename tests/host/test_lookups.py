@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from agentd.concurrency import asking
+from agentd.concurrency import thread_waiting_for
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 
@@ -19,7 +19,7 @@ class Hanging:
         self.ended = threading.Event()
 
     def __call__(self) -> str:
-        with asking(self.name):
+        with thread_waiting_for(self.name):
             self.answered.wait(30)
         self.ended.set()
         return self.name
@@ -30,7 +30,7 @@ async def free_again(lookups: Lookups) -> None:
     async with asyncio.timeout(10):
         while True:
             try:
-                assert await lookups.look("x", lambda: 1, 10) == 1
+                assert await lookups.call("x", lambda: 1, 10) == 1
             except RuntimeUnavailable:
                 await asyncio.sleep(0.01)
             else:
@@ -40,25 +40,25 @@ async def free_again(lookups: Lookups) -> None:
 async def test_error_names_what_does_not_answer() -> None:
     hanging, lookups = Hanging(), Lookups(most=1)
     with pytest.raises(RuntimeUnavailable, match=r"^user 'slow' does not answer within 0.1 s$"):
-        await lookups.look("the configuration", hanging, 0.1)
+        await lookups.call("the configuration", hanging, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
-        await lookups.look("the configuration", lambda: 1, 10)
+        await lookups.call("the configuration", lambda: 1, 10)
     hanging.answered.set()
     await free_again(lookups)
 
 
 async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
     hanging, lookups = Hanging(), Lookups(most=2)
-    asked = asyncio.create_task(lookups.look("x", hanging, 10))
+    asked = asyncio.create_task(lookups.call("x", hanging, 10))
     await asyncio.sleep(0)
     asked.cancel()
     await asyncio.wait([asked])
-    assert await lookups.look("y", lambda: 2, 10) == 2
+    assert await lookups.call("y", lambda: 2, 10) == 2
     second = Hanging("group 'render'")
     with pytest.raises(RuntimeUnavailable, match="group 'render' does not answer"):
-        await lookups.look("y", second, 0.1)
+        await lookups.call("y", second, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"do not answer: group 'render', user 'slow'$"):
-        await lookups.look("y", lambda: 2, 10)
+        await lookups.call("y", lambda: 2, 10)
     hanging.answered.set()
     await free_again(lookups)
     second.answered.set()
@@ -66,14 +66,14 @@ async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
 
 async def test_answer_as_its_caller_leaves_takes_no_place() -> None:
     hanging, lookups = Hanging(), Lookups(most=1)
-    asked = asyncio.create_task(lookups.look("x", hanging, 10))
+    asked = asyncio.create_task(lookups.call("x", hanging, 10))
     await asyncio.sleep(0)
     (thread,) = (t for t in threading.enumerate() if t.name in ("x", hanging.name))
     hanging.answered.set()
     thread.join(10)  # its answer waits for the event loop, before the cancellation
     asked.cancel()
     await asyncio.wait([asked])
-    assert await lookups.look("y", lambda: 1, 10) == 1
+    assert await lookups.call("y", lambda: 1, 10) == 1
 
 
 async def test_lookup_without_a_thread_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,8 @@ async def test_lookup_without_a_thread_takes_no_place(monkeypatch: pytest.Monkey
             with pytest.raises(
                 RuntimeUnavailable, match="a mount cannot be looked up: can't start"
             ):
-                await lookups.look("a mount", lambda: 1)
-    assert await lookups.look("a mount", lambda: 1) == 1
+                await lookups.call("a mount", lambda: 1)
+    assert await lookups.call("a mount", lambda: 1) == 1
 
 
 async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
@@ -100,4 +100,4 @@ async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
 
     for _ in range(3):
         with pytest.raises(KeyError):
-            await lookups.look("x", fails)
+            await lookups.call("x", fails)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.probe import Host, derived_node_id, parse_cpu_list, probe
+from agentd.host.probe import Host, derive_node_id, parse_cpu_list, probe
 
 
 def machine(folder: Path, *, cgroup: str, limits: dict[str, str], total_kib: int = 4096) -> Path:
@@ -60,11 +60,11 @@ def test_the_kernel_s_list_format() -> None:
 def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path) -> None:
     path = tmp_path / "machine-id"
     path.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
-    assert derived_node_id(path) == derived_node_id(path)
-    assert "3d1219" not in derived_node_id(path)
+    assert derive_node_id(path) == derive_node_id(path)
+    assert "3d1219" not in derive_node_id(path)
     path.write_text("\n")
     with pytest.raises(OSError, match="no machine id"):
-        derived_node_id(path)
+        derive_node_id(path)
 
 
 def test_probe_reads_the_core_of_each_thread(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from agentd.host.processes import Proc, children, read_stat, read_uids, strike
+from agentd.host.processes import Proc, kill_matching, read_children, read_stat, read_uids
 from support.host_faults import HOSTILE_NAMES, named_process
 
 
@@ -29,7 +29,7 @@ def started() -> Iterator[Callable[[int], list[subprocess.Popen[bytes]]]]:
 def test_strike_kills_only_processes_named_twice(started) -> None:
     meant, moved = started(2)
     looks = iter([{meant.pid, moved.pid}, {meant.pid}])
-    assert strike(lambda: next(looks), set())
+    assert kill_matching(lambda: next(looks), set())
     assert meant.wait() == -signal.SIGKILL
     assert moved.poll() is None
 
@@ -38,7 +38,7 @@ def test_dying_processes_do_not_block_a_strike(started) -> None:
     processes = started(100)
     named = {process.pid for process in processes}
     struck: set[int] = set()
-    while strike(lambda: named, struck):  # nobody waits for them: they stay, as zombies
+    while kill_matching(lambda: named, struck):  # nobody waits for them: they stay, as zombies
         pass
     assert struck == named
     assert {process.wait() for process in processes} == {-signal.SIGKILL}
@@ -46,11 +46,11 @@ def test_dying_processes_do_not_block_a_strike(started) -> None:
 
 def test_children_are_told_as_long_as_they_are_not_waited_for(started) -> None:
     (process,) = started(1)
-    assert process.pid in children(os.getpid())
+    assert process.pid in read_children(os.getpid())
     process.kill()
     process.wait()
-    assert process.pid not in children(os.getpid())
-    assert children(process.pid) == set()
+    assert process.pid not in read_children(os.getpid())
+    assert read_children(process.pid) == set()
 
 
 async def test_dead_leader_of_a_live_session_is_absent() -> None:
@@ -67,7 +67,7 @@ async def test_dead_leader_of_a_live_session_is_absent() -> None:
         leader = Proc(shell.pid, stat.start_time)
         leader.signal(signal.SIGKILL)
         async with asyncio.timeout(5):
-            await leader.ended()
+            await leader.wait()
         assert not leader.is_alive()
     finally:
         os.kill(left, signal.SIGKILL)

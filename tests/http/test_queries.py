@@ -84,4 +84,4 @@ async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPa
     assert queries.BODY_TIMEOUT_S == 30
     monkeypatch.setattr(queries, "BODY_TIMEOUT_S", 0.05)
     with pytest.raises(RequestTimeout, match="the body did not come"):
-        await queries.body_of(Slow())  # type: ignore[arg-type]
+        await queries.receive_body(Slow())  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from agentd.errors import RequestError
-from agentd.http.openapi import document
+from agentd.http.openapi import build_document
 from agentd.http.problems import STATUSES
-from agentd.http.route import REST, require_names, schema_of
+from agentd.http.route import REST, parameter_schema, require_names
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES
 
@@ -24,7 +24,7 @@ def test_every_parameter_of_a_path_has_a_pattern(name: str) -> None:
     require_names({name: GOOD.get(name, "name-1")})
     if name == REST:
         return
-    assert re.fullmatch(schema_of(name)["pattern"], GOOD.get(name, "name-1"))
+    assert re.fullmatch(parameter_schema(name)["pattern"], GOOD.get(name, "name-1"))
     for value in BAD:
         if name == "slot" and value == "x" * 200:
             continue
@@ -36,7 +36,7 @@ def test_every_parameter_of_a_path_has_a_pattern(name: str) -> None:
 
 @pytest.mark.parametrize("routes", [ROUTES, FLEET_ROUTES])
 def test_the_document_says_which_names_there_can_be(routes: Any) -> None:
-    for path, calls in document("x", routes)["paths"].items():
+    for path, calls in build_document("x", routes)["paths"].items():
         for call in calls.values():
             for parameter in call["parameters"]:
                 if parameter["in"] == "path":

@@ -17,7 +17,7 @@ from agentd.core.access import Caller, Right, Role
 from agentd.http import server as servers
 from agentd.http.callers import Token
 from agentd.http.connections.request_turns import MAX_AT_ONCE, RequestTurns
-from agentd.http.connections.unix_sockets import unix_socket
+from agentd.http.connections.unix_sockets import bind_unix_socket
 from agentd.http.route import get
 from agentd.http.server import Endpoint, Server, UnixSocket
 from agentd.http.site import Site
@@ -33,11 +33,11 @@ class Words(Site):
         self.waiting = 0
         self.goes_on = asyncio.Event()
 
-    async def until_open(self, patience_s: float) -> None: ...
+    async def wait_open(self, patience_s: float) -> None: ...
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None: ...
 
-    def audited(self, request: web.Request, action: str):
+    def audit_call(self, request: web.Request, action: str):
         raise AssertionError(action)
 
     async def word(self, request: web.Request) -> web.Response:
@@ -116,7 +116,7 @@ async def test_stop_removes_no_file_of_the_next_daemon(
 
     def close_and_start_next(listener: asyncio.Server) -> None:
         close(listener)
-        next_ones.append(unix_socket(path, None))
+        next_ones.append(bind_unix_socket(path, None))
         next_ones[0].listen()
 
     server = words_at(Endpoint((unix_socket_at(tmp_path),)))

@@ -12,7 +12,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes
 from agentd.plugin_api import Features
-from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.dealing import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
@@ -38,7 +38,7 @@ class Hosts:
         call_timeout_s: float = 5.0,
         most_memory_bytes: int = PluginTimeouts().most_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
-        dealing_rules: DealingRules | None = None,
+        dealing_rules: AssignmentRules | None = None,
         **targets: str,
     ) -> PluginHost:
         points = points or [point(name, target) for name, target in targets.items()]

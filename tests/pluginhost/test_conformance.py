@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from agentd import plugin_api
-from agentd.pluginhost.conformance import Conformance, missing
-from agentd.pluginhost.instance import PluginTimeouts, Wanted
-from agentd.pluginhost.validation import checked_listing
+from agentd.pluginhost.conformance import Conformance, find_missing_files
+from agentd.pluginhost.instance import PluginSpec, PluginTimeouts
+from agentd.pluginhost.validation import validate_listing
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins" / "write-a-plugin.md"
 
 
 async def failures(target: str, **settings) -> dict[str, str]:
-    wanted = Wanted("one", "one", f"support.faulty_plugins:{target}", settings)
+    wanted = PluginSpec("one", "one", f"support.faulty_plugins:{target}", settings)
     findings = await Conformance(wanted, PluginTimeouts(call_timeout_s=1)).run()
     return {finding.check: finding.detail for finding in findings if not finding.passed}
 
@@ -77,7 +77,7 @@ async def test_the_plugin_of_the_how_to_is_one(tmp_path: Path, monkeypatch) -> N
     text = code[1].replace('"/dev/blinker")', f'"{tmp_path}/dev")', 1)
     (tmp_path / "blinker.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    wanted = Wanted("blinker", "blinker", "blinker:Blinker", {})
+    wanted = PluginSpec("blinker", "blinker", "blinker:Blinker", {})
     findings = await Conformance(wanted, PluginTimeouts()).run()
     assert [finding for finding in findings if not finding.passed] == []
     assert len(findings) >= 9
@@ -89,7 +89,7 @@ def test_excerpts_of_the_how_to_do_what_it_says() -> None:
     for excerpt in excerpts:
         exec(excerpt, members)  # noqa: S102 - the page is ours
     plugin = SimpleNamespace(name="blinker")
-    listing = checked_listing(
+    listing = validate_listing(
         "blinker", members["slot_types"](plugin), members["list_devices"](plugin)
     )
     assert [device.slot_names for device in listing.devices] == [("blinker.shares", "blinker.mem")]
@@ -110,7 +110,7 @@ def test_missing_device_files_are_found(tmp_path: Path) -> None:
         ),
         mounts=(plugin_api.Mount(f"{tmp_path}/lib", "/lib"), plugin_api.Mount("/usr", "/usr")),
     )
-    assert [*missing(edits)] == [
+    assert [*find_missing_files(edits)] == [
         f"{tmp_path}/gone: No such file or directory",
         f"{tmp_path}/file: not a device",
         f"{tmp_path}/lib: No such file or directory",

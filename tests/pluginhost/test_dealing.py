@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from agentd.config.plugins import PluginTable
-from agentd.core.partition.dealing import Dealing
-from agentd.pluginhost.dealing import DealingRules
-from agentd.pluginhost.validation import checked_listing
+from agentd.core.partition.dealing import PluginAssignment
+from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.validation import validate_listing
 from agentd.services.protocols import PluginListing, PluginState
 from core.machines import gpus
 from pluginhost.rig import opened
@@ -17,11 +17,11 @@ from support.faulty_plugins import Deals
 FAIR = {"a": ("S-one0", "S-one2"), "b": ("S-one1", "S-one3")}
 IN_ORDER = {"a": ("S-one0", "S-one1", "S-one2"), "b": ("S-one3", "S-one4")}
 UNEQUAL = {"a": ("S-one0", "S-one1", "S-one2", "S-one3"), "b": ()}
-ALONE = DealingRules(("a", "b"), FakeMemory())
+ALONE = AssignmentRules(("a", "b"), FakeMemory())
 
 
-def rules(memory: FakeMemory, *agents: str) -> DealingRules:
-    return DealingRules(agents or ("a", "b"), memory)
+def rules(memory: FakeMemory, *agents: str) -> AssignmentRules:
+    return AssignmentRules(agents or ("a", "b"), memory)
 
 
 def listing_of(made) -> PluginListing:
@@ -37,7 +37,7 @@ def table(file: Path, word: str, target: str = "Deals") -> PluginTable:
 def listed() -> PluginListing:
     """Return the listing of `Deals`."""
     plugin = Deals("one", {})
-    return checked_listing("one", plugin.slot_types(), plugin.list_devices())
+    return validate_listing("one", plugin.slot_types(), plugin.list_devices())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_dealing_that_is_a_lie_fails_the_plugin(host, tmp_path, word, why)
 
 async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:
     memory = FakeMemory()
-    kept = Dealing.of({"a": (), "b": listed().devices[:1]}, listed().devices)
+    kept = PluginAssignment.of({"a": (), "b": listed().devices[:1]}, listed().devices)
     memory.devices, memory.dealings = listed().devices, {"one": kept}
     made = host([table(tmp_path / "word", "raise")], Deals="Deals", dealing_rules=rules(memory))
     assert (await opened(made))["one"][0] is PluginState.READY
@@ -102,7 +102,10 @@ async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:
 async def test_dealing_is_asked_for_again_after_a_change(host, agents, known) -> None:
     memory = FakeMemory()
     before = listed().devices[:known]
-    memory.devices, memory.dealings = before, {"one": Dealing.of({"a": before, "b": ()}, before)}
+    memory.devices, memory.dealings = (
+        before,
+        {"one": PluginAssignment.of({"a": before, "b": ()}, before)},
+    )
     in_turn = PluginTable(name="one", plugin="Deals", settings={})
     made = host([in_turn], Deals="Deals", dealing_rules=rules(memory, *agents))
     await opened(made)
@@ -119,7 +122,7 @@ def test_known_devices_have_their_ids_and_the_missing_ones() -> None:
     found = gpus(1, 1, 1)
     memory.devices = [found[2], *gpus(1, slot="npu.device")]
     listing = PluginListing("cuda", (), tuple(found[:2]))
-    known = rules(memory).known(listing)
+    known = rules(memory).known_devices(listing)
     assert [(d.device_id.id, d.gone) for d in known] == [
         ("cuda0", False),
         ("cuda1", False),

@@ -39,7 +39,7 @@ async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
     file.write_text("fine")
     await until_ready(made, "one")
     assert made.vitals()["one"].restarts == 1
-    assert made.vitals()["one"].listed_s is not None
+    assert made.vitals()["one"].listing_age_s is not None
 
 
 @pytest.mark.parametrize("word", ["crash", "hang"])
@@ -90,7 +90,7 @@ async def test_a_plugin_that_is_slow_to_hear_holds_up_no_create(host, tmp_path) 
 
 async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(plugin_process, "KILL_PATIENCE_S", 0.2)
-    monkeypatch.setattr(plugin_instance, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(plugin_instance, "MIN_BACKOFF_S", 0.1)
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)
     pids = []

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation
-from agentd.core.kernel.adoption import located
+from agentd.core.kernel.adoption import resolve_devices
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import BUILT_IN, read_slots
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin, UnsupportedResource
@@ -136,7 +136,7 @@ async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: st
     else:
         assert seen["moody"][0] is row.state
         assert row.why in seen["moody"][1]
-    assert bool(made.failed_required()) is (is_required and row.state is not PluginState.READY)
+    assert bool(made.required_failures()) is (is_required and row.state is not PluginState.READY)
 
     devices = discovered(made, remembered)
     ask(made, devices, "good.device")
@@ -148,7 +148,7 @@ async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: st
 
     for name in ("moody", "good"):
         share = replace(given(name).shares[0], stable_id=f"S-{name}")
-        held, missing = located(Allocation((share,)), devices.inventory)
+        held, missing = resolve_devices(Allocation((share,)), devices.inventory)
         assert (held.shares, missing) == ((share,), ())
     there = devices.find("moody", "moody0")
     assert there.gone is (row.state is not PluginState.READY)
@@ -164,7 +164,7 @@ async def test_row(host: Hosts, say: Callable[[str], None], row: Row, loaded: st
 async def test_an_operator_can_have_any_of_them_tried_again_at_once(
     host: Hosts, say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instance, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(instance, "MIN_BACKOFF_S", 1000.0)
     for mood in ("raise", "crash", "absent", "lie"):
         say(mood)
         made = host(moody="Moody")
@@ -181,7 +181,7 @@ async def test_retry_waits_for_a_new_attempt(
     host: Hosts, say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is mended while an earlier try is still on its way to fail."""
-    monkeypatch.setattr(instance, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(instance, "MIN_BACKOFF_S", 1000.0)
     say("slow")
     made = host(moody="Moody")
     opening = asyncio.create_task(opened(made))
@@ -204,7 +204,7 @@ async def test_blocked_plugin_cannot_be_retried(host: Hosts) -> None:
 
 
 def test_the_pauses_grow_from_a_second_to_a_minute() -> None:
-    assert (instance.FIRST_PAUSE_S, instance.LONGEST_PAUSE_S) == (1.0, 60.0)
+    assert (instance.MIN_BACKOFF_S, instance.MAX_BACKOFF_S) == (1.0, 60.0)
     page = " ".join(PAGE.read_text().split())
     assert re.search(r"after 1 s, 2 s, 4 s and so on, up to 60 s", page)
 

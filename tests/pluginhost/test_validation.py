@@ -21,9 +21,9 @@ from agentd.pluginhost.output import MAX_TEXT
 from agentd.pluginhost.validation import (
     MAX_SLOT_TYPES,
     InvalidAnswer,
-    checked_edits,
-    checked_listing,
-    checked_measurements,
+    validate_edits,
+    validate_listing,
+    validate_measurements,
 )
 
 
@@ -32,32 +32,32 @@ def slots(count: int) -> list[SlotTypeInfo]:
 
 
 def test_slot_types_are_so_many_at_most() -> None:
-    assert len(checked_listing("x", slots(MAX_SLOT_TYPES), []).slot_types) == MAX_SLOT_TYPES
+    assert len(validate_listing("x", slots(MAX_SLOT_TYPES), []).slot_types) == MAX_SLOT_TYPES
     with pytest.raises(InvalidAnswer, match="too many slot types: got 50000, expected 256"):
-        checked_listing("x", slots(50_000), [])
+        validate_listing("x", slots(50_000), [])
 
 
 def test_slot_names_have_a_bound() -> None:
     longest = f"x.{'s' * (MAX_SLOT_NAME - 2)}"
-    (slot,) = checked_listing("x", [SlotTypeInfo(longest)], []).slot_types
+    (slot,) = validate_listing("x", [SlotTypeInfo(longest)], []).slot_types
     assert slot.name == longest
     with pytest.raises(InvalidAnswer, match="got 129 characters, expected at most 128"):
-        checked_listing("x", [SlotTypeInfo(f"{longest}s")], [])
+        validate_listing("x", [SlotTypeInfo(f"{longest}s")], [])
 
 
 @pytest.mark.parametrize("name", ["y.s", "x.\n", "y." + "s" * 99])
 def test_reason_is_one_line_of_bounded_length(name: str) -> None:
     with pytest.raises(InvalidAnswer) as caught:
-        checked_listing("x", [SlotTypeInfo(name)], [])
+        validate_listing("x", [SlotTypeInfo(name)], [])
     assert str(caught.value).isprintable()
     twice = [DeviceInfo(f"d{n}", "S" * 128 + str(n % 4), "x.s") for n in range(4096)]
     with pytest.raises(InvalidAnswer) as caught:
-        checked_listing("x", slots(1), twice)
+        validate_listing("x", slots(1), twice)
     assert len(str(caught.value)) <= MAX_TEXT
 
 
 def test_unit_is_one_short_line() -> None:
-    listing = checked_listing("x", [SlotTypeInfo("x.s", unit="\x1b[31mGPU\n" + "s" * 999)], [])
+    listing = validate_listing("x", [SlotTypeInfo("x.s", unit="\x1b[31mGPU\n" + "s" * 999)], [])
     (slot,) = listing.slot_types
     assert slot.unit.isprintable()
     assert len(slot.unit) == 32
@@ -66,7 +66,7 @@ def test_unit_is_one_short_line() -> None:
 @pytest.mark.parametrize("group", ["", "a b", "\x1b[31m", "g" * 129])
 def test_exclusive_group_is_a_name(group: str) -> None:
     with pytest.raises(InvalidAnswer, match=r"invalid exclusive group .* of x\.s"):
-        checked_listing("x", [SlotTypeInfo("x.s", exclusive_group=group)], [])
+        validate_listing("x", [SlotTypeInfo("x.s", exclusive_group=group)], [])
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_exclusive_group_is_a_name(group: str) -> None:
     ],
 )
 def test_implausible_measurement_is_unknown(said: Measurement, kept: Measurement) -> None:
-    assert checked_measurements([said]) == [kept]
+    assert validate_measurements([said]) == [kept]
 
 
 def test_measurements_are_one_for_each_device_the_last() -> None:
     said = [Measurement("a", 1.0), Measurement("b", 2.0), Measurement("a", 3.0)]
-    assert checked_measurements(said) == [Measurement("a", 3.0), Measurement("b", 2.0)]
+    assert validate_measurements(said) == [Measurement("a", 3.0), Measurement("b", 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_edits_that_would_break_a_kernel_are_the_plugins_fault(
     env: dict[str, str], why: str
 ) -> None:
     with pytest.raises(InvalidAnswer, match=why):
-        checked_edits(ContainerEdits(env=env))
+        validate_edits(ContainerEdits(env=env))
 
 
 BOUNDED = {
@@ -132,7 +132,7 @@ BOUNDED = {
 @pytest.mark.parametrize(("members", "why"), BOUNDED.values(), ids=BOUNDED)
 def test_every_member_of_edits_has_a_bound(members: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidAnswer, match=re.escape(why)):
-        checked_edits(ContainerEdits(**members))
+        validate_edits(ContainerEdits(**members))
 
 
 def test_edits_within_their_bounds_are_kept() -> None:
@@ -144,7 +144,7 @@ def test_edits_within_their_bounds_are_kept() -> None:
         device_requests=(DeviceRequest("", ("i",) * 64),) * 64,
         groups=("render", "domain users", "44", *(f"g{n}" for n in range(253))),
     )
-    assert checked_edits(edits) is edits
+    assert validate_edits(edits) is edits
 
 
 SHARES = SlotTypeInfo("x.shares", quantum="0.01", exclusive_group="mode")
@@ -154,7 +154,7 @@ GPU = DeviceInfo("x0", "S0", "x.shares", secondary={"x.mem": "85899345920"})
 
 def test_secondary_slots_are_taken_with_their_primary() -> None:
     bare = DeviceInfo("x1", "S1", "x.shares")
-    listing = checked_listing("x", [SHARES, MEMORY], [GPU, bare])
+    listing = validate_listing("x", [SHARES, MEMORY], [GPU, bare])
     assert {slot.name: (slot.primary, slot.exclusive_group) for slot in listing.slot_types} == {
         "x.shares": (None, "mode"),
         "x.mem": ("x.shares", "mode"),
@@ -170,14 +170,14 @@ def test_secondary_slots_are_in_natural_order() -> None:
     names = ["x.s10", "x.s2", "x.s1"]
     types = [SlotTypeInfo(name, primary="x.shares") for name in names]
     device = DeviceInfo("x0", "S0", "x.shares", secondary=dict.fromkeys(names, "1"))
-    (found,) = checked_listing("x", [SHARES, *types], [device]).devices
+    (found,) = validate_listing("x", [SHARES, *types], [device]).devices
     assert found.slot_names == ("x.shares", "x.s1", "x.s2", "x.s10")
 
 
 @pytest.mark.parametrize("quantum", ["1", "1048576", str(2**30)])
 def test_bytes_have_a_quantum_up_to_a_gibibyte(quantum: str) -> None:
     types = [SlotTypeInfo("x.m", "bytes", quantum)]
-    (slot,) = checked_listing("x", types, []).slot_types
+    (slot,) = validate_listing("x", types, []).slot_types
     assert slot.quantum == int(quantum)
 
 
@@ -247,4 +247,4 @@ LIES: dict[str, tuple[list[SlotTypeInfo], list[DeviceInfo], str]] = {
 def test_a_listing_that_breaks_the_rules_of_slots_is_refused(case: str) -> None:
     types, devices, reason = LIES[case]
     with pytest.raises(InvalidAnswer, match=re.escape(reason)):
-        checked_listing("x", types, devices)
+        validate_listing("x", types, devices)

@@ -12,7 +12,7 @@ from agentd.config.plugins import PluginTable
 from agentd.core.devices import Device, Health, SecondarySlot
 from agentd.core.slots import ONE, SlotKind
 from agentd.plugin_api import Features, Measurement, ProcessUse
-from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.dealing import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState
@@ -51,7 +51,7 @@ class Node:
         new.write_text(text)
         new.replace(self.file)
 
-    async def plugin(self, dealing_rules: DealingRules | None = None, **settings) -> PluginHost:
+    async def plugin(self, dealing_rules: AssignmentRules | None = None, **settings) -> PluginHost:
         table = PluginTable(name="cuda", plugin="cuda", settings=settings)
         host = PluginHost(
             [table],
@@ -417,7 +417,7 @@ LINKS = {
 @pytest.mark.parametrize(("text", "expected"), LINKS.values(), ids=LINKS)
 async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list[str]) -> None:
     node.say(text)
-    host = await node.plugin(DealingRules(("a", "b"), FakeMemory()))
+    host = await node.plugin(AssignmentRules(("a", "b"), FakeMemory()))
     listing = host.listings()[0]
     assert listing.dealing is not None
     id_of = {d.stable_id: d.device_id.id.removeprefix("cuda") for d in listing.devices}

@@ -149,7 +149,7 @@ def test_impossible_mps_setup_does_not_open(control: Control, tmp_path: Path) ->
 def test_mps_server_of_another_user_is_refused(control: Control) -> None:
     os.chown(control.folder, 61001, 61001)
     server = MpsServer(str(control.folder), "/dev/shm")
-    assert "belongs to user 61001" in server.trouble()
+    assert "belongs to user 61001" in server.unavailable_reason()
 
 
 def refused(host: PluginHost) -> str:
@@ -171,9 +171,9 @@ async def test_plugin_explains_how_to_start_a_missing_mps_server(
 def test_pid_file_of_a_dead_process_is_ignored(control: Control, text: str) -> None:
     server = MpsServer(str(control.folder), "/dev/shm")
     control.pid_file.write_text(text)
-    assert server.trouble() == "", "its socket answers"
+    assert server.unavailable_reason() == "", "its socket answers"
     control.socket.close()
-    assert "no MPS control daemon is running" in server.trouble()
+    assert "no MPS control daemon is running" in server.unavailable_reason()
 
 
 def test_without_a_setting_the_daemon_s_own_variable_says_where(monkeypatch, tmp_path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from agentd.core.devices import Device, Health
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.events import EventLog
-from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.dealing import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginState
@@ -75,7 +75,7 @@ class Machine:
             (device / "numa_node").write_text(f"{numa_node}\n")
 
     async def start(self) -> None:
-        rules = DealingRules(AGENTS, self.store) if self.order is SplitOrder.PLUGIN else None
+        rules = AssignmentRules(AGENTS, self.store) if self.order is SplitOrder.PLUGIN else None
         self.host: PluginHost = await self.node.plugin(
             rules, sysfs=str(self.sysfs), **self.settings
         )
@@ -102,7 +102,7 @@ class Machine:
                 device.stable_id,
                 device.slots,
                 device.numa_node,
-                tuple(self.devices.split.agents_of(device.device_id)),
+                tuple(self.devices.split.owners(device.device_id)),
             )
             for device in self.cuda
         }

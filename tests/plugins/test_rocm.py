@@ -248,7 +248,7 @@ async def test_gpu_in_trouble_keeps_its_form(
 
         again = plugin(sysfs=str(tmp_path / "sys"), **SHARES)
         await again.open(10)
-        found = again.listings()[0].in_last_form(listing.devices).devices
+        found = again.listings()[0].with_last_form(listing.devices).devices
         await again.close()
         if trouble not in HIDDEN:
             assert (found[0].health, form(found[0])) == (Health.UNHEALTHY, before[0])

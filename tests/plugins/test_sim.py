@@ -3,7 +3,7 @@ import pytest
 from agentd.config.plugins import PluginTable
 from agentd.core.slots import ONE
 from agentd.plugin_api import Features
-from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.dealing import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd_sim import SimPlugin
 from support.fakes import FakeMemory
@@ -11,7 +11,7 @@ from support.fakes import FakeMemory
 
 async def listing(name: str = "cuda", **settings):
     table = PluginTable(name=name, plugin="sim", settings=settings)
-    rules = DealingRules(("a", "b"), FakeMemory())
+    rules = AssignmentRules(("a", "b"), FakeMemory())
     host = PluginHost([table], features=Features("process"), dealing_rules=rules)
     await host.open(5)
     assert host.problems() == []

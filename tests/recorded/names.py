@@ -20,7 +20,7 @@ import click
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.config.schema import PACKAGED
-from agentd.http.openapi import document
+from agentd.http.openapi import build_document
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.gateway.routes import ROUTES as GATEWAY_ROUTES
@@ -36,7 +36,7 @@ VARIABLE = re.compile(r"_?AGENT(D|CTL)_[A-Z_]*[A-Z]")
 def names() -> dict[str, Any]:
     """Return today's names by what they name."""
     routes = {"agentd": ROUTES, "gateway": GATEWAY_ROUTES}
-    documents = {program: document(program, listed) for program, listed in routes.items()}
+    documents = {program: build_document(program, listed) for program, listed in routes.items()}
     return {
         "operations": {program: operations(shown) for program, shown in documents.items()},
         "schemas": {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentd.core.allocation.ledger import Allocation, ClaimHolder, Holder, Ledger, Share
+from agentd.core.allocation.ledger import Allocation, ClaimRef, Holder, Ledger, Share
 from agentd.core.devices import DeviceId
 from agentd.core.partition.rules import AgentRule, AllocationMode, Ids, Size, SplitRules
 from agentd.core.partition.split import split
@@ -29,7 +29,7 @@ def test_device_of_no_agent_says_why_it_gives_nothing() -> None:
     ("holder", "agent", "seen", "reason"),
     [
         ("k1", "before", True, "kernel k1 of agent before holds 1"),
-        (ClaimHolder("c1"), "before", True, "claim c1 of agent before holds 1"),
+        (ClaimRef("c1"), "before", True, "claim c1 of agent before holds 1"),
         ("k1", "before", False, "kernel other holds 1"),
         ("k1", "now", True, ""),
     ],
@@ -41,7 +41,7 @@ def test_device_that_moved_names_who_still_holds_it(
     rule = AgentRule("now", Ids(("0", "1")), Size(GIB), {"cuda": Ids(("cuda0",))}, described=True)
     node = split(inventory, SplitRules(AllocationMode.MANUAL, (rule,), align=1))
     gpu = Share(DeviceId("cuda", "cuda0"), "GPU-0", "cuda.device", SlotKind.COUNT, ONE)
-    ledger = Ledger().with_held(holder, agent, Allocation((gpu,)))
+    ledger = Ledger().with_holding(holder, agent, Allocation((gpu,)))
     (device,) = node.inventory.by_name["cuda"]
     view = device_view(device, node, ledger, lambda _: seen)
     assert (view["state"], view["free"], view["reason"]) == ("ok", "0", reason)

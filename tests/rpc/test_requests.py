@@ -6,9 +6,9 @@ import pytest
 from multidict import MultiDict
 
 from agentd.core.kernel.options import ULIMITS, Ulimit
-from agentd.errors import MOST_PROBLEMS, InvalidRequest
+from agentd.errors import MAX_PROBLEMS, InvalidRequest
 from agentd.http.bodies import read_body
-from agentd.http.problems import problem_content
+from agentd.http.problems import problem_members
 from agentd.http.queries import read_query
 from agentd.rpc.queries import LogsQuery
 from agentd.rpc.requests import CreateKernelRequest
@@ -16,7 +16,7 @@ from agentd.runtimes.docker.container_config import (
     ContainerOptions,
     PullPolicy,
     Tmpfs,
-    options_of,
+    container_options,
 )
 from agentd.services.protocols import LogQuery, LogStream
 
@@ -37,7 +37,7 @@ HASH_OF_0_2 = "bc67f81d122d1f48c012ad5dea8d2e08"
 def test_options_that_say_nothing_are_as_if_absent() -> None:
     plain = spec(b'{"command": ["a"]}')
     assert plain.options == {}
-    assert options_of(plain) == ContainerOptions()
+    assert container_options(plain) == ContainerOptions()
     spelled = spec(b'{"command": ["a"], "pull_policy": "missing", "tmpfs": [], "ulimits": {}}')
     assert spelled.spec_hash == plain.spec_hash
     other = spec(b'{"command": ["a"], "pull_policy": "always"}')
@@ -50,7 +50,7 @@ def test_options_are_read() -> None:
         b' "tmpfs": [{"target": "/a"}, {"target": "/b", "size": 4096}], "pids_limit": 9,'
         b' "ulimits": {"core": 0, "nofile": {"soft": 10, "hard": -1}}}'
     )
-    assert options_of(given) == ContainerOptions(
+    assert container_options(given) == ContainerOptions(
         pull_policy=PullPolicy.NEVER,
         platform="linux/arm64/v8",
         network="n",
@@ -120,7 +120,7 @@ def text(content: object) -> bytes:
     [
         {f"unknown{n}": 1 for n in range(MANY)},
         {f"{n}" + "comand" * 600: 1 for n in range(200)},
-        {"\U0001f600" * 3000 + str(n): 1 for n in range(MOST_PROBLEMS)},
+        {"\U0001f600" * 3000 + str(n): 1 for n in range(MAX_PROBLEMS)},
         {"command": [1] * 5 * MANY},
         {"command": ["a"] * 5 * MANY},
         {"env": {f"={n}": "" for n in range(MANY)}},
@@ -142,8 +142,8 @@ def test_refusal_of_a_hostile_body_is_short(hostile: bytes | dict[str, Any]) -> 
     with pytest.raises(InvalidRequest) as raised:
         read_body(CreateKernelRequest, hostile if isinstance(hostile, bytes) else text(hostile))
     refused = raised.value
-    assert 0 < len(refused.problems) <= MOST_PROBLEMS
-    answer = problem_content(refused.code, str(refused), refused.facts())
+    assert 0 < len(refused.problems) <= MAX_PROBLEMS
+    answer = problem_members(refused.code, str(refused), refused.facts())
     assert len(json.dumps(answer)) < MOST_ANSWER
 
 
@@ -209,7 +209,7 @@ HIDDEN = "hunter2"
 def test_problem_quotes_nothing_of_private_members(body: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_body(CreateKernelRequest, text(body))
-    assert HIDDEN not in refused.value.published()
+    assert HIDDEN not in refused.value.public_text()
     assert HIDDEN not in " ".join(problem.why for problem in refused.value.problems)
 
 
@@ -232,7 +232,7 @@ def test_member_given_twice_is_named_to_its_caller_alone() -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_body(CreateKernelRequest, b'{"env": {"hunter2": "a", "hunter2": "b"}}')
     assert str(refused.value) == "hunter2: given more than once"
-    assert refused.value.published() == "given more than once"
+    assert refused.value.public_text() == "given more than once"
 
 
 def test_problem_quotes_a_plain_value_of_other_members() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openapi_spec_validator import validate
 
-from agentd.http.openapi import document
+from agentd.http.openapi import build_document
 from agentd.http.route import Route
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES
@@ -66,7 +66,7 @@ def described(routes: Sequence[Route]) -> list[Route]:
 
 @pytest.mark.parametrize("routes", BOTH)
 def test_document_bounds_every_member_of_every_body(routes: Sequence[Route]) -> None:
-    whole = document("x", routes)
+    whole = build_document("x", routes)
     defs = whole["components"]["schemas"]
     bodies = 0
     for path, calls in whole["paths"].items():
@@ -80,7 +80,7 @@ def test_document_bounds_every_member_of_every_body(routes: Sequence[Route]) -> 
 
 @pytest.mark.parametrize("routes", BOTH)
 def test_document_is_valid_and_has_every_route(routes: Sequence[Route]) -> None:
-    whole = document("x", routes)
+    whole = build_document("x", routes)
     validate(whole)
     shown = {(method.upper(), path) for path, calls in whole["paths"].items() for method in calls}
     assert shown == {(route.method, route.path) for route in described(routes)}
@@ -89,7 +89,7 @@ def test_document_is_valid_and_has_every_route(routes: Sequence[Route]) -> None:
 
 
 def test_gateway_document_has_the_proxied_paths() -> None:
-    paths = document("x", FLEET_ROUTES)["paths"]
+    paths = build_document("x", FLEET_ROUTES)["paths"]
     assert not [path for path in paths if "{rest}" in path]
     for route in ROUTES:
         path = f"/v1/nodes/{{node}}{route.path.removeprefix('/v1')}"
@@ -99,7 +99,7 @@ def test_gateway_document_has_the_proxied_paths() -> None:
 
 @pytest.mark.parametrize("routes", BOTH)
 def test_document_describes_every_member_of_every_body(routes: Sequence[Route]) -> None:
-    schemas = document("x", routes)["components"]["schemas"]
+    schemas = build_document("x", routes)["components"]["schemas"]
     bodies = {n: s for n, s in schemas.items() if s.get("additionalProperties") is False}
     assert {"StopRequest", "MountRequest", "HolderRequest"} <= bodies.keys()
     members = [(n, m, schema) for n, s in bodies.items() for m, schema in s["properties"].items()]

@@ -28,7 +28,7 @@ async def test_steps_share_one_deadline(now: list[float]) -> None:
     shutdown, left = Shutdown(), []
 
     async def takes_10_s(deadline: Deadline) -> None:
-        left.append(deadline.left_s())
+        left.append(deadline.remaining_s())
         now[0] += 10
 
     for name in "abcd":
@@ -51,7 +51,7 @@ async def test_a_step_that_resists_its_cancellation_is_left_and_named(now: list[
         works_on.append("worked")
 
     works_on: list[str] = []
-    assert shutdown.deadline.left_s() == STOP_TIMEOUT_S
+    assert shutdown.deadline.remaining_s() == STOP_TIMEOUT_S
     now[0] += STOP_TIMEOUT_S
     await shutdown.step("hung library", hangs)
     await shutdown.step("sockets", works)
@@ -77,7 +77,7 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
     shutdown = Shutdown(ended.append)
     if is_over:
         shutdown.finish()
-    stopper = threading.Thread(target=shutdown.limit)
+    stopper = threading.Thread(target=shutdown.enforce_limit)
     stopper.start()
     stopper.join()
     assert ended == [status]

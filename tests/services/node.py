@@ -17,7 +17,7 @@ from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
-from agentd.services.kernels.records import recall, remember
+from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, PluginListing
@@ -59,8 +59,8 @@ class Rig:
         self.clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
         self.runtimes = {"fake": self.runtime}
         self.state = NodeState([*self.runtimes, *others], events)
-        self.state.listen(planner.notify_plugins)
-        remember(self.state, self.memory, "n")
+        self.state.subscribe(planner.notify_plugins)
+        persist_changes(self.state, self.memory, "n")
         counts = NodeCounts(self.clock.steady), ClaimCounts()
         self.node = Node(self.state, self.devices, events, *counts)
         common = (self.runtimes, "fake", self.memory, self.clock)
@@ -75,14 +75,14 @@ class Rig:
             self.memory,
             self.holders,
         )
-        self.state.listen(self.claims.note_kernel)
+        self.state.subscribe(self.claims.on_kernel_change)
         self.reconciler = Reconciler(self.node, *common)
         self.reconciler._following.add("fake")
 
     def recall(self) -> None:
         claims = recall_claims(self.state, self.devices, self.memory.load_claims(), self.now)
         records = self.memory.load_records()
-        recall(self.state, self.devices, records, "fake", self.clock)
+        restore_kernels(self.state, self.devices, records, "fake", self.clock)
         self.claims.resume(claims)
 
     async def relist(self) -> None:

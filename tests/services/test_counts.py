@@ -9,7 +9,7 @@ from services.node import Rig
 
 def counting(rig: Rig) -> NodeCounts:
     counts = NodeCounts(rig.clock.steady)
-    rig.state.listen(counts.note)
+    rig.state.subscribe(counts.on_kernel_change)
     return counts
 
 
@@ -31,10 +31,10 @@ async def test_a_create_that_fails_is_no_refusal_but_has_a_reason(
     rig.runtime.fail_create = error
     with pytest.raises(type(error)):
         await rig.create()
-    counts.refused("a", "k1", error)
+    counts.count_refusal("a", "k1", error)
     assert counts.creates == {("a", FAILED): 1}
     assert counts.refusals == {(error.code, ""): 1}
-    counts.refused("a", "k1", error)
+    counts.count_refusal("a", "k1", error)
     assert counts.creates == {("a", FAILED): 1, ("a", REFUSED): 1}
 
 

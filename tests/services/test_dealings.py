@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
@@ -12,7 +12,7 @@ from services.node import CUDA, Rig
 from support.fakes import FakeMemory
 
 GPUS = tuple(gpus(1, 1, 1, 1))
-CROSSED = Dealing.of({"a": GPUS[::2], "b": GPUS[1::2]}, GPUS)
+CROSSED = PluginAssignment.of({"a": GPUS[::2], "b": GPUS[1::2]}, GPUS)
 NOT_READY = "cuda: its plugin is not ready to deal its devices, so no agent has them"
 NO_PLUGIN = (
     'auto-split-order is "plugin", but no plugin of this node deals its devices;'
@@ -40,11 +40,11 @@ def dealt(rig: Rig) -> list[str]:
     ]
 
 
-def listing(dealing: Dealing | None = CROSSED, devices=GPUS) -> PluginListing:
+def listing(dealing: PluginAssignment | None = CROSSED, devices=GPUS) -> PluginListing:
     return PluginListing("cuda", (CUDA,), devices, dealing)
 
 
-def remembering(dealing: Dealing = CROSSED) -> FakeMemory:
+def remembering(dealing: PluginAssignment = CROSSED) -> FakeMemory:
     memory = FakeMemory()
     memory.devices, memory.dealings = GPUS, {"cuda": dealing}
     return memory
@@ -58,14 +58,16 @@ async def test_dealing_decides_the_partition_and_is_remembered() -> None:
 
 
 async def test_dealing_may_leave_devices_out() -> None:
-    rig = node(listing(Dealing.of({"a": GPUS[:1], "b": GPUS[3:]}, GPUS)))
+    rig = node(listing(PluginAssignment.of({"a": GPUS[:1], "b": GPUS[3:]}, GPUS)))
     assert dealt(rig) == ["0", "3"]
     assert rig.devices.split.unassigned == {"cuda": ("cuda1", "cuda2")}
     assert "cuda1, cuda2 are assigned to no agent" in rig.devices.warnings
 
 
 async def test_dealing_with_a_reason_is_a_warning() -> None:
-    rig = node(listing(Dealing.of({"a": GPUS[:3], "b": GPUS[3:]}, GPUS, "three are linked")))
+    rig = node(
+        listing(PluginAssignment.of({"a": GPUS[:3], "b": GPUS[3:]}, GPUS, "three are linked"))
+    )
     assert dealt(rig) == ["012", "3"]
     assert rig.devices.warnings == (
         "cuda: its plugin deals unequal numbers of devices: three are linked",
@@ -103,14 +105,14 @@ async def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
 
 @pytest.mark.parametrize(
     ("memory", "agents"),
-    [(remembering(Dealing({}, {})), "ab"), (remembering(), "abc")],
+    [(remembering(PluginAssignment({}, {})), "ab"), (remembering(), "abc")],
     ids=["of other devices", "to other agents"],
 )
 async def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -> None:
     rig = node(memory=memory, agents=agents, pending=["cuda"])
     assert set(dealt(rig)) == {""}
     assert NOT_READY in rig.devices.warnings
-    new = Dealing.of(dict.fromkeys(agents, ()) | {"b": GPUS[:1]}, GPUS)
+    new = PluginAssignment.of(dict.fromkeys(agents, ()) | {"b": GPUS[:1]}, GPUS)
     rig.plugins.ready, rig.plugins.pending = [listing(new)], []
     rig.devices.refresh("cuda")
     assert dealt(rig)[:2] == ["", "0"]

@@ -49,7 +49,7 @@ async def test_failing_peer_changes_nothing(rig: Rig) -> None:
 
 async def test_whole_gpus_that_are_parts_now_hold_back_their_parts(rig: Rig) -> None:
     kernel = await rig.create(cuda_device=1)
-    held = kernel.allocation.devices_of("cuda")[0].device_id.id
+    held = kernel.allocation.shares_by_device_name("cuda")[0].device_id.id
     mig = SlotType("cuda.device:1g-mig", SlotKind.UNIQUE, ONE)
     first, second = gpus(1, 1)
     taken = next(d for d in (first, second) if d.device_id.id == held)

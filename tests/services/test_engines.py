@@ -4,7 +4,7 @@ from agentd.core.claim.claim import NameHolder
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import Engines
-from agentd.services.unclaimed import PATIENCE_S, UnclaimedProcesses
+from agentd.services.unclaimed import MIN_USE_S, UnclaimedProcesses
 from services.claims.test_lifecycle import kernel, spec
 from services.node import Rig
 from support.fakes import FakeMemory
@@ -12,7 +12,7 @@ from support.fakes import FakeMemory
 
 def engines(rig: Rig, store: FakeMemory, boot: str = "boot-1", wanted="all") -> Engines:
     made = Engines(rig.devices, store, boot, {"kubernetes": wanted})
-    rig.devices.suspend_by(lambda found: found.with_suspended(made.awaited(found), {}))
+    rig.devices.set_suspension(lambda found: found.with_suspended(made.awaited_devices(found), {}))
     return made
 
 
@@ -20,7 +20,7 @@ async def test_devices_wait_for_an_engine_after_each_boot(rig: Rig) -> None:
     store = FakeMemory()
     made = engines(rig, store)
     assert rig.free_gpus == 0
-    assert not made.all()[0].is_ready
+    assert not made.statuses()[0].is_ready
     assert made.set_ready("kubernetes", is_ready=True).is_ready
     assert rig.free_gpus == 2
     engines(rig, store)
@@ -41,7 +41,7 @@ async def test_claims_hold_devices_that_wait_for_an_engine(rig: Rig) -> None:
 
 async def test_only_named_devices_wait(rig: Rig) -> None:
     made = engines(rig, FakeMemory(), wanted={"cuda": ["cuda1"]})
-    assert made.all()[0].devices == {"cuda": ("cuda1",)}
+    assert made.statuses()[0].devices == {"cuda": ("cuda1",)}
     assert rig.free_gpus == 1
 
 
@@ -59,20 +59,20 @@ async def test_readiness_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
 @pytest.mark.parametrize("withholds", [True, False])
 async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool) -> None:
     watch = UnclaimedProcesses(rig.node, rig.plugins, rig.clock.steady, withholds=withholds)
-    rig.devices.suspend_by(lambda found: found.with_suspended({}, watch.busy))
+    rig.devices.set_suspension(lambda found: found.with_suspended({}, watch.busy_reasons))
     device = rig.devices.inventory.by_name["cuda"][0]
     use = Measurement(device.stable_id, processes=[ProcessUse(17)])
     rig.plugins.measured = {"cuda": [use]}
-    watch.look()
-    rig.now += PATIENCE_S - 1
-    watch.look()
+    watch.scan()
+    rig.now += MIN_USE_S - 1
+    watch.scan()
     assert watch.warnings() == []
     rig.now += 1
-    watch.look()
+    watch.scan()
     assert watch.warnings() == ["device cuda/cuda0: used by process 17 without a claim"]
     assert rig.free_gpus == (1 if withholds else 2)
     rig.plugins.measured = {}
-    watch.look()
+    watch.scan()
     assert (watch.warnings(), rig.free_gpus) == ([], 2)
 
 
@@ -84,6 +84,6 @@ async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:
         "cuda": [Measurement(d.stable_id, processes=[ProcessUse(17)]) for d in devices]
     }
     for _ in range(2):
-        watch.look()
-        rig.now += PATIENCE_S
-    assert watch.found == {}
+        watch.scan()
+        rig.now += MIN_USE_S
+    assert watch.pids_by_device == {}

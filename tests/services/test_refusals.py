@@ -3,9 +3,9 @@
 from agentd.errors import CommandNotFound, InsufficientResource, InvalidRequest, Problem
 from agentd.events import Audit, EventKind, EventLog
 from agentd.services.counts import NodeCounts
-from agentd.services.refusals import KEPT_S, MOST_DETAIL, MOST_KEPT, Refusals
+from agentd.services.refusals import MAX_DETAIL, MAX_KEPT, RETENTION_S, Refusals
 
-NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MOST_DETAIL)
+NO_ROOM = InsufficientResource("cuda.device", "2", "1", (), limit="x" * 2 * MAX_DETAIL)
 
 
 def create(
@@ -17,8 +17,8 @@ def create(
 async def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     counts, events, now = NodeCounts(lambda: 0.0), EventLog(), [1000.0]
     refusals = Refusals(counts, events, lambda: now[0])
-    with events.listener(None) as listener:
-        refusals.note(create("k1", caller="team-a"), NO_ROOM)
+    with events.subscribe(None) as listener:
+        refusals.record(create("k1", caller="team-a"), NO_ROOM)
         events.close()
         (event,) = [event async for event in listener.follow(1)]
     (kept,) = refusals.recent()
@@ -26,9 +26,9 @@ async def test_they_are_counted_told_and_kept_for_an_hour() -> None:
     assert (kept.at, kept.caller, kept.agent_id) == (1000.0, "team-a", "agent-1")
     assert kept.code == "InsufficientResource"
     assert kept.detail.startswith("insufficient cuda.device: requested 2, 1 free")
-    assert len(kept.detail) == MOST_DETAIL
+    assert len(kept.detail) == MAX_DETAIL
     assert counts.refusals["InsufficientResource", "cuda.device"] == 1
-    now[0] += KEPT_S
+    now[0] += RETENTION_S
     assert refusals.recent() == (kept,)
     now[0] += 0.1
     assert not refusals.recent()
@@ -37,25 +37,25 @@ async def test_they_are_counted_told_and_kept_for_an_hour() -> None:
 def test_those_of_claims_are_not_counted_as_kernels() -> None:
     counts = NodeCounts(lambda: 0.0)
     refusals = Refusals(counts, EventLog(), lambda: 0.0)
-    refusals.note(create("", action="create_claim", claim_id="c1"), NO_ROOM)
+    refusals.record(create("", action="create_claim", claim_id="c1"), NO_ROOM)
     (kept,) = refusals.recent()
     assert (kept.kernel_id, kept.claim_id, counts.refusals) == ("", "c1", {})
 
 
 def test_a_flood_keeps_the_latest() -> None:
     refusals = Refusals(NodeCounts(lambda: 0.0), EventLog(), lambda: 0.0)
-    for number in range(MOST_KEPT + 5):
-        refusals.note(create(f"k{number}"), NO_ROOM)
+    for number in range(MAX_KEPT + 5):
+        refusals.record(create(f"k{number}"), NO_ROOM)
     kept = refusals.recent()
-    assert (len(kept), kept[0].kernel_id) == (MOST_KEPT, "k5")
+    assert (len(kept), kept[0].kernel_id) == (MAX_KEPT, "k5")
 
 
 async def test_refusal_keeps_nothing_that_only_its_caller_may_read() -> None:
     events = EventLog()
     refusals = Refusals(NodeCounts(lambda: 0.0), events, lambda: 0.0)
-    with events.listener(None) as listener:
-        refusals.note(create("k1"), InvalidRequest([Problem("env.SECRET", "is invalid")]))
-        refusals.note(create("k2"), CommandNotFound("command 'SECRET': not found"))
+    with events.subscribe(None) as listener:
+        refusals.record(create("k1"), InvalidRequest([Problem("env.SECRET", "is invalid")]))
+        refusals.record(create("k2"), CommandNotFound("command 'SECRET': not found"))
         events.close()
         told = [event.value async for event in listener.follow(1)]
     assert [kept.detail for kept in refusals.recent()] == [

@@ -37,7 +37,7 @@ def test_kernels_and_ledger_are_always_in_step(changes) -> None:
             state.drop(kernel_id)
         else:
             state.put(kernel(kernel_id, now, ports=(Port(80, 8000),)))
-        holding = {k.kernel_id for k in state if k.holds}
+        holding = {k.kernel_id for k in state if k.holds_devices}
         assert state.ledger.holdings.keys() == holding
         assert set(state.ports.values()) <= holding
         assert bool(state.ports) == bool(holding)
@@ -45,7 +45,7 @@ def test_kernels_and_ledger_are_always_in_step(changes) -> None:
 
 def test_callbacks_get_every_change_after_it_was_made(state: NodeState) -> None:
     heard = []
-    state.listen(lambda before, now: heard.append((before, now, len(state.kernels))))
+    state.subscribe(lambda before, now: heard.append((before, now, len(state.kernels))))
     first, second = kernel(), kernel(state=KernelState.TERMINATED)
     state.put(first)
     state.put(second)
@@ -60,7 +60,7 @@ async def test_events_say_whether_what_is_held_has_changed() -> None:
     events = EventLog()
     state = NodeState(["fake"], events)
     lost, again = KernelState.LOST, KernelState.RUNNING
-    with events.listener(None) as listener:
+    with events.subscribe(None) as listener:
         for now in (
             KernelState.PREPARING,
             KernelState.RUNNING,
@@ -94,10 +94,10 @@ async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: No
 
 
 async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> None:
-    with state._events.listener(None) as listener:
+    with state._events.subscribe(None) as listener:
         for reason in ("down", "still down"):
-            state.note_unavailable("fake", reason)
-        state.note_available("fake")
+            state.mark_unavailable("fake", reason)
+        state.mark_available("fake")
         state._events.close()
         told = [event.value.state async for event in listener.follow(1)]
     assert told == [RuntimeState.UNAVAILABLE, RuntimeState.AVAILABLE]
@@ -105,11 +105,13 @@ async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> N
 
 def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> None:
     state.put(kernel())
-    assert state.is_second("k1", "other")
-    assert not state.is_second("k1", "fake")
-    assert not state.is_second("k2", "other")
+    assert state.is_duplicate_id("k1", "other")
+    assert not state.is_duplicate_id("k1", "fake")
+    assert not state.is_duplicate_id("k2", "other")
     state.put(replace(kernel(), agent_id=""))
-    assert not state.is_second("k1", "other"), "whose it is was a guess: its record is unreadable"
+    assert not state.is_duplicate_id("k1", "other"), (
+        "whose it is was a guess: its record is unreadable"
+    )
 
 
 def test_labels_of_what_has_ended_do_not_count(state: NodeState) -> None:

@@ -111,7 +111,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def ask(*words: object, **options: object) -> str:
         raise AssertionError((words, options))
 
-    monkeypatch.setattr(controller, "run", ask)
+    monkeypatch.setattr(controller, "run_command", ask)
     monkeypatch.setattr(NodeClient, "_call", ask)
     monkeypatch.setenv("AGENTD_SOCKET", str(tmp_path / "agentd.sock"))
     return {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "AGENTD_SLURM_RUN": str(tmp_path / "run")}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd_slurm.device_files import files_of
+from agentd_slurm.device_files import assign_files
 from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres
 from agentd_slurm.gres_map import GresDevice, GresMap, UnusableMap, parse_map, read_map
 
@@ -82,7 +82,7 @@ def test_files_come_from_the_driver_and_from_sysfs(tmp_path: Path) -> None:
         device("tpu0", aliases=["dev:accel0"]),
         device("sim0"),
     ]
-    assert files_of(rows, "/stand-ins", tmp_path) == (
+    assert assign_files(rows, "/stand-ins", tmp_path) == (
         {
             "GPU-cuda0": "/dev/nvidia3",
             "GPU-rocm0": "/dev/dri/renderD129",

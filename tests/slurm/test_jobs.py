@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd_slurm import controller
-from agentd_slurm.jobs import UnclearJob, UnreadableAnswer, expand_hosts, indices, parse_job
+from agentd_slurm.jobs import (
+    UnclearJob,
+    UnreadableAnswer,
+    expand_hosts,
+    parse_gpu_indices,
+    parse_job,
+)
 
 ANSWER = (
     "JobId=7 {ids}JobName={name} UserId={user}(1000) GroupId=domain users(100) MCS_label={label}"
@@ -50,7 +56,7 @@ def answer(**changes: str) -> str:
     ],
 )
 def test_indices_of_a_detail(detail: str, wanted: set[int] | None) -> None:
-    assert indices(detail) == wanted
+    assert parse_gpu_indices(detail) == wanted
 
 
 @pytest.mark.parametrize(
@@ -110,16 +116,16 @@ def test_job_that_has_the_id_of_its_set_is_asked_for_by_name(
 ) -> None:
     task = answer(ids="ArrayJobId=7 ArrayTaskId=2 ")
     answers = {"7": task + answer(), "7_2": task}
-    monkeypatch.setattr(controller, "run", lambda *words: answers[words[-1]])
-    found = controller.job(7)
+    monkeypatch.setattr(controller, "run_command", lambda *words: answers[words[-1]])
+    found = controller.get_job(7)
     assert found is not None
     assert (found.job_id, found.name) == (7, "7_2")
 
 
 def test_answer_about_another_job_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "run", lambda *_: answer())
+    monkeypatch.setattr(controller, "run_command", lambda *_: answer())
     with pytest.raises(UnreadableAnswer, match="job 8: got job 7 first"):
-        controller.job(8)
+        controller.get_job(8)
 
 
 LIES = (
@@ -220,4 +226,4 @@ def test_answer_that_is_something_else_is_an_error(text: str) -> None:
 @given(st.sets(st.integers(0, 63)))
 def test_indices_are_read_back(chosen: set[int]) -> None:
     text = ",".join(str(number) for number in sorted(chosen))
-    assert indices(f"gpu:{len(chosen)}(IDX:{text})") == chosen
+    assert parse_gpu_indices(f"gpu:{len(chosen)}(IDX:{text})") == chosen

@@ -70,10 +70,10 @@ def test_sync_says_how_many_lines_were_lost(capsys: pytest.CaptureFixture[str]) 
 
     lost = LostLines()
     lost.add(3, "Broken pipe")
-    lost.note_written()
+    lost.mark_writable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_environment, "LOST", lost)
-        job_environment.note("sync", "in step")
+        job_environment.log_line("sync", "in step")
     assert capsys.readouterr().err.splitlines() == [
         "agentd-slurm sync: in step",
         "agentd-slurm sync: lines lost from this log: 3 (Broken pipe)",

@@ -40,7 +40,7 @@ def test_processes_are_found_by_cgroup_and_by_stepd(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "13").mkdir()
     found = find_processes("n1", tmp_path)
-    assert [found.of(job) for job in range(3, 9)] == [True, True, False, True, False, False]
+    assert [found.may_have(job) for job in range(3, 9)] == [True, True, False, True, False, False]
 
 
 @pytest.mark.parametrize("name", [b"\xff\n", "12345678901234é".encode()[:15] + b"\n"])
@@ -55,9 +55,9 @@ def test_names_of_others_hide_no_job(tmp_path: Path, name: bytes) -> None:
 def test_stepd_that_keeps_the_scope_alive_is_of_no_job(tmp_path: Path) -> None:
     scope = "0::/system.slice/slurmstepd.scope/system"
     process(tmp_path, 11, "slurmstepd", "/usr/sbin/slurmstepd\0infinity", f"{scope}\n")
-    assert not find_processes("n1", tmp_path).of(99)
+    assert not find_processes("n1", tmp_path).may_have(99)
 
 
 def test_stepd_without_a_title_may_be_of_any_job(tmp_path: Path) -> None:
     process(tmp_path, 11, "slurmstepd", "/usr/sbin/slurmstepd")
-    assert find_processes("n1", tmp_path).of(99)
+    assert find_processes("n1", tmp_path).may_have(99)

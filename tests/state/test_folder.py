@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentd import failpoints
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import Phase, SavedRecord
@@ -25,7 +25,7 @@ def state(tmp_path: Path) -> Iterator[StateFolder]:
 
 def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     devices = gpus(1, 0.5, nodes=(0, None))
-    dealing = Dealing.of({"a": devices[:1], "b": ()}, devices, "one is faster")
+    dealing = PluginAssignment.of({"a": devices[:1], "b": ()}, devices, "one is faster")
     state.save_devices(devices, {"cuda": dealing})
     assert state.load_dealings() == {"cuda": dealing}
     loaded = state.load_devices()
@@ -85,7 +85,7 @@ def test_claims_that_cannot_be_listed_are_not_none(state, monkeypatch) -> None:
 def test_records_that_cannot_be_listed_refuse_a_start(
     state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    state.save_phase("k1", Phase.LIVE, lambda: "{}")
     state.close()
     listed = Path.iterdir
 
@@ -102,23 +102,23 @@ def test_records_that_cannot_be_listed_refuse_a_start(
 def test_bundles_that_cannot_be_listed_may_be_there(
     state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.bundled() == set()
+    assert state.bundle_runtimes() == set()
 
     def failing(_: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "iterdir", failing)
-    assert state.bundled() == {"process", "systemd", "docker"}
+    assert state.bundle_runtimes() == {"process", "systemd", "docker"}
 
 
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]
-    for phase in (Phase.HELD, Phase.ENDED, Phase.HELD):
+    for phase in (Phase.LIVE, Phase.ENDED, Phase.LIVE):
         state.save_phase("k1", phase, lambda: "not asked")
         assert state.load_records() == [SavedRecord("k1", phase, "{}")]
-    state.save_phase("k2", Phase.HELD, lambda: "[]")
-    assert SavedRecord("k2", Phase.HELD, "[]") in state.load_records()
+    state.save_phase("k2", Phase.LIVE, lambda: "[]")
+    assert SavedRecord("k2", Phase.LIVE, "[]") in state.load_records()
     for kernel_id in ("k1", "k2", "k2"):
         state.drop_record(kernel_id)
     assert state.load_records() == []
@@ -207,7 +207,7 @@ def test_a_record_that_could_not_be_dropped_harms_no_later_one(state: StateFolde
 def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=2*error(EROFS)")
-    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    state.save_phase("k1", Phase.LIVE, lambda: "{}")
     state.save_phase("k1", Phase.ENDED, lambda: "{}")
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "{}")]
     failpoints.arm("")
@@ -219,7 +219,7 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
 def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")
-    state.save_phase("k1", Phase.HELD, lambda: "{}")
+    state.save_phase("k1", Phase.LIVE, lambda: "{}")
     assert [record.phase for record in state.load_records()] == [Phase.INTENT]
     failpoints.arm("")
     state.drop_record("k1")
@@ -236,7 +236,7 @@ def test_what_is_no_file_is_no_record(state: StateFolder, make) -> None:
     make(state.folder / "records" / "k1.json")
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
-        assert state.load_records() == [SavedRecord("k1", Phase.HELD, "")]
+        assert state.load_records() == [SavedRecord("k1", Phase.LIVE, "")]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -72,7 +72,7 @@ async def test_a_stop_empties_the_line_if_nothing_is_used(
         kill(before)
     one = agentd("one")
     await one.acquire()
-    one.note_use(is_used=is_used, is_known=is_known)
+    one.set_in_use(is_used=is_used, is_known=is_known)
     one.release()
     assert (line_in(folder) is not None) is stays
     two = agentd("two")

@@ -21,11 +21,11 @@ import aiohttp
 
 from agentd.core.invariants import (
     NodeSnapshot,
-    Present,
+    PresentKernel,
     RecordedClaim,
     RecordedKernel,
     Violation,
-    violations,
+    find_violations,
 )
 from agentd.core.kernel.plan import kernel_name, name_prefix
 from agentd.core.kernel.states import ENDED, LIVE, STARTING, KernelState
@@ -161,7 +161,7 @@ class CheckedNode:
                 for slot, use in d["slots"].items()
             },
             holdings=_holdings(devices),
-            accounted=accounted,
+            recorded=accounted,
             present=present,
             strays=tuple(self._strays(accounted, processes)),
             divisible=frozenset({"mem/root"}),
@@ -196,7 +196,7 @@ class CheckedNode:
         touched: Collection[str],
         allowed: Collection[str],
     ) -> list[Violation]:
-        found = violations(snapshot)
+        found = find_violations(snapshot)
         if before is not None:
             found += lost_kernels(before, snapshot, touched)
         return [v for v in found if v.rule not in allowed]
@@ -243,13 +243,13 @@ class CheckedNode:
 
     def _present(
         self, by_stable_id: dict[str, str], processes: Iterable[Environment]
-    ) -> Iterator[tuple[str, Present]]:
+    ) -> Iterator[tuple[str, PresentKernel]]:
         if self.engine is not None:
             for container in self._containers():
                 labels = container["Labels"]
                 given = _given(labels.get("io.agentd.record", ""), by_stable_id)
                 is_alive = container["State"] in ("running", "paused")
-                yield labels["io.agentd.kernel"], Present(container["Id"], is_alive, given)
+                yield labels["io.agentd.kernel"], PresentKernel(container["Id"], is_alive, given)
         alive = {kernel_id: str(pid) for kernel_id, pid in self._leaders(processes).items()}
         folders = self.daemon.folder / "state" / "kernels"
         named = {path.name for path in folders.glob("[!.]*")} if folders.exists() else set()
@@ -257,7 +257,7 @@ class CheckedNode:
             record = folders / kernel_id / "record.json"
             text = record.read_text(errors="replace") if record.exists() else ""
             given = _given(text, by_stable_id)
-            yield kernel_id, Present(alive.get(kernel_id, ""), kernel_id in alive, given)
+            yield kernel_id, PresentKernel(alive.get(kernel_id, ""), kernel_id in alive, given)
 
     def _leaders(self, processes: Iterable[Environment]) -> dict[str, int]:
         """Return the process of each kernel's command: it leads its session."""
@@ -305,14 +305,14 @@ def lost_kernels(
     for kernel_id, lived in before.present.items():
         if kernel_id in touched or not lived.is_alive:
             continue
-        now, accounted = after.present.get(kernel_id), after.accounted.get(kernel_id)
+        now, accounted = after.present.get(kernel_id), after.recorded.get(kernel_id)
         if now is None or not now.is_alive or now.handle != lived.handle:
             what = f"is {now.handle if now and now.is_alive else 'gone'}"
             lost.append(Violation("survival", f"kernel {kernel_id} was {lived.handle}, {what}"))
         elif accounted is None or accounted.state not in LIVE | STARTING:
             lost.append(Violation("survival", f"kernel {kernel_id} is alive but not recorded"))
-        elif now.given != lived.given:
-            lost.append(Violation("survival", f"kernel {kernel_id} holds {now.given}"))
+        elif now.allocation != lived.allocation:
+            lost.append(Violation("survival", f"kernel {kernel_id} holds {now.allocation}"))
     return lost
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from agentd.host.processes import all_processes, read_env
-from agentd.host.systemd.availability import why_no_systemd
+from agentd.host.systemd.availability import systemd_problems
 from support import fork_server
 from support.engine import Engine
 from support.waiting import until
@@ -44,7 +44,7 @@ socket = "{engine}"
 network = "none"
 stop-timeout = 1
 """
-UNITS = () if why_no_systemd() else ("systemd",)
+UNITS = () if systemd_problems() else ("systemd",)
 """The runtime of systemd where that runs; elsewhere it is tested in a machine of tests/node."""
 AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\n'
 
@@ -65,7 +65,7 @@ class Answer:
         return json.loads(self.content)
 
 
-def end(pid: int, number: int) -> None:
+def signal_and_wait(pid: int, number: int) -> None:
     """Send a signal to a process that ends of it, and wait until it has."""
     watch = os.pidfd_open(pid)
     try:
@@ -75,14 +75,16 @@ def end(pid: int, number: int) -> None:
         os.close(watch)
 
 
-def marked(marker: str) -> list[int]:
+def processes_with_marker(marker: str) -> list[int]:
     """Return the processes that have a marker in their environment."""
     return [p.pid for p in all_processes() if read_env(p.pid).get("MARKER") == marker]
 
 
-async def gone(marker: str) -> None:
+async def until_no_process(marker: str) -> None:
     """Wait until there are none of them."""
-    await until(lambda: marked(marker), [], text=f"no process marked {marker}", within_s=15)
+    await until(
+        lambda: processes_with_marker(marker), [], text=f"no process marked {marker}", within_s=15
+    )
 
 
 @contextlib.contextmanager

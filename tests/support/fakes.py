@@ -20,12 +20,13 @@ from agentd.core.kernel.states import (
     ObservedState,
 )
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.services.protocols import (
     CreateProgress,
+    CreateUndone,
     LogQuery,
     PluginListing,
     PluginState,
@@ -33,7 +34,6 @@ from agentd.services.protocols import (
     PluginVitals,
     Session,
     Support,
-    Undone,
 )
 from agentd.state.schemas import Phase, SavedRecord
 
@@ -76,7 +76,7 @@ class FakeRuntime:
         if self.is_down:
             raise RuntimeUnavailable("the fake is down")
 
-    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         return [] if spec.command else [Problem("command", "is empty")]
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
@@ -90,7 +90,7 @@ class FakeRuntime:
                 await self.gate.wait()
             await asyncio.sleep(0)
         except asyncio.CancelledError:
-            raise Undone from None
+            raise CreateUndone from None
         if self.fail_create is not None:
             raise self.fail_create
         command = plan.spec.command
@@ -105,7 +105,7 @@ class FakeRuntime:
             handle=str(self._count),
             state=ObservedState.RUNNING,
             record=plan.record,
-            statement=plan.statement,
+            device_label=plan.device_label,
             started_at=1.0,
         )
         self.kernels[found.kernel_id] = found
@@ -157,7 +157,7 @@ class FakeRuntime:
         self._answer()
         return self.kernels.get(ref.kernel_id)
 
-    async def follow(self) -> AsyncIterator[str]:
+    async def watch_events(self) -> AsyncIterator[str]:
         self._answer()
         events: asyncio.Queue[str] = asyncio.Queue()
         self._followers.append(events)
@@ -226,17 +226,17 @@ class FakeHolders:
         self.ended: dict[object, Callable[[], None]] = {}
         self.failure: OSError | None = None
 
-    def process(
+    def find_process(
         self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
     ) -> ProcessHolder:
         return ProcessHolder(pid, start_time or 1)
 
-    def cgroup(
+    def find_cgroup(
         self, path: str, kernel_pids: Collection[int], containers: Collection[str]
     ) -> CgroupHolder:
         return CgroupHolder(path, 1)
 
-    def lives(self, holder: ClaimOwner) -> bool:
+    def is_alive(self, holder: ClaimOwner) -> bool:
         return holder in self.ended or not isinstance(holder, ProcessHolder)
 
     def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
@@ -251,7 +251,7 @@ class FakeMemory:
 
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()
-        self.dealings: Mapping[str, Dealing] = {}
+        self.dealings: Mapping[str, PluginAssignment] = {}
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
         self.claims: dict[str, str] = {}
@@ -276,10 +276,12 @@ class FakeMemory:
     def load_devices(self) -> Sequence[Device]:
         return self.devices
 
-    def load_dealings(self) -> Mapping[str, Dealing]:
+    def load_dealings(self) -> Mapping[str, PluginAssignment]:
         return self.dealings
 
-    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+    def save_devices(
+        self, devices: Sequence[Device], dealings: Mapping[str, PluginAssignment]
+    ) -> None:
         self.devices, self.dealings = devices, dict(dealings)
 
     def load_ready_engines(self) -> Mapping[str, str]:

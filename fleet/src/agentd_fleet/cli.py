@@ -13,7 +13,7 @@ import click
 
 from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
-from agentd.service.exit_status import end_refused
+from agentd.service.exit_status import exit_refused
 
 config_option = click.option(
     "--config",
@@ -32,7 +32,7 @@ def agentd_fleet() -> None:
     """
 
 
-_end_refused = partial(end_refused, "agentd-fleet")
+_end_refused = partial(exit_refused, "agentd-fleet")
 
 
 @agentd_fleet.command()
@@ -66,8 +66,8 @@ def join(config_file: str | None) -> None:
     stderr.guard()
     import msgspec
 
-    from agentd.http.credentials import pair_weaknesses
-    from agentd_fleet.daemon import etcd_access
+    from agentd.http.credentials import key_pair_weaknesses
+    from agentd_fleet.daemon import etcd_credentials
     from agentd_fleet.join.publisher import JoinOptions
     from agentd_fleet.settings import load
 
@@ -76,7 +76,7 @@ def join(config_file: str | None) -> None:
         fleet, join_settings = settings.fleet, settings.join
         if not fleet.etcd:
             raise ConfigRefused([Problem("fleet.etcd", "missing: expected the addresses of etcd")])
-        credentials = etcd_access(fleet)
+        credentials = etcd_credentials(fleet)
     except AgentdError as error:
         _end_refused(error)
     options = JoinOptions(
@@ -92,7 +92,7 @@ def join(config_file: str | None) -> None:
         labels=dict(join_settings.labels),
         lease_s=join_settings.lease,
         state_dir=str(join_settings.state_dir),
-        weaknesses=tuple(pair_weaknesses(fleet.cert, fleet.key)),
+        weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
     )
     descriptor = os.memfd_create("join", 0)
     os.write(descriptor, msgspec.json.encode(options))
@@ -106,7 +106,7 @@ def join(config_file: str | None) -> None:
 @config_option
 def check_config(config_file: str | None) -> None:
     """Check the configuration without running."""
-    from agentd_fleet.daemon import refuse_unusable, weak_credentials
+    from agentd_fleet.daemon import credential_weaknesses, refuse_unusable
     from agentd_fleet.settings import load
 
     try:
@@ -114,7 +114,7 @@ def check_config(config_file: str | None) -> None:
         refuse_unusable(settings)
     except AgentdError as error:
         _end_refused(error)
-    for weakness in weak_credentials(settings):
+    for weakness in credential_weaknesses(settings):
         if weakness.holds_at(time.time()):
             click.echo(f"agentd-fleet: warning: {weakness.text}", err=True)
     click.echo("configuration OK")

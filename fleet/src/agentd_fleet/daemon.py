@@ -14,17 +14,17 @@ from pydantic import ValidationError
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.errors import ConfigRefused, DaemonFailed, Problem
-from agentd.http.certificates import load_chain, read_named
+from agentd.http.certificates import load_chain, read_chain_file
 from agentd.http.credentials import (
-    certificate_of,
-    endpoint,
+    build_endpoint,
     expiry_problems,
-    guarded_secret_in,
-    pair_weaknesses,
+    key_pair_weaknesses,
+    read_configured_certificate,
+    read_guarded_token,
+    read_tokens,
     token_weaknesses,
-    tokens,
 )
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
@@ -33,7 +33,7 @@ from agentd.service.background import Background
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.service.weaknesses import Weakness, Weaknesses
-from agentd.tomlfile.parsing import problem_of
+from agentd.tomlfile.parsing import translate_error
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
@@ -43,7 +43,7 @@ from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.placement.sweep import Sweep
 from agentd_fleet.settings import FleetFile, FleetSettings
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 from agentd_fleet.store.route import Store
@@ -52,29 +52,29 @@ from agentd_fleet.view.fleet_state import FleetState
 
 log = structlog.get_logger()
 
-FIRST_VIEW_S, LOOK_S = 5.0, 0.05
-AFTER_SERVER_S, AFTER_PLACING_S = 15.0, 3.0
+FIRST_VIEW_TIMEOUT_S, LOOK_S = 5.0, 0.05
+AFTER_SERVER_S, AFTER_PLACEMENTS_S = 15.0, 3.0
 """Seconds of a stop reserved for the steps after the server and the placements."""
 
 
-def etcd_access(fleet: FleetSettings) -> EtcdCredentials:
+def etcd_credentials(fleet: FleetSettings) -> EtcdCredentials:
     """Return the endpoints and credentials of etcd.
 
     Raises:
         ConfigRefused: the password or a certificate is unusable.
     """
     password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
-    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, tls_of(fleet))
+    return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, client_tls_context(fleet))
 
 
-def tls_of(fleet: FleetSettings) -> ssl.SSLContext:
+def client_tls_context(fleet: FleetSettings) -> ssl.SSLContext:
     """Return the TLS context for etcd and nodes, by default with the system's CAs.
 
     Raises:
         ConfigRefused: a file is unusable.
     """
     try:
-        ca = read_named(fleet.ca).text if fleet.ca is not None else None
+        ca = read_chain_file(fleet.ca).text if fleet.ca is not None else None
         context = client_tls(cadata=ca)
         if fleet.cert is not None and fleet.key is not None:
             load_chain(context, fleet.cert, fleet.key)
@@ -88,7 +88,7 @@ def _read_secret(where: str, file: Path | None) -> str:
     if file is None:
         return ""
     try:
-        return guarded_secret_in(file)
+        return read_guarded_token(file)
     except ValueError as error:
         raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
 
@@ -105,13 +105,13 @@ def rpc_settings(settings: FleetFile) -> RpcSettings:
         values = {**shared, "token_file": rpc.token_file, "tokens": rpc.tokens}
         return RpcSettings.model_validate(values, by_name=True)
     except ValidationError as error:
-        problems = [problem_of(dict(item), {}, RpcSettings) for item in error.errors()]
+        problems = [translate_error(dict(item), {}, RpcSettings) for item in error.errors()]
         raise ConfigRefused(
             [Problem(f"gateway.{p.where}".rstrip("."), p.why) for p in problems]
         ) from None
 
 
-def weak_credentials(settings: FleetFile) -> list[Weakness]:
+def credential_weaknesses(settings: FleetFile) -> list[Weakness]:
     """Return the weaknesses of the gateway's credentials."""
     return [*token_weaknesses(rpc_settings(settings)), *certificate_weaknesses(settings)]
 
@@ -119,8 +119,8 @@ def weak_credentials(settings: FleetFile) -> list[Weakness]:
 def certificate_weaknesses(settings: FleetFile) -> list[Weakness]:
     """Return the weaknesses of the gateway's certificates."""
     fleet, gateway = settings.fleet, settings.gateway
-    own = pair_weaknesses(gateway.tls_cert, gateway.tls_key)
-    return [*own, *pair_weaknesses(fleet.cert, fleet.key)]
+    own = key_pair_weaknesses(gateway.tls_cert, gateway.tls_key)
+    return [*own, *key_pair_weaknesses(fleet.cert, fleet.key)]
 
 
 def refuse_unusable(settings: FleetFile) -> None:
@@ -130,8 +130,8 @@ def refuse_unusable(settings: FleetFile) -> None:
         ConfigRefused: a file is unusable, or a certificate has expired.
     """
     fleet, gateway = settings.fleet, settings.gateway
-    certificate_of(rpc_settings(settings), "gateway")
-    etcd_access(fleet)
+    read_configured_certificate(rpc_settings(settings), "gateway")
+    etcd_credentials(fleet)
     expired = expiry_problems("fleet.cert", fleet.cert, fleet.key)
     expired += expiry_problems("gateway.tls-cert", gateway.tls_cert, gateway.tls_key)
     if expired:
@@ -162,7 +162,7 @@ class GatewayDaemon:
             StartRefused: the gateway cannot run on this host.
             DaemonFailed: a vital part has failed.
         """
-        self._shutdown.listen({signal.SIGHUP: self._reload.set})
+        self._shutdown.handle_signals({signal.SIGHUP: self._reload.set})
         try:
             async with contextlib.AsyncExitStack() as stack:
                 await self._serve(stack)
@@ -176,18 +176,18 @@ class GatewayDaemon:
         """Start the parts in order and serve until the stop."""
         step = self._shutdown.step
         settings = self._settings
-        server_endpoint = endpoint(rpc_settings(settings), "gateway")
+        server_endpoint = build_endpoint(rpc_settings(settings), "gateway")
         token = _read_secret("gateway.node-token-file", settings.gateway.node_token_file)
-        state, tls = FleetState(), tls_of(settings.fleet)
+        state, tls = FleetState(), client_tls_context(settings.fleet)
         nodes = await stack.enter_async_context(Nodes(state, token, tls))
         store = await self._open_store(stack, state, token, tls)
         backend = FleetBackend(store=store, state=state, nodes=nodes)
         placer = Placer(backend, settings.gateway.policy, self._timeouts)
-        stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACING_S)
+        stack.push_async_callback(step, "placements", lambda _: placer.close(), AFTER_PLACEMENTS_S)
         gateway = Gateway(backend, placer)
         background = Background(self._shutdown.fail)
         stack.push_async_callback(
-            step, "background tasks", lambda _: background.close(), AFTER_PLACING_S
+            step, "background tasks", lambda _: background.close(), AFTER_PLACEMENTS_S
         )
         background.run("store", store.run())
         server = Server(
@@ -208,7 +208,7 @@ class GatewayDaemon:
         await self._wait_first_view(store)
         log.info("gateway.ready", fleet=settings.fleet.name, nodes=len(state.view.nodes))
         self._notifier.ready(f"fleet {settings.fleet.name}")
-        await self._notifier.keep_alive_until(self._shutdown.asked)
+        await self._notifier.keep_alive_until(self._shutdown.requested)
         self._notifier.stopping()
 
     async def _open_store(
@@ -220,7 +220,7 @@ class GatewayDaemon:
     ) -> Store:
         fleet = self._settings.fleet
         if fleet.etcd:
-            etcd = await stack.enter_async_context(Etcd(etcd_access(fleet)))
+            etcd = await stack.enter_async_context(EtcdClient(etcd_credentials(fleet)))
             return EtcdStore(etcd, fleet.name, state)
         if not fleet.nodes:
             reason = 'set etcd = ["https://…"], or nodes = ["unix:/…"] for a few nodes'
@@ -234,9 +234,9 @@ class GatewayDaemon:
     async def _wait_first_view(self, store: Store) -> None:
         """Wait for the first view, for a limited time: without it every create would be refused."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + FIRST_VIEW_S
-        while store.why_not_live() and (remaining_s := deadline - loop.time()) > 0:
-            if await is_set_within(self._shutdown.asked, min(remaining_s, LOOK_S)):
+        deadline = loop.time() + FIRST_VIEW_TIMEOUT_S
+        while store.stale_reason() and (remaining_s := deadline - loop.time()) > 0:
+            if await wait_event(self._shutdown.requested, min(remaining_s, LOOK_S)):
                 return
 
     async def _reload_on_hangup(self, server: Server, certificates: Sequence[Weakness]) -> None:
@@ -249,9 +249,9 @@ class GatewayDaemon:
             self._reload.clear()
             try:
                 rpc = rpc_settings(await asyncio.to_thread(self._reread))
-                new_tokens = await asyncio.to_thread(tokens, rpc)
+                new_tokens = await asyncio.to_thread(read_tokens, rpc)
                 weaknesses = await asyncio.to_thread(token_weaknesses, rpc)
-                server.renew_tokens(new_tokens)
+                server.replace_tokens(new_tokens)
                 self._weaknesses.replace([*weaknesses, *certificates])
             except ConfigRefused as error:
                 log.warning("gateway.reload_refused", reasons=error.lines())

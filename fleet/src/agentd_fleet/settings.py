@@ -16,19 +16,19 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from agentd.core.names import repeated
+from agentd.core.names import find_duplicates
 from agentd.http.settings import SocketPath, TokenSettings
 from agentd.tomlfile.environment import FileSettings
-from agentd.tomlfile.parsing import parse, read_text
+from agentd.tomlfile.parsing import parse_settings, read_text
 from agentd.tomlfile.section import Name, Section, refuse_bool
 from agentd_fleet.placement.choice import PlacementPolicy
 
 ENV_PREFIX = "AGENTD_FLEET__"
-SEARCHED = Path("/etc/agentd/fleet.toml")
+SYSTEM_FILE = Path("/etc/agentd/fleet.toml")
 UNIX = "unix:"
 
 
-def address(value: str, *schemes: str) -> str:
+def validate_address(value: str, *schemes: str) -> str:
     """Validate an address; the message of a ValueError has the expectation."""
     if value.startswith(UNIX) and "unix" in schemes and value.removeprefix(UNIX).startswith("/"):
         return value
@@ -64,13 +64,13 @@ class FleetSettings(Section):
     @field_validator("etcd")
     @classmethod
     def _reachable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(address(item, "https", "http") for item in value)
+        return tuple(validate_address(item, "https", "http") for item in value)
 
     @field_validator("nodes")
     @classmethod
     def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        addresses = tuple(address(item, "https", "http", "unix") for item in value)
-        if twice := repeated(addresses):
+        addresses = tuple(validate_address(item, "https", "http", "unix") for item in value)
+        if twice := find_duplicates(addresses):
             raise ValueError(f"duplicate address {', '.join(twice)}")
         return addresses
 
@@ -105,7 +105,7 @@ class JoinSettings(Section):
     @field_validator("url")
     @classmethod
     def _reachable(cls, value: str) -> str:
-        return address(value, "https", "http", "unix") if value else value
+        return validate_address(value, "https", "http", "unix") if value else value
 
 
 class GatewaySettings(Section):
@@ -159,7 +159,7 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFi
         ConfigRefused: the file is unreadable or its settings are unusable.
     """
     file = option or environ.get("AGENTD_FLEET_CONFIG")
-    path = Path(file) if file else (SEARCHED if SEARCHED.exists() else None)
+    path = Path(file) if file else (SYSTEM_FILE if SYSTEM_FILE.exists() else None)
     source = str(path or "defaults")
-    settings, _ = parse(FleetFile, read_text(path), source, environ, ENV_PREFIX)
+    settings, _ = parse_settings(FleetFile, read_text(path), source, environ, ENV_PREFIX)
     return settings

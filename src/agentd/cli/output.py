@@ -18,11 +18,11 @@ from agentd.service.exit_status import ExitStatus
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FORMAT = "agentd.output"
 FORMATS = ("json", "yaml", "wide", "name")
-DATA = ("json", "yaml")
+DATA_FORMATS = ("json", "yaml")
 """Formats that print a whole answer, and errors too."""
 
 
-def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+def print_text(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text without control characters."""
     click.echo(printable(text), err=err, nl=nl)
 
@@ -41,14 +41,14 @@ class CommandError(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         del file
-        say(f"{self._program}: {' '.join(self.message.split())}", err=True)
+        print_text(f"{self._program}: {' '.join(self.message.split())}", err=True)
         for remedy in self._remedies:
-            say(f"  {remedy}", err=True)
+            print_text(f"  {remedy}", err=True)
 
 
 def choose_format(context: click.Context, form: str) -> None:
     """Choose a format; JSON or YAML that was chosen before stays."""
-    if context.meta.get(_FORMAT) not in DATA:
+    if context.meta.get(_FORMAT) not in DATA_FORMATS:
         context.meta[_FORMAT] = form
 
 
@@ -81,7 +81,7 @@ def output_format() -> str | None:
 
 def is_data() -> bool:
     """Return whether the running command prints JSON or YAML."""
-    return output_format() in DATA
+    return output_format() in DATA_FORMATS
 
 
 def is_table() -> bool:
@@ -89,7 +89,7 @@ def is_table() -> bool:
     return output_format() in (None, "wide")
 
 
-def encoded(content: Any, form: str | None, *, indent: int | None = 1) -> str:
+def encode(content: Any, form: str | None, *, indent: int | None = 1) -> str:
     """Return content as JSON or YAML, without the last line end."""
     if form != "yaml":
         return json.dumps(content, indent=indent, default=str)
@@ -101,14 +101,14 @@ def encoded(content: Any, form: str | None, *, indent: int | None = 1) -> str:
     return text.removesuffix("\n")
 
 
-def printed(content: Any, names: Iterable[object]) -> bool:
+def print_data(content: Any, names: Iterable[object]) -> bool:
     """Print an answer as data or as bare names if `-o` asks for it; return whether it did."""
     form = output_format()
-    if form in DATA:
-        click.echo(encoded(content, form))
+    if form in DATA_FORMATS:
+        click.echo(encode(content, form))
     elif form == "name":
         for name in names:
-            say(str(name))
+            print_text(str(name))
     return not is_table()
 
 
@@ -126,7 +126,7 @@ def print_answer(
     """
     entries = content if isinstance(content, list) else [content]
     rows = [row(entry) for entry in entries] if row is not None else entries
-    if printed(content, (cells[columns[0]] for cells in rows)):
+    if print_data(content, (cells[columns[0]] for cells in rows)):
         return
     from agentd.cli.tables import print_rows
 

@@ -25,7 +25,7 @@ _BYTE_SLOTS = {"mem"}
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
 _UNBOUNDED = 100_000
 _ALWAYS_SHOWN = {"agent", "device", "free", "kernel", "name", "node", "reason", "state", "value"}
-_LEAST_OF_LAST = 20
+_MIN_OF_LAST = 20
 _GAP = 3
 """Characters between two columns: rich draws a blank on each side of the divider, itself one."""
 
@@ -64,18 +64,18 @@ def print_rows(
 ) -> None:
     """Print one line for each row, under the columns' names."""
     screen = console(is_error=is_error)
-    screen.print(table_of(rows, columns, screen.width))
+    screen.print(build_table(rows, columns, screen.width))
 
 
-def table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: int) -> Table:
+def build_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], width: int) -> Table:
     """Return a table with one line for each row, at most `width` characters wide.
 
     Columns that do not fit are left out, from the right, and named below the table. Those that
     name a row, its state and the reason always stay, and wrap where they must.
     """
-    cells = [{column: shown(row.get(column)) for column in columns} for row in rows]
+    cells = [{column: format_cell(row.get(column)) for column in columns} for row in rows]
     widths = {c: max([len(_head(c)), *(len(row[c]) for row in cells)]) for c in columns}
-    widths[columns[-1]] = min(widths[columns[-1]], _LEAST_OF_LAST)
+    widths[columns[-1]] = min(widths[columns[-1]], _MIN_OF_LAST)
     shown_columns = list(columns)
     for column in reversed(columns[1:]):
         if _table_width(widths, shown_columns) <= width:
@@ -106,7 +106,7 @@ def _head(column: str) -> str:
     return column.replace("_", " ").upper()
 
 
-def age(time: str | None) -> str | None:
+def format_age(time: str | None) -> str | None:
     """Return the time since an RFC 3339 time in its largest unit: 45s, 12m, 3h, 9d."""
     if not time:
         return None
@@ -117,7 +117,7 @@ def age(time: str | None) -> str | None:
     return f"{max(0, seconds)}s"
 
 
-def shown(value: object) -> str:
+def format_cell(value: object) -> str:
     """Return a value as a cell: "-" for an empty one, lists with commas."""
     return printable(_cell_text(value))
 
@@ -128,23 +128,23 @@ def _cell_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={amount(name, text)}" for name, text in value.items())
+        return " ".join(f"{name}={human_amount(name, text)}" for name, text in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return str(value)
 
 
-def shown_whole(member: str, value: object) -> str:
+def format_member(member: str, value: object) -> str:
     """Return a member of a kernel: its command quoted for a shell, nested values as JSON."""
     if member == "command" and isinstance(value, list):
         return printable(shlex.join(value)) or "-"
     nested = value.values() if isinstance(value, Mapping) else value
     if isinstance(nested, Iterable) and any(isinstance(part, (Mapping, list)) for part in nested):
         return printable(json.dumps(value, ensure_ascii=False))
-    return shown(value)
+    return format_cell(value)
 
 
-def amount(slot: str, text: object) -> str:
+def human_amount(slot: str, text: object) -> str:
     """Return an amount of a slot, bytes in the largest unit that keeps them short and whole.
 
     Slots of bytes are `mem`, and those of plugins that are named so after the dot.
@@ -154,18 +154,18 @@ def amount(slot: str, text: object) -> str:
     size, unit = int(str(text)), 0
     while size and size % 1024 == 0 and unit < len(_UNITS) - 1:
         size, unit = size // 1024, unit + 1
-    return f"{size}{_UNITS[unit]}" if size < 10_000 else str(byte_size(int(str(text))))
+    return f"{size}{_UNITS[unit]}" if size < 10_000 else str(format_bytes(int(str(text))))
 
 
-def held_amounts(slot: str, holder: Mapping[str, Any]) -> str:
+def holder_amounts(slot: str, holder: Mapping[str, Any]) -> str:
     """Return the amount that a holder has of a device; of several slots, one of each."""
     amounts = holder["amounts"]
     if len(amounts) < 2:
-        return amount(slot, holder["amount"])
-    return "+".join(amount(name, text) for name, text in amounts.items())
+        return human_amount(slot, holder["amount"])
+    return "+".join(human_amount(name, text) for name, text in amounts.items())
 
 
-def byte_size(value: float | None) -> str | None:
+def format_bytes(value: float | None) -> str | None:
     """Return bytes with three digits and a binary unit; None for None."""
     if value is None:
         return None
@@ -175,7 +175,7 @@ def byte_size(value: float | None) -> str | None:
     return f"{value:.3g}{_UNITS[unit]}"
 
 
-def compact(ids: Sequence[str]) -> str:
+def compact_ids(ids: Sequence[str]) -> str:
     """Return ids with consecutive ones as ranges: 0-3, 8."""
     runs: list[tuple[str, str]] = []
     for item in ids:
@@ -192,8 +192,8 @@ def _split_number(item: str) -> tuple[str, int | None]:
     return item.removesuffix(digits), int(digits) if digits else None
 
 
-def limit_line(name: str, limit: Mapping[str, Any]) -> str:
+def limit_text(name: str, limit: Mapping[str, Any]) -> str:
     """Return a limit in words: its name, its amount, and whether it is guaranteed."""
     promise = "guaranteed" if limit["guaranteed"] else "at most, not guaranteed"
-    held_text = f", {amount(name, limit['held'])} held" if "held" in limit else ""
-    return f"{name} {amount(name, limit['limit'])} ({promise}{held_text})"
+    held_text = f", {human_amount(name, limit['held'])} held" if "held" in limit else ""
+    return f"{name} {human_amount(name, limit['limit'])} ({promise}{held_text})"

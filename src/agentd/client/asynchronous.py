@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from agentd.client.calls import Call, labels_of
-from agentd.client.defaults import CREATE_TIMEOUT_S, patience_s
-from agentd.client.paths import at
+from agentd.client.calls import Call, label_parameters
+from agentd.client.defaults import CREATE_TIMEOUT_S, stop_timeout_s
+from agentd.client.paths import api_path
 from agentd.client.stream_calls import StreamCalls
 from agentd.views import (
     AgentView,
@@ -44,49 +44,53 @@ class AsyncClient(StreamCalls):
     """
 
     async def node(self, *, check: bool = False) -> NodeView:
-        return await self.carry_out(Call("GET", at("node", check=check)))
+        return await self.execute(Call("GET", api_path("node", check=check)))
 
     async def whoami(self) -> CallerView:
-        return await self.carry_out(Call("GET", at("whoami")))
+        return await self.execute(Call("GET", api_path("whoami")))
 
     async def reload(self) -> ReloadView:
-        return await self.carry_out(Call("POST", at("reload")))
+        return await self.execute(Call("POST", api_path("reload")))
 
     async def runtimes(self) -> list[RuntimeView]:
-        return await self.carry_out(Call("GET", at("runtimes")))
+        return await self.execute(Call("GET", api_path("runtimes")))
 
     async def forget_runtime(self, name: str) -> None:
-        await self.carry_out(Call("DELETE", at("runtimes", name)))
+        await self.execute(Call("DELETE", api_path("runtimes", name)))
 
     async def refusals(self) -> list[RefusalView]:
-        return await self.carry_out(Call("GET", at("refusals")))
+        return await self.execute(Call("GET", api_path("refusals")))
 
     async def plugins(self) -> list[PluginView]:
-        return await self.carry_out(Call("GET", at("plugins")))
+        return await self.execute(Call("GET", api_path("plugins")))
 
     async def retry_plugin(self, name: str) -> PluginView:
-        return await self.carry_out(Call("POST", at("plugins", name, "retry")))
+        return await self.execute(Call("POST", api_path("plugins", name, "retry")))
 
     async def slot_types(self) -> list[SlotTypeView]:
-        return await self.carry_out(Call("GET", at("slot-types")))
+        return await self.execute(Call("GET", api_path("slot-types")))
 
     async def devices(self) -> list[DeviceView]:
-        return await self.carry_out(Call("GET", at("devices")))
+        return await self.execute(Call("GET", api_path("devices")))
 
     async def drain(self, device_name: str, device_id: str) -> DeviceView:
-        return await self.carry_out(Call("POST", at("devices", device_name, device_id, "drain")))
+        return await self.execute(
+            Call("POST", api_path("devices", device_name, device_id, "drain"))
+        )
 
     async def undrain(self, device_name: str, device_id: str) -> DeviceView:
-        return await self.carry_out(Call("POST", at("devices", device_name, device_id, "undrain")))
+        return await self.execute(
+            Call("POST", api_path("devices", device_name, device_id, "undrain"))
+        )
 
     async def forget_device(self, device_name: str, device_id: str) -> None:
-        await self.carry_out(Call("DELETE", at("devices", device_name, device_id)))
+        await self.execute(Call("DELETE", api_path("devices", device_name, device_id)))
 
     async def agents(self) -> list[AgentView]:
-        return await self.carry_out(Call("GET", at("agents")))
+        return await self.execute(Call("GET", api_path("agents")))
 
     async def agent(self, agent_id: str) -> AgentView:
-        return await self.carry_out(Call("GET", at("agents", agent_id)))
+        return await self.execute(Call("GET", api_path("agents", agent_id)))
 
     async def create_kernel(
         self,
@@ -99,13 +103,15 @@ class AsyncClient(StreamCalls):
         """Create a kernel; a request without `kernel_id` gets one, so that it can be repeated."""
         body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **request}
         headers = {} if wait else {"Prefer": "respond-async"}
-        call: Call[KernelView] = Call("POST", at("agents", agent_id, "kernels"), body, headers)
-        return await self.carry_out(call, timeout_s=timeout_s)
+        call: Call[KernelView] = Call(
+            "POST", api_path("agents", agent_id, "kernels"), body, headers
+        )
+        return await self.execute(call, timeout_s=timeout_s)
 
     async def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
         """Return the decision that a create would get now, with its explanation."""
-        path = at("agents", agent_id, "kernels", dry_run=True)
-        return await self.carry_out(Call("POST", path, request))
+        path = api_path("agents", agent_id, "kernels", dry_run=True)
+        return await self.execute(Call("POST", path, request))
 
     async def kernels(
         self,
@@ -119,29 +125,31 @@ class AsyncClient(StreamCalls):
     ) -> list[KernelView]:
         """Return the kernels that have all of this; without a limit those of all pages."""
         parts = ("kernels",) if agent_id is None else ("agents", agent_id, "kernels")
-        label = labels_of(labels)
-        path = at(*parts, state=state, label=label, limit=limit, after=after, claim=claim)
-        return await self.carry_out(Call("GET", path, is_paged=limit is None))
+        label = label_parameters(labels)
+        path = api_path(*parts, state=state, label=label, limit=limit, after=after, claim=claim)
+        return await self.execute(Call("GET", path, is_paged=limit is None))
 
     async def kernel(self, kernel_id: str) -> KernelView:
-        return await self.carry_out(Call("GET", at("kernels", kernel_id)))
+        return await self.execute(Call("GET", api_path("kernels", kernel_id)))
 
     async def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
         body = {} if timeout is None else {"timeout": timeout}
-        call: Call[KernelView] = Call("POST", at("kernels", kernel_id, "stop"), body)
-        return await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+        call: Call[KernelView] = Call("POST", api_path("kernels", kernel_id, "stop"), body)
+        return await self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
     async def delete_kernel(
         self, kernel_id: str, timeout: float | None = None, node: str | None = None
     ) -> None:
         """Stop and delete a kernel; `node` is for a gateway, if the fleet did not place it."""
-        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout, node=node))
-        await self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+        call: Call[None] = Call(
+            "DELETE", api_path("kernels", kernel_id, timeout=timeout, node=node)
+        )
+        await self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
     async def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:
         """Claim devices; a request without `claim_id` gets one, so that it can be repeated."""
         body = {"claim_id": f"c-{uuid.uuid4().hex[:12]}", **request}
-        return await self.carry_out(Call("POST", at("agents", agent_id, "claims"), body))
+        return await self.execute(Call("POST", api_path("agents", agent_id, "claims"), body))
 
     async def claims(
         self,
@@ -151,29 +159,29 @@ class AsyncClient(StreamCalls):
         limit: int | None = None,
         after: str | None = None,
     ) -> list[ClaimView]:
-        label = labels_of(labels)
-        path = at("claims", agent=agent_id, label=label, limit=limit, after=after)
-        return await self.carry_out(Call("GET", path, is_paged=limit is None))
+        label = label_parameters(labels)
+        path = api_path("claims", agent=agent_id, label=label, limit=limit, after=after)
+        return await self.execute(Call("GET", path, is_paged=limit is None))
 
     async def claim(self, claim_id: str) -> ClaimView:
-        return await self.carry_out(Call("GET", at("claims", claim_id)))
+        return await self.execute(Call("GET", api_path("claims", claim_id)))
 
     async def renew_claim(self, claim_id: str, ttl: int | None = None) -> ClaimView:
         body = {} if ttl is None else {"ttl": ttl}
-        return await self.carry_out(Call("POST", at("claims", claim_id, "renew"), body))
+        return await self.execute(Call("POST", api_path("claims", claim_id, "renew"), body))
 
     async def release_claim(self, claim_id: str) -> None:
-        await self.carry_out(Call("DELETE", at("claims", claim_id)))
+        await self.execute(Call("DELETE", api_path("claims", claim_id)))
 
     async def edits(self, claim_ids: Sequence[str], edits_for: str = "process") -> EditsView:
         body = {"claims": list(claim_ids), "for": edits_for}
-        return await self.carry_out(Call("POST", at("edits"), body))
+        return await self.execute(Call("POST", api_path("edits"), body))
 
     async def engines(self) -> list[EngineView]:
-        return await self.carry_out(Call("GET", at("engines")))
+        return await self.execute(Call("GET", api_path("engines")))
 
     async def set_engine(self, engine: str, *, ready: bool) -> EngineView:
-        return await self.carry_out(Call("PUT", at("engines", engine), {"ready": ready}))
+        return await self.execute(Call("PUT", api_path("engines", engine), {"ready": ready}))
 
     @overload
     async def stats(self) -> list[KernelUseView]: ...
@@ -182,19 +190,19 @@ class AsyncClient(StreamCalls):
     async def stats(self, kernel_id: str) -> KernelUseView: ...
 
     async def stats(self, kernel_id: str | None = None) -> list[KernelUseView] | KernelUseView:
-        path = at("stats") if kernel_id is None else at("kernels", kernel_id, "stats")
+        path = api_path("stats") if kernel_id is None else api_path("kernels", kernel_id, "stats")
         call: Call[list[KernelUseView] | KernelUseView] = Call("GET", path)
-        return await self.carry_out(call)
+        return await self.execute(call)
 
     async def metrics(self) -> str:
-        content, _ = await self._answer(Call("GET", "/metrics"), self._timeout_s)
+        content, _ = await self._fetch(Call("GET", "/metrics"), self._timeout_s)
         return content.decode()
 
     async def openapi(self) -> dict[str, Any]:
-        return await self.carry_out(Call("GET", at("openapi.json")))
+        return await self.execute(Call("GET", api_path("openapi.json")))
 
     async def alive(self) -> None:
-        await self.carry_out(Call("GET", "/livez"))
+        await self.execute(Call("GET", "/livez"))
 
     async def ready(self) -> None:
-        await self.carry_out(Call("GET", "/readyz"))
+        await self.execute(Call("GET", "/readyz"))

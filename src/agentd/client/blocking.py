@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from agentd.client.calls import Call, labels_of
-from agentd.client.defaults import CREATE_TIMEOUT_S, patience_s
-from agentd.client.paths import at
+from agentd.client.calls import Call, label_parameters
+from agentd.client.defaults import CREATE_TIMEOUT_S, stop_timeout_s
+from agentd.client.paths import api_path
 from agentd.client.transport_blocking import BlockingTransport
 from agentd.views import (
     AgentView,
@@ -40,49 +40,49 @@ class Client(BlockingTransport):
     """
 
     def node(self, *, check: bool = False) -> NodeView:
-        return self.carry_out(Call("GET", at("node", check=check)))
+        return self.execute(Call("GET", api_path("node", check=check)))
 
     def whoami(self) -> CallerView:
-        return self.carry_out(Call("GET", at("whoami")))
+        return self.execute(Call("GET", api_path("whoami")))
 
     def reload(self) -> ReloadView:
-        return self.carry_out(Call("POST", at("reload")))
+        return self.execute(Call("POST", api_path("reload")))
 
     def runtimes(self) -> list[RuntimeView]:
-        return self.carry_out(Call("GET", at("runtimes")))
+        return self.execute(Call("GET", api_path("runtimes")))
 
     def forget_runtime(self, name: str) -> None:
-        self.carry_out(Call("DELETE", at("runtimes", name)))
+        self.execute(Call("DELETE", api_path("runtimes", name)))
 
     def refusals(self) -> list[RefusalView]:
-        return self.carry_out(Call("GET", at("refusals")))
+        return self.execute(Call("GET", api_path("refusals")))
 
     def plugins(self) -> list[PluginView]:
-        return self.carry_out(Call("GET", at("plugins")))
+        return self.execute(Call("GET", api_path("plugins")))
 
     def retry_plugin(self, name: str) -> PluginView:
-        return self.carry_out(Call("POST", at("plugins", name, "retry")))
+        return self.execute(Call("POST", api_path("plugins", name, "retry")))
 
     def slot_types(self) -> list[SlotTypeView]:
-        return self.carry_out(Call("GET", at("slot-types")))
+        return self.execute(Call("GET", api_path("slot-types")))
 
     def devices(self) -> list[DeviceView]:
-        return self.carry_out(Call("GET", at("devices")))
+        return self.execute(Call("GET", api_path("devices")))
 
     def drain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.carry_out(Call("POST", at("devices", device_name, device_id, "drain")))
+        return self.execute(Call("POST", api_path("devices", device_name, device_id, "drain")))
 
     def undrain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.carry_out(Call("POST", at("devices", device_name, device_id, "undrain")))
+        return self.execute(Call("POST", api_path("devices", device_name, device_id, "undrain")))
 
     def forget_device(self, device_name: str, device_id: str) -> None:
-        self.carry_out(Call("DELETE", at("devices", device_name, device_id)))
+        self.execute(Call("DELETE", api_path("devices", device_name, device_id)))
 
     def agents(self) -> list[AgentView]:
-        return self.carry_out(Call("GET", at("agents")))
+        return self.execute(Call("GET", api_path("agents")))
 
     def agent(self, agent_id: str) -> AgentView:
-        return self.carry_out(Call("GET", at("agents", agent_id)))
+        return self.execute(Call("GET", api_path("agents", agent_id)))
 
     def create_kernel(
         self,
@@ -95,13 +95,15 @@ class Client(BlockingTransport):
         """Create a kernel; a request without `kernel_id` gets one, so that it can be repeated."""
         body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **request}
         headers = {} if wait else {"Prefer": "respond-async"}
-        call: Call[KernelView] = Call("POST", at("agents", agent_id, "kernels"), body, headers)
-        return self.carry_out(call, timeout_s=timeout_s)
+        call: Call[KernelView] = Call(
+            "POST", api_path("agents", agent_id, "kernels"), body, headers
+        )
+        return self.execute(call, timeout_s=timeout_s)
 
     def explain(self, agent_id: str, request: Mapping[str, Any]) -> DecisionView:
         """Return the decision that a create would get now, with its explanation."""
-        path = at("agents", agent_id, "kernels", dry_run=True)
-        return self.carry_out(Call("POST", path, request))
+        path = api_path("agents", agent_id, "kernels", dry_run=True)
+        return self.execute(Call("POST", path, request))
 
     def kernels(
         self,
@@ -115,29 +117,31 @@ class Client(BlockingTransport):
     ) -> list[KernelView]:
         """Return the kernels that have all of this; without a limit those of all pages."""
         parts = ("kernels",) if agent_id is None else ("agents", agent_id, "kernels")
-        label = labels_of(labels)
-        path = at(*parts, state=state, label=label, limit=limit, after=after, claim=claim)
-        return self.carry_out(Call("GET", path, is_paged=limit is None))
+        label = label_parameters(labels)
+        path = api_path(*parts, state=state, label=label, limit=limit, after=after, claim=claim)
+        return self.execute(Call("GET", path, is_paged=limit is None))
 
     def kernel(self, kernel_id: str) -> KernelView:
-        return self.carry_out(Call("GET", at("kernels", kernel_id)))
+        return self.execute(Call("GET", api_path("kernels", kernel_id)))
 
     def stop_kernel(self, kernel_id: str, timeout: float | None = None) -> KernelView:
         body = {} if timeout is None else {"timeout": timeout}
-        call: Call[KernelView] = Call("POST", at("kernels", kernel_id, "stop"), body)
-        return self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+        call: Call[KernelView] = Call("POST", api_path("kernels", kernel_id, "stop"), body)
+        return self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
     def delete_kernel(
         self, kernel_id: str, timeout: float | None = None, node: str | None = None
     ) -> None:
         """Stop and delete a kernel; `node` is for a gateway, if the fleet did not place it."""
-        call: Call[None] = Call("DELETE", at("kernels", kernel_id, timeout=timeout, node=node))
-        self.carry_out(call, timeout_s=patience_s(self._timeout_s, timeout))
+        call: Call[None] = Call(
+            "DELETE", api_path("kernels", kernel_id, timeout=timeout, node=node)
+        )
+        self.execute(call, timeout_s=stop_timeout_s(self._timeout_s, timeout))
 
     def create_claim(self, agent_id: str, request: Mapping[str, Any]) -> ClaimView:
         """Claim devices; a request without `claim_id` gets one, so that it can be repeated."""
         body = {"claim_id": f"c-{uuid.uuid4().hex[:12]}", **request}
-        return self.carry_out(Call("POST", at("agents", agent_id, "claims"), body))
+        return self.execute(Call("POST", api_path("agents", agent_id, "claims"), body))
 
     def claims(
         self,
@@ -147,29 +151,29 @@ class Client(BlockingTransport):
         limit: int | None = None,
         after: str | None = None,
     ) -> list[ClaimView]:
-        label = labels_of(labels)
-        path = at("claims", agent=agent_id, label=label, limit=limit, after=after)
-        return self.carry_out(Call("GET", path, is_paged=limit is None))
+        label = label_parameters(labels)
+        path = api_path("claims", agent=agent_id, label=label, limit=limit, after=after)
+        return self.execute(Call("GET", path, is_paged=limit is None))
 
     def claim(self, claim_id: str) -> ClaimView:
-        return self.carry_out(Call("GET", at("claims", claim_id)))
+        return self.execute(Call("GET", api_path("claims", claim_id)))
 
     def renew_claim(self, claim_id: str, ttl: int | None = None) -> ClaimView:
         body = {} if ttl is None else {"ttl": ttl}
-        return self.carry_out(Call("POST", at("claims", claim_id, "renew"), body))
+        return self.execute(Call("POST", api_path("claims", claim_id, "renew"), body))
 
     def release_claim(self, claim_id: str) -> None:
-        self.carry_out(Call("DELETE", at("claims", claim_id)))
+        self.execute(Call("DELETE", api_path("claims", claim_id)))
 
     def edits(self, claim_ids: Sequence[str], edits_for: str = "process") -> EditsView:
         body = {"claims": list(claim_ids), "for": edits_for}
-        return self.carry_out(Call("POST", at("edits"), body))
+        return self.execute(Call("POST", api_path("edits"), body))
 
     def engines(self) -> list[EngineView]:
-        return self.carry_out(Call("GET", at("engines")))
+        return self.execute(Call("GET", api_path("engines")))
 
     def set_engine(self, engine: str, *, ready: bool) -> EngineView:
-        return self.carry_out(Call("PUT", at("engines", engine), {"ready": ready}))
+        return self.execute(Call("PUT", api_path("engines", engine), {"ready": ready}))
 
     @overload
     def stats(self) -> list[KernelUseView]: ...
@@ -178,19 +182,19 @@ class Client(BlockingTransport):
     def stats(self, kernel_id: str) -> KernelUseView: ...
 
     def stats(self, kernel_id: str | None = None) -> list[KernelUseView] | KernelUseView:
-        path = at("stats") if kernel_id is None else at("kernels", kernel_id, "stats")
+        path = api_path("stats") if kernel_id is None else api_path("kernels", kernel_id, "stats")
         call: Call[list[KernelUseView] | KernelUseView] = Call("GET", path)
-        return self.carry_out(call)
+        return self.execute(call)
 
     def metrics(self) -> str:
-        content, _ = self._answer(Call("GET", "/metrics"), self._timeout_s)
+        content, _ = self._fetch(Call("GET", "/metrics"), self._timeout_s)
         return content.decode()
 
     def openapi(self) -> dict[str, Any]:
-        return self.carry_out(Call("GET", at("openapi.json")))
+        return self.execute(Call("GET", api_path("openapi.json")))
 
     def alive(self) -> None:
-        self.carry_out(Call("GET", "/livez"))
+        self.execute(Call("GET", "/livez"))
 
     def ready(self) -> None:
-        self.carry_out(Call("GET", "/readyz"))
+        self.execute(Call("GET", "/readyz"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from agentd.client.paths import at, next_query
+from agentd.client.paths import api_path, next_query
 from agentd.errors import Refused, Unavailable
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class Call(NamedTuple, Generic[T]):
     is_repeatable: bool = True
     is_paged: bool = False
 
-    def is_worth_another(self, refusal: Unavailable, remaining_s: float) -> bool:
+    def may_retry(self, refusal: Unavailable, remaining_s: float) -> bool:
         """Return whether to repeat the call after the pause that `refusal` asks for."""
         return self.is_repeatable and bool(refusal.content) and refusal.retry_after_s <= remaining_s
 
@@ -44,12 +44,12 @@ class Call(NamedTuple, Generic[T]):
         return None if query is None else self._replace(path=f"{path}?{query}")
 
 
-def labels_of(labels: Mapping[str, str] | None) -> list[str]:
+def label_parameters(labels: Mapping[str, str] | None) -> list[str]:
     """Return the values of the parameter `label` that select labels."""
     return [f"{name}={value}" for name, value in (labels or {}).items()]
 
 
-def events(after: str | None = None) -> Call[bytes]:
+def events_call(after: str | None = None) -> Call[bytes]:
     """`GET /v1/events`, from the event after `after` on."""
     headers = {} if after is None else {"Last-Event-ID": after}
-    return Call("GET", at("events"), headers=headers, is_repeatable=False)
+    return Call("GET", api_path("events"), headers=headers, is_repeatable=False)

@@ -11,6 +11,6 @@ SILENCE_S = 60.0
 CHUNK = 64 * 1024
 
 
-def patience_s(timeout_s: float, stop_s: float | None) -> float:
+def stop_timeout_s(timeout_s: float, stop_s: float | None) -> float:
     """Return how long a stop may take; the node's own timeout is not known here."""
     return CREATE_TIMEOUT_S if stop_s is None else timeout_s + stop_s

@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _SERVER_ERROR = 500
 
 
-def error_of(content: Mapping[str, Any]) -> AgentdError:
+def error_from_problem(content: Mapping[str, Any]) -> AgentdError:
     """Return the error of a problem: its class by `code`; an unknown code becomes a `Refused`."""
     code, detail = str(content.get("code", "Internal")), str(content.get("detail", content))
     error_class = _CLASSES.get(code)
@@ -68,14 +68,14 @@ def _entries(content: Mapping[str, Any], member: str, kind: type[_T]) -> list[_T
     return [e for e in entries if isinstance(e, kind)] if isinstance(entries, list) else []
 
 
-def error_in(status: int, body: bytes, retry_after: str | None = None) -> AgentdError:
+def error_from_response(status: int, body: bytes, retry_after: str | None = None) -> AgentdError:
     """Return the error of an answer; `retry_after` is that header."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
-        error = error_of(content)
+        error = error_from_problem(content)
     else:
         text = body[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
@@ -84,7 +84,7 @@ def error_in(status: int, body: bytes, retry_after: str | None = None) -> Agentd
     return error
 
 
-def content_of(body: bytes) -> Any:
+def parse_content(body: bytes) -> Any:
     """Parse the JSON of a successful answer, None if it is empty.
 
     Raises:
@@ -97,7 +97,7 @@ def content_of(body: bytes) -> Any:
         raise Refused("Internal", f"the answer is not JSON: {excerpt!r}", {}) from None
 
 
-def unreachable(address: str, error: Exception) -> Unreachable:
+def unreachable_error(address: str, error: Exception) -> Unreachable:
     """Return the error of a call without an answer."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(f"{address}: {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from agentd.client.errors import content_of
+from agentd.client.errors import parse_content
 
 _FIELDS = ("event", "data", "id")
 
@@ -17,7 +17,7 @@ class NodeEvent(NamedTuple):
     id: str
 
 
-class Frames:
+class EventParser:
     """A parser of a stream's lines.
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -26,7 +26,7 @@ class Frames:
     def __init__(self) -> None:
         self._members: dict[str, str] = {}
 
-    def read(self, line: bytes | bytearray) -> NodeEvent | None:
+    def parse_line(self, line: bytes | bytearray) -> NodeEvent | None:
         """Parse a line, and return the event that it completes.
 
         Raises:
@@ -42,4 +42,4 @@ class Frames:
         if "data" not in members:
             return None
         kind, event_id = members.get("event", "message"), members.get("id", "")
-        return NodeEvent(kind, content_of(members["data"].encode()), event_id)
+        return NodeEvent(kind, parse_content(members["data"].encode()), event_id)

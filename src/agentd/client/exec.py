@@ -13,19 +13,19 @@ from typing import Self
 import aiohttp
 
 from agentd.client.defaults import CHUNK
-from agentd.client.errors import error_in
-from agentd.concurrency import is_set_within
+from agentd.client.errors import error_from_response
+from agentd.concurrency import wait_event
 from agentd.errors import Unreachable
 
-FAREWELL_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 """Seconds that the far end may take to close."""
 
 
-async def hang_up(websocket: aiohttp.ClientWebSocketResponse) -> None:
+async def close_websocket(websocket: aiohttp.ClientWebSocketResponse) -> None:
     """Close a WebSocket, even if the far end reads no more; unread data is lost."""
     connection = websocket.get_extra_info("socket")
     with suppress(TimeoutError):
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await websocket.close()
     with suppress(OSError):
         if connection is not None:
@@ -65,7 +65,7 @@ class Execution:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await hang_up(self._websocket)
+        await close_websocket(self._websocket)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._websocket:
@@ -80,7 +80,7 @@ class Execution:
                 content = json.loads(frame.data)
                 if "problem" in content:
                     problem = content["problem"]
-                    raise error_in(problem["status"], json.dumps(problem).encode(), None)
+                    raise error_from_response(problem["status"], json.dumps(problem).encode(), None)
                 self._exit_code = int(content["exit_code"])
                 return
         raise Unreachable(f"{self._address}: the connection ended before the command did")
@@ -92,7 +92,7 @@ class Execution:
         read while the caller of the iterator is busy with the last one.
         """
         self._has_frame.clear()
-        return await is_set_within(self._has_frame, seconds) or not self._is_reading
+        return await wait_event(self._has_frame, seconds) or not self._is_reading
 
     async def write(self, data: bytes) -> None:
         """Write input; returns when there is room for more."""

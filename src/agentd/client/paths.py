@@ -20,7 +20,7 @@ def next_query(link: str | None) -> str | None:
     return match[1] if match else None
 
 
-def at(*parts: str, **query: object) -> str:
+def api_path(*parts: str, **query: object) -> str:
     """Return the path of a call, without parameters that are None or False; lists are repeated.
 
     Raises:

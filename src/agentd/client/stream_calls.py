@@ -11,10 +11,10 @@ import aiohttp
 from agentd.client import calls
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, SILENCE_S
-from agentd.client.errors import unreachable
-from agentd.client.events import Frames, NodeEvent
+from agentd.client.errors import unreachable_error
+from agentd.client.events import EventParser, NodeEvent
 from agentd.client.exec import Execution
-from agentd.client.paths import at
+from agentd.client.paths import api_path
 from agentd.client.transport import Transport
 from agentd.errors import Refused, Unavailable, Unreachable
 
@@ -40,11 +40,11 @@ class StreamCalls(Transport):
         At a gateway `node` names the kernel's node, if the fleet did not place it.
         """
         websocket = await self._connect_websocket(
-            Call("GET", at("kernels", kernel_id, "exec", node=node))
+            Call("GET", api_path("kernels", kernel_id, "exec", node=node))
         )
         request = {"command": list(command), "tty": tty, "env": dict(env or {})}
         await websocket.send_json({**request, "working_dir": working_dir})
-        async with Execution(websocket, self._where) as execution:
+        async with Execution(websocket, self._address) as execution:
             yield execution
 
     async def logs(
@@ -63,14 +63,14 @@ class StreamCalls(Transport):
         At a gateway `node` names the kernel's node, if the fleet did not place it.
         """
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        path = at("kernels", kernel_id, "logs", **query, stream=stream, node=node)
+        path = api_path("kernels", kernel_id, "logs", **query, stream=stream, node=node)
         call: Call[bytes] = Call("GET", path, is_repeatable=False)
         async with await self._open_stream(call) as response:
             try:
                 async for chunk in response.content.iter_chunked(CHUNK):
                     yield chunk
             except aiohttp.ClientError as error:
-                raise unreachable(self._where, error) from None
+                raise unreachable_error(self._address, error) from None
 
     async def _open_stream(
         self, call: Call[bytes], *, silence_s: float | None = None
@@ -78,10 +78,10 @@ class StreamCalls(Transport):
         """Open a stream, whose answer must begin in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._opened(call, silence_s=silence_s)
+                return await self._open_response(call, silence_s=silence_s)
         except TimeoutError:
             reason = f"no answer within {self._timeout_s:g} s"
-            raise Unreachable(f"{self._where}: {reason}") from None
+            raise Unreachable(f"{self._address}: {reason}") from None
 
     @asynccontextmanager
     async def listening(
@@ -92,7 +92,7 @@ class StreamCalls(Transport):
         Raises:
             AgentdError: the events are not available.
         """
-        stream = await self._open_stream(calls.events(after), silence_s=SILENCE_S)
+        stream = await self._open_stream(calls.events_call(after), silence_s=SILENCE_S)
         async with stream as response:
             yield _parse_events(response.content.iter_any(), self._max_bytes)
 
@@ -124,14 +124,14 @@ async def _parse_events(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIt
     Raises:
         Refused: a line exceeds `max_bytes`, or is not an event.
     """
-    frames, partial_line = Frames(), bytearray()
+    frames, partial_line = EventParser(), bytearray()
     with suppress(aiohttp.ClientError, TimeoutError):
         async for chunk in chunks:
             partial_line += chunk
             if b"\n" in chunk:
                 *lines, partial_line = partial_line.split(b"\n")
                 for line in lines:
-                    if (event := frames.read(line)) is not None:
+                    if (event := frames.parse_line(line)) is not None:
                         yield event
             if len(partial_line) > max_bytes:
                 raise Refused("Internal", f"an event exceeds {max_bytes} bytes", {})

@@ -20,7 +20,7 @@ from agentd.client.defaults import (
     DEFAULT_SOCKET,
     TIMEOUT_S,
 )
-from agentd.client.errors import content_of, error_in, unreachable
+from agentd.client.errors import error_from_response, parse_content, unreachable_error
 from agentd.client.tls import client_tls
 from agentd.errors import InvalidRequest, Refused, Unavailable, Unreachable
 
@@ -67,23 +67,23 @@ class Transport:
             await self._session.close()
             self._session = None
 
-    async def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+    async def execute(self, call: Call[T], *, timeout_s: float | None = None) -> T:
         """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
 
         Raises:
             AgentdError: the daemon refused, or did not answer in time.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        content, link = await self._answer(call, timeout_s)
-        answer = content_of(content)
+        content, link = await self._fetch(call, timeout_s)
+        answer = parse_content(content)
         page = call.next_page(link)
         while page is not None:
-            content, link = await self._answer(page, timeout_s)
-            answer += content_of(content)
+            content, link = await self._fetch(page, timeout_s)
+            answer += parse_content(content)
             page = page.next_page(link)
         return cast("T", answer)
 
-    async def _answer(self, call: Call[Any], timeout_s: float) -> tuple[bytes, str | None]:
+    async def _fetch(self, call: Call[Any], timeout_s: float) -> tuple[bytes, str | None]:
         """Return the content and the header `Link` of an answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
@@ -91,19 +91,19 @@ class Transport:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        async with await self._opened(call) as response:
+                        async with await self._open_response(call) as response:
                             return await self._read_body(response), response.headers.get("Link")
                     except Unavailable as error:
-                        if not call.is_worth_another(error, deadline - loop.time()):
+                        if not call.may_retry(error, deadline - loop.time()):
                             raise
                         pause_s = error.retry_after_s
                     await asyncio.sleep(pause_s)
         except TimeoutError:
-            raise Unreachable(f"{self._where}: no answer within {timeout_s:g} s") from None
+            raise Unreachable(f"{self._address}: no answer within {timeout_s:g} s") from None
         except aiohttp.ClientError as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
 
-    async def _opened(
+    async def _open_response(
         self, call: Call[Any], *, silence_s: float | None = None
     ) -> aiohttp.ClientResponse:
         """Send a call and return the open answer; `silence_s` ends a silent one.
@@ -126,11 +126,13 @@ class Transport:
                 ),
             )
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
         if response.status >= HTTPStatus.MULTIPLE_CHOICES:
             async with response:
                 retry_after = response.headers.get("Retry-After")
-                raise error_in(response.status, await self._read_body(response), retry_after)
+                raise error_from_response(
+                    response.status, await self._read_body(response), retry_after
+                )
         return response
 
     async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
@@ -147,7 +149,7 @@ class Transport:
         return bytes(body)
 
     @asynccontextmanager
-    async def passing(
+    async def forward(
         self, method: str, path: str, *, headers: Mapping[str, str], body: bytes | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Forward a request unchanged, and yield the answer, whatever its status.
@@ -170,7 +172,7 @@ class Transport:
             ) as response:
                 yield response
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
 
     async def _connect_websocket(self, call: Call[Any]) -> aiohttp.ClientWebSocketResponse:
         """Open a WebSocket, and repeat it while the daemon is not ready for it.
@@ -191,18 +193,18 @@ class Transport:
                     )
             except aiohttp.WSServerHandshakeError as refused:
                 try:  # without a WebSocket, for the reason; until the daemon is ready
-                    await self._answer(call, self._timeout_s)
+                    await self._fetch(call, self._timeout_s)
                 except InvalidRequest:  # not a WebSocket; the daemon may be ready now
                     if refused.status != HTTPStatus.SERVICE_UNAVAILABLE:
                         raise
                 else:
                     reason = "the server does not support WebSockets"
-                    raise Unreachable(f"{self._where}: {reason}") from None
+                    raise Unreachable(f"{self._address}: {reason}") from None
             except TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s"
-                raise Unreachable(f"{self._where}: {reason}") from None
+                raise Unreachable(f"{self._address}: {reason}") from None
             except (aiohttp.ClientError, OSError) as error:
-                raise unreachable(self._where, error) from None
+                raise unreachable_error(self._address, error) from None
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:
@@ -211,5 +213,5 @@ class Transport:
         return self._session
 
     @property
-    def _where(self) -> str:
+    def _address(self) -> str:
         return self._url or self._socket_path

@@ -20,9 +20,9 @@ from agentd.client.defaults import (
     SILENCE_S,
     TIMEOUT_S,
 )
-from agentd.client.errors import content_of, error_in, unreachable
-from agentd.client.events import Frames, NodeEvent
-from agentd.client.paths import at
+from agentd.client.errors import error_from_response, parse_content, unreachable_error
+from agentd.client.events import EventParser, NodeEvent
+from agentd.client.paths import api_path
 from agentd.client.tls import client_tls
 from agentd.errors import Unavailable
 
@@ -86,27 +86,27 @@ class BlockingTransport:
             response = connection.getresponse()
             if response.status >= http.client.MULTIPLE_CHOICES:
                 retry_after = response.headers.get("Retry-After")
-                raise error_in(response.status, response.read(), retry_after)
+                raise error_from_response(response.status, response.read(), retry_after)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
         return response
 
-    def carry_out(self, call: Call[T], *, timeout_s: float | None = None) -> T:
+    def execute(self, call: Call[T], *, timeout_s: float | None = None) -> T:
         """Make a call, with all pages of a list, and repeat it while the daemon is not ready.
 
         Raises:
             AgentdError: the daemon refused, or cannot be reached.
         """
-        content, link = self._answer(call, timeout_s)
-        answer = content_of(content)
+        content, link = self._fetch(call, timeout_s)
+        answer = parse_content(content)
         page = call.next_page(link)
         while page is not None:
-            content, link = self._answer(page, timeout_s)
-            answer += content_of(content)
+            content, link = self._fetch(page, timeout_s)
+            answer += parse_content(content)
             page = page.next_page(link)
         return cast("T", answer)
 
-    def _answer(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
+    def _fetch(self, call: Call[Any], timeout_s: float | None) -> tuple[bytes, str | None]:
         """Return the content and the header `Link` of an answer."""
         deadline = time.monotonic() + self._retry_s
         while True:
@@ -114,11 +114,11 @@ class BlockingTransport:
                 response = self.open(call, timeout_s)
                 return response.read(), response.headers.get("Link")
             except Unavailable as error:
-                if not call.is_worth_another(error, deadline - time.monotonic()):
+                if not call.may_retry(error, deadline - time.monotonic()):
                     raise
                 time.sleep(error.retry_after_s)
             except (OSError, http.client.HTTPException) as error:
-                raise unreachable(self._where, error) from None
+                raise unreachable_error(self._address, error) from None
 
     def logs(
         self,
@@ -136,27 +136,27 @@ class BlockingTransport:
         At a gateway `node` names the kernel's node, if the fleet did not place it.
         """
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        path = at("kernels", kernel_id, "logs", **query, stream=stream, node=node)
+        path = api_path("kernels", kernel_id, "logs", **query, stream=stream, node=node)
         call: Call[bytes] = Call("GET", path, is_repeatable=False)
         response = self.open(call, CREATE_TIMEOUT_S if follow else None)
         try:
             while chunk := response.read1(CHUNK):
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
 
     def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
         """Yield events of the node after the event `after`, until the node stops."""
-        frames = Frames()
+        frames = EventParser()
         try:
-            for line in self.open(calls.events(after), SILENCE_S):
-                if (event := frames.read(line)) is not None:
+            for line in self.open(calls.events_call(after), SILENCE_S):
+                if (event := frames.parse_line(line)) is not None:
                     yield event
         except (OSError, http.client.HTTPException) as error:
-            raise unreachable(self._where, error) from None
+            raise unreachable_error(self._address, error) from None
 
     @property
-    def _where(self) -> str:
+    def _address(self) -> str:
         return self._url or self._socket_path
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:

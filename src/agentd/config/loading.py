@@ -14,13 +14,13 @@ import msgspec
 
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused
-from agentd.tomlfile.parsing import is_set_in, parse, read_text, variable_of
+from agentd.tomlfile.parsing import find_variable, has_key, parse_settings, read_text
 
 ENV_PREFIX = "AGENTD__"
-SEARCHED = Path("/etc/agentd/agent.toml")
+DEFAULT_PATH = Path("/etc/agentd/agent.toml")
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedSettings(msgspec.Struct, frozen=True):
     """Loaded settings, with their file and its raw content."""
 
     settings: Settings
@@ -31,13 +31,13 @@ class Loaded(msgspec.Struct, frozen=True):
     @property
     def source(self) -> str:
         """The name of the file in messages."""
-        return source_of(self.path)
+        return source_name(self.path)
 
     def origin(self, keys: tuple[str, ...]) -> str:
         """Return the origin of a setting: a variable, the file, or `default`."""
-        if name := variable_of(keys, self.environ, ENV_PREFIX):
+        if name := find_variable(keys, self.environ, ENV_PREFIX):
             return name
-        return str(self.path) if is_set_in(self.raw, keys) else "default"
+        return str(self.path) if has_key(self.raw, keys) else "default"
 
     def effective(self) -> Iterator[tuple[tuple[str, ...], object]]:
         """Yield every setting as its kebab-case key path and value."""
@@ -57,15 +57,15 @@ def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
     path_text = option or environ.get("AGENTD_CONFIG")
     if path_text:
         return Path(path_text)
-    return SEARCHED if SEARCHED.exists() else None
+    return DEFAULT_PATH if DEFAULT_PATH.exists() else None
 
 
-def source_of(path: Path | None) -> str:
+def source_name(path: Path | None) -> str:
     """Return the name of a file in messages; "defaults" without one."""
     return str(path) if path else "defaults"
 
 
-def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
+def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> LoadedSettings:
     """Load settings; without a path, the defaults and the environment.
 
     Raises:
@@ -74,17 +74,17 @@ def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> Loaded:
     return load_text(read_text(path), path, environ)
 
 
-def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loaded:
+def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> LoadedSettings:
     """Load settings from the text of a file.
 
     Raises:
         ConfigRefused: the settings are unusable.
     """
-    source = source_of(path)
-    settings, raw = parse(Settings, text, source, environ, ENV_PREFIX)
+    source = source_name(path)
+    settings, raw = parse_settings(Settings, text, source, environ, ENV_PREFIX)
     if unknown := list(settings.unknown_agents()):
         raise ConfigRefused(unknown, source)
-    return Loaded(settings, path, raw, environ)
+    return LoadedSettings(settings, path, raw, environ)
 
 
 def _flatten(keys: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:

@@ -18,7 +18,7 @@ from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
 from agentd.config.runtimes import RuntimeSettings
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.names import repeated
+from agentd.core.names import find_duplicates
 from agentd.core.partition.rules import (
     AllocationMode,
     Ids,
@@ -39,7 +39,7 @@ from agentd.tomlfile.section import (
     refuse_bool,
 )
 
-SomeBytes = Annotated[SizeBytes, Field(gt=0)]
+PositiveBytes = Annotated[SizeBytes, Field(gt=0)]
 
 
 class NodeSettings(Section):
@@ -70,7 +70,7 @@ class HostSettings(Section):
         default=None,
         description="Number of cores; missing ones count but are not pinned.",
     )
-    mem: SomeBytes | None = Field(default=None, description="Memory of the node.")
+    mem: PositiveBytes | None = Field(default=None, description="Memory of the node.")
 
 
 def _validate_engine_devices(value: object) -> object:
@@ -101,7 +101,7 @@ class ResourceSettings(Section):
         default=0, description="Reserved cores: a count (the first ones) or a list of ids."
     )
     reserved_mem: SizeBytes = Field(default=0, description="Memory reserved for the system.")
-    memory_align_size: SomeBytes = Field(
+    memory_align_size: PositiveBytes = Field(
         default=16 * 2**20, description="Unit of memory for auto-split and percentages."
     )
     allocation_strategy: Strategy = Field(
@@ -190,7 +190,7 @@ class Settings(FileSettings):
     @classmethod
     def _validate_unique_ids(cls, value: tuple[AgentSettings, ...]) -> tuple[AgentSettings, ...]:
         ids = [agent.id for agent in value]
-        if duplicates := repeated(ids):
+        if duplicates := find_duplicates(ids):
             raise ValueError(f"duplicate id {', '.join(duplicates)}; agent ids must be unique")
         return value
 

@@ -61,7 +61,7 @@ class Caller(msgspec.Struct, frozen=True):
     via: str = ""
 
     @classmethod
-    def named_in(cls, text: str, via: Caller) -> Self:
+    def from_text(cls, text: str, via: Caller) -> Self:
         """Parse the caller that a gateway acts for; inverse of `to_text`.
 
         Raises:
@@ -92,12 +92,12 @@ class Caller(msgspec.Struct, frozen=True):
         """Return whether this caller sees an agent and its kernels."""
         return self.agents is None or agent_id in self.agents
 
-    def may(self, right: Right) -> bool:
+    def has_right(self, right: Right) -> bool:
         """Return whether this caller's role has a right."""
         return right in RIGHTS[self.role]
 
 
-def require_id(caller: Caller, new_id: str | None) -> None:
+def require_unreserved_id(caller: Caller, new_id: str | None) -> None:
     """Refuse an id of a new kernel or claim that only engines, which are admins, may choose.
 
     Raises:

@@ -39,10 +39,10 @@ class DeviceId(NamedTuple):
         return f"{self.name}/{self.id}"
 
 
-MAX_NEWS = 8
+MAX_NEW_WARNINGS = 8
 """New devices under one device name that get their own warnings."""
 
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Devices that one warning names."""
 
 MAX_FORMER = 64
@@ -128,17 +128,17 @@ class Device(msgspec.Struct, frozen=True, dict=True):
         return next((offer.capacity for offer in self.slots if offer.slot == slot), 0)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether it can be allocated, apart from free capacity."""
         return self._is_there and not (self.drained or self.awaited or self.busy)
 
     @property
-    def offered(self) -> int:
+    def offered_capacity(self) -> int:
         """The current capacity, 0 if the device is missing, unhealthy or withheld."""
         return self.capacity if self._is_there else 0
 
     @cached_property
-    def offers(self) -> tuple[int, ...]:
+    def offered_capacities(self) -> tuple[int, ...]:
         """The capacities that count now, by slot, the primary one first."""
         capacities = self.capacity, *[other.capacity for other in self.secondary]
         return capacities if self._is_there else (0,) * len(capacities)
@@ -156,7 +156,7 @@ class Device(msgspec.Struct, frozen=True, dict=True):
         """Return all names under which another plugin might list the same device."""
         return {key for key in (self.stable_id, self.parent, *self.aliases) if key}
 
-    def answers_to(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
         return name in (self.device_id.id, *self.names)
 
@@ -228,7 +228,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, list[Device]]:
-        return by_name(self.devices)
+        return group_by_name(self.devices)
 
     def quantum(self, slot: SlotName) -> int:
         """Return the quantum of a slot; 1 if only a missing device offers it."""
@@ -261,7 +261,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         plugin serves it. An unhealthy one keeps its last form.
         """
         known_forms = (d for d in self.by_name.get(name, ()) if not d.is_hearsay)
-        listed = in_last_form([*listed], known_forms, self.slot_types)
+        listed = restore_last_form([*listed], known_forms, self.slot_types)
         listed_by_id = {device.stable_id: device for device in listed}
         current = [d for d in self.devices if not (d.is_hearsay and d.stable_id in listed_by_id)]
         current_ids = {d.stable_id for d in current if d.device_id.name == name}
@@ -271,15 +271,16 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         others = [device for device in current if device.device_id.name != name]
         unknown_slots = {d.stable_id: slots for d in added if (slots := self._unknown_slots(d))}
         usable = [device for device in added if device.stable_id not in unknown_slots]
-        served, warnings = served_once([others, usable])
+        served, warnings = deduplicate_devices([others, usable])
         warnings += [
             f"{d.device_id} ({d.stable_id}) is new and offers {unknown_slots[d.stable_id]};"
             " restart agentd to use it"
             for d in added
             if d.stable_id in unknown_slots
         ]
-        if len(warnings) > MAX_NEWS:
-            warnings[MAX_NEWS:] = [f"{len(warnings) - MAX_NEWS} more devices of {name} are new"]
+        if len(warnings) > MAX_NEW_WARNINGS:
+            unnamed = len(warnings) - MAX_NEW_WARNINGS
+            warnings[MAX_NEW_WARNINGS:] = [f"{unnamed} more devices of {name} are new"]
         devices = [
             self._apply_listing(d, listed_by_id.get(d.stable_id)) if d.device_id.name == name else d
             for d in current
@@ -351,7 +352,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         return Inventory.of(self.slot_types.values(), others)
 
 
-def by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
+def group_by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
     """Return devices by device name."""
     return group((device.device_id.name, device) for device in devices)
 
@@ -376,7 +377,7 @@ def warnings_by_name(
     several.
     """
     ending_of_one, ending_of_several = endings
-    for name, named_devices in by_name(devices).items():
+    for name, named_devices in group_by_name(devices).items():
         first, *others = dict.fromkeys(map(reason_of, named_devices))
         reason = f"{first}, and {len(others)} other reasons" if others else first
         ids = [device.device_id.id for device in named_devices]
@@ -384,14 +385,14 @@ def warnings_by_name(
             text = str(named_devices[0].device_id) if name == CPU else ids[0]
             yield f"{text} is {state}: {reason}{ending_of_one}"
         else:
-            text = first_of(ids)
+            text = join_first(ids)
             yield f"{len(ids)} devices of {name} are {state} ({text}): {reason}{ending_of_several}"
 
 
-def first_of(ids: Sequence[str]) -> str:
+def join_first(ids: Sequence[str]) -> str:
     """Return the first ids, and the number of the others."""
-    text = ", ".join(ids[:MOST_NAMED])
-    return text if len(ids) <= MOST_NAMED else f"{text} and {len(ids) - MOST_NAMED} more"
+    text = ", ".join(ids[:MAX_NAMED])
+    return text if len(ids) <= MAX_NAMED else f"{text} and {len(ids) - MAX_NAMED} more"
 
 
 def withheld_warnings(inventory: Inventory) -> Iterator[str]:
@@ -413,7 +414,7 @@ def _secondary_warnings(
     ]
     if changed:
         are = "lists" if len(changed) == 1 else "list"
-        yield f"{first_of(changed)} {are} other secondary slots now; restart agentd to use them"
+        yield f"{join_first(changed)} {are} other secondary slots now; restart agentd to use them"
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:
@@ -435,7 +436,7 @@ def with_shared_health(devices: Sequence[Device]) -> list[Device]:
     ]
 
 
-def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:
+def deduplicate_devices(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:
     """Drop devices that an earlier plugin lists, too; return the rest, and warnings.
 
     Two devices are the same physical device if they share a stable id, an alias (UUID, PCI address)
@@ -459,13 +460,13 @@ def served_once(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list
             keys_of_plugin.update(dict.fromkeys(keys, device.device_id))
         owners.update(keys_of_plugin)
         for name, texts in duplicates.items():
-            warnings += texts[:MOST_NAMED]
-            if (unnamed := len(texts) - MOST_NAMED) > 0:
+            warnings += texts[:MAX_NAMED]
+            if (unnamed := len(texts) - MAX_NAMED) > 0:
                 warnings.append(f"{unnamed} more devices of {name} are served by others; withheld")
     return served, warnings
 
 
-def in_last_form(
+def restore_last_form(
     listed: Sequence[Device], last_listing: Iterable[Device], slots: Collection[SlotName]
 ) -> list[Device]:
     """Return a listing in which unhealthy devices are what they were last, with `slots` at most.
@@ -506,7 +507,7 @@ def _merge_secondary(
     return tuple(offers[slot] for slot in sorted(offers, key=natural_key))
 
 
-def with_remembered(
+def merge_remembered(
     listed: Iterable[Device],
     remembered: Iterable[Device],
     late: Mapping[str, str] = MappingProxyType({}),

@@ -46,7 +46,7 @@ class RecordedKernel(msgspec.Struct, frozen=True):
     handle: str | None
 
 
-class Present(msgspec.Struct, frozen=True):
+class PresentKernel(msgspec.Struct, frozen=True):
     """An observed kernel; `given` is its allocation by its own label, by device and slot.
 
     `held_to` holds the current limits of its runtime in the same form; None if unknown.
@@ -54,8 +54,8 @@ class Present(msgspec.Struct, frozen=True):
 
     handle: str
     is_alive: bool
-    given: Mapping[str, int] | None = None
-    held_to: Mapping[str, int] | None = None
+    allocation: Mapping[str, int] | None = None
+    limits: Mapping[str, int] | None = None
 
 
 class RecordedClaim(msgspec.Struct, frozen=True):
@@ -82,14 +82,14 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     is_shared: bool
     capacities: Mapping[str, int]
     holdings: Holdings
-    accounted: Mapping[str, RecordedKernel]
-    present: Mapping[str, Present]
+    recorded: Mapping[str, RecordedKernel]
+    present: Mapping[str, PresentKernel]
     strays: tuple[str, ...] = ()
     divisible: frozenset[str] = msgspec.field(default_factory=frozenset)
     claims: Mapping[str, RecordedClaim] = {}
 
 
-def violations(snapshot: NodeSnapshot) -> list[Violation]:
+def find_violations(snapshot: NodeSnapshot) -> list[Violation]:
     """Return all violated rules in the order of `RULES`."""
     return [
         *_capacity_violations(snapshot),
@@ -97,7 +97,7 @@ def violations(snapshot: NodeSnapshot) -> list[Violation]:
         *_record_violations(snapshot),
         *_claim_violations(snapshot),
         *_limit_violations(snapshot),
-        *_ghosts(snapshot),
+        *_dead_holders(snapshot),
         *(Violation("stray", stray) for stray in snapshot.strays),
     ]
 
@@ -131,7 +131,7 @@ def _owner_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
         if snapshot.is_shared or device in snapshot.divisible:
             continue
         recorded: dict[str, RecordedKernel | RecordedClaim] = {
-            **snapshot.accounted,
+            **snapshot.recorded,
             **snapshot.claims,
         }
         owners = {
@@ -147,7 +147,7 @@ def _owner_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
 
 def _record_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     for kernel_id, present in snapshot.present.items():
-        recorded = snapshot.accounted.get(kernel_id)
+        recorded = snapshot.recorded.get(kernel_id)
         if recorded is None:
             yield Violation(
                 "stray", f"kernel {kernel_id} ({present.handle}) runs but is not recorded"
@@ -168,12 +168,12 @@ def _claim_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
 
 
 def _compare_with_ledger(
-    snapshot: NodeSnapshot, kernel_id: str, recorded: RecordedKernel, present: Present
+    snapshot: NodeSnapshot, kernel_id: str, recorded: RecordedKernel, present: PresentKernel
 ) -> Iterator[Violation]:
     if recorded.handle != present.handle:
         reason = f"kernel {kernel_id} is {present.handle}, recorded as {recorded.handle}"
         yield Violation("accounted", reason)
-    for device, amount in (present.given or {}).items():
+    for device, amount in (present.allocation or {}).items():
         held = snapshot.holdings.get(device, {}).get(kernel_id)
         if held != amount:
             reason = f"kernel {kernel_id} has {amount} of {device}, the ledger {held or 0}"
@@ -183,12 +183,12 @@ def _compare_with_ledger(
 def _limit_violations(snapshot: NodeSnapshot) -> Iterator[Violation]:
     """Compare limits with allocations; a kernel without cores, for example, has no such limit."""
     for kernel_id, present in snapshot.present.items():
-        if not present.is_alive or present.given is None or present.held_to is None:
+        if not present.is_alive or present.allocation is None or present.limits is None:
             continue
-        for name in sorted({device.partition("/")[0] for device in present.held_to}):
+        for name in sorted({device.partition("/")[0] for device in present.limits}):
             amounts, limits = (
                 {d: amount for d, amount in by_device.items() if d.partition("/")[0] == name}
-                for by_device in (present.given, present.held_to)
+                for by_device in (present.allocation, present.limits)
             )
             if amounts and amounts != limits:
                 reason = f"kernel {kernel_id} has {_join_amounts(amounts)}, but its limits are"
@@ -199,14 +199,14 @@ def _join_amounts(amounts: Mapping[str, int]) -> str:
     return ", ".join(f"{amount} of {device}" for device, amount in sorted(amounts.items()))
 
 
-def _ghosts(snapshot: NodeSnapshot) -> Iterator[Violation]:
+def _dead_holders(snapshot: NodeSnapshot) -> Iterator[Violation]:
     holders = {kernel for by_kernel in snapshot.holdings.values() for kernel in by_kernel}
     for kernel_id in sorted(holders - snapshot.claims.keys()):
-        recorded = snapshot.accounted.get(kernel_id)
+        recorded = snapshot.recorded.get(kernel_id)
         if recorded is None or recorded.state in ENDED:
             state = recorded.state if recorded else "unknown"
             yield Violation("ghost", f"kernel {kernel_id} holds devices but is {state}")
-    for kernel_id, recorded in snapshot.accounted.items():
+    for kernel_id, recorded in snapshot.recorded.items():
         present = snapshot.present.get(kernel_id)
         if recorded.state in LIVE and not (present and present.is_alive):
             reason = f"kernel {kernel_id} is recorded as {recorded.state} but is not alive"

@@ -26,17 +26,17 @@ class LabelExcess(msgspec.Struct, frozen=True):
     bound: str
 
 
-def size_of(labels: Mapping[str, str]) -> int:
+def labels_size(labels: Mapping[str, str]) -> int:
     """Return the bytes of labels."""
     words = (*labels, *labels.values())
     return sum(len(word.encode(errors="replace")) for word in words)
 
 
-def excess_of(
+def find_label_excess(
     labels: Mapping[str, str], agent_id: str, *, agent_bytes: int, node_bytes: int
 ) -> LabelExcess | None:
     """Return how labels exceed a sum that already has `agent_bytes` or `node_bytes`, if they do."""
-    size = size_of(labels)
+    size = labels_size(labels)
     for used, maximum, owner in (
         (agent_bytes, MAX_AGENT_BYTES, f"agent {agent_id}"),
         (node_bytes, MAX_NODE_BYTES, "this node"),

@@ -24,14 +24,14 @@ def is_name(text: object) -> TypeGuard[str]:
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
 
-def checked(text: str) -> str:
+def validate_name(text: str) -> str:
     """Validate a name that becomes part of a path.
 
     Raises:
         ValueError: it is not a name.
     """
     if not is_name(text):
-        raise ValueError(f"invalid name {shortened(text)}")
+        raise ValueError(f"invalid name {quote_untrusted(text)}")
     return text
 
 
@@ -40,7 +40,7 @@ def name_or_empty(text: object) -> str:
     return text if is_name(text) else ""
 
 
-def repeated(items: Iterable[_H]) -> list[str]:
+def find_duplicates(items: Iterable[_H]) -> list[str]:
     """Return the items that appear more than once, as sorted text."""
     return sorted(str(item) for item, count in Counter(items).items() if count > 1)
 
@@ -54,7 +54,7 @@ def did_you_mean(word: str, known: Iterable[str], least: float = 0.5) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def shortened(text: object) -> str:
+def quote_untrusted(text: object) -> str:
     """Quote untrusted text for a message: escaped, on one line of limited length."""
     quoted = repr(text)
     return quoted if len(quoted) <= _MAX_QUOTED else f"{quoted[:_MAX_QUOTED]}..."

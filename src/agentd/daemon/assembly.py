@@ -11,7 +11,7 @@ from agentd.config.settings import Settings
 from agentd.core.claim.claim import Claim
 from agentd.daemon import runtime_factory
 from agentd.events import EventLog
-from agentd.host.cgroups.usage import groups_of
+from agentd.host.cgroups.usage import read_cgroups
 from agentd.host.claim_holders import HostHolders
 from agentd.host.probe import Host, is_port_free
 from agentd.http.route import Route
@@ -36,7 +36,7 @@ from agentd.services.engines import Engines
 from agentd.services.kernels.exec import Execs
 from agentd.services.kernels.lifecycle import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
-from agentd.services.kernels.records import recall, remember
+from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Runtime
@@ -50,7 +50,7 @@ from agentd.state.host_lock import HostLock
 from agentd.state.schemas import SavedRecord
 
 
-class Recalled(msgspec.Struct, frozen=True):
+class RestoredNode(msgspec.Struct, frozen=True):
     """The recorded node, before any runtime was called."""
 
     node: Node
@@ -66,7 +66,7 @@ class Services(msgspec.Struct, frozen=True):
     loops: Loops
     access: Access
     refusals: Refusals
-    check: SelfCheck
+    self_check: SelfCheck
     statistics: Statistics
     execs: Execs
     claims: ClaimService
@@ -94,14 +94,14 @@ class Assembly:
         self._plugins = plugins
         self._host = host
 
-    def recalled(
+    def restore(
         self,
         devices: NodeDevices,
         events: EventLog,
         runtimes: Sequence[str],
         records: Sequence[SavedRecord],
         claim_records: Mapping[str, str],
-    ) -> Recalled:
+    ) -> RestoredNode:
         """Return the node's state with its recorded kernels and claims."""
         node_id, clock = self._context.node_id, self._context.clock
         node = Node(
@@ -121,13 +121,13 @@ class Assembly:
         )
         planner = Planner(devices=devices, plugins=self._plugins, rules=rules)
         claims = recall_claims(node.state, devices, claim_records, clock.wall())
-        remember(node.state, self._store, node_id)
-        recall(node.state, devices, records, self._settings.node.runtime, clock)
-        node.state.listen(planner.notify_plugins)
-        node.state.listen(node.counts.note)
-        return Recalled(node, planner, claims)
+        persist_changes(node.state, self._store, node_id)
+        restore_kernels(node.state, devices, records, self._settings.node.runtime, clock)
+        node.state.subscribe(planner.notify_plugins)
+        node.state.subscribe(node.counts.on_kernel_change)
+        return RestoredNode(node, planner, claims)
 
-    def services(self, recalled: Recalled, runtimes: Mapping[str, Runtime]) -> Services:
+    def services(self, recalled: RestoredNode, runtimes: Mapping[str, Runtime]) -> Services:
         """Return the services on top of a node's state."""
         node, planner = recalled.node, recalled.planner
         plugins, store, clock = self._plugins, self._store, self._context.clock
@@ -145,9 +145,9 @@ class Assembly:
         unclaimed = UnclaimedProcesses(
             node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
         )
-        node.devices.suspend_by(
+        node.devices.set_suspension(
             lambda inventory: inventory.with_withheld(self._lock.reason).with_suspended(
-                engines.awaited(inventory), unclaimed.busy
+                engines.awaited_devices(inventory), unclaimed.busy_reasons
             )
         )
         claims = ClaimService(
@@ -158,7 +158,7 @@ class Assembly:
             store=store,
             holders=holders,
         )
-        node.state.listen(claims.note_kernel)
+        node.state.subscribe(claims.on_kernel_change)
         return Services(
             kernels=KernelService(
                 node=node,
@@ -172,9 +172,9 @@ class Assembly:
             loops=Loops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
             access=Access(node),
             refusals=Refusals(counts=node.counts, events=node.events, now=clock.wall),
-            check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
+            self_check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
             statistics=Statistics(
-                node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=groups_of
+                node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=read_cgroups
             ),
             execs=Execs(state=node.state, runtimes=runtimes, plugins=plugins),
             claims=claims,
@@ -209,7 +209,7 @@ class Assembly:
                 host_warnings=partial(runtime_factory.runtime_warnings, settings, plugins),
                 state=node.state,
                 access=access,
-                check=services.check,
+                check=services.self_check,
                 metrics=Metrics(
                     node_id=node_id,
                     node=node,

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from agentd import failpoints
-from agentd.config.loading import load, source_of
+from agentd.config.loading import load, source_name
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
 from agentd.daemon import discovery
@@ -23,9 +23,9 @@ from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem
 from agentd.events import EventLog
 from agentd.host.probe import probe
-from agentd.http.connections.unix_sockets import group_refusal, path_refusal
-from agentd.http.credentials import endpoint, expiry_problems, weaknesses
-from agentd.http.server import address_refusal
+from agentd.http.connections.unix_sockets import socket_group_problem, socket_path_problem
+from agentd.http.credentials import build_endpoint, credential_weaknesses, expiry_problems
+from agentd.http.server import address_problem
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.service.exit_status import ExitStatus
@@ -38,7 +38,7 @@ VALIDATION_TIMEOUT_S = 60.0
 """Maximum seconds to wait for the plugins' `validate`, whatever `call-timeout` is."""
 
 
-class Checked(msgspec.Struct, frozen=True):
+class ConfigCheck(msgspec.Struct, frozen=True):
     """The problems and warnings of a configuration, and the exit status of a start."""
 
     problems: tuple[Problem, ...]
@@ -47,7 +47,7 @@ class Checked(msgspec.Struct, frozen=True):
     status: int
 
 
-async def check(path: Path | None) -> Checked:
+async def check_configuration(path: Path | None) -> ConfigCheck:
     """Return every problem for which `agentd run` would refuse a configuration.
 
     It also reports three kinds of problems that no start refuses: entry points that are not
@@ -60,38 +60,38 @@ async def check(path: Path | None) -> Checked:
     with problems.collecting():
         loaded = load(path)
     try:
-        failpoints.parsed(os.environ.get(failpoints.VARIABLE, ""))
+        failpoints.parse_points(os.environ.get(failpoints.VARIABLE, ""))
     except ValueError as error:
-        problems.found.append(Problem(failpoints.VARIABLE, str(error)))
-    if problems.found:
-        raise ConfigRefused(problems.found, source_of(path))
+        problems.collected.append(Problem(failpoints.VARIABLE, str(error)))
+    if problems.collected:
+        raise ConfigRefused(problems.collected, source_name(path))
     settings = loaded.settings
     store = StateFolder(settings.node.state_dir.absolute())
-    async with discovery.opened_plugins(settings, store) as plugins:
+    async with discovery.open_plugins(settings, store) as plugins:
         return await _check(settings, store, plugins, loaded.source)
 
 
 async def _check(
     settings: Settings, store: StateFolder, plugins: PluginHost, source: str
-) -> Checked:
+) -> ConfigCheck:
     """Check plugins, partition and host; the first problem found decides the exit status."""
     problems_by_status: list[tuple[int, Problem]] = []
 
     def add(status: int, problems: Iterable[Problem]) -> None:
         problems_by_status.extend((status, problem) for problem in problems)
 
-    add(ExitStatus.FAILED, _as_problems("node.state-dir", store.refusal()))
+    add(ExitStatus.FAILED, _as_problems("node.state-dir", store.open_problem()))
     timeout_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
-    unvalidated = await plugins.unvalidated(timeout_s)
+    unvalidated = await plugins.unvalidated_problems(timeout_s)
     start_problems = Problems()
-    devices = await discovery.discover(
+    devices = await discovery.discover_devices(
         settings, probe(), plugins, store, EventLog(), start_problems
     )
     with start_problems.collecting():
-        endpoint(settings.rpc)
-    add(ExitStatus.CONFIG, start_problems.found)
+        build_endpoint(settings.rpc)
+    add(ExitStatus.CONFIG, start_problems.collected)
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}
-    for name, reason in plugins.failed_required().items():
+    for name, reason in plugins.required_failures().items():
         if name not in reported:
             add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
@@ -101,14 +101,16 @@ async def _check(
     expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
     add(ExitStatus.CONFIG, expired)
     warnings: tuple[str, ...] = ()
-    if not start_problems.found:
+    if not start_problems.collected:
         lock_warnings = discovery.withhold_if_served(settings, devices)
         current = Weaknesses()
-        current.replace(weaknesses(rpc))
+        current.replace(credential_weaknesses(rpc))
         texts = set(current.warnings()) - {problem.why for problem in expired}
         warnings = (*devices.warnings, *lock_warnings, *sorted(texts))
     status = problems_by_status[0][0] if problems_by_status else ExitStatus.DONE
-    return Checked(tuple(dict.fromkeys(p for _, p in problems_by_status)), warnings, source, status)
+    return ConfigCheck(
+        tuple(dict.fromkeys(p for _, p in problems_by_status)), warnings, source, status
+    )
 
 
 def _socket_problems(rpc: RpcSettings) -> Iterator[Problem]:
@@ -117,11 +119,11 @@ def _socket_problems(rpc: RpcSettings) -> Iterator[Problem]:
         where = f"rpc.sockets.{index}"
         sockets.append((f"{where}.path", socket.path, f"{where}.group", socket.group))
     for path_key, path, group_key, group in sockets:
-        yield from _as_problems(path_key, path_refusal(path.absolute()))
+        yield from _as_problems(path_key, socket_path_problem(path.absolute()))
         if group is not None:
-            yield from _as_problems(group_key, group_refusal(group))
+            yield from _as_problems(group_key, socket_group_problem(group))
     if rpc.listen is not None:
-        reason = address_refusal(str(rpc.host_port[0]))
+        reason = address_problem(str(rpc.host_port[0]))
         yield from _as_problems("rpc.listen", reason and f"{rpc.listen}: {reason}")
 
 

@@ -12,9 +12,9 @@ from agentd.daemon import runtime_factory
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
-from agentd.host.probe import Host, derived_node_id
+from agentd.host.probe import Host, derive_node_id
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
-from agentd.pluginhost.dealing import DealingRules
+from agentd.pluginhost.dealing import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.service.boot_id import boot_id
@@ -23,7 +23,7 @@ from agentd.state.folder import StateFolder
 from agentd.state.host_lock import HostLock, run_folder
 
 
-def pace_of(settings: Settings) -> PluginTimeouts:
+def plugin_timeouts(settings: Settings) -> PluginTimeouts:
     """Return the deadlines and intervals of plugins."""
     return PluginTimeouts(
         call_timeout_s=settings.plugins.call_timeout,
@@ -31,14 +31,14 @@ def pace_of(settings: Settings) -> PluginTimeouts:
     )
 
 
-def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
+def create_plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
     """Return the configured plugins, not started.
 
     In auto-split they may deal their devices, unless the store has a dealing already. They find
     the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
-        os.environ[NODE_ID_VARIABLE] = node_id_of(settings)
+        os.environ[NODE_ID_VARIABLE] = resolve_node_id(settings)
     plugins, features = settings.plugins, Features(settings.node.runtime)
     rules = settings.split_rules()
     agents = tuple(rule.agent_id for rule in rules.agents)
@@ -47,15 +47,15 @@ def plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
         allow=plugins.allow,
         block=plugins.block,
         features=features,
-        timeouts=pace_of(settings),
-        dealing_rules=DealingRules(agents, store) if rules.are_plugins_asked else None,
+        timeouts=plugin_timeouts(settings),
+        dealing_rules=AssignmentRules(agents, store) if rules.uses_plugin_order else None,
     )
 
 
 @contextlib.asynccontextmanager
-async def opened_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[PluginHost]:
+async def open_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[PluginHost]:
     """Open the configured plugins for a command, and close them afterwards."""
-    plugins = plugin_host(settings, store)
+    plugins = create_plugin_host(settings, store)
     try:
         await plugins.open(settings.plugins.open_timeout)
         yield plugins
@@ -63,7 +63,7 @@ async def opened_plugins(settings: Settings, store: StateFolder) -> AsyncIterato
         await plugins.close()
 
 
-async def discover(
+async def discover_devices(
     settings: Settings,
     host: Host,
     plugins: PluginHost,
@@ -77,10 +77,10 @@ async def discover(
     are any, the devices cannot be used.
     """
     with problems.collecting():
-        runtime_factory.refuse_unfit(settings)
+        runtime_factory.refuse_unusable_runtime(settings)
     with problems.collecting():
-        await runtime_factory.refuse_changed_id(settings, node_id_of(settings), store)
-    problems.found += plugins.problems()
+        await runtime_factory.refuse_changed_id(settings, resolve_node_id(settings), store)
+    problems.collected += plugins.problems()
     devices = NodeDevices(
         plugins=plugins,
         store=store,
@@ -100,18 +100,18 @@ def refuse_failed_required(plugins: PluginHost) -> None:
     Raises:
         StartRefused: a required plugin is not ready.
     """
-    if missing := plugins.failed_required():
+    if missing := plugins.required_failures():
         raise StartRefused("; ".join(missing.values()))
 
 
-def host_lock(settings: Settings) -> HostLock:
+def create_host_lock(settings: Settings) -> HostLock:
     """Return the lock of this host, not acquired.
 
     Raises:
         ConfigRefused: there is no node id.
     """
     is_user = os.geteuid() != 0
-    return HostLock(run_folder(), node_id_of(settings), boot_id(), is_user=is_user)
+    return HostLock(run_folder(), resolve_node_id(settings), boot_id(), is_user=is_user)
 
 
 def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
@@ -120,14 +120,14 @@ def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
     Without a node id, this agentd could not be told apart from another one.
     """
     with contextlib.suppress(ConfigRefused):
-        lock = host_lock(settings)
+        lock = create_host_lock(settings)
         lock.read()
-        devices.suspend_by(lambda inventory: inventory.with_withheld(lock.reason))
+        devices.set_suspension(lambda inventory: inventory.with_withheld(lock.reason))
         return lock.warnings()
     return []
 
 
-def node_id_of(settings: Settings) -> str:
+def resolve_node_id(settings: Settings) -> str:
     """Return the configured node id, or one derived from the machine id.
 
     Raises:
@@ -136,7 +136,7 @@ def node_id_of(settings: Settings) -> str:
     if settings.node.id is not None:
         return settings.node.id
     try:
-        return derived_node_id()
+        return derive_node_id()
     except OSError as error:
         reason = f"not set and not derivable: {error}"
         raise ConfigRefused([Problem("node.id", reason)]) from None

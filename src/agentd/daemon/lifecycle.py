@@ -21,23 +21,23 @@ from msgspec.structs import replace
 
 from agentd import failpoints
 from agentd.concurrency import Deadline
-from agentd.config.loading import Loaded
+from agentd.config.loading import LoadedSettings
 from agentd.daemon import runtime_factory
 from agentd.daemon.assembly import Assembly, Services
 from agentd.daemon.discovery import (
-    discover,
-    host_lock,
-    node_id_of,
-    plugin_host,
+    create_host_lock,
+    create_plugin_host,
+    discover_devices,
     refuse_failed_required,
+    resolve_node_id,
 )
 from agentd.daemon.problems import Problems
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused, DaemonFailed, NotReady
 from agentd.events import EventLog
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.probe import probe
-from agentd.http.credentials import endpoint, weaknesses
+from agentd.http.credentials import build_endpoint, credential_weaknesses
 from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
@@ -46,7 +46,7 @@ from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
 from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
-from agentd.service.sd_listen import passed_sockets
+from agentd.service.sd_listen import inherited_sockets
 from agentd.service.sd_notify import Notifier
 from agentd.service.shutdown import Shutdown
 from agentd.service.weaknesses import Weaknesses
@@ -69,20 +69,20 @@ STATUS_PAUSE_S = 1.0
 class Daemon:
     """One running agentd."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: LoadedSettings) -> None:
         self._loaded = loaded
         self._settings = loaded.settings
-        self._node_id = node_id_of(loaded.settings)
+        self._node_id = resolve_node_id(loaded.settings)
         uptime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         clock = Clock(wall=time.time, steady=time.monotonic, uptime=uptime)
         self._context = NodeContext(self._node_id, boot_id(), clock)
         state_dir = loaded.settings.node.state_dir.absolute()
         self._store = StateFolder(state_dir, self._node_id)
-        self._host_lock = host_lock(loaded.settings)
+        self._host_lock = create_host_lock(loaded.settings)
         self._notifier = Notifier()
         self._shutdown, self._hangup = Shutdown(), asyncio.Event()
         self._reload: Reload | None = None
-        self._passed_sockets = passed_sockets()
+        self._passed_sockets = inherited_sockets()
         self._status = ""
         self._weaknesses = Weaknesses()
 
@@ -95,23 +95,23 @@ class Daemon:
             DaemonFailed: a vital part has failed.
         """
         shutdown = self._shutdown
-        shutdown.listen({signal.SIGHUP: self._hangup.set})
+        shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
         cancelled: dict[str, list[str]] = {}
         try:
             async with contextlib.AsyncExitStack() as stack:
                 parts = await self._start_unless_stopped(self._start(stack, cancelled))
                 if parts is not None:
-                    await self._notifier.keep_alive_until(shutdown.asked)
+                    await self._notifier.keep_alive_until(shutdown.requested)
                 self._notifier.stopping()
                 log.info("daemon.stopping")
-                await reach("shutdown.before_drain")
+                await hit_async("shutdown.before_drain")
                 if parts is not None:
                     parts.node.events.close()
                     drained = await parts.services.kernels.creates.drain(
                         shutdown.deadline.earlier(AFTER_DRAIN_S)
                     )
                     cancelled["creates"], cancelled["unresolved"] = drained
-                await reach("shutdown.after_drain")
+                await hit_async("shutdown.after_drain")
         finally:
             shutdown.finish()
         facts = {**cancelled, "late": shutdown.late}
@@ -124,7 +124,7 @@ class Daemon:
     async def _start_unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
         """Return the started parts, None if a stop comes first."""
         starting = asyncio.create_task(start)
-        stop = asyncio.create_task(self._shutdown.asked.wait())
+        stop = asyncio.create_task(self._shutdown.requested.wait())
         await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if starting.done():
@@ -146,19 +146,21 @@ class Daemon:
         stack.callback(self._store.close)
         stack.callback(self._host_lock.release)
         await self._host_lock.acquire()
-        if armed := failpoints.armed():
+        if armed := failpoints.armed_points():
             log.warning("failpoints.armed", points=armed)
-        await reach("start.after_locks")
-        plugins = plugin_host(self._settings, self._store)
-        stack.push_async_callback(reach, "shutdown.after_plugins")
+        await hit_async("start.after_locks")
+        plugins = create_plugin_host(self._settings, self._store)
+        stack.push_async_callback(hit_async, "shutdown.after_plugins")
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
         background, problems = Background(self._shutdown.fail), Problems()
         with problems.collecting():
-            server_endpoint = replace(endpoint(self._settings.rpc), passed=self._passed_sockets)
+            server_endpoint = replace(
+                build_endpoint(self._settings.rpc), passed=self._passed_sockets
+            )
         parts = await self._assemble(stack, plugins, background, problems)
         node, services = parts.node, parts.services
-        self._weaknesses.replace(weaknesses(self._settings.rpc))
+        self._weaknesses.replace(credential_weaknesses(self._settings.rpc))
         server = Server(
             title="agentd",
             routes=parts.routes,
@@ -168,10 +170,10 @@ class Daemon:
             pages=Pages({HOME: "agentd"}),
         )
         cancelled["requests"] = server.cancelled
-        stack.push_async_callback(reach, "shutdown.after_server")
+        stack.push_async_callback(hit_async, "shutdown.after_server")
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
-        await reach("start.after_server")
+        await hit_async("start.after_server")
         stack.push_async_callback(
             step, "background tasks", lambda _: background.close(), AFTER_SERVER_S
         )
@@ -181,7 +183,7 @@ class Daemon:
         if self._host_lock.is_user:
             background.run("host-lock", self._host_lock.watch(node.devices.update_suspended))
         await self._wait_listed(parts)
-        await reach("start.before_ready")
+        await hit_async("start.before_ready")
         self._reload = Reload(self._loaded, server, parts.runtimes, self._weaknesses)
         self._become_ready(parts, background)
         return parts
@@ -196,7 +198,7 @@ class Daemon:
         keep_ended = self._settings.node.keep_ended
         retention = Retention(node.state, parts.services.kernels, keep_ended)
         background.run("retention", retention.run())
-        if self._notifier.is_heard:
+        if self._notifier.is_enabled:
             background.run("status", self._update_status(node))
         background.run("reload", self._reload_on_hangup())
 
@@ -214,7 +216,7 @@ class Daemon:
             StartRefused: a required plugin is not ready.
         """
         host, store, events = probe(), self._store, EventLog()
-        devices = await discover(self._settings, host, plugins, store, events, problems)
+        devices = await discover_devices(self._settings, host, plugins, store, events, problems)
         problems.refuse()
         refuse_failed_required(plugins)
         _log_unready_plugins(plugins)
@@ -225,7 +227,7 @@ class Daemon:
             for name in names
             if name in runtime_factory.RUNTIMES
         }
-        await reach("start.after_discover")
+        await hit_async("start.after_discover")
         lock = self._host_lock
         assembly = Assembly(
             settings=self._settings,
@@ -235,9 +237,9 @@ class Daemon:
             plugins=plugins,
             host=host,
         )
-        recalled = assembly.recalled(devices, events, names, records, store.load_claims())
+        recalled = assembly.restore(devices, events, names, records, store.load_claims())
         node = recalled.node
-        await reach("start.after_recall")
+        await hit_async("start.after_recall")
         services = assembly.services(recalled, runtimes)
         services.claims.resume(recalled.claims)
         stack.callback(self._record_accelerator_use, node)
@@ -258,19 +260,19 @@ class Daemon:
 
     def _record_accelerator_use(self, node: Node) -> None:
         """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
-        by_id, holders = node.devices.inventory.by_id, node.state.ledger.held
+        by_id, holders = node.devices.inventory.by_id, node.state.ledger.shares_by_device
         is_used = any(
             device_id not in by_id or by_id[device_id].is_real_accelerator for device_id in holders
         )
-        self._host_lock.note_use(is_used=is_used, is_known=node.state.is_listed)
+        self._host_lock.set_in_use(is_used=is_used, is_known=node.state.is_listed)
 
     async def _wait_listed(self, parts: _Parts) -> None:
         """Wait until every runtime has returned its first list or failed to."""
         state, reconciler = parts.node.state, parts.services.reconciler
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
-                await reconciler.first_try()
-        reconciler.give_up_waiting(f"no list within {FIRST_LIST_TIMEOUT_S:g} s")
+                await reconciler.wait_first_lists()
+        reconciler.mark_unanswered(f"no list within {FIRST_LIST_TIMEOUT_S:g} s")
         used = {kernel.runtime for kernel in state}
         used |= {name for name, status in state.runtimes.items() if not status.is_listed}
         self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
@@ -286,7 +288,7 @@ class Daemon:
             raise NotReady("the daemon has not finished starting")
         self._notifier.reloading()
         try:
-            return await self._reload.once()
+            return await self._reload.apply_and_log()
         finally:
             self._notifier.ready(self._status)
 
@@ -313,14 +315,16 @@ class Daemon:
         """
         node = self._store.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}
-        used |= recorded_runtimes(records) | self._store.bundled()
+        used |= recorded_runtimes(records) | self._store.bundle_runtimes()
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
         self._store.save_runtimes(sorted(used))
         return sorted(used)
 
     def _create_runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
-        runtime = runtime_factory.runtime(name, self._settings, self._node_id, self._store.bundles)
+        runtime = runtime_factory.create_runtime(
+            name, self._settings, self._node_id, self._store.bundles
+        )
         step = f"runtime {name}"
         stack.push_async_callback(
             self._shutdown.step, step, lambda _: runtime.close(), AFTER_RUNTIMES_S

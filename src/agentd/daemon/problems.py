@@ -12,7 +12,7 @@ class Problems:
     """The problems that were found so far."""
 
     def __init__(self) -> None:
-        self.found: list[Problem] = []
+        self.collected: list[Problem] = []
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -20,7 +20,7 @@ class Problems:
         try:
             yield
         except ConfigRefused as error:
-            self.found += error.problems
+            self.collected += error.problems
 
     def refuse(self) -> None:
         """Refuse the configuration if anything was found.
@@ -28,5 +28,5 @@ class Problems:
         Raises:
             ConfigRefused: lists everything that was found.
         """
-        if self.found:
-            raise ConfigRefused(list(dict.fromkeys(self.found)))
+        if self.collected:
+            raise ConfigRefused(list(dict.fromkeys(self.collected)))

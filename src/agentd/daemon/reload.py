@@ -16,12 +16,12 @@ import structlog
 from pydantic import BaseModel
 
 from agentd import log as logging
-from agentd.config.loading import Loaded, load
+from agentd.config.loading import LoadedSettings, load
 from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.http.credentials import certificate_of, tokens, weaknesses
+from agentd.http.credentials import credential_weaknesses, read_configured_certificate, read_tokens
 from agentd.http.server import Server
 from agentd.service.weaknesses import Weaknesses
 from agentd.services.protocols import Runtime
@@ -69,16 +69,18 @@ class Step(msgspec.Struct, frozen=True):
     """Applies the keys of an entry of `APPLIED`; cannot fail."""
 
     keys: tuple[str, ...]
-    take: Callable[[], object]
+    apply: Callable[[], object]
 
 
-def values_of(section: BaseModel, path: str = "") -> dict[str, Any]:
+def flatten_settings(section: BaseModel, path: str = "") -> dict[str, Any]:
     """Return the value of each key of a configuration; a plugin's table is one value."""
     fields = type(section).model_fields
     values: dict[str, Any] = {}
     for name, value in section:
         key = f"{path}{fields[name].alias or name if name in fields else name}"
-        values |= values_of(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+        values |= (
+            flatten_settings(value, f"{key}.") if isinstance(value, BaseModel) else {key: value}
+        )
     return values
 
 
@@ -87,13 +89,13 @@ class Reload:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedSettings,
         server: Server,
         runtimes: Mapping[str, Runtime],
         weaknesses: Weaknesses,
     ) -> None:
         self._loaded = loaded
-        self._in_force = values_of(loaded.settings)
+        self._in_force = flatten_settings(loaded.settings)
         self._rpc = loaded.settings.rpc
         self._server = server
         self._runtimes = runtimes
@@ -117,35 +119,35 @@ class Reload:
     def _steps(self, applicable: Settings) -> Iterator[Step]:
         rpc = applicable.rpc
         if rpc.listen is not None:
-            new_tokens = tokens(rpc)
-            yield Step(APPLIED["tokens"], lambda: self._server.renew_tokens(new_tokens))
-        if self._server.has_tls and (certificate := certificate_of(rpc)) is not None:
+            new_tokens = read_tokens(rpc)
+            yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
+        if self._server.has_tls and (certificate := read_configured_certificate(rpc)) is not None:
             context = certificate.context
-            yield Step(APPLIED["certificate"], lambda: self._server.renew_tls(context))
-        new_weaknesses = weaknesses(rpc)
+            yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
+        new_weaknesses = credential_weaknesses(rpc)
         yield Step((), lambda: self._weaknesses.replace(new_weaknesses))
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
-            yield Step(APPLIED[name], runtime_factory.renewal(runtime, applicable))
+            yield Step(APPLIED[name], runtime_factory.prepare_rules_update(runtime, applicable))
 
-    async def take(self) -> list[str]:
+    async def apply(self) -> list[str]:
         """Read and apply the configuration; return the keys that require a restart.
 
         Raises:
             ConfigRefused: the configuration is unusable; nothing has changed.
             RuntimeUnavailable: something of it does not answer; nothing has changed.
         """
-        preparing = self._lookups.look(self._loaded.source, self.prepare, READ_TIMEOUT_S)
+        preparing = self._lookups.call(self._loaded.source, self.prepare, READ_TIMEOUT_S)
         settings, applicable, steps = await preparing
-        values = values_of(applicable)
+        values = flatten_settings(applicable)
         for step in steps:
-            step.take()
+            step.apply()
             self._in_force |= {key: values[key] for key in step.keys}
         self._rpc = applicable.rpc
-        in_force, configured = self._in_force, values_of(settings)
+        in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 
-    async def once(self) -> list[str]:
+    async def apply_and_log(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.
 
         Raises:
@@ -153,9 +155,9 @@ class Reload:
         """
         try:
             async with self._lock:
-                restart_keys = await self.take()
+                restart_keys = await self.apply()
         except ConfigRefused as error:
-            refusal = error.of(self._loaded.source)
+            refusal = error.with_source(self._loaded.source)
         except RuntimeUnavailable as error:
             refusal = ConfigRefused([Problem("", str(error))])
         except Exception as error:  # an error here must not end all reloads

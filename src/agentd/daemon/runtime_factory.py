@@ -16,16 +16,16 @@ from typing import Any
 
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
-from agentd.host.cgroups.hierarchies import existing_cgroups, find_cgroups
+from agentd.host.cgroups.hierarchies import find_cgroups, find_existing_cgroups
 from agentd.host.node_warnings import host_warnings
 from agentd.host.systemd.availability import (
     failed_units,
     has_manager,
     is_booted,
-    lingers,
-    why_no_systemd,
+    is_lingering,
+    systemd_problems,
 )
-from agentd.http.credentials import weaknesses
+from agentd.http.credentials import credential_weaknesses
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
@@ -35,7 +35,9 @@ from agentd.state.host_lock import run_folder
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
 
-def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]) -> Runtime:
+def create_runtime(
+    name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]
+) -> Runtime:
     """Return one of `RUNTIMES`; `bundles` maps each to its folder for kernels.
 
     Raises:
@@ -58,12 +60,12 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
             settings=settings.runtime.systemd,
             accounts=accounts,
         )
-    from agentd.host.systemd.dbus import Manager
+    from agentd.host.systemd.dbus import SystemdManager
     from agentd.runtimes.process.runtime import ProcessRuntime
 
     # Units of a user's manager end at logout, unless the user lingers.
-    is_lasting = os.geteuid() == 0 or lingers(os.geteuid())
-    manager = Manager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
+    is_lasting = os.geteuid() == 0 or is_lingering(os.geteuid())
+    manager = SystemdManager(is_user=os.geteuid() != 0) if is_lasting and has_manager() else None
     return ProcessRuntime(
         folder,
         node_id,
@@ -75,7 +77,7 @@ def runtime(name: str, settings: Settings, node_id: str, bundles: Mapping[str, P
     )
 
 
-def renewal(runtime: Any, settings: Settings) -> Callable[[], object]:
+def prepare_rules_update(runtime: Any, settings: Settings) -> Callable[[], object]:
     """Return a function that applies settings to a runtime; an engine's socket stays.
 
     Raises:
@@ -87,7 +89,7 @@ def renewal(runtime: Any, settings: Settings) -> Callable[[], object]:
     return partial(runtime.renew, section, user_accounts(settings, runtime.name))
 
 
-def refuse_unfit(settings: Settings) -> None:
+def refuse_unusable_runtime(settings: Settings) -> None:
     """Refuse settings of the runtime that do not fit this host.
 
     Raises:
@@ -96,7 +98,7 @@ def refuse_unfit(settings: Settings) -> None:
     name = settings.node.runtime
     if name == "docker":
         return  # a container's users are its image's
-    reasons = why_no_systemd() if name == "systemd" else []
+    reasons = systemd_problems() if name == "systemd" else []
     problems = [Problem("node.runtime", reason) for reason in reasons]
     try:
         user_accounts(settings, name)
@@ -146,7 +148,9 @@ def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     now = time.time()
-    warnings = [weakness.text for weakness in weaknesses(settings.rpc) if weakness.holds_at(now)]
+    warnings = [
+        weakness.text for weakness in credential_weaknesses(settings.rpc) if weakness.holds_at(now)
+    ]
     warnings += host_warnings(engine, loaded)
     if "systemd" in runtimes and is_booted():
         from agentd.runtimes.systemd.slices import journal_warnings
@@ -166,7 +170,7 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
         return
     old_id = node.node_id
     problems: list[Problem] = []
-    for name in sorted(RUNTIMES & {*node.runtimes, *store.bundled()}):
+    for name in sorted(RUNTIMES & {*node.runtimes, *store.bundle_runtimes()}):
         try:
             live = await _live_kernels(name, settings, old_id, store.bundles)
         except RuntimeUnavailable as error:
@@ -192,29 +196,31 @@ async def _live_kernels(
         RuntimeUnavailable: the runtime does not answer.
     """
     if name == "systemd":
-        from agentd.host.systemd.dbus import Manager
-        from agentd.runtimes.systemd.observer import live_units
+        from agentd.host.systemd.dbus import SystemdManager
+        from agentd.runtimes.systemd.observer import list_live_kernels
 
-        manager = Manager(is_user=os.geteuid() != 0)
+        manager = SystemdManager(is_user=os.geteuid() != 0)
         try:
-            return await live_units(manager, node_id)
+            return await list_live_kernels(manager, node_id)
         finally:
             await manager.close()
     if name == "docker":
-        from agentd.runtimes.docker.engine import EngineClient
+        from agentd.runtimes.docker.engine import DockerClient
         from agentd.runtimes.docker.observer import ContainerObserver
 
-        engine = EngineClient(settings.runtime.docker.socket)
+        engine = DockerClient(settings.runtime.docker.socket)
         try:
-            listing = await ContainerObserver(engine, node_id).listing()
+            listing = await ContainerObserver(engine, node_id).list_kernels()
         finally:
             await engine.close()
     else:
-        from agentd.runtimes.host.private_folder import looking
+        from agentd.runtimes.host.private_folder import os_errors_as_unavailable
         from agentd.runtimes.process.bundles import Bundles
 
-        with looking():
-            listing = Bundles(bundles[name], node_id, boot_id(), existing_cgroups()).listing()
+        with os_errors_as_unavailable():
+            listing = Bundles(
+                bundles[name], node_id, boot_id(), find_existing_cgroups()
+            ).list_kernels()
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
@@ -241,7 +247,7 @@ def _systemd_warnings() -> list[str]:
             "no static BusyBox (install busybox-static): the exit status of a kernel is lost if"
             " only systemd sees its end, such as at shutdown"
         )
-    if (uid := os.geteuid()) != 0 and not lingers(uid):
+    if (uid := os.geteuid()) != 0 and not is_lingering(uid):
         warnings.append(
             "kernels end when this user logs out: enable lingering (loginctl enable-linger)"
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
-from agentd.host.processes import NOT_THERE, opened, read_stat, read_uids
+from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat, read_uids
 from agentd.procfs import read_lines
 
 _GONE_ERRORS = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
@@ -36,7 +36,7 @@ class HostHolders:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
 
-    def process(
+    def find_process(
         self, pid: int, start_time: int | None, *, caller_pid: int, caller_uid: int | None
     ) -> ProcessHolder:
         """Return a process that a caller names; `caller_uid` None may name any.
@@ -49,7 +49,7 @@ class HostHolders:
         no_such_process = NoSuchHolder(f"no process {pid} of yours")
         if not (self._is_in_namespace(caller_pid) and self._is_in_namespace(pid)):
             raise no_such_process
-        with suppress(ProcessLookupError), opened(pid):
+        with suppress(ProcessLookupError), open_pidfd(pid):
             stat = read_stat(pid)
             may_name = start_time is not None or caller_pid in {pid, stat.parent if stat else 0}
             is_same_process = stat is not None and start_time in {None, stat.start_time}
@@ -65,11 +65,11 @@ class HostHolders:
         """
         try:
             lines = (self._proc / str(pid) / "status").read_bytes().splitlines()
-        except NOT_THERE:
+        except NO_PROCESS_ERRORS:
             return False
         return any(len(line.split()) == 2 for line in lines if line.startswith(b"NSpid:"))  # noqa: PLR2004 - the member and one id
 
-    def cgroup(
+    def find_cgroup(
         self, path: str, kernel_pids: Collection[int], containers: Collection[str]
     ) -> CgroupHolder:
         """Return a cgroup of version 2 that has processes, by its path in agentd's namespace.
@@ -110,12 +110,12 @@ class HostHolders:
         return None
 
     def _read_cgroup(self, pid: int) -> str | None:
-        with suppress(*NOT_THERE):
+        with suppress(*NO_PROCESS_ERRORS):
             lines = read_lines(self._proc / str(pid) / "cgroup")
             return next((line[3:] for line in lines if line.startswith("0::")), None)
         return None
 
-    def lives(self, holder: ClaimOwner) -> bool:
+    def is_alive(self, holder: ClaimOwner) -> bool:
         """Return whether a process or cgroup has not ended; others have no end.
 
         Raises:
@@ -175,7 +175,7 @@ class _EndSource(msgspec.Struct, frozen=True):
 
 
 def _open_process(pid: int, start_time: int, stack: ExitStack) -> _EndSource | None:
-    descriptor = stack.enter_context(opened(pid))
+    descriptor = stack.enter_context(open_pidfd(pid))
     stat = read_stat(pid)
     if stat is None or stat.start_time != start_time:
         return None

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from agentd.errors import RuntimeUnavailable
 
-MOST_AT_ONCE = 4
+MAX_AT_ONCE = 4
 ANSWER_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
 
@@ -28,12 +28,12 @@ class Lookups:
     threads, further lookups are refused.
     """
 
-    def __init__(self, most: int = MOST_AT_ONCE) -> None:
+    def __init__(self, most: int = MAX_AT_ONCE) -> None:
         self._max_threads = most
         self._free_threads = asyncio.Semaphore(most)
         self._abandoned: set[threading.Thread] = set()
 
-    async def look(
+    async def call(
         self, subject: str, function: Callable[[], _T], timeout_s: float | None = None
     ) -> _T:
         """Return the result of a function, within `timeout_s` (default: `ANSWER_TIMEOUT_S`).

@@ -107,7 +107,7 @@ def _read_numa_nodes(folder: Path) -> Iterator[tuple[int, int]]:
             yield core, node
 
 
-def numa_nodes_of(cores: Iterable[str], root: Path = Path("/")) -> list[int]:
+def numa_nodes(cores: Iterable[str], root: Path = Path("/")) -> list[int]:
     """Return the NUMA nodes of some cores, as far as they are known."""
     nodes = dict(_read_numa_nodes(root / "sys/devices/system/node"))
     return sorted({nodes[int(core)] for core in cores if int(core) in nodes})
@@ -152,7 +152,7 @@ def _read_memory_limits(root: Path) -> Iterator[int]:
                 break
 
 
-def derived_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
+def derive_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
     """Return a node id that survives a change of the host name.
 
     The machine id is hashed with agentd's name, as machine-id(5) asks, so that it is not

@@ -22,9 +22,9 @@ import msgspec
 
 from agentd.procfs import read_lines
 
-WITHOUT_DESCRIPTOR_S = 1.0
+POLL_S = 1.0
 """Seconds between polls of a process while no file descriptor is available."""
-NOT_THERE = (FileNotFoundError, ProcessLookupError)
+NO_PROCESS_ERRORS = (FileNotFoundError, ProcessLookupError)
 _MAX_AT_ONCE = 16
 """Maximum processes that one pass kills, each by a file descriptor of its own."""
 
@@ -56,22 +56,22 @@ class Proc(msgspec.Struct, frozen=True):
         Raises:
             OSError: it is unknown whether the process exists.
         """
-        with suppress(ProcessLookupError), opened(self.pid) as descriptor:
+        with suppress(ProcessLookupError), open_pidfd(self.pid) as descriptor:
             if self.is_alive():
                 signal.pidfd_send_signal(descriptor, number)
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Wait until it has ended, polling only if no descriptor is available."""
         while True:
             try:
                 return await self._wait_readable()
             except OSError:
-                await asyncio.sleep(WITHOUT_DESCRIPTOR_S)
+                await asyncio.sleep(POLL_S)
 
     async def _wait_readable(self) -> None:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        with suppress(ProcessLookupError), opened(self.pid) as descriptor:
+        with suppress(ProcessLookupError), open_pidfd(self.pid) as descriptor:
             try:
                 if self.is_alive():
                     loop.add_reader(descriptor, _resolve, done)
@@ -81,7 +81,7 @@ class Proc(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def opened(pid: int) -> Iterator[int]:
+def open_pidfd(pid: int) -> Iterator[int]:
     """Open a pidfd.
 
     Raises:
@@ -101,7 +101,7 @@ def opened(pid: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def strike(find_pids: Callable[[], set[int]], killed: set[int]) -> bool:
+def kill_matching(find_pids: Callable[[], set[int]], killed: set[int]) -> bool:
     """Kill the processes that `find_pids` returns, except `killed` ones; False if there are none.
 
     A process is killed only if `find_pids` returns it before and after its descriptor was opened,
@@ -118,7 +118,7 @@ def strike(find_pids: Callable[[], set[int]], killed: set[int]) -> bool:
         descriptors: dict[int, int] = {}
         for pid in pids:
             with suppress(ProcessLookupError):
-                descriptors[pid] = stack.enter_context(opened(pid))
+                descriptors[pid] = stack.enter_context(open_pidfd(pid))
         for pid in descriptors.keys() & find_pids():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptors[pid], signal.SIGKILL)
@@ -126,11 +126,11 @@ def strike(find_pids: Callable[[], set[int]], killed: set[int]) -> bool:
     return True
 
 
-def children(pid: int) -> set[int]:
+def read_children(pid: int) -> set[int]:
     """Return the children of a single-threaded process, as far as they are known (proc(5))."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_bytes()
-    except NOT_THERE:
+    except NO_PROCESS_ERRORS:
         return set()
     return {int(child) for child in text.split()}
 
@@ -144,13 +144,13 @@ def read_stat(pid: int) -> Stat | None:
     """Return the stat of a process, None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except NOT_THERE:
+    except NO_PROCESS_ERRORS:
         return None
     fields = text.rpartition(b")")[2].split()
     return Stat(pid, chr(fields[0][0]), int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def started_at(pid: int) -> float | None:
+def process_started_at(pid: int) -> float | None:
     """Return the start time of a process in epoch seconds, None if it does not exist.
 
     It is the start time in ticks since boot, added to the boot time (proc(5), stat).
@@ -167,7 +167,7 @@ def read_env(pid: int) -> dict[str, str]:
     """Return the initial environment of a process, empty if it may not be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
-    except (*NOT_THERE, PermissionError):
+    except (*NO_PROCESS_ERRORS, PermissionError):
         return {}
     pairs = (item.decode(errors="replace").partition("=") for item in text.split(b"\0") if item)
     return {name: value for name, _, value in pairs}
@@ -177,7 +177,7 @@ def read_uids(pid: int) -> set[int]:
     """Return the real, effective, saved and file system user ids of a process, none if it ended."""
     try:
         lines = read_lines(f"/proc/{pid}/status")
-    except NOT_THERE:
+    except NO_PROCESS_ERRORS:
         return set()
     return {int(uid) for line in lines if line.startswith("Uid:") for uid in line.split()[1:]}
 
@@ -189,7 +189,7 @@ def all_processes() -> Iterator[Stat]:
             yield stat
 
 
-def descendants(roots: Iterable[int], processes: Iterable[Stat]) -> set[int]:
+def find_descendants(roots: Iterable[int], processes: Iterable[Stat]) -> set[int]:
     """Return the direct and indirect descendants of processes, including adopted ones."""
     children_of: dict[int, list[int]] = {}
     for stat in processes:

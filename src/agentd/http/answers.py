@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 
-def answer(
+def json_response(
     content: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
     """Return a JSON response."""

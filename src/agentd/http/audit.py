@@ -20,13 +20,13 @@ class AuditedCall:
 
     outcome = ""
 
-    def answered(self, outcome: str) -> None:
+    def set_outcome(self, outcome: str) -> None:
         """Set the outcome of a call without an error, such as the status of the response."""
         self.outcome = outcome
 
 
 @contextmanager
-def audited(
+def audit_call(
     events: EventLog,
     on_error: Callable[[Audit, AgentdError], None] | None,
     request: web.Request,

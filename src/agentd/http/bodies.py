@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from agentd.core.kernel.states import KERNEL_ID
-from agentd.core.labels import MAX_LABELS_BYTES, size_of
+from agentd.core.labels import MAX_LABELS_BYTES, labels_size
 from agentd.core.names import did_you_mean
 from agentd.core.slots import WrittenFloat
 from agentd.errors import PRIVATE_MEMBERS, InvalidRequest, Problem
@@ -107,7 +107,7 @@ Names = Annotated[list[Name], Field(min_length=1, max_length=MAX_WORDS, fail_fas
 
 
 def _within_bytes(labels: dict[str, str]) -> dict[str, str]:
-    if (size := size_of(labels)) > MAX_LABELS_BYTES:
+    if (size := labels_size(labels)) > MAX_LABELS_BYTES:
         raise ValueError(f"{size} bytes in all labels exceed the limit of {MAX_LABELS_BYTES}")
     return labels
 

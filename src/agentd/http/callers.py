@@ -41,14 +41,14 @@ class Callers:
         self._sockets = dict(sockets)
         self._main_socket = next(iter(self._sockets))
 
-    def renew(self, tokens: Sequence[Token]) -> set[str]:
+    def replace_tokens(self, tokens: Sequence[Token]) -> set[str]:
         """Replace the tokens and return the names of callers whose tokens are revoked."""
         unchanged = {token.caller.name for token in tokens if token in self._tokens}
         revoked = {token.caller.name for token in self._tokens} - unchanged
         self._tokens = tuple(tokens)
         return revoked
 
-    def turns_of(self, request: web.BaseRequest) -> Hashable:
+    def turn_owner(self, request: web.BaseRequest) -> Hashable:
         """Return the owner of a request's turns: a user on a socket, else a caller or None."""
         if (peer := connection_of(request).peer) is not None:
             return peer.socket, peer.uid
@@ -94,12 +94,12 @@ def _named_caller(on_behalf: Sequence[str], caller: Caller, *, is_gateway: bool)
     if len(on_behalf) > 1:
         raise InvalidRequest([Problem(ON_BEHALF, "given more than once")])
     try:
-        return Caller.named_in(on_behalf[0], caller)
+        return Caller.from_text(on_behalf[0], caller)
     except ValueError as error:
         raise InvalidRequest([Problem(ON_BEHALF, str(error))]) from None
 
 
-def note_caller(request: web.Request, caller: Caller) -> None:
+def attach_caller(request: web.Request, caller: Caller) -> None:
     """Attach the caller to a request."""
     request[_CALLER] = caller
 
@@ -110,7 +110,7 @@ def caller_of(request: web.Request) -> Caller:
     return caller
 
 
-def note_id(request: web.Request, kind: Literal["kernel", "claim"], item_id: str) -> None:
+def attach_id(request: web.Request, kind: Literal["kernel", "claim"], item_id: str) -> None:
     """Attach the id of a kernel or a claim to a request whose path has none."""
     request[kind] = item_id
 

@@ -38,7 +38,7 @@ def read_certificate(cert: Path, key: Path) -> Certificate:
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     chain, secret = load_chain(context, cert, key)
-    return Certificate(context, validity_of(chain.content), secret.mode)
+    return Certificate(context, parse_validity(chain.content), secret.mode)
 
 
 def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularFile, RegularFile]:
@@ -47,7 +47,7 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     Raises:
         UnusableFile: a file cannot be read, or the key does not fit the certificate.
     """
-    chain, secret = read_named(cert), read_named(key)
+    chain, secret = read_chain_file(cert), read_chain_file(key)
     try:
         # Without a password OpenSSL would ask for one at the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
@@ -56,7 +56,7 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     return chain, secret
 
 
-def read_named(path: Path) -> RegularFile:
+def read_chain_file(path: Path) -> RegularFile:
     """Read a file; errors contain its path.
 
     Raises:
@@ -68,7 +68,7 @@ def read_named(path: Path) -> RegularFile:
         raise UnusableFile(f"{path} {error}") from None
 
 
-def validity_of(pem: bytes) -> Validity | None:
+def parse_validity(pem: bytes) -> Validity | None:
     """Return the validity of a chain's first certificate, None if it cannot be parsed."""
     from cryptography import x509
 

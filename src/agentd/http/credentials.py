@@ -29,7 +29,7 @@ GOOD_TOKEN = 16
 """Minimum characters of a token that cannot be guessed over the network."""
 
 
-def endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
+def build_endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
     """Return the endpoint that the settings describe; the certificate is of a section.
 
     Raises:
@@ -46,19 +46,19 @@ def endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
     if rpc.listen is None:
         return Endpoint(tuple(sockets))
     host, port = rpc.host_port
-    certificate = certificate_of(rpc, section)
+    certificate = read_configured_certificate(rpc, section)
     tls = certificate.context if certificate is not None else None
     return Endpoint(
         tuple(sockets),
         host=str(host),
         port=port,
-        tokens=tokens(rpc),
+        tokens=read_tokens(rpc),
         tls=tls,
         max_connections=rpc.max_connections,
     )
 
 
-def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
+def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     """Read every bearer token.
 
     Raises:
@@ -75,7 +75,7 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     problems: list[Problem] = []
     for key, path, caller, is_gateway in sources:
         try:
-            loaded.append(Token(guarded_secret_in(path), caller, is_gateway))
+            loaded.append(Token(read_guarded_token(path), caller, is_gateway))
         except ValueError as error:
             problems.append(Problem(key, f"{path} {error}"))
     secrets = [token.secret for token in loaded]
@@ -86,9 +86,9 @@ def tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(loaded)
 
 
-def weaknesses(rpc: RpcSettings) -> list[Weakness]:
+def credential_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     """Return the weaknesses of the tokens and the certificate; unreadable files are skipped."""
-    return [*token_weaknesses(rpc), *pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+    return [*token_weaknesses(rpc), *key_pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
 
 
 def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
@@ -107,7 +107,7 @@ def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     return warnings
 
 
-def pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:
+def key_pair_weaknesses(cert: Path | None, key: Path | None) -> list[Weakness]:
     """Return the weaknesses of a certificate and its key; unusable files are skipped."""
     if cert is None or key is None:
         return []
@@ -133,7 +133,7 @@ def expiry_problems(setting: str, cert: Path | None, key: Path | None) -> list[P
     return []
 
 
-def guarded_secret_in(path: Path) -> str:
+def read_guarded_token(path: Path) -> str:
     """Read a token that only its owner and group can read.
 
     Raises:
@@ -164,7 +164,7 @@ def _parse_token(file: RegularFile) -> str:
     return words[0]
 
 
-def certificate_of(rpc: RpcSettings, section: str = "rpc") -> Certificate | None:
+def read_configured_certificate(rpc: RpcSettings, section: str = "rpc") -> Certificate | None:
     """Read the certificate; None if none is configured.
 
     Raises:

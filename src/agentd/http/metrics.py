@@ -35,7 +35,7 @@ def counter(name: str, text: str, labels: Sequence[str], samples: Mapping[_L, fl
     return family
 
 
-def exposition(metrics: Iterable[Metric]) -> bytes:
+def render_exposition(metrics: Iterable[Metric]) -> bytes:
     """Return metrics as text: 100 ms for 10,000 samples, so of many in a thread."""
     from prometheus_client import generate_latest
     from prometheus_client.registry import Collector

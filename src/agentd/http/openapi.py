@@ -9,13 +9,13 @@ from pydantic import TypeAdapter
 
 from agentd import __version__
 from agentd.http.queries import parameter_schemas
-from agentd.http.route import SWITCHED, Media, Route, schema_of
+from agentd.http.route import SWITCHING_PROTOCOLS, Media, Route, parameter_schema
 from agentd.views import (
     ProblemView,
 )
 
 
-def document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
+def build_document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of routes."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         "operationId": route.operation_id,
         "summary": (route.handler.__doc__ or "").strip(),
         "parameters": [
-            *(_parameter("path", name, schema_of(name)) for name in names),
+            *(_parameter("path", name, parameter_schema(name)) for name in names),
             *(
                 _parameter("query", name, schema)
                 for name, schema in parameter_schemas(route.query).items()
@@ -75,7 +75,7 @@ def _parameter(
 
 _DESCRIPTIONS = {
     0: "a problem",
-    SWITCHED: "a WebSocket",
+    SWITCHING_PROTOCOLS: "a WebSocket",
     201: "created",
     202: "accepted",
     204: "done",

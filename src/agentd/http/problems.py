@@ -60,19 +60,19 @@ CREATE_CODES = frozenset(
     - {"ConfigRefused", "SlotTypeInUse"}
 )
 """Codes that may answer a create; each has a counter that starts at zero."""
-MEMBERS = frozenset({"type", "title", "status", "detail", "code"})
+STANDARD_MEMBERS = frozenset({"type", "title", "status", "detail", "code"})
 """Members of every problem; other members are facts of one code."""
 HTTP_CODES = {404: "NotFound", 405: "MethodNotAllowed", 413: "BodyTooLarge", 403: "Forbidden"}
 
 
-def problem(
+def problem_response(
     code: str, detail: str, facts: object = None, headers: dict[str, str] | None = None
 ) -> web.Response:
     """Return an error as a problem response; `facts` are additional members.
 
     An unknown code, which a gateway passes on from a node of another version, becomes a 502.
     """
-    content = problem_content(code, detail, facts)
+    content = problem_members(code, detail, facts)
     return web.Response(
         body=json.dumps(content).encode(),
         status=content["status"],
@@ -81,7 +81,7 @@ def problem(
     )
 
 
-def problem_content(code: str, detail: str, facts: object = None) -> dict[str, Any]:
+def problem_members(code: str, detail: str, facts: object = None) -> dict[str, Any]:
     """Return the members of a problem."""
     return {
         "type": "about:blank",

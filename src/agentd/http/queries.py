@@ -79,7 +79,7 @@ def read_query(model: type[_Q], query: MultiMapping[str]) -> _Q:
         raise InvalidRequest(problems_of(model, error)) from None
 
 
-def note_query(request: web.Request, query: Query) -> None:
+def attach_query(request: web.Request, query: Query) -> None:
     """Attach the parsed query parameters to a request."""
     request[_QUERY] = query
 
@@ -114,7 +114,7 @@ def prefers_async(request: web.Request) -> bool:
     return any(item.split(";")[0].strip().lower() == "respond-async" for item in preferences)
 
 
-async def body_of(request: web.Request) -> bytes:
+async def receive_body(request: web.Request) -> bytes:
     """Return the body of a request.
 
     Raises:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from agentd.core.access import Right
 from agentd.core.devices import ID_PATTERN
-from agentd.core.names import NAME, shortened
+from agentd.core.names import NAME, quote_untrusted
 from agentd.core.slots import SLOT_NAME
 from agentd.errors import (
     RequestError,
@@ -88,10 +88,10 @@ class Route(msgspec.Struct, frozen=True):
     @property
     def is_audited(self) -> bool:
         """Whether calls are audited: they change or run something."""
-        return self.method != "GET" or SWITCHED in self.answers
+        return self.method != "GET" or SWITCHING_PROTOCOLS in self.answers
 
 
-SWITCHED = 101
+SWITCHING_PROTOCOLS = 101
 """The status of a WebSocket response (RFC 6455)."""
 
 
@@ -142,7 +142,7 @@ REST = "rest"
 """The path parameter that a gateway passes on; not a name."""
 
 
-def schema_of(parameter: str) -> Mapping[str, Any]:
+def parameter_schema(parameter: str) -> Mapping[str, Any]:
     """Return the JSON schema of a path parameter."""
     return {"type": "string", "pattern": f"^{_KINDS[parameter].pattern.pattern}$"}
 
@@ -155,4 +155,4 @@ def require_names(parameters: Mapping[str, str]) -> None:
     """
     for parameter, value in parameters.items():
         if parameter != REST and not (kind := _KINDS[parameter]).pattern.fullmatch(value):
-            raise kind.unknown(f"no {kind.noun} {shortened(value)}: it is not a valid name")
+            raise kind.unknown(f"no {kind.noun} {quote_untrusted(value)}: it is not a valid name")

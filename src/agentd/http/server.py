@@ -21,13 +21,13 @@ from agentd.concurrency import Deadline
 from agentd.core.access import Caller
 from agentd.errors import StartRefused
 from agentd.http.callers import NODE, Callers, Token
-from agentd.http.connections.admission import Limits
+from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
-from agentd.http.connections.unix_sockets import unix_socket
-from agentd.http.gate import MAX_BODY, Answering, Gate, refusal
-from agentd.http.openapi import document
-from agentd.http.problems import problem
+from agentd.http.connections.unix_sockets import bind_unix_socket
+from agentd.http.gate import MAX_BODY, Gate, RequestHandler, error_response
+from agentd.http.openapi import build_document
+from agentd.http.problems import problem_response
 from agentd.http.route import PROBE_PATHS, Route
 from agentd.http.site import Site
 from agentd.http.static import Pages
@@ -40,14 +40,14 @@ ACCEPTED_AT_ONCE = 8
 """Clients that are accepted before the first of them is refused beyond a limit."""
 ACCEPT_ROUNDS = 3
 """Rounds of the event loop after which an accepted socket is a connection."""
-TCP_PART, FURTHER_PART = 0.5, 0.125
+TCP_FRACTION, FURTHER_FRACTION = 0.5, 0.125
 """Maximum fraction of file descriptors for TCP, and for further sockets."""
 SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 """Seconds that a stop waits for open requests, and then for their cancellation."""
 FIRST_REQUEST_S = 1.0
 """Seconds that a stop waits for the first request of an accepted connection."""
 POLL_S = 0.01
-OPEN_PATIENCE_S = 30.0
+OPEN_TIMEOUT_S = 30.0
 """Seconds that a request waits for the end of the start when systemd holds the sockets."""
 
 
@@ -82,7 +82,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def address_refusal(host: str) -> str:
+def address_problem(host: str) -> str:
     """Return why no TCP socket can bind to an address, empty if one can.
 
     The port is not tried: a daemon may be listening on it.
@@ -116,7 +116,7 @@ class Server:
         self._callers = Callers(
             endpoint.tokens, {str(unix.path): unix.caller for unix in endpoint.sockets}
         )
-        open_timeout_s = OPEN_PATIENCE_S if endpoint.passed else 0
+        open_timeout_s = OPEN_TIMEOUT_S if endpoint.passed else 0
         self._gate = Gate(site, routes, self._callers, pages, node_id, open_timeout_s)
         self._turns = RequestTurns()
         self._pending: set[Connection] = set()
@@ -125,7 +125,7 @@ class Server:
         self._listeners: list[asyncio.Server] = []
         self._requests: dict[int, web.Request] = {}
         self._cancelled_requests: list[str] = []
-        site.describe(cache(lambda: document(title, routes)))
+        site.set_document(cache(lambda: build_document(title, routes)))
 
     async def start(self) -> None:
         """Start listening.
@@ -147,15 +147,15 @@ class Server:
         }
         if unexpected := sorted(passed.keys() - expected):
             raise StartRefused(f"systemd passed unexpected sockets: {', '.join(unexpected)}")
-        further = Limits(self._endpoint.max_connections, FURTHER_PART)
+        further = ConnectionLimit(self._endpoint.max_connections, FURTHER_FRACTION)
         for unix, limits in ((main, None), *((other, further) for other in others)):
             if (sock := passed.get(str(unix.path))) is None:
-                sock = unix_socket(unix.path, unix.group)
+                sock = bind_unix_socket(unix.path, unix.group)
                 self._bound_paths.append(unix.path)
             await self._listen(sock, limits)
         if (host := self._endpoint.host) is not None:
             sock = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
-            limits = Limits(self._endpoint.max_connections, TCP_PART)
+            limits = ConnectionLimit(self._endpoint.max_connections, TCP_FRACTION)
             await self._listen(sock, limits, lambda: self._tls)
 
     def _tcp_socket(self, host: str) -> socket.socket:
@@ -169,7 +169,7 @@ class Server:
     async def _listen(
         self,
         sock: socket.socket,
-        limits: Limits | None,
+        limits: ConnectionLimit | None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         """Accept connections from a socket.
@@ -198,26 +198,26 @@ class Server:
         """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
 
-    def renew_tls(self, context: ssl.SSLContext) -> None:
+    def replace_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""
         self._tls = context
 
-    def renew_tokens(self, tokens: Sequence[Token]) -> None:
+    def replace_tokens(self, tokens: Sequence[Token]) -> None:
         """Replace the tokens and close connections that use revoked ones."""
-        for name in self._callers.renew(tokens):
-            self._site.streams.cut(name)
+        for name in self._callers.replace_tokens(tokens):
+            self._site.streams.end_caller(name)
 
     async def stop(self, deadline: Deadline) -> None:
         """Remove the sockets, stop accepting, let open requests finish, and cancel the rest."""
         for path in self._bound_paths:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
         await self._stop_accepting()
-        await _wait_empty(self._pending, deadline.left_s(FIRST_REQUEST_S))
-        self._site.streams.end()
+        await _wait_empty(self._pending, deadline.remaining_s(FIRST_REQUEST_S))
+        self._site.streams.end_all()
         for connection in list(self._pending):
             connection.close()
         requests_deadline = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
-        await _wait_empty(self._requests, requests_deadline.left_s(SHUTDOWN_TIMEOUT_S))
+        await _wait_empty(self._requests, requests_deadline.remaining_s(SHUTDOWN_TIMEOUT_S))
         requests = self._requests.values()
         self._cancelled_requests += sorted(
             f"{request.method} {request.path}" for request in requests
@@ -244,36 +244,38 @@ class Server:
             response.headers[NODE] = self._node_id
 
     @web.middleware
-    async def _handle(self, request: web.Request, handler: Answering) -> web.StreamResponse:
+    async def _handle(self, request: web.Request, handler: RequestHandler) -> web.StreamResponse:
         """Pass a request through the gate, and turn every error into a problem."""
         connection = connection_of(request)
-        connection.begin(request)
+        connection.begin_request(request)
         self._requests[id(request)] = request
         try:
             if request.path not in PROBE_PATHS:
-                await self._turns.begin(request, self._callers.turns_of(request))
-            response = await self._gate.answered(request, handler)
+                await self._turns.begin(request, self._callers.turn_owner(request))
+            response = await self._gate.handle(request, handler)
         except ConnectionError:
             raise  # the client disconnected; nobody reads the answer
         except Exception as error:  # noqa: BLE001 - what has no code of its own is logged
-            response = refusal(request, error)
+            response = error_response(request, error)
         finally:
             del self._requests[id(request)]
             end_turn(request)
-            connection.end()
+            connection.finish_request()
         return response
 
 
 async def _wait_empty(collection: Sized, timeout_s: float) -> None:
     """Wait until a collection is empty, for a limited time."""
     deadline = Deadline.after(timeout_s)
-    while collection and deadline.left_s():  # noqa: ASYNC110 - only a stop waits for them
+    while collection and deadline.remaining_s():  # noqa: ASYNC110 - only a stop waits for them
         await asyncio.sleep(POLL_S)
 
 
 async def _answer_expect(request: web.Request) -> web.StreamResponse | None:
     """Answer an Expect header (RFC 9110): continue, or a problem."""
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return problem("ExpectationFailed", "unsupported Expect header: expected 100-continue")
+        return problem_response(
+            "ExpectationFailed", "unsupported Expect header: expected 100-continue"
+        )
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return None

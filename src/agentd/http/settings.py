@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from agentd.core.access import Caller, Role
-from agentd.core.names import is_name, repeated
+from agentd.core.names import find_duplicates, is_name
 from agentd.tomlfile.section import (
     MAX_SOCKET_PATH,
     Name,
@@ -115,10 +115,10 @@ class RpcSettings(Section):
         names += [self.token_file.stem] if self.token_file else []
         if invalid := [name for name in names[1:] if not is_name(name)]:
             raise ValueError(f"invalid caller name {invalid[0]!r}: set the name of the socket")
-        if duplicates := repeated(names):
+        if duplicates := find_duplicates(names):
             raise ValueError(f"duplicate name {', '.join(duplicates)} of tokens and sockets")
         paths = [self.socket, *(socket.path for socket in self.sockets)]
-        if duplicates := repeated(paths):
+        if duplicates := find_duplicates(paths):
             raise ValueError(f"duplicate socket {', '.join(duplicates)}")
         return self
 

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.audit import AuditedCall
 from agentd.http.callers import caller_of, caller_view
 from agentd.http.streaming.streams import Streams
@@ -28,12 +28,12 @@ class Site(ABC):
         """The open streaming responses."""
         return self._streams
 
-    def describe(self, document: Callable[[], Mapping[str, Any]]) -> None:
+    def set_document(self, document: Callable[[], Mapping[str, Any]]) -> None:
         """Set the function that builds the OpenAPI document on request."""
         self._document = document
 
     @abstractmethod
-    async def until_open(self, patience_s: float) -> None:
+    async def wait_open(self, patience_s: float) -> None:
         """Wait until requests are answered.
 
         Raises:
@@ -49,17 +49,17 @@ class Site(ABC):
         """
 
     @abstractmethod
-    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
+    def audit_call(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
         """Return the audit context of a mutating call."""
 
     async def livez(self, _: web.Request) -> web.Response:
         """Answer the liveness probe."""
-        return answer({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def whoami(self, request: web.Request) -> web.Response:
         """Show the caller's identity and role."""
-        return answer(caller_view(caller_of(request)))
+        return json_response(caller_view(caller_of(request)))
 
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Return the OpenAPI document of this API."""
-        return answer(self._document())
+        return json_response(self._document())

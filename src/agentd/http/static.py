@@ -45,7 +45,7 @@ class Pages:
                 if (media_type := _TYPES.get(file.name.rpartition(".")[2])) is not None:
                     self._files[home + file.name] = (file.read_bytes(), media_type)
 
-    def answer(self, request: web.BaseRequest) -> web.Response | None:
+    def response_for(self, request: web.BaseRequest) -> web.Response | None:
         """Return the file for a request, None if there is none."""
         if request.method not in ("GET", "HEAD"):
             return None

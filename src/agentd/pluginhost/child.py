@@ -37,15 +37,15 @@ from agentd.pluginhost.protocol import (
     RESULTS,
     Changed,
     DeviceListing,
-    Facts,
     Failure,
     Message,
     PluginAnswer,
     PluginCall,
+    PluginFacts,
     PluginStart,
     encode,
-    framed,
-    receive,
+    encode_frame,
+    receive_frame,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -72,7 +72,7 @@ class PluginServer:
 
     def serve(self) -> None:
         """Answer calls until the channel ends."""
-        while (body := receive(self._channel)) is not None:
+        while (body := receive_frame(self._channel)) is not None:
             call = msgspec.msgpack.decode(body, type=PluginCall)
             self._send(self._answer(call))
 
@@ -84,22 +84,22 @@ class PluginServer:
             return PluginAnswer(call.number, msgspec.Raw(result))
         except BaseException as error:
             failure = _failure_kind(error)
-            text = said(error)
+            text = describe_error(error)
             if failure is Failure.ABSENT:  # an answer, not an error of the plugin
                 text = text.removeprefix(f"{type(error).__name__}: ")
             return PluginAnswer(call.number, error=text, failure=failure)
 
     def _send(self, message: Message) -> None:
         try:
-            frame = framed(message)
+            frame = encode_frame(message)
         except ValueError as error:
             if not isinstance(message, PluginAnswer):
                 raise
-            frame = framed(PluginAnswer(message.number, error=said(error)))
+            frame = encode_frame(PluginAnswer(message.number, error=describe_error(error)))
         with self._sending:
             self._channel.sendall(frame)
 
-    def load(self) -> Facts:
+    def load(self) -> PluginFacts:
         module, _, attributes = self._start.target.partition(":")
         before = set(sys.modules)
         loaded: Any = importlib.import_module(module)
@@ -108,7 +108,7 @@ class PluginServer:
         if not (isinstance(loaded, type) and issubclass(loaded, AcceleratorPlugin)):
             raise NoPluginError(f"the entry point is not an AcceleratorPlugin: {loaded!r}")
         self._class = loaded
-        return Facts(
+        return PluginFacts(
             loaded.api_version,
             bool(loaded.needs_table),
             _overrides(loaded, "measure"),
@@ -181,7 +181,7 @@ class PluginServer:
                 if self._opened.wait_for_change(_EVENT_WAIT_S):
                     self._send(Changed())
             except BaseException as error:
-                print(f"no more events: {said(error)}", flush=True)  # noqa: T201 - to the log
+                print(f"no more events: {describe_error(error)}", flush=True)  # noqa: T201 - to the log
                 return
             self._closing.wait(max(0.0, _MIN_PAUSE_S - (time.monotonic() - started_s)))
 
@@ -196,7 +196,7 @@ def _failure_kind(error: BaseException) -> Failure:
     return Failure.INVALID if isinstance(error, NoPluginError) else Failure.RAISED
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception's type and text, in one line."""
     try:
         text = " ".join(str(error).split())
@@ -225,7 +225,7 @@ def main() -> None:
     _be_killed_before_the_daemon()
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
-    body = receive(channel)
+    body = receive_frame(channel)
     if body is None:
         return
     start = msgspec.msgpack.decode(body, type=PluginStart)

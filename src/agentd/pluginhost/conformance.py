@@ -16,24 +16,24 @@ import msgspec
 
 from agentd.core.devices import Device, Inventory
 from agentd.core.kernel.edits import ContainerEdits
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.slots import format_amount
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
-from agentd.pluginhost.dealing import asked_devices, checked_dealing
+from agentd.pluginhost.dealing import device_infos, validate_assignment
 from agentd.pluginhost.instance import (
     CLOSE_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     OPEN_TIMEOUT_S,
+    PluginSpec,
     PluginTimeouts,
-    Wanted,
 )
 from agentd.pluginhost.process import PluginLost, PluginProcess, PluginRefused
-from agentd.pluginhost.protocol import Facts
+from agentd.pluginhost.protocol import PluginFacts
 from agentd.pluginhost.validation import (
     InvalidAnswer,
     check_version,
-    checked_edits,
-    checked_listing,
+    validate_edits,
+    validate_listing,
 )
 from agentd.services.protocols import PluginListing
 
@@ -61,7 +61,7 @@ class _CheckFailed(Exception):
 class Conformance:
     """One run of the suite on one plugin."""
 
-    def __init__(self, spec: Wanted, timeouts: PluginTimeouts) -> None:
+    def __init__(self, spec: PluginSpec, timeouts: PluginTimeouts) -> None:
         self._spec = spec
         self._timeout_s = timeouts.call_timeout_s
         self.findings: list[Finding] = []
@@ -75,7 +75,7 @@ class Conformance:
         except _CheckFailed:
             pass
         finally:
-            await process.end("the check is over")
+            await process.kill("the check is over")
         return self.findings
 
     async def _run(self, process: PluginProcess) -> None:
@@ -117,7 +117,10 @@ class Conformance:
                 f"it says what its devices need ({features.runtime})",
                 partial(self._ask_edits, process, devices, features),
             )
-            self._record(f"what they need is there ({features.runtime})", ", ".join(missing(edits)))
+            self._record(
+                f"what they need is there ({features.runtime})",
+                ", ".join(find_missing_files(edits)),
+            )
         if facts.has_measurements:
             await self._check("it measures", lambda: self._measure(process, listing))
         if facts.hears_kernels and devices:
@@ -136,8 +139,8 @@ class Conformance:
     def _record(self, check: str, problem: str) -> None:
         self.findings.append(Finding(check, passed=not problem, detail=problem))
 
-    async def _load(self, process: PluginProcess) -> Facts:
-        facts: Facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
+    async def _load(self, process: PluginProcess) -> PluginFacts:
+        facts: PluginFacts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
         check_version(facts.api_version)
         return facts
 
@@ -148,21 +151,21 @@ class Conformance:
 
     async def _list(self, process: PluginProcess) -> PluginListing:
         listing = await process.call("listing", timeout_s=self._timeout_s)
-        return checked_listing(self._spec.name, listing.slot_types, listing.devices)
+        return validate_listing(self._spec.name, listing.slot_types, listing.devices)
 
     async def _deal(
         self, process: PluginProcess, known: Sequence[Device], order: Sequence[Device]
-    ) -> Dealing:
+    ) -> PluginAssignment:
         """Ask the plugin to deal devices, in the order of `order`."""
-        agents, devices = list(_AGENTS), asked_devices(order)
+        agents, devices = list(_AGENTS), device_infos(order)
         call = process.call("partition", devices, agents, timeout_s=self._timeout_s)
-        return checked_dealing(await call, known, agents)
+        return validate_assignment(await call, known, agents)
 
     async def _ask_edits(
         self, process: PluginProcess, devices: list[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         call = process.call("container_edits", devices, features, timeout_s=self._timeout_s)
-        edits = checked_edits(await call)
+        edits = validate_edits(await call)
         if not devices and edits != ContainerEdits(env=edits.env):
             raise InvalidAnswer("expected only variables: hiding needs no files, mounts or names")
         return edits
@@ -179,7 +182,7 @@ class Conformance:
             raise InvalidAnswer(f"measurements of unlisted devices: {', '.join(unlisted)}")
 
 
-def missing(edits: ContainerEdits) -> Iterator[str]:
+def find_missing_files(edits: ContainerEdits) -> Iterator[str]:
     """Yield the device files and mount sources of edits that are missing on this node."""
     for node in edits.device_nodes:
         try:
@@ -209,7 +212,7 @@ def _changed_ids(first: PluginListing, second: PluginListing) -> str:
     return ", ".join(sorted(differing))
 
 
-def _reassigned(first: Dealing, other: Dealing) -> str:
+def _reassigned(first: PluginAssignment, other: PluginAssignment) -> str:
     """Return the devices that the second dealing gives to another agent."""
     owners = [
         {name: agent for agent, names in dealing.devices.items() for name in names}

@@ -13,13 +13,13 @@ import msgspec
 from agentd.core.devices import (
     Device,
     Health,
+    merge_remembered,
     natural_key,
-    with_remembered,
     with_shared_health,
 )
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.core.partition.auto_split import shares_in_order
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line
@@ -28,27 +28,27 @@ from agentd.services.protocols import PluginListing
 from agentd.state.folder import StateFolder
 
 
-class DealingRules(msgspec.Struct, frozen=True):
+class AssignmentRules(msgspec.Struct, frozen=True):
     """The agents that plugins deal to, and the store with earlier dealings."""
 
     agents: tuple[str, ...]
     store: StateFolder
 
-    def known(self, listing: PluginListing) -> list[Device]:
+    def known_devices(self, listing: PluginListing) -> list[Device]:
         """Return listed and missing devices with their ids, in natural order."""
         name = listing.name
         remembered = [d for d in self.store.load_devices() if d.device_id.name == name]
-        listed = listing.in_last_form(remembered).devices
-        known = with_remembered(with_shared_health(listed), remembered)
+        listed = listing.with_last_form(remembered).devices
+        known = merge_remembered(with_shared_health(listed), remembered)
         return sorted(known, key=lambda device: natural_key(device.device_id.id))
 
-    def kept(self, name: str, known: Sequence[Device]) -> Dealing | None:
+    def load_assignment(self, name: str, known: Sequence[Device]) -> PluginAssignment | None:
         """Return the dealing that was made for the same agents and devices."""
         dealing = self.store.load_dealings().get(name)
         return dealing if dealing and dealing.is_for(self.agents, known) else None
 
 
-def asked_devices(known: Sequence[Device]) -> list[DeviceInfo]:
+def device_infos(known: Sequence[Device]) -> list[DeviceInfo]:
     """Return devices as a plugin is asked about them."""
     return [
         DeviceInfo(
@@ -70,34 +70,34 @@ def asked_devices(known: Sequence[Device]) -> list[DeviceInfo]:
     ]
 
 
-def checked_dealing(
+def validate_assignment(
     info: PartitionInfo | None, known: Sequence[Device], agents: Sequence[str]
-) -> Dealing:
+) -> PluginAssignment:
     """Return a plugin's answer as a dealing of the devices that it was asked about.
 
     Raises:
         InvalidAnswer: the answer breaks the contract.
     """
     if info is None:
-        return Dealing.of(shares_in_order(known, agents), known)
+        return PluginAssignment.of(shares_in_order(known, agents), known)
     by_id = {device.device_id.id: device for device in known}
     for agent in info.devices:
         if agent not in agents:
             raise InvalidAnswer(
-                f"it deals devices to an unknown agent {shortened(agent)}"
+                f"it deals devices to an unknown agent {quote_untrusted(agent)}"
                 f" (there are: {', '.join(agents)})"
             )
     counts = Counter(device_id for ids in info.devices.values() for device_id in ids)
     for device_id, count in counts.items():
         if device_id not in by_id:
-            raise InvalidAnswer(f"it deals an unknown device {shortened(device_id)}")
+            raise InvalidAnswer(f"it deals an unknown device {quote_untrusted(device_id)}")
         if count > 1:
             raise InvalidAnswer(f"it deals {device_id} more than once")
     shares = {agent: [by_id[n] for n in info.devices.get(agent, ())] for agent in agents}
     reason = one_line(info.reason)
     if not reason:
         _refuse_unequal(shares)
-    return Dealing.of(shares, known, reason)
+    return PluginAssignment.of(shares, known, reason)
 
 
 def _refuse_unequal(shares: Mapping[str, Sequence[Device]]) -> None:

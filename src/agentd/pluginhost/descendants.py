@@ -34,12 +34,12 @@ def new_mark() -> str:
     return f"{os.getpid()}.{stat.start_time if stat else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
 
 
-def end_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill every process that carries this mark."""
     _kill_matching(lambda candidate: candidate == mark)
 
 
-def end_left_over() -> None:
+def kill_orphans() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
     _kill_matching(_is_orphaned)
 

@@ -24,7 +24,7 @@ SCHEMA_FILE = "settings.schema.json"
 """JSON Schema of a plugin's table, in the package of its entry point."""
 
 
-def installed() -> list[EntryPoint]:
+def installed_entry_points() -> list[EntryPoint]:
     """Return the installed entry points."""
     return [*entry_points(group=ENTRY_POINT_GROUP)]
 
@@ -51,11 +51,11 @@ class EntryPoints:
         """Return the target of an entry point (`module:class`), empty if it cannot be loaded."""
         return self._targets.get(name, "")
 
-    def why_not(self, name: str) -> str:
+    def missing_target_reason(self, name: str) -> str:
         """Return why an entry point has no target."""
-        return self.clashes.get(name) or self.missing(name)
+        return self.clashes.get(name) or self.not_installed_reason(name)
 
-    def missing(self, name: str) -> str:
+    def not_installed_reason(self, name: str) -> str:
         """Return the error for a missing entry point, with the nearest installed one."""
         hint = did_you_mean(name, self, 0.6)
         names = ", ".join(sorted(self)) or "none"

@@ -19,7 +19,7 @@ from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation
-from agentd.core.kernel.edits import ContainerEdits, merged
+from agentd.core.kernel.edits import ContainerEdits, merge_edits
 from agentd.core.slots import CPU, MEM, format_amount
 from agentd.errors import Conflict, PluginUnavailable, Problem, UnknownPlugin
 from agentd.plugin_api import (
@@ -28,10 +28,10 @@ from agentd.plugin_api import (
     KernelEvent,
     Measurement,
 )
-from agentd.pluginhost.dealing import DealingRules
-from agentd.pluginhost.descendants import end_left_over
-from agentd.pluginhost.entry_points import EntryPoints, installed
-from agentd.pluginhost.instance import PluginInstance, PluginTimeouts, Wanted
+from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.descendants import kill_orphans
+from agentd.pluginhost.entry_points import EntryPoints, installed_entry_points
+from agentd.pluginhost.instance import PluginInstance, PluginSpec, PluginTimeouts
 from agentd.services.protocols import PluginListing, PluginState, PluginStatus, PluginVitals
 
 log = structlog.get_logger()
@@ -52,9 +52,9 @@ class PluginHost:
         features: Features,
         timeouts: PluginTimeouts | None = None,
         points: Sequence[EntryPoint] | None = None,
-        dealing_rules: DealingRules | None = None,
+        dealing_rules: AssignmentRules | None = None,
     ) -> None:
-        self._points = EntryPoints(installed() if points is None else points)
+        self._points = EntryPoints(installed_entry_points() if points is None else points)
         self._tables = tuple(tables)
         self._named_by_operator = {"allow": tuple(allow), "block": tuple(block)}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
@@ -74,10 +74,10 @@ class PluginHost:
             if spec.has_table:
                 with_table.setdefault(spec.plugin, instance)
             if state is not PluginState.PENDING:
-                instance.settle(state, reason)
+                instance.enter_state(state, reason)
             self._instances[spec.name] = instance
 
-    def wanted(self, name: str) -> Wanted:
+    def plugin_spec(self, name: str) -> PluginSpec:
         """Return the plugin that would run under a device name.
 
         Raises:
@@ -87,9 +87,9 @@ class PluginHost:
         if instance is None:
             names = ", ".join(self._instances) or "none"
             raise LookupError(f"unknown plugin {name!r} (this node has: {names})")
-        if not instance.wanted.target:
+        if not instance.spec.target:
             raise LookupError(instance.reason)
-        return instance.wanted
+        return instance.spec
 
     def _on_change(self, name: str) -> None:
         if self._is_open:
@@ -97,10 +97,10 @@ class PluginHost:
 
     async def open(self, timeout_s: float) -> None:
         """Start all plugins concurrently, and wait at most `timeout_s`."""
-        await asyncio.to_thread(end_left_over)
+        await asyncio.to_thread(kill_orphans)
         instances = [i for i in self._instances.values() if not i.settled.is_set()]
         self._tasks = [
-            asyncio.create_task(instance.run(), name=f"plugin-{instance.wanted.name}")
+            asyncio.create_task(instance.run(), name=f"plugin-{instance.spec.name}")
             for instance in instances
         ]
         for instance, task in zip(instances, self._tasks, strict=True):
@@ -115,8 +115,10 @@ class PluginHost:
         """Mark a plugin as failed after its supervision ended with an error."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        name, end_reason = instance.wanted.name, f"{type(error).__name__}: {error}"
-        instance.settle(PluginState.FAILED, f"supervision ended ({end_reason}); restart agentd")
+        name, end_reason = instance.spec.name, f"{type(error).__name__}: {error}"
+        instance.enter_state(
+            PluginState.FAILED, f"supervision ended ({end_reason}); restart agentd"
+        )
         self._on_change(name)
         log.error("plugin.supervision_ended", plugin=name, reason=end_reason, exc_info=error)
 
@@ -138,30 +140,30 @@ class PluginHost:
         for key, names in self._named_by_operator.items():
             names_by_key += [(f"plugins.{key}", name) for name in names]
         return [
-            Problem(member, self._points.missing(name))
+            Problem(member, self._points.not_installed_reason(name))
             for member, name in names_by_key
             if name not in self._points
         ]
 
-    async def unvalidated(self, timeout_s: float) -> list[Problem]:
+    async def unvalidated_problems(self, timeout_s: float) -> list[Problem]:
         """Return the tables that their plugins have not validated, after at most `timeout_s`.
 
         A plugin that cannot be imported, or finds no hardware, is not one of them.
         """
-        instances = [i for i in self._instances.values() if i.wanted.has_table]
+        instances = [i for i in self._instances.values() if i.spec.has_table]
         await _wait_for_all((instance.validation for instance in instances), timeout_s)
         return [
-            Problem(f"plugins.{i.wanted.name}", f"the table is not validated: {reason}")
+            Problem(f"plugins.{i.spec.name}", f"the table is not validated: {reason}")
             for i in instances
-            if (reason := i.why_not_validated)
+            if (reason := i.unvalidated_reason)
         ]
 
-    def failed_required(self) -> dict[str, str]:
+    def required_failures(self) -> dict[str, str]:
         """Return the reason for each required plugin that is not ready, by device name."""
         return {
             name: f"plugin {name} is required and {i.state.value}: {i.reason}"
             for name, i in self._instances.items()
-            if i.wanted.required and i.state is not PluginState.READY
+            if i.spec.required and i.state is not PluginState.READY
         }
 
     def statuses(self, *, everything: bool = False) -> list[PluginStatus]:
@@ -172,9 +174,9 @@ class PluginHost:
     def vitals(self) -> dict[str, PluginVitals]:
         now = time.monotonic()
         return {
-            name: PluginVitals(i.tries - 1, now - i.listed_at if i.listed_at else None)
+            name: PluginVitals(i.attempts - 1, now - i.listed_at if i.listed_at else None)
             for name, i in self._instances.items()
-            if i.tries
+            if i.attempts
         }
 
     def warnings(self) -> list[str]:
@@ -185,7 +187,7 @@ class PluginHost:
         if instance is None:
             names = ", ".join(self._instances) or "none"
             raise UnknownPlugin(f"unknown plugin {name!r} (this node has: {names})")
-        if not instance.wanted.target or instance.state is PluginState.BLOCKED:
+        if not instance.spec.target or instance.state is PluginState.BLOCKED:
             raise Conflict(f"plugin {name} is blocked: {instance.reason}")
         await instance.retry(RETRY_WAIT_S)
         return instance.status
@@ -210,7 +212,7 @@ class PluginHost:
         }
         instances = self._instances.items()
         hiding_edits = [i.hiding for name, i in instances if i.hiding and name not in names]
-        return merged(hiding_edits, device_edits)
+        return merge_edits(hiding_edits, device_edits)
 
     async def _device_edits(
         self, name: str, devices: list[AllocatedDevice], features: Features
@@ -242,30 +244,30 @@ async def _wait_for_all(events: Iterable[asyncio.Event], timeout_s: float) -> No
 
 def _plugin_specs(
     tables: Sequence[PluginTable], allow: set[str], block: set[str], points: EntryPoints
-) -> Iterable[tuple[Wanted, PluginState, str]]:
+) -> Iterable[tuple[PluginSpec, PluginState, str]]:
     """Yield the plugins to run, and the blocked ones with the reason."""
     for table in tables:
         plugin, target = table.plugin, points.target(table.plugin)
-        spec = Wanted(table.name, plugin, target, table.settings, True, table.required)
+        spec = PluginSpec(table.name, plugin, target, table.settings, True, table.required)
         if plugin not in points and plugin not in block:
-            yield spec, PluginState.FAILED, points.missing(plugin)
+            yield spec, PluginState.FAILED, points.not_installed_reason(plugin)
         elif reason := _blocked_reason(plugin, allow, block):
             yield spec, PluginState.BLOCKED, reason
         elif not target:
-            yield spec, PluginState.FAILED, points.why_not(plugin)
+            yield spec, PluginState.FAILED, points.missing_target_reason(plugin)
         else:
             yield spec, PluginState.PENDING, ""
     table_names = {table.name for table in tables}
     for plugin in sorted(points):
         if plugin in table_names or _blocked_reason(plugin, allow, block):
             continue
-        spec = Wanted(plugin, plugin, points.target(plugin))
+        spec = PluginSpec(plugin, plugin, points.target(plugin))
         if plugin in (CPU, MEM):
             reason = f"invalid entry point name {plugin}: these devices are built in"
-            spec = Wanted(f"{plugin} (entry point)", plugin, "")
+            spec = PluginSpec(f"{plugin} (entry point)", plugin, "")
             yield spec, PluginState.FAILED, reason
         elif not spec.target:
-            yield spec, PluginState.FAILED, points.why_not(plugin)
+            yield spec, PluginState.FAILED, points.missing_target_reason(plugin)
         else:
             yield spec, PluginState.PENDING, ""
 
@@ -288,5 +290,5 @@ def _allocated_devices(allocation: Allocation, name: str) -> list[AllocatedDevic
             format_amount(share.amount, share.kind),
             {slot: format_amount(amount, kind) for slot, kind, amount in share.amounts},
         )
-        for share in allocation.devices_of(name)
+        for share in allocation.shares_by_device_name(name)
     ]

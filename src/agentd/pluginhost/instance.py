@@ -21,40 +21,40 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
-from agentd.pluginhost.dealing import DealingRules, asked_devices, checked_dealing
+from agentd.pluginhost.dealing import AssignmentRules, device_infos, validate_assignment
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
-from agentd.pluginhost.protocol import DeviceListing, Facts
+from agentd.pluginhost.protocol import DeviceListing, PluginFacts
 from agentd.pluginhost.validation import (
     InvalidAnswer,
     check_version,
-    checked_edits,
-    checked_listing,
-    checked_measurements,
+    validate_edits,
+    validate_listing,
+    validate_measurements,
 )
 from agentd.services.protocols import PluginListing, PluginState, PluginStatus
 
 log = structlog.get_logger()
 
 LOAD_TIMEOUT_S, OPEN_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 120.0, 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-LONG_ENOUGH_S = 60.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
+BACKOFF_RESET_S = 60.0
 """Uptime in seconds after which the restart backoff is reset."""
 MAX_EVENTS_WAITING = 16
 """Maximum kernel events that wait for a slow plugin; further ones are dropped."""
 MAX_WAKES = 8
 """Maximum listings in a row that a plugin can request; then it is listed at the usual interval."""
-MAX_LEFT_BEHIND = 2
+MAX_ABANDONED = 2
 """No further process is started while this many of one plugin cannot be killed."""
 _THROTTLED_REASON = "it reports changes all the time; listed once in each health-interval"
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class PluginSpec(msgspec.Struct, frozen=True):
     """A plugin to run: its device name, entry point and table."""
 
     name: str
@@ -80,12 +80,12 @@ class Backoff:
     """The backoff between attempts, which an operator can cut short."""
 
     def __init__(self) -> None:
-        self.next_s = FIRST_PAUSE_S
+        self.next_s = MIN_BACKOFF_S
         self._is_cut = asyncio.Event()
         self._last_reason = ""
 
     def reset(self) -> None:
-        self.next_s = FIRST_PAUSE_S
+        self.next_s = MIN_BACKOFF_S
 
     def cut_short(self) -> None:
         self._is_cut.set()
@@ -101,7 +101,7 @@ class Backoff:
             async with asyncio.timeout(None if for_good else self.next_s):
                 await self._is_cut.wait()
         self._is_cut.clear()
-        self.next_s = min(2 * self.next_s, LONGEST_PAUSE_S)
+        self.next_s = min(2 * self.next_s, MAX_BACKOFF_S)
 
 
 class PluginInstance:
@@ -109,21 +109,21 @@ class PluginInstance:
 
     def __init__(
         self,
-        spec: Wanted,
+        spec: PluginSpec,
         features: Features,
         timeouts: PluginTimeouts,
         on_change: Callable[[str], None],
-        dealing_rules: DealingRules | None = None,
+        dealing_rules: AssignmentRules | None = None,
         with_table: PluginInstance | None = None,
     ) -> None:
         """Create an instance; `with_table` is one of the same plugin that has a table."""
-        self.wanted = spec
+        self.spec = spec
         self._with_table = with_table
         self._dealing_rules = dealing_rules
         self.state = PluginState.PENDING
         self.reason = ""
         self.problems: list[Problem] = []
-        self.tries = self.settled_tries = 0
+        self.attempts = self.ended_attempts = 0
         self.listed_at: float | None = None
         self.listing: PluginListing | None = None
         self.hiding: ContainerEdits | None = None
@@ -138,7 +138,7 @@ class PluginInstance:
         self._features = features
         self._timeouts = timeouts
         self._on_change = on_change
-        self._facts: Facts | None = None
+        self._facts: PluginFacts | None = None
         self._process: PluginProcess | None = None
         self._abandoned: list[PluginProcess] = []
         self._change_reported = asyncio.Event()
@@ -149,16 +149,16 @@ class PluginInstance:
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
-        values = (self.wanted.name, self.wanted.plugin, self.state, self.reason, slots)
-        return PluginStatus(*values, self.wanted.has_table)
+        values = (self.spec.name, self.spec.plugin, self.state, self.reason, slots)
+        return PluginStatus(*values, self.spec.has_table)
 
     @property
     def is_silent(self) -> bool:
         """Whether it lacks a table of its own, which is not worth a warning."""
-        return self._facts is not None and self._facts.needs_table and not self.wanted.has_table
+        return self._facts is not None and self._facts.needs_table and not self.spec.has_table
 
     @property
-    def why_not_validated(self) -> str:
+    def unvalidated_reason(self) -> str:
         """Why `validate` has not judged the table, empty if it has.
 
         It is empty, too, for a plugin that cannot be imported or finds no hardware: the table is
@@ -170,10 +170,10 @@ class PluginInstance:
             return f"{self._step}: no answer yet"
         return self.reason.partition("; next try")[0] if self._step == "settings" else ""
 
-    def settle(self, state: PluginState, reason: str) -> None:
+    def enter_state(self, state: PluginState, reason: str) -> None:
         """Enter a state that other parts may rely on."""
         self.state, self.reason = state, " ".join(reason.split())
-        self.settled_tries = self.tries
+        self.ended_attempts = self.attempts
         self.settled.set()
         self._loaded.set()
         self.validation.set()
@@ -182,7 +182,7 @@ class PluginInstance:
         """Keep the plugin running until cancelled, or until it has failed for good."""
         while True:
             self._ready_since = None
-            self.tries += 1
+            self.attempts += 1
             try:
                 await self._bring_up()
                 await self._poll_devices()
@@ -191,51 +191,53 @@ class PluginInstance:
                     is_absent = isinstance(error, PluginAbsent)
                     state = PluginState.ABSENT if is_absent else PluginState.FAILED
                     await self._end_attempt(str(error), state)
-                    self._on_change(self.wanted.name)
+                    self._on_change(self.spec.name)
                     await self._backoff.wait(for_good=True)
                     continue
                 await self._end_attempt(str(error))
             except (PluginRefused, PluginLost) as error:
                 await self._end_attempt(str(error))
             except Exception as error:
-                log.exception("plugin.failed", plugin=self.wanted.name)
+                log.exception("plugin.failed", plugin=self.spec.name)
                 await self._end_attempt(f"{type(error).__name__}: {error}")
             if self.is_silent:
                 return
-            if self._ready_since and time.monotonic() - self._ready_since > LONG_ENOUGH_S:
+            if self._ready_since and time.monotonic() - self._ready_since > BACKOFF_RESET_S:
                 self._backoff.reset()
             if self._backoff.is_new(self.reason):
-                log.warning("plugin.lost", plugin=self.wanted.name, reason=self.reason)
+                log.warning("plugin.lost", plugin=self.spec.name, reason=self.reason)
             self.reason += f"; next try in {self._backoff.next_s:g} s"
-            self._on_change(self.wanted.name)
+            self._on_change(self.spec.name)
             await self._backoff.wait()
 
-    async def loaded_facts(self) -> Facts | None:
+    async def wait_loaded(self) -> PluginFacts | None:
         """Wait for the import of the plugin; return its facts, None if it failed."""
         await self._loaded.wait()
         return self._facts
 
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
-        attempts_before = self.tries
+        attempts_before = self.attempts
         self._backoff.cut_short()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.state is not PluginState.READY and self.settled_tries <= attempts_before:
+                while (
+                    self.state is not PluginState.READY and self.ended_attempts <= attempts_before
+                ):
                     self.settled.clear()
                     await self.settled.wait()
 
     async def _bring_up(self) -> None:
         if self._with_table is not None and self._facts is None:
-            self._facts = await self._with_table.loaded_facts()
+            self._facts = await self._with_table.wait_loaded()
             if self.is_silent:
                 self._settle_without_table()
                 return
         self._abandoned = [process for process in self._abandoned if process.is_alive]
-        if len(self._abandoned) >= MAX_LEFT_BEHIND:
+        if len(self._abandoned) >= MAX_ABANDONED:
             pids = ", ".join(str(process.pid) for process in self._abandoned)
             raise PluginLost(f"processes {pids} cannot be killed")
-        spec = self.wanted
+        spec = self.spec
         self._process = process = await PluginProcess.start(
             spec.name, spec.target, spec.settings, self._change_reported.set
         )
@@ -244,7 +246,7 @@ class PluginInstance:
             self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
             self._loaded.set()
             check_version(self._facts.api_version)
-            await reach("plugin.after_load")
+            await hit_async("plugin.after_load")
             if self.is_silent:
                 self._settle_without_table()
                 await self.close()
@@ -267,10 +269,10 @@ class PluginInstance:
                 self.hiding = await self._hiding_edits(process)
             self._step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
-            await reach("plugin.after_open")
+            await hit_async("plugin.after_open")
             self._step = "list"
             listing = await self._list_devices_twice(process)
-            await reach("plugin.after_list")
+            await hit_async("plugin.after_list")
             if self.listing is None and self._facts.has_partition:
                 self._step = "partition"
                 listing = await self._with_dealing(process, listing)
@@ -281,24 +283,24 @@ class PluginInstance:
         first_listing = self.listing or listing
         self.listing = replace(first_listing, devices=listing.devices)
         self._ready_since = time.monotonic()
-        self.settle(PluginState.READY, "")
+        self.enter_state(PluginState.READY, "")
         self._on_change(spec.name)
 
     def _settle_without_table(self) -> None:
-        example = f'[plugins.cuda] plugin = "{self.wanted.plugin}"'
-        self.settle(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
+        example = f'[plugins.cuda] plugin = "{self.spec.plugin}"'
+        self.enter_state(PluginState.BLOCKED, f"needs a table of its own, such as {example}")
 
     async def _hiding_edits(self, process: PluginProcess) -> ContainerEdits:
         """Return the edits that hide the plugin's devices, also before it is open."""
         timeout_s = self._timeouts.call_timeout_s
         edits = await process.call("container_edits", [], self._features, timeout_s=timeout_s)
-        return ContainerEdits(env=checked_edits(edits).env)
+        return ContainerEdits(env=validate_edits(edits).env)
 
     async def _list_devices(self, process: PluginProcess) -> PluginListing:
         answer: DeviceListing = await process.call(
             "listing", timeout_s=self._timeouts.call_timeout_s
         )
-        listing = checked_listing(self.wanted.name, answer.slot_types, answer.devices)
+        listing = validate_listing(self.spec.name, answer.slot_types, answer.devices)
         self.listed_at = time.monotonic()
         return listing
 
@@ -312,28 +314,26 @@ class PluginInstance:
         """Return the listing with the plugin's dealing, if plugins deal and none is kept."""
         if (rules := self._dealing_rules) is None:
             return listing
-        known = rules.known(listing)
-        dealing = rules.kept(listing.name, known)
+        known = rules.known_devices(listing)
+        dealing = rules.load_assignment(listing.name, known)
         if dealing is None:
             timeout_s, agents = self._timeouts.call_timeout_s, list(rules.agents)
             answer = await process.call(
-                "partition", asked_devices(known), agents, timeout_s=timeout_s
+                "partition", device_infos(known), agents, timeout_s=timeout_s
             )
-            dealing = checked_dealing(answer, known, agents)
+            dealing = validate_assignment(answer, known, agents)
         return replace(listing, dealing=dealing)
 
     async def _poll_devices(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""
         process, wake_count = self._process, 0
         while process is not None and self.state is PluginState.READY:
-            is_woken = await is_set_within(self._change_reported, self._timeouts.health_interval_s)
+            is_woken = await wait_event(self._change_reported, self._timeouts.health_interval_s)
             wake_count = wake_count + 1 if is_woken else 0
             if wake_count > MAX_WAKES:
                 if wake_count == MAX_WAKES + 1:
-                    log.warning(
-                        "plugin.throttled", plugin=self.wanted.name, reason=_THROTTLED_REASON
-                    )
-                await is_set_within(process.lost, self._timeouts.health_interval_s)
+                    log.warning("plugin.throttled", plugin=self.spec.name, reason=_THROTTLED_REASON)
+                await wait_event(process.lost, self._timeouts.health_interval_s)
             self._change_reported.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)
@@ -348,27 +348,29 @@ class PluginInstance:
             raise PluginLost(f"list: {error}") from None
         if self.listing is not None and listing.devices != self.listing.devices:
             self.listing = replace(self.listing, devices=listing.devices)
-            self._on_change(self.wanted.name)
+            self._on_change(self.spec.name)
         if self._facts is not None and self._facts.has_measurements:
             try:
                 timeout_s = self._timeouts.call_timeout_s
                 measured = await process.call("measure", timeout_s=timeout_s)
-                self.measurements = checked_measurements(measured)
+                self.measurements = validate_measurements(measured)
             except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
-                log.warning("plugin.measure_failed", plugin=self.wanted.name, reason=str(error))
+                log.warning("plugin.measure_failed", plugin=self.spec.name, reason=str(error))
 
     async def _end_attempt(self, reason: str, state: PluginState | None = None) -> None:
         """End the process with a reason; a plugin that may still become ready is pending."""
         process, self._process = self._process, None
         if process is not None:
-            await process.end(reason)
+            await process.kill(reason)
             if process.is_alive:
                 self._abandoned.append(process)
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
         never_ready = self.listing is None
-        self.settle(state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason)
+        self.enter_state(
+            state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason
+        )
 
     async def _call(self, method: str, *arguments: object) -> Any:
         if self._process is None:
@@ -388,11 +390,11 @@ class PluginInstance:
         Raises:
             PluginUnavailable: the plugin does not answer.
         """
-        name = self.wanted.name
+        name = self.spec.name
         if self.state is not PluginState.READY:
             raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
         try:
-            return checked_edits(await self._call("container_edits", list(devices), features))
+            return validate_edits(await self._call("container_edits", list(devices), features))
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise PluginUnavailable(
                 f"plugin {name} returned no edits for its devices: {error}"
@@ -403,18 +405,18 @@ class PluginInstance:
         if self._process is None or self._facts is None or not self._facts.hears_kernels:
             return
         if self._events_waiting >= MAX_EVENTS_WAITING:
-            log.warning("plugin.event_dropped", plugin=self.wanted.name, step=event.step)
+            log.warning("plugin.event_dropped", plugin=self.spec.name, step=event.step)
             return
         timeout_s = self._timeouts.call_timeout_s
         self._events_waiting += 1
-        self._process.begin("kernel_event", event, timeout_s=timeout_s).add_done_callback(
-            self._told
+        self._process.queue_call("kernel_event", event, timeout_s=timeout_s).add_done_callback(
+            self._on_event_done
         )
 
-    def _told(self, call: asyncio.Task[None]) -> None:
+    def _on_event_done(self, call: asyncio.Task[None]) -> None:
         self._events_waiting -= 1
         if not call.cancelled() and (error := call.exception()) is not None:
-            log.warning("plugin.event_failed", plugin=self.wanted.name, reason=str(error))
+            log.warning("plugin.event_failed", plugin=self.spec.name, reason=str(error))
 
     async def close(self) -> None:
         """Close the plugin within a short time, and end its process."""
@@ -427,5 +429,5 @@ class PluginInstance:
                     await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
             except (PluginRefused, InvalidAnswer, PluginLost, TimeoutError) as error:
                 reason = str(error) or "it is busy"
-                log.warning("plugin.close_failed", plugin=self.wanted.name, reason=reason)
-        await process.end("the daemon is stopping")
+                log.warning("plugin.close_failed", plugin=self.spec.name, reason=reason)
+        await process.kill("the daemon is stopping")

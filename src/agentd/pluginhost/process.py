@@ -22,9 +22,9 @@ from typing import Any, Self
 import msgspec
 import structlog
 
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.processes import Proc, read_stat
-from agentd.pluginhost.descendants import MARK, end_marked, new_mark
+from agentd.pluginhost.descendants import MARK, kill_marked, new_mark
 from agentd.pluginhost.output import PluginOutput, one_line
 from agentd.pluginhost.protocol import (
     LENGTH_BYTES,
@@ -37,7 +37,7 @@ from agentd.pluginhost.protocol import (
     PluginAnswer,
     PluginCall,
     PluginStart,
-    framed,
+    encode_frame,
 )
 from agentd.pluginhost.validation import InvalidAnswer
 
@@ -105,12 +105,12 @@ class PluginProcess:
         Raises:
             PluginLost: the process does not start.
         """
-        start_frame = framed(
+        start_frame = encode_frame(
             PluginStart(PROTOCOL, [*filter(None, sys.path)], target, name, _to_plain(settings))
         )
         mark = new_mark()
         try:
-            await reach("plugin.before_spawn")
+            await hit_async("plugin.before_spawn")
             channel, child_end = socket.socketpair()
             with child_end:
                 try:
@@ -121,7 +121,7 @@ class PluginProcess:
         except OSError as error:
             raise PluginLost(f"the process does not start: {error.strerror}") from None
         process = cls(name, popen, mark, on_change, await asyncio.open_connection(sock=channel))
-        await reach("plugin.after_spawn")
+        await hit_async("plugin.after_spawn")
         process._write(start_frame)
         return process
 
@@ -133,9 +133,9 @@ class PluginProcess:
         """Detect the end of the process, also if a copy of it keeps the channel open."""
         stat = read_stat(self.pid)
         if stat is not None:
-            await Proc(stat.pid, stat.start_time).ended()
+            await Proc(stat.pid, stat.start_time).wait()
         await asyncio.sleep(_EXIT_GRACE_S)  # read its last output first
-        await self.end()
+        await self.kill()
 
     async def call(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method and return a result of the type in RESULTS.
@@ -149,9 +149,9 @@ class PluginProcess:
             InvalidAnswer: it is not a plugin, or its answer has the wrong type.
             PluginLost: the process ended, or was ended because the call timed out.
         """
-        return await asyncio.shield(self.begin(method, *arguments, timeout_s=timeout_s))
+        return await asyncio.shield(self.queue_call(method, *arguments, timeout_s=timeout_s))
 
-    def begin(self, method: str, *arguments: object, timeout_s: float) -> asyncio.Task[Any]:
+    def queue_call(self, method: str, *arguments: object, timeout_s: float) -> asyncio.Task[Any]:
         """Queue a call behind earlier ones, and return its task; see `call`."""
         exchange = asyncio.create_task(self._exchange(method, arguments, timeout_s))
         self._exchanges.add(exchange)
@@ -166,11 +166,11 @@ class PluginProcess:
             self._last_number += 1
             self._answer = asyncio.get_running_loop().create_future()
             try:
-                self._write(framed(PluginCall(self._last_number, method, list(arguments))))
+                self._write(encode_frame(PluginCall(self._last_number, method, list(arguments))))
                 async with asyncio.timeout(timeout_s):
                     answer = await self._answer
             except TimeoutError:
-                await self.end(f"{method}: no answer within {timeout_s:g} s")
+                await self.kill(f"{method}: no answer within {timeout_s:g} s")
                 raise PluginLost(self.reason) from None
             finally:
                 self._answer = None
@@ -198,26 +198,26 @@ class PluginProcess:
                     reason = f"frame of {length} bytes exceeds the limit"
                     break
                 body = await reader.readexactly(length)
-                self._took(msgspec.msgpack.decode(body, type=Message))
+                self._handle_message(msgspec.msgpack.decode(body, type=Message))
         except (asyncio.IncompleteReadError, OSError):
             pass
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             reason = f"invalid message: {error}"
-        await self.end(reason)
+        await self.kill(reason)
 
-    def _took(self, message: Message) -> None:
+    def _handle_message(self, message: Message) -> None:
         if isinstance(message, Changed):
             self._on_change()
         elif self._answer and not self._answer.done() and message.number == self._last_number:
             self._answer.set_result(message)
 
-    async def end(self, reason: str = "") -> None:
+    async def kill(self, reason: str = "") -> None:
         """End the process; `reason` is the reason, unless it ended by itself."""
         if self._is_ending:
             await self.lost.wait()
             return
         self._is_ending = True
-        await reach("plugin.before_kill")
+        await hit_async("plugin.before_kill")
         status = None if reason else await self._wait_exit(_EXIT_GRACE_S)
         if status is None:
             with contextlib.suppress(ProcessLookupError):
@@ -227,8 +227,8 @@ class PluginProcess:
                     f"{reason or 'ended'}; process {self.pid} cannot be killed and was abandoned"
                 )
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
-        await reach("plugin.after_kill")
-        await asyncio.to_thread(end_marked, self._mark)
+        await hit_async("plugin.after_kill")
+        await asyncio.to_thread(kill_marked, self._mark)
         self.reason = reason or _describe_exit(status)
         if self._output is not None:
             await self._output.close()

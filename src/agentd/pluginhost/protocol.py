@@ -72,7 +72,7 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
 Message: TypeAlias = PluginAnswer | Changed
 
 
-class Facts(msgspec.Struct, frozen=True):
+class PluginFacts(msgspec.Struct, frozen=True):
     """Facts that a plugin's class declares."""
 
     api_version: object
@@ -91,7 +91,7 @@ class DeviceListing(msgspec.Struct, frozen=True):
 
 
 RESULTS: Mapping[str, Any] = {
-    "load": Facts,
+    "load": PluginFacts,
     "validate": list[SettingProblem],
     "open": None,
     "listing": DeviceListing,
@@ -106,7 +106,7 @@ RESULTS: Mapping[str, Any] = {
 encode = msgspec.msgpack.encode
 
 
-def framed(message: object) -> bytes:
+def encode_frame(message: object) -> bytes:
     """Return a frame.
 
     Raises:
@@ -119,7 +119,7 @@ def framed(message: object) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-def receive(channel: socket.socket) -> bytes | None:
+def receive_frame(channel: socket.socket) -> bytes | None:
     """Read the body of one frame, blocking; None at the end."""
     length = _read_exactly(channel, LENGTH_BYTES)
     return _read_exactly(channel, int.from_bytes(length, "big")) if length else None

@@ -22,7 +22,7 @@ from agentd.core.devices import (
     SecondarySlot,
     natural_key,
 )
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.core.slots import (
     GIB,
     MAX_SLOT_NAME,
@@ -86,7 +86,7 @@ def check_version(version: object) -> None:
         raise InvalidAnswer(f"unsupported plugin API: got {version!r}, expected {API_VERSION}")
 
 
-def checked_listing(
+def validate_listing(
     name: str, slot_infos: Iterable[SlotTypeInfo], device_infos: Iterable[DeviceInfo]
 ) -> PluginListing:
     """Convert a plugin's listing to the core's values.
@@ -114,11 +114,11 @@ def _convert_slot_type(name: str, info: SlotTypeInfo) -> SlotType:
     slot = info.name
     if len(slot) > MAX_SLOT_NAME:
         raise InvalidAnswer(
-            f"invalid slot {shortened(slot)}: got {len(slot)} characters,"
+            f"invalid slot {quote_untrusted(slot)}: got {len(slot)} characters,"
             f" expected at most {MAX_SLOT_NAME}"
         )
     if not is_slot_name(slot) or device_name_of(slot) != name:
-        raise InvalidAnswer(f"slot {shortened(slot)} is outside the prefix {name!r}")
+        raise InvalidAnswer(f"slot {quote_untrusted(slot)} is outside the prefix {name!r}")
     try:
         kind = SlotKind(info.kind)
         quantum = parse_base_units(info.quantum, kind)
@@ -126,7 +126,7 @@ def _convert_slot_type(name: str, info: SlotTypeInfo) -> SlotType:
         raise InvalidAnswer(f"invalid quantum of {slot}: {error}") from None
     except ValueError:
         raise InvalidAnswer(
-            f"invalid kind {shortened(info.kind)} of {slot}: expected count, bytes or unique"
+            f"invalid kind {quote_untrusted(info.kind)} of {slot}: expected count, bytes or unique"
         ) from None
     if kind is SlotKind.UNIQUE and quantum != ONE:
         raise InvalidAnswer(
@@ -152,7 +152,7 @@ def _join_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
     """Return a slot type in the exclusive group of its primary slot."""
     if slot.primary is None:
         return slot
-    parent = shortened(slot.primary)
+    parent = quote_untrusted(slot.primary)
     primary = types.get(slot.primary)
     if primary is None:
         raise InvalidAnswer(f"unlisted primary slot of {slot.name}: {parent}")
@@ -182,7 +182,9 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
             text = one_line(repr(value), 160)
             raise InvalidAnswer(f"invalid {label} {text}: expected letters, digits, '_.:-'")
     if info.slot not in types:
-        raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(info.slot)}")
+        raise InvalidAnswer(
+            f"device {info.id} has the unlisted slot type {quote_untrusted(info.slot)}"
+        )
     slot = types[info.slot]
     if slot.primary is not None:
         raise InvalidAnswer(
@@ -193,7 +195,7 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
     if slot.kind is SlotKind.UNIQUE and capacity not in (0, ONE):
         raise InvalidAnswer(f"invalid capacity of {info.id} (unique): {info.capacity}")
     if info.health not in set(Health):
-        raise InvalidAnswer(f"invalid health of {info.id}: {shortened(info.health)}")
+        raise InvalidAnswer(f"invalid health of {info.id}: {quote_untrusted(info.health)}")
     if info.numa_node is not None and info.numa_node < 0:
         raise InvalidAnswer(f"invalid NUMA node of {info.id}: {info.numa_node}")
     return Device(
@@ -230,7 +232,9 @@ def _convert_secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Itera
         )
     for name in info.secondary:
         if name not in types:
-            raise InvalidAnswer(f"device {info.id} has the unlisted slot type {shortened(name)}")
+            raise InvalidAnswer(
+                f"device {info.id} has the unlisted slot type {quote_untrusted(name)}"
+            )
     for name in sorted(info.secondary, key=natural_key):
         slot = types[name]
         if slot.primary != info.slot:
@@ -246,7 +250,7 @@ def _convert_secondary(info: DeviceInfo, types: Mapping[str, SlotType]) -> Itera
         yield SecondarySlot(name, slot.kind, capacity)
 
 
-def checked_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
+def validate_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Return the last measurement of each device, without implausible values."""
     last = {measurement.stable_id: measurement for measurement in measurements}
     return [_correct_measurement(measurement) for measurement in last.values()]
@@ -274,7 +278,7 @@ def _is_plausible(name: str, value: float | None) -> bool:
     return value is None or low <= value <= high
 
 
-def checked_edits(edits: ContainerEdits) -> ContainerEdits:
+def validate_edits(edits: ContainerEdits) -> ContainerEdits:
     """Return a plugin's container edits, validated.
 
     Raises:
@@ -287,17 +291,17 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
         modes = set(node.permissions)
         if not modes or not modes <= set("rwm") or len(modes) < len(node.permissions):
             raise InvalidAnswer(
-                f"invalid permissions of {shortened(node.host_path)}:"
-                f" got {shortened(node.permissions)}, expected some of 'rwm'"
+                f"invalid permissions of {quote_untrusted(node.host_path)}:"
+                f" got {quote_untrusted(node.permissions)}, expected some of 'rwm'"
             )
     for path in _edit_paths(edits):
         if (size := _byte_count(path)) > _MAX_PATH_BYTES:
             raise InvalidAnswer(
-                f"invalid path {shortened(path)}: got {size} bytes,"
+                f"invalid path {quote_untrusted(path)}: got {size} bytes,"
                 f" expected at most {_MAX_PATH_BYTES}"
             )
         if not path.startswith("/") or "\0" in path or ".." in path.split("/"):
-            raise InvalidAnswer(f"invalid path {shortened(path)}: expected an absolute path")
+            raise InvalidAnswer(f"invalid path {quote_untrusted(path)}: expected an absolute path")
     drivers = [request.driver for request in edits.device_requests if request.driver]
     _check_names("CDI name", edits.cdi)
     _check_names("driver", drivers)
@@ -307,7 +311,8 @@ def checked_edits(edits: ContainerEdits) -> ContainerEdits:
     for group in edits.groups:
         if group.isdecimal() and not (group.isascii() and int(group) <= _MAX_GROUP_ID):
             raise InvalidAnswer(
-                f"invalid group {shortened(group)}: expected a name, or an id up to {_MAX_GROUP_ID}"
+                f"invalid group {quote_untrusted(group)}:"
+                f" expected a name, or an id up to {_MAX_GROUP_ID}"
             )
     return edits
 
@@ -319,13 +324,13 @@ def _check_env(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise InvalidAnswer(
-                f"invalid variable {shortened(name)}: expected no '=' in its name and no NUL"
+                f"invalid variable {quote_untrusted(name)}: expected no '=' in its name and no NUL"
             )
         size = _byte_count(name) + _byte_count(value)
         if size + len("=") > _MAX_VARIABLE_BYTES:
             raise InvalidAnswer(
-                f"invalid variable {shortened(name)}: got {size + len('=')} bytes with its value,"
-                f" expected at most {_MAX_VARIABLE_BYTES}"
+                f"invalid variable {quote_untrusted(name)}: got {size + len('=')} bytes"
+                f" with its value, expected at most {_MAX_VARIABLE_BYTES}"
             )
         total += size
     if total > _MAX_ENV_BYTES:
@@ -345,7 +350,7 @@ def _check_names(label: str, names: Iterable[str]) -> None:
     for name in names:
         if not name or _byte_count(name) > _MAX_NAME_BYTES or not name.isprintable():
             raise InvalidAnswer(
-                f"invalid {label} {shortened(name)}:"
+                f"invalid {label} {quote_untrusted(name)}:"
                 f" expected 1 to {_MAX_NAME_BYTES} bytes of printable text"
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import Caller, Role, require_id
+from agentd.core.access import Caller, Role, require_unreserved_id
 from agentd.core.claim.claim import (
     ClaimOwner,
     ClaimStatus,
@@ -17,12 +17,12 @@ from agentd.core.claim.claim import (
 )
 from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.host.claim_holders import HostHolders, NoSuchHolder
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_id, peer_of
-from agentd.http.queries import body_of, query_of
+from agentd.http.callers import attach_id, caller_of, peer_of
+from agentd.http.queries import query_of, receive_body
 from agentd.rpc import rendering
-from agentd.rpc.pages import answer_page
+from agentd.rpc.pages import page_response
 from agentd.rpc.queries import ClaimsQuery
 from agentd.rpc.requests import (
     CreateClaimRequest,
@@ -46,17 +46,17 @@ class ClaimHandlers:
     async def create_claim(self, request: web.Request) -> web.Response:
         """Take devices for work of an engine, or return the claim that the same request made."""
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
-        body = read_body(CreateClaimRequest, await body_of(request))
+        body = read_body(CreateClaimRequest, await receive_body(request))
         caller = caller_of(request)
         if body.claim_id is not None:
-            note_id(request, "claim", body.claim_id)
-        require_id(caller, body.claim_id)
+            attach_id(request, "claim", body.claim_id)
+        require_unreserved_id(caller, body.claim_id)
         _require_admin_for(body, caller)
         spec = body.to_spec(agent_id, caller, self._verify_holder(request, body.holder, caller))
-        note_id(request, "claim", spec.claim_id)
+        attach_id(request, "claim", spec.claim_id)
         status, is_new = await self._service.create(spec)
         headers = {"Location": f"/v1/claims/{spec.claim_id}"}
-        return answer(self._view(status), 201 if is_new else 200, headers)
+        return json_response(self._view(status), 201 if is_new else 200, headers)
 
     def _view(self, status: ClaimStatus) -> ClaimView:
         return rendering.claim_view(status, self._devices.inventory)
@@ -82,8 +82,8 @@ class ClaimHandlers:
             if requested.cgroup is not None:
                 pids = [kernel.pid for kernel in self._state if kernel.pid is not None]
                 containers = [k.handle for k in self._state if k.runtime == "docker" and k.handle]
-                return self._holders.cgroup(requested.cgroup, pids, containers)
-            return self._holders.process(
+                return self._holders.find_cgroup(requested.cgroup, pids, containers)
+            return self._holders.find_process(
                 requested.pid or 0,
                 requested.start_time,
                 caller_pid=peer.pid,
@@ -97,10 +97,10 @@ class ClaimHandlers:
         caller, agent = caller_of(request), query_of(request, ClaimsQuery).agent
         claims = [
             claim
-            for claim in self._service.recorded()
+            for claim in self._service.recorded_claims()
             if caller.sees(claim.agent_id) and agent in (None, claim.agent_id)
         ]
-        return answer_page(
+        return page_response(
             request,
             claims,
             lambda claim: msgspec.json.encode(self._view(self._service.status(claim))),
@@ -108,14 +108,14 @@ class ClaimHandlers:
 
     async def get_claim(self, request: web.Request) -> web.Response:
         """Show one claim."""
-        return answer(self._view(self._service.get(request.match_info["claim"])))
+        return json_response(self._view(self._service.get(request.match_info["claim"])))
 
     async def renew_claim(self, request: web.Request) -> web.Response:
         """Restart the time limit of a claim."""
-        body = read_body(RenewRequest, await body_of(request))
+        body = read_body(RenewRequest, await receive_body(request))
         claim_id = request.match_info["claim"]
         status = self._service.renew(claim_id, body.ttl, caller_of(request))
-        return answer(self._view(status))
+        return json_response(self._view(status))
 
     async def delete_claim(self, request: web.Request) -> web.Response:
         """Release a claim."""
@@ -124,10 +124,10 @@ class ClaimHandlers:
 
     async def get_edits(self, request: web.Request) -> web.Response:
         """Return the edits for the devices of several claims together."""
-        body = read_body(EditsRequest, await body_of(request))
+        body = read_body(EditsRequest, await receive_body(request))
         edits_for = EditsFor(body.edits_for)
         edits = await self._service.edits_of(body.claims, edits_for, caller_of(request))
-        return answer(rendering.edits_view(edits))
+        return json_response(rendering.edits_view(edits))
 
 
 def _require_admin_for(body: CreateClaimRequest, caller: Caller) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of
-from agentd.http.queries import body_of
+from agentd.http.queries import receive_body
 from agentd.rpc import rendering
 from agentd.rpc.requests import EngineRequest
 from agentd.rpc.visibility import Visibility
@@ -33,34 +33,36 @@ class DeviceHandlers:
 
     async def list_engines(self, _: web.Request) -> web.Response:
         """List the engines that devices wait for after a boot."""
-        return answer([rendering.engine_view(status) for status in self._engines.all()])
+        return json_response([rendering.engine_view(status) for status in self._engines.statuses()])
 
     async def put_engine(self, request: web.Request) -> web.Response:
         """Set whether an engine has compared its devices with the claims of this node."""
-        body = read_body(EngineRequest, await body_of(request))
+        body = read_body(EngineRequest, await receive_body(request))
         status = self._engines.set_ready(request.match_info["engine"], is_ready=body.ready)
-        return answer(rendering.engine_view(status))
+        return json_response(rendering.engine_view(status))
 
     async def list_agents(self, request: web.Request) -> web.Response:
         """List the agents with their partitions and slots."""
         split, ledger = self._devices.split, self._state.ledger
         agents = self._access.agents(caller_of(request))
-        return answer([rendering.agent_view(agent, split, ledger) for agent in agents])
+        return json_response([rendering.agent_view(agent, split, ledger) for agent in agents])
 
     async def get_agent(self, request: web.Request) -> web.Response:
         """Show one agent."""
         agent = self._devices.partition(request.match_info["agent"]).agent_id
-        return answer(rendering.agent_view(agent, self._devices.split, self._state.ledger))
+        return json_response(rendering.agent_view(agent, self._devices.split, self._state.ledger))
 
     async def list_devices(self, request: web.Request) -> web.Response:
         """List every device with its holders."""
         caller = caller_of(request)
-        return answer([self._visibility.device(d, caller) for d in self._access.devices(caller)])
+        return json_response(
+            [self._visibility.visible_device(d, caller) for d in self._access.devices(caller)]
+        )
 
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List the known slot types."""
         types = self._devices.inventory.slot_types.values()
-        return answer([rendering.slot_type_view(slot) for slot in types])
+        return json_response([rendering.slot_type_view(slot) for slot in types])
 
     async def drain_device(self, request: web.Request) -> web.Response:
         """Stop allocating a device to new kernels; survives restarts."""
@@ -74,7 +76,7 @@ class DeviceHandlers:
         match = request.match_info
         devices = self._devices
         device = devices.set_drained(match["device_name"], match["id"], drained=drained)
-        return answer(rendering.device_view(device, devices.split, self._state.ledger))
+        return json_response(rendering.device_view(device, devices.split, self._state.ledger))
 
     async def forget_device(self, request: web.Request) -> web.Response:
         """Forget a missing device; its id is free again after the next start."""

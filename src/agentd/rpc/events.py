@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from agentd.events import Event, EventLog
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
 from agentd.http.streaming.streams import Streams, stream_events
 from agentd.rpc import rendering
@@ -29,19 +29,19 @@ class EventHandlers:
         """List the creates refused in the last hour with their reasons, oldest first."""
         caller = caller_of(request)
         recent = self._refusals.recent()
-        return answer([rendering.refusal_view(r) for r in recent if caller.sees(r.agent_id)])
+        return json_response([rendering.refusal_view(r) for r in recent if caller.sees(r.agent_id)])
 
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Stream changes of kernels, devices, plugins and runtimes as server-sent events."""
         caller = caller_of(request)
 
         def encode(event: Event) -> bytes:
-            visible = self._visibility.event(event, caller)
+            visible = self._visibility.visible_event(event, caller)
             if visible is None:
                 return b""
             kind, content = visible
-            head = f"id: {self._events.id_of(event)}\nevent: {kind}\ndata: "
+            head = f"id: {self._events.event_id(event)}\nevent: {kind}\ndata: "
             return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
-        with self._streams.opened(request):
+        with self._streams.register(request):
             return await stream_events(request, self._events, encode)

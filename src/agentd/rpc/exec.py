@@ -20,13 +20,13 @@ import msgspec
 import structlog
 from aiohttp import WSMessage, WSMsgType, web
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.bodies import read_body
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.problems import problem_content
-from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, probe
+from agentd.http.problems import problem_members
+from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
 from agentd.rpc.requests import ExecRequest
 from agentd.services.protocols import Session
 
@@ -35,11 +35,11 @@ log = structlog.get_logger()
 FIRST_FRAME_S = 10.0
 QUEUED = 4
 """Input frames that may wait for the command; signals overtake them."""
-MOST_SIZE = 10_000
+MAX_SIZE = 10_000
 NO_SOCKET = "expected a WebSocket (RFC 6455): Upgrade: websocket"
 
 
-async def run_over(
+async def run_exec(
     request: web.Request, begin: Callable[[ExecSpec], Awaitable[Session]]
 ) -> web.WebSocketResponse:
     """Run a client's command and copy its input and output."""
@@ -57,19 +57,19 @@ async def run_over(
         overflow = error
         warn_of_client("exec.aborted", path=request.path, reason=str(error))
     except AgentdError as error:
-        problem = problem_content(error.code, str(error), error.facts())
+        problem = problem_members(error.code, str(error), error.facts())
         with suppress(ConnectionError):
             await websocket.send_str(json.dumps({"problem": problem}))
     except ConnectionError:
         pass  # the client disconnected
     except Exception as error:
         log.exception("exec.failed", path=request.path)
-        problem = problem_content("Internal", f"{type(error).__name__}; the log has more")
+        problem = problem_members("Internal", f"{type(error).__name__}; the log has more")
         with suppress(ConnectionError):
             await websocket.send_str(json.dumps({"problem": problem}))
     finally:
         if session is not None:
-            await to_the_end(session.close())
+            await complete_shielded(session.close())
         await websocket.end(overflow)
     return websocket
 
@@ -98,8 +98,8 @@ async def _copy_streams(
     input_queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED)
     input_task = asyncio.create_task(_write_input(session, input_queue))
     frames_task = asyncio.create_task(_read_frames(frames, session, input_queue))
-    output_task = asyncio.create_task(_tell(websocket, session))
-    probe_task = asyncio.create_task(probe(websocket))
+    output_task = asyncio.create_task(_send_output(websocket, session))
+    probe_task = asyncio.create_task(send_heartbeats(websocket))
     try:
         ends = [output_task, frames_task, probe_task]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -113,12 +113,12 @@ async def _copy_streams(
         )
 
 
-async def _tell(websocket: LimitedSocket, session: Session) -> None:
+async def _send_output(websocket: LimitedSocket, session: Session) -> None:
     """Send the output of the command, then its exit code."""
     async with aclosing(session.output()) as output:
         async for stream, data in output:
             await websocket.send_bytes(bytes([stream]) + data)
-    await websocket.send_str(json.dumps({"exit_code": await session.ended()}))
+    await websocket.send_str(json.dumps({"exit_code": await session.wait()}))
 
 
 async def _write_input(session: Session, input_queue: asyncio.Queue[bytes | None]) -> None:
@@ -136,7 +136,7 @@ async def _read_frames(
             if frame.data and not is_closed:
                 await input_queue.put(frame.data)
         elif (control := _parse_control(frame.data)) != {"stdin": "closed"}:
-            await _obey(session, control)
+            await _apply_control(session, control)
         elif not is_closed:
             is_closed = True  # input after this is ignored
             await input_queue.put(None)
@@ -161,9 +161,9 @@ def _signal_number(name: str) -> int | None:
     return None if member is None else member.value
 
 
-async def _obey(session: Session, control: Mapping[str, Any]) -> None:
+async def _apply_control(session: Session, control: Mapping[str, Any]) -> None:
     match control:
-        case {"resize": [int(columns), int(rows)]} if 0 < columns < MOST_SIZE > rows > 0:
+        case {"resize": [int(columns), int(rows)]} if 0 < columns < MAX_SIZE > rows > 0:
             await session.resize(columns, rows)
         case {"signal": str(name)} if (number := _signal_number(name)) is not None:
             await session.send_signal(number)

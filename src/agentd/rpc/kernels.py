@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from agentd.core.access import require_id
+from agentd.core.access import require_unreserved_id
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import Kernel
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_id
-from agentd.http.queries import body_of, prefers_async, query_of
+from agentd.http.callers import attach_id, caller_of
+from agentd.http.queries import prefers_async, query_of, receive_body
 from agentd.http.site import Site
 from agentd.http.streaming.streams import stream_log
 from agentd.rpc import rendering
-from agentd.rpc.exec import run_over
-from agentd.rpc.pages import answer_page
+from agentd.rpc.exec import run_exec
+from agentd.rpc.pages import page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.services.access import Access
@@ -52,16 +52,16 @@ class KernelHandlers:
         refuse = self._service.planner.refuse_unsupported
         body = read_body(
             CreateKernelRequest,
-            await body_of(request),
+            await receive_body(request),
             lambda members: refuse(members.get("slots", {})),
         )
         caller = caller_of(request)
-        require_id(caller, body.kernel_id)
+        require_unreserved_id(caller, body.kernel_id)
         spec = body.to_spec(agent_id, caller)
-        note_id(request, "kernel", spec.kernel_id)
+        attach_id(request, "kernel", spec.kernel_id)
         if query_of(request, CreateQuery).dry_run:
-            if known := self._service.existing(spec):
-                return answer(self._shown(known))
+            if known := self._service.find_existing(spec):
+                return json_response(self._shown(known))
             decision, explain = await self._service.decide(spec)
             shown = {
                 "slots": decision.slots,
@@ -70,14 +70,14 @@ class KernelHandlers:
                 ).to_wire(),
                 "explain": explain,
             }
-            return answer(shown)
+            return json_response(shown)
         is_async = prefers_async(request)
         kernel, is_new = await self._service.create(spec, wait=not is_async)
         headers = {"Location": f"/v1/kernels/{kernel.kernel_id}"}
         if is_async:
             headers["Preference-Applied"] = "respond-async"
         status = (202 if is_async else 201) if is_new else 200
-        return answer(self._shown(kernel), status, headers)
+        return json_response(self._shown(kernel), status, headers)
 
     async def list_kernels(self, request: web.Request) -> web.Response:
         """List the kernels of the node, or of one agent."""
@@ -89,7 +89,7 @@ class KernelHandlers:
             kernels = [kernel for kernel in kernels if kernel.claim_id == query.claim]
         if agent is not None and not kernels:
             self._devices.partition(agent)
-        return answer_page(
+        return page_response(
             request,
             kernels,
             lambda kernel: msgspec.json.encode(self._shown(kernel)),
@@ -98,13 +98,13 @@ class KernelHandlers:
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
-        return answer(self._shown(self._state.get(request.match_info["kernel"])))
+        return json_response(self._shown(self._state.get(request.match_info["kernel"])))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel with TERM, then KILL; it stays listed."""
-        body = read_body(StopRequest, await body_of(request))
+        body = read_body(StopRequest, await receive_body(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
-        return answer(self._shown(kernel))
+        return json_response(self._shown(kernel))
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""
@@ -116,32 +116,34 @@ class KernelHandlers:
         """Stream a kernel's output, byte for byte."""
         kernel_id = request.match_info["kernel"]
         query = query_of(request, LogsQuery).to_log_query()
-        with self._site.streams.opened(request):
+        with self._site.streams.register(request):
             return await stream_log(request, self._service.logs(kernel_id, query))
 
     async def list_stats(self, request: web.Request) -> web.Response:
         """Show the usage of every kernel."""
         kernels = self._access.kernels(caller_of(request))
-        return answer([rendering.usage_view(use) for use in await self._statistics.of(kernels)])
+        return json_response(
+            [rendering.usage_view(use) for use in await self._statistics.read(kernels)]
+        )
 
     async def get_stats(self, request: web.Request) -> web.Response:
         """Show the usage of one kernel."""
         kernel = self._state.get(request.match_info["kernel"])
-        (use,) = await self._statistics.of([kernel])
-        return answer(rendering.usage_view(use))
+        (use,) = await self._statistics.read([kernel])
+        return json_response(rendering.usage_view(use))
 
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command in a kernel, over a WebSocket."""
         kernel = self._execs.find(request.match_info["kernel"])
 
         async def begin(spec: ExecSpec) -> Session:
-            with self._site.audited(request, "exec_kernel") as call:
-                session = await self._execs.begin(kernel, spec)
-                call.answered("begun")
+            with self._site.audit_call(request, "exec_kernel") as call:
+                session = await self._execs.start(kernel, spec)
+                call.set_outcome("begun")
             return session
 
-        with self._site.streams.opened(request, may_pause=True):
-            return await run_over(request, begin)
+        with self._site.streams.register(request, may_pause=True):
+            return await run_exec(request, begin)
 
     def _shown(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)

@@ -15,7 +15,7 @@ from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName
 from agentd.errors import InsufficientResource
-from agentd.http.metrics import counter, exposition, gauge
+from agentd.http.metrics import counter, gauge, render_exposition
 from agentd.http.problems import CREATE_CODES
 from agentd.rpc import rendering
 from agentd.services.access import Access
@@ -82,12 +82,14 @@ class Metrics:
         self._unclaimed = unclaimed
         self._is_per_kernel = is_per_kernel
 
-    async def text(self, caller: Caller, warnings: int) -> bytes:
+    async def render(self, caller: Caller, warnings: int) -> bytes:
         """Return the metrics that a caller may see; `warnings` is the node's number of warnings."""
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
-        usages = await self._statistics.of(kernels)
+        usages = await self._statistics.read(kernels)
         metrics = [*self._collect(caller, warnings)]
-        return await asyncio.to_thread(lambda: exposition([*metrics, *_usage_metrics(usages)]))
+        return await asyncio.to_thread(
+            lambda: render_exposition([*metrics, *_usage_metrics(usages)])
+        )
 
     def _collect(self, caller: Caller, warnings: int) -> Iterator[Metric]:
         state, split, access = self._state, self._devices.split, self._access
@@ -115,7 +117,9 @@ class Metrics:
         yield from _limit_metrics(state, split, agents)
         yield from _device_metrics(state, split, self._plugins, visible, agents)
         ids = {device.device_id for device in visible}
-        unclaimed = {(*i,): len(pids) for i, pids in self._unclaimed.found.items() if i in ids}
+        unclaimed = {
+            (*i,): len(pids) for i, pids in self._unclaimed.pids_by_device.items() if i in ids
+        }
         text = "Processes that use a device which no kernel or claim holds"
         yield gauge("agentd_unclaimed_processes", text, _DEVICE, unclaimed)
 
@@ -129,7 +133,9 @@ def _plugin_metrics(plugins: Plugins) -> Iterator[Metric]:
     }
     restarts = {(name,): status.restarts for name, status in vitals.items()}
     list_ages = {
-        (n,): status.listed_s for n, status in vitals.items() if status.listed_s is not None
+        (n,): status.listing_age_s
+        for n, status in vitals.items()
+        if status.listing_age_s is not None
     }
     yield gauge("agentd_plugin_ready", "Whether a plugin is ready", label, ready)
     yield counter("agentd_plugin_restarts", "Restarts of a plugin", label, restarts)

@@ -10,7 +10,7 @@ from aiohttp import web
 from agentd.core.access import Caller
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
 from agentd.http.metrics import CONTENT_TYPE
 from agentd.http.queries import query_of
@@ -58,39 +58,39 @@ class NodeHandlers:
         if query_of(request, NodeQuery).check:
             self._access.require_all(caller)
             node["checks"] = rendering.check_views(await self._check.run())
-            runtimes = {kernel.runtime for kernel in self._state if kernel.holds}
+            runtimes = {kernel.runtime for kernel in self._state if kernel.holds_devices}
             async with self._check_lock:
                 host_warnings = await self._read_host_warnings(runtimes)
                 node["warnings"] = [*dict.fromkeys([*node["warnings"], *host_warnings])]
-        return answer(node)
+        return json_response(node)
 
     async def _read_host_warnings(self, runtimes: Collection[str]) -> Sequence[str]:
         try:
-            return await self._lookups.look("this host", lambda: self._host_warnings(runtimes))
+            return await self._lookups.call("this host", lambda: self._host_warnings(runtimes))
         except RuntimeUnavailable as error:
             return [str(error)]
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
         caller = caller_of(request)
-        text = await self._metrics.text(caller, len(self._visible_node(caller)["warnings"]))
+        text = await self._metrics.render(caller, len(self._visible_node(caller)["warnings"]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def reload(self, _: web.Request) -> web.Response:
         """Reload the configuration, or refuse it with all of its problems."""
         view: ReloadView = {"needs_restart": await self._reload()}
-        return answer(view)
+        return json_response(view)
 
     def _visible_node(self, caller: Caller) -> NodeView:
         """Return the node without warnings about agents that the caller cannot see."""
         node = self._view()
-        node["warnings"] = self._access.about_nobody_else(caller, node["warnings"])
+        node["warnings"] = self._access.filter_visible(caller, node["warnings"])
         return node
 
     def _node(self, caller: Caller) -> NodeView:
         """Return the node without warnings about agents that the caller cannot see."""
         node = self._view()
-        node["warnings"] = self._access.about_nobody_else(caller, node["warnings"])
+        node["warnings"] = self._access.filter_visible(caller, node["warnings"])
         return node
 
 
@@ -105,7 +105,7 @@ class RuntimeHandlers:
     async def list_runtimes(self, _: web.Request) -> web.Response:
         """List the runtimes that may have kernels of this node, with their status."""
         runtimes = self._state.runtimes.values()
-        return answer([rendering.runtime_view(status) for status in runtimes])
+        return json_response([rendering.runtime_view(status) for status in runtimes])
 
     async def forget_runtime(self, request: web.Request) -> web.Response:
         """Permanently forget the kernels of an unavailable runtime."""
@@ -114,9 +114,9 @@ class RuntimeHandlers:
 
     async def list_plugins(self, _: web.Request) -> web.Response:
         """List the plugins with their status."""
-        return answer([rendering.plugin_view(status) for status in self._plugins.statuses()])
+        return json_response([rendering.plugin_view(status) for status in self._plugins.statuses()])
 
     async def retry_plugin(self, request: web.Request) -> web.Response:
         """Retry a plugin that is not ready, and return its new status."""
         status = await self._plugins.retry(request.match_info["plugin"])
-        return answer(rendering.plugin_view(status))
+        return json_response(rendering.plugin_view(status))

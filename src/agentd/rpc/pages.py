@@ -26,7 +26,7 @@ _Position: TypeAlias = tuple[int, str]
 _T = TypeVar("_T", Kernel, Claim)
 
 
-def answer_page(
+def page_response(
     request: web.Request,
     items: Iterable[_T],
     encode: Callable[[_T], bytes],

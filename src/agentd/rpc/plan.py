@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agentd.core.devices import withheld_warnings
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import MEM, SlotKind, format_amount
-from agentd.rpc.rendering import amounts, partition_devices
+from agentd.rpc.rendering import device_ids_by_name, format_amounts
 
 
 def plan_view(split: Split, warnings: Sequence[str] = ()) -> dict[str, object]:
@@ -16,8 +16,8 @@ def plan_view(split: Split, warnings: Sequence[str] = ()) -> dict[str, object]:
         "allocation_mode": split.mode.value,
         "agents": {
             agent_id: {
-                "devices": partition_devices(split, agent_id),
-                "slots": amounts(split.slots_of(agent_id).items(), split.inventory),
+                "devices": device_ids_by_name(split, agent_id),
+                "slots": format_amounts(split.agent_slots(agent_id).items(), split.inventory),
                 "scaling_factors": {
                     name: format(factor, "f")
                     for name, factor in split.scaling_factors(agent_id).items()

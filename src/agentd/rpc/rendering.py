@@ -10,15 +10,15 @@ import msgspec
 from msgspec.structs import asdict
 
 from agentd import __version__
-from agentd.core.allocation.explain import OTHER, per_primary
+from agentd.core.allocation.explain import OTHER, ratio_to_primary
 from agentd.core.allocation.ledger import (
     Allocation,
-    ClaimHolder,
+    ClaimRef,
     Holder,
     Ledger,
     Share,
-    charged,
     holder_text,
+    without_unoffered_slots,
 )
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import MEMORY, Device, Health, Inventory
@@ -67,20 +67,20 @@ def kernel_view(kernel: Kernel, inventory: Inventory) -> KernelView:
         "state": kernel.state.value,
         "slots": dict(kernel.slots),
         "allocation": charged_allocation(kernel.allocation, inventory).to_wire()
-        if kernel.holds
+        if kernel.holds_devices
         else {},
-        "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds else {},
-        "degraded": _degraded_texts(kernel, inventory) if kernel.holds else [],
+        "unknown_slots": _unknown_slots(kernel, inventory) if kernel.holds_devices else {},
+        "degraded": _degraded_texts(kernel, inventory) if kernel.holds_devices else [],
         "ports": [
             {"container": p.container, "host": p.host, "protocol": p.protocol, "address": p.address}
-            for p in (kernel.ports if kernel.holds else ())
+            for p in (kernel.ports if kernel.holds_devices else ())
         ],
         "container_id": kernel.handle if kernel.runtime == "docker" else None,
         "pid": kernel.pid,
         "unit": kernel.unit,
-        "created_at": wire_time(kernel.created_at) or "",
-        "started_at": wire_time(kernel.started_at),
-        "finished_at": wire_time(kernel.ending.finished_at),
+        "created_at": format_time(kernel.created_at) or "",
+        "started_at": format_time(kernel.started_at),
+        "finished_at": format_time(kernel.ending.finished_at),
         "exit_code": kernel.ending.exit_code,
         "oom_killed": kernel.ending.oom_killed,
         "pull": {"current": kernel.pull.current, "total": kernel.pull.total}
@@ -116,8 +116,8 @@ def claim_view(status: ClaimStatus, inventory: Inventory) -> ClaimView:
         "edits": edits_view(claim.edits),
         "holder": holder,
         "labels": dict(claim.labels),
-        "created_at": wire_time(claim.created_at) or "",
-        "expires_at": wire_time(status.expires_at),
+        "created_at": format_time(claim.created_at) or "",
+        "expires_at": format_time(status.expires_at),
         "created_by": claim.created_by,
     }
 
@@ -132,7 +132,7 @@ def usage_view(usage: KernelUse) -> KernelUseView:
     """Return the usage of a kernel."""
     ids = {"kernel_id": usage.kernel_id, "agent_id": usage.agent_id, "state": usage.state.value}
     devices = [{**asdict(device), "share": format(device.share, "f")} for device in usage.devices]
-    view = {**ids, "at": wire_time(usage.at), **asdict(usage.usage), "devices": devices}
+    view = {**ids, "at": format_time(usage.at), **asdict(usage.usage), "devices": devices}
     return cast("KernelUseView", view)
 
 
@@ -159,7 +159,7 @@ def charged_allocation(allocation: Allocation, inventory: Inventory) -> Allocati
     """Return the part of an allocation that is charged now."""
     return Allocation(
         tuple(
-            charged(share, device, inventory)
+            without_unoffered_slots(share, device, inventory)
             if (device := inventory.by_id.get(share.device_id))
             else share
             for share in allocation.shares
@@ -195,7 +195,7 @@ def _degraded_texts(kernel: Kernel, inventory: Inventory) -> list[str]:
     return [*kernel.degraded, *broken]
 
 
-def wire_time(seconds: float | None) -> str | None:
+def format_time(seconds: float | None) -> str | None:
     """Convert epoch seconds to RFC 3339 in UTC."""
     if seconds is None:
         return None
@@ -215,7 +215,7 @@ def device_view(
     """
     holders = ledger.holders(device.device_id)
     state, reason = _device_state(device, ledger, is_visible)
-    agents = split.agents_of(device.device_id)
+    agents = split.owners(device.device_id)
     if not agents and not reason:
         is_reserved = device.device_id.name == CPU and device.device_id.id in split.reserved_cpu
         reason = "reserved for the system" if is_reserved else "assigned to no agent"
@@ -255,7 +255,7 @@ def _device_slots(
     device: Device, partitions: Sequence[Partition], ledger: Ledger
 ) -> dict[str, SlotUseView]:
     """Return each slot of a device; an amount that is free for several agents counts once."""
-    free_amounts = [ledger.left(device, partition) for partition in partitions]
+    free_amounts = [ledger.free_amounts(device, partition) for partition in partitions]
     slots: dict[str, SlotUseView] = {}
     for index, offer in enumerate(device.slots):
         used = ledger.used(device.device_id, offer.slot)
@@ -271,7 +271,7 @@ def _device_slots(
 def _holder_view(holder: Holder, share: Share, *, is_visible: bool) -> HolderView | ClaimHolderView:
     amount = format_amount(share.amount, share.kind)
     amounts = {slot: format_amount(value, kind) for slot, kind, value in share.amounts if slot}
-    if isinstance(holder, ClaimHolder):
+    if isinstance(holder, ClaimRef):
         claim_id = holder.claim_id if is_visible else OTHER
         return {"claim_id": claim_id, "amount": amount, "amounts": amounts}
     return {"kernel_id": holder if is_visible else OTHER, "amount": amount, "amounts": amounts}
@@ -286,7 +286,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "unhealthy", device.reason
     if device.withheld or device.awaited:
         return "withheld", device.withheld or f"until engine {device.awaited} is ready"
-    if holders := ledger.kept_back_by(device):
+    if holders := ledger.whole_device_holders(device):
         shares = ledger.holders(device.device_id)
         texts = [
             _held_text(holder, shares[holder], is_visible=is_visible(holder)) for holder in holders
@@ -308,7 +308,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
 
 
 def _holder_text(holder: Holder, *, is_visible: bool) -> str:
-    other = f"{'claim' if isinstance(holder, ClaimHolder) else 'kernel'} {OTHER}"
+    other = f"{'claim' if isinstance(holder, ClaimRef) else 'kernel'} {OTHER}"
     return holder_text(holder) if is_visible else other
 
 
@@ -333,7 +333,7 @@ def agent_view(agent_id: str, split: Split, ledger: Ledger) -> AgentView:
     factors = split.scaling_factors(agent_id)
     return {
         "agent_id": agent_id,
-        "devices": partition_devices(split, agent_id),
+        "devices": device_ids_by_name(split, agent_id),
         "slots": {
             name: _slot_use_view(agent_id, slot, split, ledger)
             for name, slot in split.inventory.slot_types.items()
@@ -348,14 +348,14 @@ def limit_views(agent_id: str, split: Split, ledger: Ledger) -> dict[str, LimitV
     return {
         name: {
             "limit": str(limit),
-            "held": format_amount(ledger.held_of(agent_id, name), limit.kind),
+            "held": format_amount(ledger.agent_limit_usage(agent_id, name), limit.kind),
             "guaranteed": name in split.guaranteed,
         }
         for name, limit in split.partitions[agent_id].limits.items()
     }
 
 
-def partition_devices(split: Split, agent_id: str) -> dict[str, list[str]]:
+def device_ids_by_name(split: Split, agent_id: str) -> dict[str, list[str]]:
     """Return the ids of an agent's devices by device name, without memory."""
     names: dict[str, list[str]] = {name: [] for name in split.inventory.by_name if name != MEM}
     for device_id in split.partitions[agent_id].devices:
@@ -376,13 +376,13 @@ def _slot_use_view(agent_id: str, slot: SlotType, split: Split, ledger: Ledger) 
         if offering is None or share.device_id in offering  # else it is not charged
     )
     free = sum(ledger.free(d, partition, slot.name) // slot.quantum * slot.quantum for d in devices)
-    if (remaining := ledger.within_limit(partition, device_name_of(slot.name))) is not None:
-        within_limit = int(remaining * per_primary(slot.name, devices, inventory))
+    if (remaining := ledger.limit_headroom(partition, device_name_of(slot.name))) is not None:
+        within_limit = int(remaining * ratio_to_primary(slot.name, devices, inventory))
         free = min(free, within_limit // slot.quantum * slot.quantum)
-    capacity = split.slots_of(agent_id)[slot.name]
+    capacity = split.agent_slots(agent_id)[slot.name]
     if slot.primary is not None:  # whole steps on each device, as in `free`
         capacity = sum(
-            partition.limits_of(d)[d.slot_names.index(slot.name)] // slot.quantum * slot.quantum
+            partition.slot_limits(d)[d.slot_names.index(slot.name)] // slot.quantum * slot.quantum
             for d in devices
         )
     return {
@@ -419,7 +419,7 @@ def plugin_view(status: PluginStatus) -> PluginView:
 def refusal_view(refusal: Refusal) -> RefusalView:
     """Return a refused create."""
     return {
-        "at": wire_time(refusal.at) or "",
+        "at": format_time(refusal.at) or "",
         "caller": refusal.caller,
         "agent_id": refusal.agent_id,
         "kernel_id": refusal.kernel_id,
@@ -528,7 +528,7 @@ def check_views(checks: Iterable[Check]) -> list[CheckView]:
     ]
 
 
-def amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:
+def format_amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> dict[str, str]:
     """Return base units as plain decimals for every known slot, zero by default."""
     amount_by_slot = dict(slots)
     return {

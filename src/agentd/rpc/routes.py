@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentd.core.access import Right
-from agentd.http.route import SWITCHED, Header, Media, Route, delete, get, post, put
+from agentd.http.route import SWITCHING_PROTOCOLS, Header, Media, Route, delete, get, post, put
 from agentd.rpc.claims import ClaimHandlers
 from agentd.rpc.devices import DeviceHandlers
 from agentd.rpc.events import EventHandlers
@@ -105,7 +105,7 @@ def routes(
         post(f"{kernel}/stop", kernels.stop_kernel, KernelView, body=StopRequest, right=use),
         delete(kernel, kernels.delete_kernel, query=DeleteQuery, right=use),
         get(f"{kernel}/logs", kernels.get_logs, LOG, query=LogsQuery, right=Right.OUTPUT),
-        get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHED: None}, right=Right.OUTPUT),
+        get(f"{kernel}/exec", kernels.exec_kernel, {SWITCHING_PROTOCOLS: None}, right=Right.OUTPUT),
         get(f"{kernel}/stats", kernels.get_stats, KernelUseView),
         post(
             "/v1/agents/{agent}/claims",

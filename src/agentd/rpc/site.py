@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 
 from aiohttp import web
 
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.errors import NotReady
-from agentd.http.answers import answer
-from agentd.http.audit import AuditedCall, audited
+from agentd.http.answers import json_response
+from agentd.http.audit import AuditedCall, audit_call
 from agentd.http.site import Site
 from agentd.services.access import Access
 from agentd.services.node import Node
@@ -34,8 +34,8 @@ class NodeSite(Site):
         """Open the site: requests are answered from now on."""
         self._opened.set()
 
-    async def until_open(self, patience_s: float) -> None:
-        if not await is_set_within(self._opened, patience_s):
+    async def wait_open(self, patience_s: float) -> None:
+        if not await wait_event(self._opened, patience_s):
             raise NotReady("the daemon has not finished starting")
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
@@ -51,7 +51,7 @@ class NodeSite(Site):
             device=DeviceId(name, match["id"]) if name is not None else None,
         )
 
-    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
+    def audit_call(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
         kernel = self._state.kernels.get(request.match_info.get("kernel", ""))
         claim = self._state.claims.get(request.match_info.get("claim", ""))
         item = kernel or claim
@@ -59,10 +59,10 @@ class NodeSite(Site):
         is_create = (
             action in ("create_kernel", "create_claim") and agent in self._devices.split.partitions
         )
-        on_error = self._refusals.note if is_create else None
-        return audited(self._events, on_error, request, action, agent)
+        on_error = self._refusals.record if is_create else None
+        return audit_call(self._events, on_error, request, action, agent)
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Answer the readiness probe: ready after the start, including adoption."""
-        await self.until_open(0)
-        return answer({"status": "ok"})
+        await self.wait_open(0)
+        return json_response({"status": "ok"})

@@ -22,7 +22,7 @@ class Visibility:
         self._state, self._devices = node.state, node.devices
         self._access = access
 
-    def device(self, device: Device, caller: Caller) -> DeviceView:
+    def visible_device(self, device: Device, caller: Caller) -> DeviceView:
         """Return a device; kernels that the caller cannot see appear as `other`."""
         split, ledger = self._devices.split, self._state.ledger
         if caller.agents is None:
@@ -36,7 +36,7 @@ class Visibility:
         view["agents"] = [agent for agent in view["agents"] if caller.sees(agent)]
         return view
 
-    def event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
+    def visible_event(self, event: Event, caller: Caller) -> tuple[EventKind, object] | None:
         """Return the kind and payload of an event for a caller, None if it must not see it.
 
         For a kernel of another agent the caller learns only that a device it owns, too, has
@@ -49,7 +49,7 @@ class Visibility:
                 | EndedClaim(claim=Claim(agent_id=agent))
                 | Claim(agent_id=agent)
             ) if event.kind is EventKind.FREE or not caller.sees(agent):
-                return (EventKind.FREE, {}) if self._frees(event, caller) else None
+                return (EventKind.FREE, {}) if self._touches_visible_device(event, caller) else None
             case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
                 return None
             case Collision() if caller.agents is not None:
@@ -58,10 +58,10 @@ class Visibility:
                 if not self._access.sees_device(caller, device.device_id):
                     return None
                 if event.kind is EventKind.DEVICE:
-                    return event.kind, self.device(device, caller)
+                    return event.kind, self.visible_device(device, caller)
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
 
-    def _frees(self, event: Event, caller: Caller) -> bool:
+    def _touches_visible_device(self, event: Event, caller: Caller) -> bool:
         """Return whether a holder took, or gave back, part of a device that the caller sees."""
         holder = event.value if isinstance(event.value, Kernel | Claim) else event.value.claim  # type: ignore[attr-defined]
         return event.is_of_shares and any(

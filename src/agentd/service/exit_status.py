@@ -34,7 +34,7 @@ class ExitStatus(IntEnum):
     INTERRUPTED = 130
 
 
-class Meaning(NamedTuple):
+class StatusMeaning(NamedTuple):
     """The meaning of a status for some commands; None is the status of another command."""
 
     commands: Sequence[str]
@@ -44,27 +44,33 @@ class Meaning(NamedTuple):
 
 SERVICES = ("agentd", "agentd-fleet")
 MEANINGS = (
-    Meaning((), ExitStatus.DONE, "Done."),
-    Meaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host, or failed."),
-    Meaning(("agentd reload",), ExitStatus.FAILED, "No daemon answers."),
-    Meaning(("agentd plugin check",), ExitStatus.FAILED, "A check failed."),
-    Meaning(("agentctl",), ExitStatus.FAILED, "The daemon refused the request, or is unreachable."),
-    Meaning(("agentctl doctor",), ExitStatus.FAILED, "A check failed, or could not run."),
-    Meaning(("agentctl plugins retry",), ExitStatus.FAILED, "The plugin is not ready."),
-    Meaning(("agentctl token revoke",), ExitStatus.FAILED, "The token is still valid."),
-    Meaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
-    Meaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
-    Meaning(SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."),
-    Meaning(("agentctl run",), ExitStatus.NOT_CREATED, "The kernel was not created, or was lost."),
-    Meaning(("agentctl run",), ExitStatus.NOT_EXECUTABLE, "The command cannot be executed."),
-    Meaning(("agentctl run",), ExitStatus.NOT_FOUND, "The command does not exist."),
-    Meaning(("agentctl claim",), ExitStatus.NOT_FOUND, "The command cannot be executed."),
-    Meaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
-    Meaning(("agentctl claim",), None, "The status of the command, which replaces agentctl."),
-    Meaning(
+    StatusMeaning((), ExitStatus.DONE, "Done."),
+    StatusMeaning(SERVICES, ExitStatus.FAILED, "The program cannot run on this host, or failed."),
+    StatusMeaning(("agentd reload",), ExitStatus.FAILED, "No daemon answers."),
+    StatusMeaning(("agentd plugin check",), ExitStatus.FAILED, "A check failed."),
+    StatusMeaning(
+        ("agentctl",), ExitStatus.FAILED, "The daemon refused the request, or is unreachable."
+    ),
+    StatusMeaning(("agentctl doctor",), ExitStatus.FAILED, "A check failed, or could not run."),
+    StatusMeaning(("agentctl plugins retry",), ExitStatus.FAILED, "The plugin is not ready."),
+    StatusMeaning(("agentctl token revoke",), ExitStatus.FAILED, "The token is still valid."),
+    StatusMeaning((), ExitStatus.USAGE, "Wrong usage: an unknown option, or a missing argument."),
+    StatusMeaning(("agentctl wait",), ExitStatus.TIMED_OUT, "The wait timed out."),
+    StatusMeaning(
+        SERVICES, ExitStatus.CONFIG, "The configuration was refused; systemd does not retry."
+    ),
+    StatusMeaning(
+        ("agentctl run",), ExitStatus.NOT_CREATED, "The kernel was not created, or was lost."
+    ),
+    StatusMeaning(("agentctl run",), ExitStatus.NOT_EXECUTABLE, "The command cannot be executed."),
+    StatusMeaning(("agentctl run",), ExitStatus.NOT_FOUND, "The command does not exist."),
+    StatusMeaning(("agentctl claim",), ExitStatus.NOT_FOUND, "The command cannot be executed."),
+    StatusMeaning(("agentctl exec",), ExitStatus.INTERRUPTED, "agentctl was interrupted."),
+    StatusMeaning(("agentctl claim",), None, "The status of the command, which replaces agentctl."),
+    StatusMeaning(
         ("agentctl run",), None, "The status of the kernel, or 128 plus the number of its signal."
     ),
-    Meaning(
+    StatusMeaning(
         ("agentctl exec",), None, "The status of the command, or 128 plus the number of its signal."
     ),
 )
@@ -77,10 +83,10 @@ def print_problems(program: str, lines: Iterable[str]) -> None:
         sys.stderr.write(printable(f"{program}: " + _UNINDENTED.sub("\n    ", line)) + "\n")
 
 
-def end_refused(program: str, error: AgentdError, source: str = "") -> NoReturn:
+def exit_refused(program: str, error: AgentdError, source: str = "") -> NoReturn:
     """Print an error, or every problem of a configuration with its file, and end."""
     if isinstance(error, ConfigRefused):
-        print_problems(program, error.of(source).lines())
+        print_problems(program, error.with_source(source).lines())
         sys.exit(ExitStatus.CONFIG)
     print_problems(program, [str(error)])
     sys.exit(ExitStatus.FAILED)

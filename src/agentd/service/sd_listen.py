@@ -10,7 +10,7 @@ _FIRST = 3
 """SD_LISTEN_FDS_START."""
 
 
-def passed_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
+def inherited_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
     """Return the listening sockets that systemd passed, by address.
 
     An address is a path, or `host:port`. The variables are removed, so that no child uses them.

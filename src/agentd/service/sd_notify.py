@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 _SOCKET_TYPE = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
-PATIENCE_S = 1.0
+SEND_TIMEOUT_S = 1.0
 """Seconds that a manager which does not read may block the daemon."""
 
 
@@ -25,7 +25,7 @@ class Notifier:
         self.watchdog_s = int(watchdog_us) / 1e6 if watchdog_us.isdigit() and is_ours else None
 
     @property
-    def is_heard(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is a manager to notify."""
         return bool(self._address)
 
@@ -59,7 +59,7 @@ class Notifier:
             except TimeoutError:
                 self.alive()
 
-    def _send(self, message: str, patience_s: float = PATIENCE_S) -> None:
+    def _send(self, message: str, patience_s: float = SEND_TIMEOUT_S) -> None:
         if not self._address:
             return
         # without a descriptor, or a manager that listens, the daemon goes on

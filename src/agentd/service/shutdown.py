@@ -36,7 +36,7 @@ class Shutdown:
     """The stop signal, the time limits of the steps, and the late ones."""
 
     def __init__(self, exit_process: Callable[[int], None] = os._exit) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.failure = ""
         self.late: list[str] = []
         self._exit = exit_process
@@ -51,7 +51,7 @@ class Shutdown:
             self._deadline = Deadline.after(STOP_TIMEOUT_S)
         return self._deadline
 
-    def listen(self, handlers: Mapping[int, Callable[[], object]]) -> None:
+    def handle_signals(self, handlers: Mapping[int, Callable[[], object]]) -> None:
         """Stop at SIGTERM and SIGINT, and call `handlers` at their signals.
 
         A thread reads the signals, so the limit holds while the event loop is stuck.
@@ -68,8 +68,8 @@ class Shutdown:
                 if number in handlers:
                     loop.call_soon_threadsafe(handlers[number])
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self.asked.set)
-            self.limit()
+                loop.call_soon_threadsafe(self.requested.set)
+            self.enforce_limit()
 
         threading.Thread(target=read_signals, name="shutdown", daemon=True).start()
 
@@ -78,7 +78,7 @@ class Shutdown:
         self.failure = reason
         signal.raise_signal(signal.SIGTERM)
 
-    def limit(self) -> None:
+    def enforce_limit(self) -> None:
         """End the process once the stop is complete, or has taken too long."""
         if not self._is_over.wait(LIMIT_S):
             self.failure = f"{self._step} did not end within {LIMIT_S:g} s"
@@ -105,7 +105,7 @@ class Shutdown:
         self._step = name
         deadline = self.deadline.earlier(reserve_s)
         task = asyncio.ensure_future(work(deadline))
-        done, _ = await asyncio.wait([task], timeout=deadline.left_s())
+        done, _ = await asyncio.wait([task], timeout=deadline.remaining_s())
         if done:
             task.result()
         else:

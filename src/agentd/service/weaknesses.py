@@ -11,7 +11,7 @@ import structlog
 
 log = structlog.get_logger()
 
-REPEAT_S = 24 * 3600.0
+LOG_INTERVAL_S = 24 * 3600.0
 """Seconds after which the warnings are logged again."""
 
 
@@ -46,7 +46,7 @@ class Weaknesses:
     async def log_daily(self) -> None:
         """Log the warnings once a day, forever."""
         while True:
-            await asyncio.sleep(REPEAT_S)
+            await asyncio.sleep(LOG_INTERVAL_S)
             self._log()
 
     def _log(self) -> None:

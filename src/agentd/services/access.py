@@ -48,7 +48,7 @@ class Access:
             raise UnknownClaim(f"unknown claim {claim}")
         if device is not None:
             self._require_device(caller, device)
-        if not caller.may(right):
+        if not caller.has_right(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
         if kernel is not None and right is not Right.LOOK and not self._may_use(caller, kernel):
             raise UnknownKernel(f"unknown kernel {kernel}")
@@ -81,10 +81,10 @@ class Access:
     def sees_device(self, caller: Caller, device_id: DeviceId) -> bool:
         """Return whether a device is in a partition that a caller sees."""
         return caller.agents is None or any(
-            caller.sees(agent) for agent in self._devices.split.agents_of(device_id)
+            caller.sees(agent) for agent in self._devices.split.owners(device_id)
         )
 
-    def about_nobody_else(self, caller: Caller, texts: Iterable[str]) -> list[str]:
+    def filter_visible(self, caller: Caller, texts: Iterable[str]) -> list[str]:
         """Return the texts that name no agent, kernel or claim which the caller cannot see."""
         kernel_agents = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
         claim_agents = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
@@ -107,7 +107,7 @@ class Access:
         if caller.agents is None:
             return
         devices = [d for d in self.devices(caller) if d.device_id.name == wanted.name]
-        if not any(device.answers_to(wanted.id) for device in devices):
+        if not any(device.has_name(wanted.id) for device in devices):
             available = ", ".join(device.device_id.id for device in devices) or "none"
             raise UnknownDevice(f"unknown device {wanted} (this node has: {available})")
 

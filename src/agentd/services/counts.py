@@ -12,7 +12,7 @@ from agentd.core.kernel.states import ENDED, STARTING, Kernel, KernelState
 from agentd.errors import AgentdError
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-MOST_FAILED = 1024
+MAX_FAILED = 1024
 CREATED, FAILED, REFUSED = "created", "failed", "refused"
 
 
@@ -45,7 +45,7 @@ class NodeCounts:
         self._clock = clock
         self._begun_at: dict[str, float] = {}
         self._failed: OrderedDict[str, None] = OrderedDict()
-        """Ids whose failure their callers will see; the latest `MOST_FAILED`."""
+        """Ids whose failure their callers will see; the latest `MAX_FAILED`."""
 
     @property
     def creates(self) -> Mapping[tuple[str, str], int]:
@@ -62,7 +62,7 @@ class NodeCounts:
         """Durations of creates: `own` until the runtime was called, `whole` until it ran."""
         return MappingProxyType(self._durations)
 
-    def note(self, before: Kernel | None, now: Kernel | None) -> None:
+    def on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         """Count a change of a kernel."""
         state_before, state = before and before.state, now and now.state
         kernel = now or before
@@ -80,14 +80,14 @@ class NodeCounts:
             del self._begun_at[kernel.kernel_id]
             if state is None:
                 self._failed[kernel.kernel_id] = None
-                if len(self._failed) > MOST_FAILED:
+                if len(self._failed) > MAX_FAILED:
                     self._failed.popitem(last=False)
             is_failed = state is None or (state in ENDED and state is not KernelState.TERMINATED)
             self._creates[kernel.agent_id, FAILED if is_failed else CREATED] += 1
             if not is_failed:
                 self._durations["whole"].add(duration_s)
 
-    def refused(self, agent_id: str, kernel_id: str, error: AgentdError) -> None:
+    def count_refusal(self, agent_id: str, kernel_id: str, error: AgentdError) -> None:
         """Count an error that answered a create."""
         if kernel_id in self._failed:
             del self._failed[kernel_id]

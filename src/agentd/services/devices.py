@@ -17,14 +17,14 @@ from agentd.core.devices import (
     Device,
     Health,
     Inventory,
-    served_once,
-    with_remembered,
+    deduplicate_devices,
+    merge_remembered,
     with_shared_health,
     withheld_warnings,
 )
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.partition.rules import SplitRules
-from agentd.core.partition.split import Partition, Split, joined, split
+from agentd.core.partition.split import Partition, Split, split, split_late_devices
 from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
 from agentd.errors import (
     ConfigRefused,
@@ -66,7 +66,7 @@ class NodeDevices:
         self._withheld: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
-        self._dealings: dict[str, Dealing] = {}
+        self._dealings: dict[str, PluginAssignment] = {}
         self._generation = 0
         self._suspend: Callable[[Inventory], Inventory] = lambda inventory: inventory
 
@@ -110,7 +110,7 @@ class NodeDevices:
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._warnings = ()
         self._dealings = dict(self._store.load_dealings())
-        self._take_in(self._plugins.listings())
+        self._merge_listings(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
         """Apply a plugin's current status and listing.
@@ -150,7 +150,7 @@ class NodeDevices:
         """
         before = self.split
         try:
-            self._take_in([listing], before)
+            self._merge_listings([listing], before)
         except ConfigRefused as error:
             reason = (
                 f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
@@ -162,7 +162,9 @@ class NodeDevices:
         log.info("plugin.added", plugin=listing.name)
         return True
 
-    def _take_in(self, listings: Sequence[PluginListing], before: Split | None = None) -> None:
+    def _merge_listings(
+        self, listings: Sequence[PluginListing], before: Split | None = None
+    ) -> None:
         """Merge listings with known and saved devices.
 
         Without `before` everything is new, including the devices of the host. With it, only the
@@ -174,7 +176,7 @@ class NodeDevices:
         names = {listing.name for listing in listings}
         known = before.inventory if before else None
         remembered = self._store.load_devices() if known is None else _devices_to_save(known, names)
-        listings = [listing.in_last_form(remembered) for listing in listings]
+        listings = [listing.with_last_form(remembered) for listing in listings]
         served, devices, warnings = _merge_devices(
             known.devices if known else self._host_devices,
             listings,
@@ -194,7 +196,7 @@ class NodeDevices:
         if before is None:
             self._split = split(inventory, self._rules, unlisted, valid)
         else:
-            self._split = joined(before, names, inventory, self._rules, unlisted, valid)
+            self._split = split_late_devices(before, names, inventory, self._rules, unlisted, valid)
         self._dealings = dealings
         self._added_plugins |= names
         served_keys = {(device.device_id.name, device.stable_id) for device in served}
@@ -207,27 +209,30 @@ class NodeDevices:
         self._generation += 1
         self._save()
 
-    def _merge_dealings(self, listings: Iterable[PluginListing]) -> dict[str, Dealing]:
+    def _merge_dealings(self, listings: Iterable[PluginListing]) -> dict[str, PluginAssignment]:
         """Return the kept dealings, those of listings in place of their earlier ones."""
         dealings = dict(self._dealings)
-        for listing in listings if self._rules.are_plugins_asked else ():
+        for listing in listings if self._rules.uses_plugin_order else ():
             dealings.pop(listing.name, None)
             if listing.dealing is not None:
                 dealings[listing.name] = listing.dealing
         return dealings
 
     def _valid_dealings(
-        self, inventory: Inventory, dealings: Mapping[str, Dealing], listed: Collection[str]
-    ) -> dict[str, Dealing | None]:
+        self,
+        inventory: Inventory,
+        dealings: Mapping[str, PluginAssignment],
+        listed: Collection[str],
+    ) -> dict[str, PluginAssignment | None]:
         """Return the dealing of each device name that has one.
 
         None stands for a plugin that has not listed yet, unless its kept dealing is for the
         same agents and devices.
         """
-        if not self._rules.are_plugins_asked:
+        if not self._rules.uses_plugin_order:
             return {}
         agents = [rule.agent_id for rule in self._rules.agents]
-        valid: dict[str, Dealing | None] = {}
+        valid: dict[str, PluginAssignment | None] = {}
         for name, devices in inventory.by_name.items():
             dealing = dealings.get(name)
             if name not in listed and name not in (CPU, MEM):
@@ -255,7 +260,7 @@ class NodeDevices:
         """
         devices = self.inventory.by_name.get(name, ())
         for device in devices:
-            if device.answers_to(device_id):
+            if device.has_name(device_id):
                 return device
         available = ", ".join(d.device_id.id for d in devices) or "none"
         raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {available})")
@@ -306,7 +311,7 @@ class NodeDevices:
         self._apply(inventory)
         self._save()
 
-    def suspend_by(self, suspended: Callable[[Inventory], Inventory]) -> None:
+    def set_suspension(self, suspended: Callable[[Inventory], Inventory]) -> None:
         """Register a function that marks the devices which are not allocated for now."""
         self._suspend = suspended
         self.update_suspended()
@@ -395,14 +400,14 @@ def _merge_devices(
         The listed devices that are served, all devices, and warnings.
     """
     unchanged = [d for d in known if names is None or d.device_id.name not in names]
-    served, warnings = served_once([unchanged, *(listing.devices for listing in listings)])
+    served, warnings = deduplicate_devices([unchanged, *(listing.devices for listing in listings)])
     listed = with_shared_health(served)
     not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
     if names is None:
-        return served, with_remembered(listed, remembered, not_ready, plugins), warnings
+        return served, merge_remembered(listed, remembered, not_ready, plugins), warnings
     named_devices = [device for device in listed if device.device_id.name in names]
     others = [device for device in listed if device.device_id.name not in names]
-    renewed = with_remembered(named_devices, remembered, not_ready, plugins)
+    renewed = merge_remembered(named_devices, remembered, not_ready, plugins)
     return served, [*others, *renewed], warnings
 
 

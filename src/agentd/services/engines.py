@@ -45,7 +45,7 @@ class Engines:
         self._wanted = dict(wanted)
         self._ready = dict(store.load_ready_engines())
 
-    def all(self) -> list[EngineStatus]:
+    def statuses(self) -> list[EngineStatus]:
         """Return every engine, in the order of the configuration."""
         return [self._engine_status(engine) for engine in self._wanted]
 
@@ -75,7 +75,7 @@ class Engines:
         self._devices.update_suspended()
         return self._engine_status(engine)
 
-    def awaited(self, inventory: Inventory) -> dict[DeviceId, str]:
+    def awaited_devices(self, inventory: Inventory) -> dict[DeviceId, str]:
         """Return the devices that wait for an engine, and which one."""
         return {
             device_id: engine
@@ -91,7 +91,6 @@ class Engines:
             for device in inventory.devices
             if device.device_id.name not in (CPU, MEM)
             and (
-                wanted == "all"
-                or any(map(device.answers_to, wanted.get(device.device_id.name, ())))
+                wanted == "all" or any(map(device.has_name, wanted.get(device.device_id.name, ())))
             )
         ]

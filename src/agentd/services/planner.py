@@ -10,24 +10,24 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import allocate
-from agentd.core.allocation.explain import OTHER, Question, explain
-from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger
+from agentd.core.allocation.explain import OTHER, ExplainContext, explain
+from agentd.core.allocation.ledger import Allocation, ClaimRef, Ledger
 from agentd.core.allocation.policy import AllocationPolicy
-from agentd.core.allocation.ports import HostPort, Port, PortRange, hand_out, port_problems
-from agentd.core.allocation.steps import steps
+from agentd.core.allocation.ports import HostPort, Port, PortRange, assign_ports, port_problems
+from agentd.core.allocation.steps import order_steps
 from agentd.core.claim.allocation import (
-    allocate_from,
+    allocate_from_claim,
     allocate_observed,
+    claimed_names,
     default_amounts,
-    names_of,
     split_slots,
-    with_claimed,
+    with_claimed_usable,
 )
-from agentd.core.claim.claim import ClaimSpec, remaining
+from agentd.core.claim.claim import ClaimSpec, subtract_allocations
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
-from agentd.core.kernel.states import Kernel, KernelSpec, step_between
+from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     CPU,
@@ -41,7 +41,7 @@ from agentd.core.slots import (
     read_slots,
 )
 from agentd.errors import (
-    MOST_PROBLEMS,
+    MAX_PROBLEMS,
     ClaimConflict,
     InsufficientResource,
     InvalidRequest,
@@ -87,12 +87,12 @@ class ClaimedDevices(NamedTuple):
         """Return the devices that a request may take, by device name of the claim."""
         found = {}
         for name in self.names:
-            mine = frozenset(share.device_id for share in self.left.devices_of(name))
+            mine = frozenset(share.device_id for share in self.left.shares_by_device_name(name))
             found[name] = mine & only.get(name, mine)
         return found
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """The slots of a request with defaults, and the named devices by device name."""
 
     slots: ResourceSlots
@@ -110,7 +110,7 @@ class Planner:
 
     def read(
         self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem], state: NodeState
-    ) -> Asked:
+    ) -> ParsedRequest:
         """Parse a request; `problems` are its problems found elsewhere.
 
         Raises:
@@ -128,9 +128,9 @@ class Planner:
             *problems,
             *unsupported_members(spec, runtime.name, runtime.members),
         ]
-        return Asked(reading.accepted(others), only, claimed)
+        return ParsedRequest(reading.accepted(others), only, claimed)
 
-    def read_claim(self, spec: ClaimSpec) -> Asked:
+    def read_claim(self, spec: ClaimSpec) -> ParsedRequest:
         """Read what a claim asks for; slots that it leaves out are zero.
 
         Raises:
@@ -144,9 +144,9 @@ class Planner:
         slots = reading.accepted(unknown)
         if not slots:
             raise InvalidRequest([Problem("slots", "expected an amount of at least one slot")])
-        return Asked(slots, only)
+        return ParsedRequest(slots, only)
 
-    def decide_claim(self, spec: ClaimSpec, asked: Asked, state: NodeState) -> Decision:
+    def decide_claim(self, spec: ClaimSpec, asked: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices for a claim; changes nothing. An observed one may meet other holders.
 
         Raises:
@@ -165,9 +165,9 @@ class Planner:
             if not spec.is_observed:
                 raise
             allocation = allocate_observed(inventory, *wanted)
-        return Decision(allocation.written(), allocation)
+        return Decision(allocation.wire_totals(), allocation)
 
-    def decide(self, spec: KernelSpec, asked: Asked, state: NodeState) -> Decision:
+    def decide(self, spec: KernelSpec, asked: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
 
         Raises:
@@ -181,13 +181,13 @@ class Planner:
         mine, free = split_slots(asked.slots, asked.claimed.names)
         taken = Allocation()
         if mine:
-            taken = allocate_from(
+            taken = allocate_from_claim(
                 asked.claimed.left, inventory, spec.agent_id, mine, policy, asked.only
             )
         given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
         allocation = Allocation((*taken.shares, *given.shares))
         ports = self._ports(spec, state)
-        return Decision(allocation.written(), allocation, ports)
+        return Decision(allocation.wire_totals(), allocation, ports)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
@@ -200,7 +200,7 @@ class Planner:
         holders = _holders(spec, state)
         allowed, busy = self._rules.ports, set[HostPort]()
         while True:
-            ports = hand_out(spec.ports, holders, busy, allowed)
+            ports = assign_ports(spec.ports, holders, busy, allowed)
             found = {
                 (port.protocol, port.host)
                 for port in ports
@@ -212,15 +212,15 @@ class Planner:
             busy |= found
 
     def explain(
-        self, spec: KernelSpec, asked: Asked, decision: Decision, ledger: Ledger
+        self, spec: KernelSpec, asked: ParsedRequest, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
         """Return a row for each device and slot of a decision, for derived slots too."""
-        inventory = with_claimed(self._devices.inventory, asked.claimed.left)
+        inventory = with_claimed_usable(self._devices.inventory, asked.claimed.left)
         partition, policy = self._devices.partition(spec.agent_id), self._policy(spec)
         types = inventory.slot_types
-        named = {types[step.slot].family: step.amounts for step in steps(asked.slots, types)}
+        named = {types[step.slot].family: step.amounts for step in order_steps(asked.slots, types)}
         if spec.claim_id is not None:  # as if its rest were free, to this request alone
-            ledger = ledger.without(ClaimHolder(spec.claim_id))
+            ledger = ledger.without(ClaimRef(spec.claim_id))
         only = {**asked.only, **asked.claimed.narrowed(asked.only)}
         given: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
@@ -229,7 +229,7 @@ class Planner:
                     given.setdefault(slot, {})[share.device_id] = amount
         return {
             slot: explain(
-                Question(
+                ExplainContext(
                     ledger,
                     inventory,
                     partition,
@@ -287,7 +287,7 @@ class Planner:
     def notify_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
         """Notify the plugins of a step in a kernel's life, if the change is one."""
         kernel = now or before
-        step = step_between(before, now)
+        step = lifecycle_step(before, now)
         if kernel is not None and step is not None and kernel.allocation.shares:
             self._plugins.notify(step, kernel.kernel_id, kernel.allocation)
 
@@ -309,7 +309,7 @@ class Planner:
             missing |= {CPU}
         ledger = state.ledger  # without the kernel of a dry run
         if kernel.kernel_id not in ledger.holdings:
-            ledger = ledger.with_held(kernel.kernel_id, kernel.agent_id, kernel.allocation)
+            ledger = ledger.with_holding(kernel.kernel_id, kernel.agent_id, kernel.allocation)
         fence = fence_of(spec.agent_id, cores, partition.memory_bytes, real, ledger)
         node = NodeFacts(self._rules.node_id, tuple(cores), real, missing, fence)
         return build_plan(spec, kernel, edits, node)
@@ -355,12 +355,12 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     if claim.agent_id != spec.agent_id:
         why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
         raise InvalidRequest([Problem("claim", why)])
-    users = state.users_of(claim.claim_id)
+    users = state.claim_kernels(claim.claim_id)
     if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
         who = ", ".join(users)
         raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {who}")
-    left = remaining(claim.allocation, (kernel.allocation for kernel in users.values()))
-    return ClaimedDevices(names_of(claim.allocation), left)
+    left = subtract_allocations(claim.allocation, (kernel.allocation for kernel in users.values()))
+    return ClaimedDevices(claimed_names(claim.allocation), left)
 
 
 def _named_in(spec: KernelSpec) -> frozenset[str]:
@@ -400,7 +400,7 @@ def _named(
             for place, key in enumerate(wanted)
             if key not in by_key
         )
-        problems += islice(unknown, MOST_PROBLEMS + 1 - len(problems))
+        problems += islice(unknown, MAX_PROBLEMS + 1 - len(problems))
         if found[name] and name not in asked | unread:
             problems.append(Problem(f"devices.{name}", f"no slot of {name} is requested"))
     return found, problems

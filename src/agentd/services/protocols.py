@@ -11,14 +11,14 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
-from agentd.core.devices import Device, in_last_form
+from agentd.core.devices import Device, restore_last_form
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement
@@ -53,7 +53,7 @@ class PluginVitals(msgspec.Struct, frozen=True):
     """Restarts of a plugin, and seconds since it last listed its devices."""
 
     restarts: int
-    listed_s: float | None
+    listing_age_s: float | None
 
 
 class PluginListing(msgspec.Struct, frozen=True):
@@ -62,12 +62,12 @@ class PluginListing(msgspec.Struct, frozen=True):
     name: str
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
-    dealing: Dealing | None = None
+    dealing: PluginAssignment | None = None
 
-    def in_last_form(self, past: Iterable[Device]) -> PluginListing:
+    def with_last_form(self, past: Iterable[Device]) -> PluginListing:
         """Return the listing in which unhealthy devices are what they were last."""
         slots = {slot.name for slot in self.slot_types}
-        return replace(self, devices=tuple(in_last_form(self.devices, past, slots)))
+        return replace(self, devices=tuple(restore_last_form(self.devices, past, slots)))
 
 
 class Plugins(Protocol):
@@ -117,7 +117,7 @@ class Plugins(Protocol):
         ...
 
 
-class Undone(CancelledError):
+class CreateUndone(CancelledError):
     """A create was cancelled, and the runtime proved that nothing of it is left."""
 
 
@@ -175,7 +175,7 @@ class Session(Protocol):
 
     async def send_signal(self, number: int) -> None: ...
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         """Wait for the end and return the exit code; 128 plus the number of a signal."""
         ...
 
@@ -194,7 +194,7 @@ class Runtime(Protocol):
 
     async def close(self) -> None: ...
 
-    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         """Return the problems of a request on this runtime, before anything is decided.
 
         Raises:
@@ -260,7 +260,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def follow(self) -> AsyncIterator[str]:
+    def watch_events(self) -> AsyncIterator[str]:
         """Yield the id of each kernel with an event; "" asks for a complete list.
 
         "" comes once connected, and after a change of the ignored objects.

@@ -11,9 +11,9 @@ from agentd.errors import AgentdError
 from agentd.events import Audit, EventKind, EventLog
 from agentd.services.counts import NodeCounts
 
-KEPT_S = 3600.0
-MOST_KEPT = 1024
-MOST_DETAIL = 1000
+RETENTION_S = 3600.0
+MAX_KEPT = 1024
+MAX_DETAIL = 1000
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -29,22 +29,22 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Refusals:
-    """The refusals of the last hour, at most `MOST_KEPT`."""
+    """The refusals of the last hour, at most `MAX_KEPT`."""
 
     def __init__(self, counts: NodeCounts, events: EventLog, now: Callable[[], float]) -> None:
         self._counts = counts
         self._events = events
         self._now = now
-        self._recent: deque[Refusal] = deque(maxlen=MOST_KEPT)
+        self._recent: deque[Refusal] = deque(maxlen=MAX_KEPT)
 
-    def note(self, call: Audit, error: AgentdError) -> None:
+    def record(self, call: Audit, error: AgentdError) -> None:
         """Record an error that answered a create; its text may be shown to other callers.
 
         Those of claims are counted with the claims (`ClaimCounts`).
         """
         if call.action != "create_claim":
-            self._counts.refused(call.agent_id, call.kernel_id, error)
-        detail = error.published()[:MOST_DETAIL]
+            self._counts.count_refusal(call.agent_id, call.kernel_id, error)
+        detail = error.public_text()[:MAX_DETAIL]
         refusal = Refusal(
             at=self._now(),
             caller=call.caller,
@@ -59,7 +59,7 @@ class Refusals:
 
     def recent(self) -> Sequence[Refusal]:
         """Return the refusals of the last hour, oldest first."""
-        since = self._now() - KEPT_S
+        since = self._now() - RETENTION_S
         while self._recent and self._recent[0].at < since:
             self._recent.popleft()
         return tuple(self._recent)

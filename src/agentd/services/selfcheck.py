@@ -11,17 +11,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from agentd.core.allocation.ledger import ClaimHolder, Ledger
+from agentd.core.allocation.ledger import ClaimRef, Ledger
 from agentd.core.claim.claim import ClaimOwner
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
     NodeSnapshot,
-    Present,
+    PresentKernel,
     RecordedClaim,
     RecordedKernel,
     Violation,
-    violations,
+    find_violations,
 )
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.observation import ObservedKernel
@@ -33,7 +33,7 @@ from agentd.services.node import Node
 from agentd.services.protocols import Runtime
 from agentd.state.folder import StateFolder
 
-SECOND_LOOK_S = 0.5
+RECHECK_PAUSE_S = 0.5
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class SelfCheck:
         """
         findings = await self._find_violations()
         if findings:
-            await asyncio.sleep(SECOND_LOOK_S)
+            await asyncio.sleep(RECHECK_PAUSE_S)
             confirmed = set(await self._find_violations())
             findings = [violation for violation in findings if violation in confirmed]
         return [
@@ -85,24 +85,24 @@ class SelfCheck:
             listing = await self._runtimes[name].list()
             kernels += listing.kernels
             strays += [
-                item.what
+                item.description
                 for item in listing.leftovers
                 if item.kernel_id not in self._state.kernels
                 and self._state.is_unchanged(item.kernel_id, snapshot)
             ]
-        duplicates = [i for i in kernels if self._state.is_second(i.kernel_id, i.runtime)]
+        duplicates = [i for i in kernels if self._state.is_duplicate_id(i.kernel_id, i.runtime)]
         strays += [
             f"{i.runtime} kernel {i.kernel_id} ({i.handle}), duplicate id" for i in duplicates
         ]
         kernel_ids = {item.kernel_id for item in kernels} | self._state.kernels.keys()
         comparable = {k for k in kernel_ids if self._state.is_unchanged(k, snapshot)}
-        comparable -= self._state.unsettled.keys() | {
+        comparable -= self._state.unresolved.keys() | {
             i.kernel_id for i in kernels if i.is_unreadable
         }
         saved_claims = self._store.load_claims()
         strays += self._stray_records(saved_claims)
         unique = [i for i in kernels if i not in duplicates]
-        return violations(self._node_snapshot(unique, strays, comparable, saved_claims))
+        return find_violations(self._node_snapshot(unique, strays, comparable, saved_claims))
 
     def _stray_records(self, saved_claims: Collection[str]) -> list[str]:
         saved = {record.kernel_id for record in self._store.load_records()}
@@ -127,7 +127,7 @@ class SelfCheck:
                 for offer in device.slots
             },
             holdings=_comparable_amounts(self._state.ledger, comparable),
-            accounted={
+            recorded={
                 k.kernel_id: RecordedKernel(k.agent_id, k.state, k.handle)
                 for k in self._state
                 if k.kernel_id in comparable
@@ -147,7 +147,7 @@ class SelfCheck:
         for claim_id, claim in self._state.claims.items():
             is_open = claim_id not in self._state.closed_claims
             yield (
-                str(ClaimHolder(claim_id)),
+                str(ClaimRef(claim_id)),
                 RecordedClaim(
                     claim.agent_id,
                     claim.is_observed,
@@ -158,7 +158,7 @@ class SelfCheck:
 
     def _is_alive(self, holder: ClaimOwner) -> bool:
         try:
-            return self._holders.lives(holder)
+            return self._holders.is_alive(holder)
         except OSError:  # that proves no end
             return True
 
@@ -166,24 +166,24 @@ class SelfCheck:
 def _comparable_amounts(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str, int]]:
     """Return the holders with their amounts, by device and slot."""
     holdings: dict[str, dict[str, int]] = {}
-    for device_id, holders in ledger.held.items():
+    for device_id, holders in ledger.shares_by_device.items():
         for holder, share in holders.items():
-            if isinstance(holder, ClaimHolder) or holder in comparable:
+            if isinstance(holder, ClaimRef) or holder in comparable:
                 for slot, _, amount in share.amounts:
                     holdings.setdefault(f"{device_id}/{slot}", {})[str(holder)] = amount
     return holdings
 
 
-def _present_kernel(item: ObservedKernel, inventory: Inventory) -> Present:
+def _present_kernel(item: ObservedKernel, inventory: Inventory) -> PresentKernel:
     kernel = adopt(item, inventory).kernel
     if kernel.state is KernelState.UNREADABLE:
-        return Present(item.handle, item.is_alive)
+        return PresentKernel(item.handle, item.is_alive)
     amounts = {
         f"{share.device_id}/{slot}": amount
         for share in kernel.allocation.shares
         for slot, _, amount in share.amounts
     }
-    return Present(item.handle, item.is_alive, amounts, dict(_reported_limits(item)))
+    return PresentKernel(item.handle, item.is_alive, amounts, dict(_reported_limits(item)))
 
 
 def _reported_limits(item: ObservedKernel) -> Iterator[tuple[str, int]]:

@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.ledger import ClaimHolder, Holding, Ledger
+from agentd.core.allocation.ledger import ClaimRef, Holding, Ledger
 from agentd.core.allocation.ports import HostPort, host_ports
-from agentd.core.claim.claim import Claim, ClaimSpec, remaining
+from agentd.core.claim.claim import Claim, ClaimSpec, subtract_allocations
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
-from agentd.core.labels import LabelExcess, excess_of, size_of
+from agentd.core.labels import LabelExcess, find_label_excess, labels_size
 from agentd.errors import (
     NotReady,
     RuntimeUnavailable,
@@ -36,7 +36,7 @@ from agentd.errors import (
 from agentd.events import EventKind, EventLog
 from agentd.services.kernels.log import has_ended, log_end
 
-Changed: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
+KernelCallback: TypeAlias = Callable[[Kernel | None, Kernel | None], None]
 """A callback with the kernel before and after a change; None if it did not or does not exist."""
 
 
@@ -80,7 +80,7 @@ class NodeState:
 
     def __init__(self, runtimes: Iterable[str], events: EventLog) -> None:
         self._events = events
-        self._listeners: list[Changed] = []
+        self._listeners: list[KernelCallback] = []
         self._kernels: dict[str, Kernel] = {}
         self._drops = 0
         self._ledger = Ledger()
@@ -107,7 +107,7 @@ class NodeState:
         """
         holders: dict[HostPort, str] = {}
         for kernel in self:
-            for port in host_ports(kernel.ports) if kernel.holds else ():
+            for port in host_ports(kernel.ports) if kernel.holds_devices else ():
                 holders.setdefault(port, kernel.kernel_id)
         return holders
 
@@ -124,14 +124,14 @@ class NodeState:
             raise UnknownKernel(f"unknown kernel {kernel_id}")
         return self._kernels[kernel_id]
 
-    def is_second(self, kernel_id: str, runtime: str) -> bool:
+    def is_duplicate_id(self, kernel_id: str, runtime: str) -> bool:
         """Return whether another runtime has a kernel with this id."""
         known = self._kernels.get(kernel_id)
         if known is None or known.runtime == runtime:
             return False
         return known.handle is not None or bool(known.agent_id)
 
-    def listen(self, changed: Changed) -> None:
+    def subscribe(self, changed: KernelCallback) -> None:
         """Register a callback for kernel changes."""
         self._listeners.append(changed)
 
@@ -141,7 +141,7 @@ class NodeState:
         before = self._kernels.get(kernel_id)
         self._kernels[kernel_id] = kernel
         holding = self._ledger.holdings.get(kernel_id)
-        self._charge(before, kernel if kernel.holds else None, holding)
+        self._charge(before, kernel if kernel.holds_devices else None, holding)
         self._publish(before, kernel, holding)
 
     def drop(self, kernel_id: str) -> None:
@@ -166,21 +166,23 @@ class NodeState:
         kernel_id = versions[0].kernel_id
         ledger = self._ledger.without(kernel_id)
         for claim_id in {kernel.claim_id for kernel in versions if kernel.claim_id is not None}:
-            users = {k: user for k, user in self.users_of(claim_id).items() if k != kernel_id}
+            users = {k: user for k, user in self.claim_kernels(claim_id).items() if k != kernel_id}
             if now and now.claim_id == claim_id:
                 users[kernel_id] = now
             self._claim_users[claim_id] = users
             if not users:
                 del self._claim_users[claim_id]
             ledger = self._charge_claim(ledger, self._claims.get(claim_id))
-        self._ledger = ledger.with_held(kernel_id, now.agent_id, now.allocation) if now else ledger
+        self._ledger = (
+            ledger.with_holding(kernel_id, now.agent_id, now.allocation) if now else ledger
+        )
 
     def _charge_claim(self, ledger: Ledger, claim: Claim | None) -> Ledger:
         if claim is None:
             return ledger
         users = self._claim_users.get(claim.claim_id, {}).values()
-        unused = remaining(claim.allocation, (kernel.allocation for kernel in users))
-        return ledger.with_held(ClaimHolder(claim.claim_id), claim.agent_id, unused)
+        unused = subtract_allocations(claim.allocation, (kernel.allocation for kernel in users))
+        return ledger.with_holding(ClaimRef(claim.claim_id), claim.agent_id, unused)
 
     def label_excess(self, spec: KernelSpec | ClaimSpec) -> LabelExcess | None:
         """Return how the labels of a request exceed a sum of the node, None if they fit.
@@ -190,10 +192,10 @@ class NodeState:
         if not spec.labels:
             return None
         bytes_by_agent: Counter[str] = Counter()
-        owners: list[Kernel | Claim] = [kernel for kernel in self if kernel.holds]
+        owners: list[Kernel | Claim] = [kernel for kernel in self if kernel.holds_devices]
         for owner in [*owners, *self._claims.values()]:
-            bytes_by_agent[owner.agent_id] += size_of(owner.labels)
-        return excess_of(
+            bytes_by_agent[owner.agent_id] += labels_size(owner.labels)
+        return find_label_excess(
             spec.labels,
             spec.agent_id,
             agent_bytes=bytes_by_agent[spec.agent_id],
@@ -214,7 +216,7 @@ class NodeState:
             raise UnknownClaim(f"unknown claim {claim_id}")
         return self._claims[claim_id]
 
-    def users_of(self, claim_id: str) -> Mapping[str, Kernel]:
+    def claim_kernels(self, claim_id: str) -> Mapping[str, Kernel]:
         """Return the kernels that hold devices of a claim, those being created included."""
         return MappingProxyType(self._claim_users.get(claim_id, {}))
 
@@ -229,7 +231,7 @@ class NodeState:
         """Forget a claim; its devices are free. Dropping twice changes nothing."""
         self._claims.pop(claim_id, None)
         self._closed_claims.discard(claim_id)
-        self._ledger = self._ledger.without(ClaimHolder(claim_id))
+        self._ledger = self._ledger.without(ClaimRef(claim_id))
 
     @property
     def closed_claims(self) -> frozenset[str]:
@@ -280,7 +282,7 @@ class NodeState:
         is_same = now is since.kernels.get(kernel_id)
         return is_same and (now is not None or self._drops == since.drops)
 
-    def leave_unsettled(self, kernel_id: str, until: float, *, keep: bool = False) -> None:
+    def mark_unresolved(self, kernel_id: str, until: float, *, keep: bool = False) -> None:
         """Mark a create as unresolved until `until`, when absence becomes proof.
 
         With `keep` it is listed as `failed` if it left nothing, since no caller waits for its
@@ -293,7 +295,7 @@ class NodeState:
         self._unsettled.pop(kernel_id, None)
 
     @property
-    def unsettled(self) -> Mapping[str, Unsettled]:
+    def unresolved(self) -> Mapping[str, Unsettled]:
         """The unresolved creates."""
         return MappingProxyType(self._unsettled)
 
@@ -306,13 +308,13 @@ class NodeState:
         """Whether the kernels of every runtime are known."""
         return all(status.is_listed for status in self._runtimes.values())
 
-    def note_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
+    def mark_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
         """Mark a runtime as available after a complete list was applied."""
         self._set_status(
             RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored)
         )
 
-    def note_unavailable(self, name: str, reason: str) -> None:
+    def mark_unavailable(self, name: str, reason: str) -> None:
         """Mark a runtime as unavailable; its kernels stay as they are.
 
         Its kernels may change unobserved, so they count as not listed until the next complete list.

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Share
 from agentd.core.devices import Device
 from agentd.core.kernel.states import ENDED, Kernel, KernelState
-from agentd.core.kernel.usage import UNKNOWN, Usage, UsageReading
+from agentd.core.kernel.usage import UNKNOWN_USAGE, Usage, UsageReading
 from agentd.core.slots import CPU, MEM
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.plugin_api import Measurement
 from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
 
-FRESH_S = 1.0
+MAX_AGE_S = 1.0
 """Maximum age in seconds of cached usage, which concurrent clients share."""
 _SHARE_DIGITS = Decimal("0.000001")
 
@@ -73,7 +73,7 @@ def _key(kernel: Kernel) -> _Key:
 
 
 class Statistics:
-    """Reads the usage of the node's kernels, at most once in `FRESH_S`."""
+    """Reads the usage of the node's kernels, at most once in `MAX_AGE_S`."""
 
     def __init__(
         self,
@@ -93,18 +93,19 @@ class Statistics:
         self._read_at = float("-inf")
         self._usages: Mapping[_Key, KernelUse] = {}
 
-    async def of(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
+    async def read(self, kernels: Iterable[Kernel]) -> list[KernelUse]:
         """Return the usage of these kernels, in order; it is unknown for very new kernels."""
         requested = list(kernels)
         if not requested:
             return []
         async with self._reading_lock:
-            if self._clock.steady() - self._read_at >= FRESH_S:
+            if self._clock.steady() - self._read_at >= MAX_AGE_S:
                 self._usages = await self._read_usages()
                 self._read_at = self._clock.steady()
         now, usages = self._clock.wall(), self._usages
         return [
-            usages.get(_key(k)) or KernelUse(k.kernel_id, k.agent_id, k.state, now, UNKNOWN, ())
+            usages.get(_key(k))
+            or KernelUse(k.kernel_id, k.agent_id, k.state, now, UNKNOWN_USAGE, ())
             for k in requested
         ]
 
@@ -147,7 +148,7 @@ class Statistics:
         now: float,
     ) -> KernelUse:
         by_id = self._devices.inventory.by_id
-        shares = kernel.allocation.shares if kernel.holds else ()
+        shares = kernel.allocation.shares if kernel.holds_devices else ()
         devices = tuple(
             _device_use(
                 share,

@@ -1,6 +1,6 @@
 """Processes on devices that no kernel or claim holds, as the driver of the device lists them.
 
-A process counts once it has been there for `PATIENCE_S`, since a holder may end a moment before its
+A process counts once it has been there for `MIN_USE_S`, since a holder may end a moment before its
 processes do.
 """
 
@@ -17,9 +17,9 @@ from agentd.services.protocols import Plugins
 
 log = structlog.get_logger()
 
-PATIENCE_S = 10.0
+MIN_USE_S = 10.0
 """Seconds that a process uses a device before it counts."""
-PERIOD_S = 1.0
+POLL_PAUSE_S = 1.0
 """Seconds between two scans."""
 
 
@@ -43,12 +43,12 @@ class UnclaimedProcesses:
         self._pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
 
     @property
-    def found(self) -> Mapping[DeviceId, Sequence[int]]:
+    def pids_by_device(self) -> Mapping[DeviceId, Sequence[int]]:
         """Process ids by device."""
         return self._pids_by_device
 
     @property
-    def busy(self) -> Mapping[DeviceId, str]:
+    def busy_reasons(self) -> Mapping[DeviceId, str]:
         """The reasons why devices are not allocated; none unless they are to be withheld."""
         if not self._withholds:
             return {}
@@ -64,16 +64,16 @@ class UnclaimedProcesses:
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""
         while True:
-            self.look()
-            await asyncio.sleep(PERIOD_S)
+            self.scan()
+            await asyncio.sleep(POLL_PAUSE_S)
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Compare the processes that drivers list with the ledger."""
         now = self._clock()
         self._first_seen = {key: self._first_seen.get(key, now) for key in self._unclaimed_uses()}
         pids_by_device: dict[DeviceId, tuple[int, ...]] = {}
         for (device_id, pid), since in sorted(self._first_seen.items()):
-            if now - since >= PATIENCE_S:
+            if now - since >= MIN_USE_S:
                 pids_by_device[device_id] = (*pids_by_device.get(device_id, ()), pid)
         if pids_by_device == self._pids_by_device:
             return
@@ -85,7 +85,10 @@ class UnclaimedProcesses:
 
     def _unclaimed_uses(self) -> Iterator[tuple[DeviceId, int]]:
         """Yield each device without a holder with each process that uses it."""
-        by_stable_id, held_devices = self._devices.inventory.by_stable_id, self._state.ledger.held
+        by_stable_id, held_devices = (
+            self._devices.inventory.by_stable_id,
+            self._state.ledger.shares_by_device,
+        )
         for measurements in self._plugins.measurements().values():
             for item in measurements:
                 device = by_stable_id.get(item.stable_id)

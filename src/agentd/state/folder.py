@@ -34,8 +34,8 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health
-from agentd.core.names import checked, is_name
-from agentd.core.partition.dealing import Dealing
+from agentd.core.names import is_name, validate_name
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.state.locks import UNWRITABLE, Locks
@@ -47,13 +47,13 @@ from agentd.state.schemas import (
     SavedNode,
     SavedRecord,
 )
-from agentd.tomlfile.folders import refusal
+from agentd.tomlfile.folders import write_problem
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 log = structlog.get_logger()
-_MOST_STATE_BYTES = 64 << 20
+_MAX_STATE_BYTES = 64 << 20
 _PROBE_BYTES = 4096
-_FOLDERS = {Phase.INTENT: "intents", Phase.HELD: "records", Phase.ENDED: "ended"}
+_FOLDERS = {Phase.INTENT: "intents", Phase.LIVE: "records", Phase.ENDED: "ended"}
 _LASTING, _UNTIL_REBOOT = 0o600, 0o400
 """Modes of records: of those that are flushed to the disk, and of claims that a reboot ends."""
 _S = TypeVar("_S", SavedEngines, SavedNode, SavedDevices)
@@ -94,7 +94,7 @@ class StateFolder:
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
-            self._complain(self.folder, f"cannot be created: {error.strerror}")
+            self._warn_once(self.folder, f"cannot be created: {error.strerror}")
         self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
         with suppress(OSError):
             lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -117,11 +117,11 @@ class StateFolder:
         self._phases = {kernel_id: phase for kernel_id, (phase, _) in kernels.items()}
         self._is_open = True
 
-    def refusal(self) -> str:
+    def open_problem(self) -> str:
         """Return why `open` would be refused, empty if it would not; changes nothing."""
         folders = (self.folder, self._claims, *self.bundles.values(), *self._folders.values())
         for folder in folders:
-            error = refusal(folder)
+            error = write_problem(folder)
             if error is not None and error.errno not in UNWRITABLE:
                 return str(error.strerror)
         lock = self.folder / "lock"
@@ -130,8 +130,8 @@ class StateFolder:
         return ""
 
     def _lock(self, path: Path, refusal: str) -> None:
-        if complaint := self._locks.take(path, refusal):
-            self._complain(path, complaint)
+        if complaint := self._locks.acquire(path, refusal):
+            self._warn_once(path, complaint)
 
     def close(self) -> None:
         """Release the locks."""
@@ -142,7 +142,7 @@ class StateFolder:
         for folder in (self._claims, *self.bundles.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def _complain(self, file: Path | str, reason: str) -> None:
+    def _warn_once(self, file: Path | str, reason: str) -> None:
         if self._access_errors.get(str(file)) != reason:
             self._access_errors[str(file)] = reason
             log.warning("state.access_failed", file=str(file), reason=reason)
@@ -151,7 +151,7 @@ class StateFolder:
         """Return warnings about this folder."""
         return [f"{file} {reason}" for file, reason in self._access_errors.items()]
 
-    def bundled(self) -> set[str]:
+    def bundle_runtimes(self) -> set[str]:
         """Return the runtimes that have bundles here, or may have some."""
         runtimes = set()
         for name, folder in self.bundles.items():
@@ -189,12 +189,14 @@ class StateFolder:
             for device in devices
         ]
 
-    def load_dealings(self) -> Mapping[str, Dealing]:
+    def load_dealings(self) -> Mapping[str, PluginAssignment]:
         """Return how plugins dealt their devices, by device name."""
         saved = self._load("devices.json", SavedDevices)
         return saved.dealings if saved else {}
 
-    def save_devices(self, devices: Sequence[Device], dealings: Mapping[str, Dealing]) -> None:
+    def save_devices(
+        self, devices: Sequence[Device], dealings: Mapping[str, PluginAssignment]
+    ) -> None:
         """Save an inventory and its dealings, if the folder is open.
 
         Raises:
@@ -323,7 +325,7 @@ class StateFolder:
             raise StateUnavailable(f"{path} cannot be removed: {error.strerror}") from error
 
     def _claim_path(self, claim_id: str) -> Path:
-        return self._claims / f"{checked(claim_id)}.json"
+        return self._claims / f"{validate_name(claim_id)}.json"
 
     def _remove_record(self, kernel_id: str, phase: Phase) -> None:
         hit("record.before_drop")
@@ -339,7 +341,7 @@ class StateFolder:
                 step()
         except (OSError, StateUnavailable) as error:
             self._late_steps[kernel_id] = steps
-            self._complain(subject, f"is outdated and cannot be written: {error}")
+            self._warn_once(subject, f"is outdated and cannot be written: {error}")
         else:
             self._access_errors.pop(subject, None)
 
@@ -355,25 +357,25 @@ class StateFolder:
                 del self._access_errors[str(folder)]
 
     def _record_path(self, kernel_id: str, phase: Phase) -> Path:
-        return self._folders[phase] / f"{checked(kernel_id)}.json"
+        return self._folders[phase] / f"{validate_name(kernel_id)}.json"
 
     def _load(self, name: str, shape: type[_S]) -> _S | None:
         path = self.folder / name
         try:
-            saved = msgspec.json.decode(read_regular(path, _MOST_STATE_BYTES).content, type=shape)
+            saved = msgspec.json.decode(read_regular(path, _MAX_STATE_BYTES).content, type=shape)
         except MissingFile:
             return None
         except UnusableFile as error:
-            self._complain(path, str(error))
+            self._warn_once(path, str(error))
         except (ValueError, RecursionError) as error:
             copy = path.with_name(f"{path.name}.unreadable")
             reason = f"cannot be read ({type(error).__name__}: {error}); set aside as {copy.name}"
-            self._complain(path, reason)
+            self._warn_once(path, reason)
             self._set_aside(Path.rename, path, copy)
         else:
             if saved.schema > SCHEMA:
                 copy = path.with_name(f"{path.name}.schema-{saved.schema}")
-                self._complain(path, f"was written by a newer agentd; copied to {copy.name}")
+                self._warn_once(path, f"was written by a newer agentd; copied to {copy.name}")
                 self._set_aside(shutil.copyfile, path, copy)
             return saved
         return None
@@ -416,7 +418,7 @@ class StateFolder:
             hit(f"{step}.after_replace")
             self._access_errors.pop(str(path.parent), None)
         except OSError as error:
-            self._complain(path.parent, f"cannot be written: {error.strerror}")
+            self._warn_once(path.parent, f"cannot be written: {error.strerror}")
             with suppress(OSError):
                 temporary.unlink()
             raise StateUnavailable(f"{path} cannot be written: {error.strerror}") from error

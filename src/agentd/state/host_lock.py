@@ -116,7 +116,7 @@ class HostLock:
             )
         return warnings
 
-    def note_use(self, *, is_used: bool, is_known: bool) -> None:
+    def set_in_use(self, *, is_used: bool, is_known: bool) -> None:
         """Note whether kernels or claims use real accelerators; unknown kernels may do so still."""
         self._may_be_in_use = is_used or (self._may_be_in_use and not is_known)
 

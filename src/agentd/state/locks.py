@@ -17,7 +17,7 @@ UNWRITABLE = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors that pass or that an operator can fix, while the node continues."""
 
 
-def holder(folder: Path) -> str | None:
+def lock_holder(folder: Path) -> str | None:
     """Return the process that holds the lock of a state folder, None if it is free.
 
     Raises:
@@ -39,7 +39,7 @@ class Locks:
     def __init__(self) -> None:
         self._descriptors: list[int] = []
 
-    def take(self, path: Path, refusal: str) -> str:
+    def acquire(self, path: Path, refusal: str) -> str:
         """Lock a file; return a warning, empty if there is none.
 
         Raises:

@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from agentd.core.devices import Device
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 
 SCHEMA = 1
 
@@ -31,7 +31,7 @@ class SavedDevices(msgspec.Struct):
 
     devices: Sequence[Device]
     schema: int = SCHEMA
-    dealings: Mapping[str, Dealing] = {}
+    dealings: Mapping[str, PluginAssignment] = {}
 
 
 class SavedEngines(msgspec.Struct):
@@ -45,7 +45,7 @@ class Phase(StrEnum):
     """The phase of a kernel in its record."""
 
     INTENT = "intent"
-    HELD = "held"
+    LIVE = "held"
     ENDED = "ended"
 
 

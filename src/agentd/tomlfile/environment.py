@@ -20,7 +20,7 @@ class Environment(EnvSettingsSource):
     """The environment, with the keys of the file; lists and tables are JSON."""
 
     def __call__(self) -> dict[str, Any]:
-        values: dict[str, Any] = with_keys_of_file(super().__call__(), self.settings_cls)
+        values: dict[str, Any] = rename_to_file_keys(super().__call__(), self.settings_cls)
         return values
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
@@ -33,7 +33,7 @@ class Environment(EnvSettingsSource):
         """Return the keys of one section; those without a known type are JSON or text."""
         values = super().explode_env_vars(field_name, field, env_vars)
         has_tables = any(
-            model.model_config.get("extra") == "allow" for model in models_of(field.annotation)
+            model.model_config.get("extra") == "allow" for model in nested_models(field.annotation)
         )
         return _decode_all(values) if has_tables else values
 
@@ -54,26 +54,26 @@ class FileSettings(BaseSettings):
         return Environment(settings_cls), init_settings
 
 
-def models_of(annotation: object) -> Iterator[type[BaseModel]]:
+def nested_models(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the models in a field's annotation: of its table, or of the tables in its list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from models_of(argument)
+        yield from nested_models(argument)
 
 
-def with_keys_of_file(values: Any, model: type[BaseModel]) -> Any:
+def rename_to_file_keys(values: Any, model: type[BaseModel]) -> Any:
     """Return values of a model by the keys of the file, in place of the names of its fields."""
     if isinstance(values, list):
-        return [with_keys_of_file(item, model) for item in values]
+        return [rename_to_file_keys(item, model) for item in values]
     if not isinstance(values, Mapping):
         return values
     renamed = dict(values)
     for name, field in model.model_fields.items():
         if name in values:
             inner_value = renamed.pop(name)
-            for inner_model in models_of(field.annotation):
-                inner_value = with_keys_of_file(inner_value, inner_model)
+            for inner_model in nested_models(field.annotation):
+                inner_value = rename_to_file_keys(inner_value, inner_model)
             renamed[field.alias or name] = inner_value
     return renamed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from agentd.tomlfile.regular_files import kind_of
 
 
-def refusal(folder: Path) -> OSError | None:
+def write_problem(folder: Path) -> OSError | None:
     """Return why a folder, or its nearest existing parent, cannot be written; None if it can."""
     nearest = folder
     while not os.path.lexists(nearest) and nearest != nearest.parent:

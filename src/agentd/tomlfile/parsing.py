@@ -17,7 +17,7 @@ from agentd.core.names import did_you_mean
 from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
 from agentd.errors import ConfigRefused, Problem
-from agentd.tomlfile.environment import FileSettings, models_of
+from agentd.tomlfile.environment import FileSettings, nested_models
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _S = TypeVar("_S", bound=FileSettings)
@@ -37,7 +37,7 @@ def read_text(path: Path | None) -> str:
         raise ConfigRefused([Problem("", str(error))], str(path)) from None
 
 
-def parse(
+def parse_settings(
     model: type[_S], text: str, source: str, environ: Mapping[str, str], prefix: str
 ) -> tuple[_S, Mapping[str, Any]]:
     """Return the settings of a file with the environment over it, and the file's content.
@@ -60,7 +60,7 @@ def parse(
         settings = model(**{key: value for key, value in raw.items() if key not in reserved})
     except ValidationError as error:
         items = error.errors()
-        problems += [problem_of(dict(item), environ, model, prefix) for item in items]
+        problems += [translate_error(dict(item), environ, model, prefix) for item in items]
     if problems:
         raise ConfigRefused(problems, source)
     return settings, raw
@@ -77,7 +77,7 @@ def _unknown_section_problems(
                 yield Problem(printable_line(name), f"unknown section; allowed: {allowed}")
 
 
-def problem_of(
+def translate_error(
     error: Mapping[str, Any],
     environ: Mapping[str, str],
     root: type[BaseModel],
@@ -86,7 +86,7 @@ def problem_of(
     """Return an item of `ValidationError.errors` as a problem of the file."""
     keys = tuple(map(str, error["loc"]))
     key = ".".join(keys)
-    location = variable_of(keys, environ, prefix) or key
+    location = find_variable(keys, environ, prefix) or key
     message = _MESSAGES.get(error["type"], error["msg"].removeprefix("Value error, "))
     if error["type"] == "extra_forbidden":
         message = _unknown_key_problem(keys[-1], error["input"], _table_at(keys[:-1], root))
@@ -95,7 +95,7 @@ def problem_of(
         message += f", not {(value.text if isinstance(value, WrittenFloat) else value)!r}"
         if location == key and isinstance(error["input"], Mapping):
             field = _fields_by_key(_table_at(keys[:-1], root)).get(keys[-1])
-            is_list_of_tables = field is not None and any(models_of(field.annotation))
+            is_list_of_tables = field is not None and any(nested_models(field.annotation))
             message += f"; write [[{key}]] for each table" if is_list_of_tables else ""
     return Problem(printable_line(location), printable_line(message))
 
@@ -133,7 +133,7 @@ def _table_at(keys: tuple[str, ...], root: type[BaseModel]) -> type[BaseModel]:
     model = root
     for key in keys:
         if field := _fields_by_key(model).get(key):
-            model = next(models_of(field.annotation), model)
+            model = next(nested_models(field.annotation), model)
     return model
 
 
@@ -142,7 +142,7 @@ def _fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-def variable_of(keys: tuple[str, ...], environ: Mapping[str, str], prefix: str) -> str | None:
+def find_variable(keys: tuple[str, ...], environ: Mapping[str, str], prefix: str) -> str | None:
     """Return the variable that sets a key, a part of it, or a table that contains it."""
     names = {name.upper(): name for name in environ}
     for end in range(len(keys), 0, -1):
@@ -153,7 +153,7 @@ def variable_of(keys: tuple[str, ...], environ: Mapping[str, str], prefix: str) 
     return next((names[name] for name in names if name.startswith(table_prefix)), None)
 
 
-def is_set_in(raw: object, keys: tuple[str, ...]) -> bool:
+def has_key(raw: object, keys: tuple[str, ...]) -> bool:
     """Return whether a file's content has a key."""
     for key in keys:
         if not isinstance(raw, Mapping) or key not in raw:

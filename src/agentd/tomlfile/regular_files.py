@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import asking
+from agentd.concurrency import thread_waiting_for
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a directory",
@@ -58,7 +58,7 @@ class RegularFile(msgspec.Struct, frozen=True):
 
 
 def read_regular(
-    path: Path, most_bytes: int = MOST_BYTES, *, follows_links: bool = True
+    path: Path, most_bytes: int = MAX_BYTES, *, follows_links: bool = True
 ) -> RegularFile:
     """Read a file.
 
@@ -68,7 +68,7 @@ def read_regular(
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        with asking(str(path)):
+        with thread_waiting_for(str(path)):
             descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
             try:
                 return _read(descriptor, most_bytes)

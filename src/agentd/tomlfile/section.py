@@ -18,7 +18,7 @@ MAX_SOCKET_PATH = 107
 DEFAULT_SLOTS: Mapping[str, object] = {CPU: 1, MEM: "256m"}
 
 
-def size(raw: object) -> int:
+def parse_size(raw: object) -> int:
     """Parse a size in bytes; the message of a ValueError has the expectation."""
     try:
         return parse_base_units(raw, SlotKind.BYTES)
@@ -36,7 +36,7 @@ def refuse_bool(value: object) -> object:
 
 
 SizeBytes = Annotated[
-    int, BeforeValidator(size), WithJsonSchema({"type": ["integer", "string"], "minimum": 0})
+    int, BeforeValidator(parse_size), WithJsonSchema({"type": ["integer", "string"], "minimum": 0})
 ]
 
 
@@ -64,7 +64,7 @@ class Section(BaseModel):
         return value
 
 
-def name(value: object) -> object:
+def validate_name(value: object) -> object:
     """Validate a name or None; the message of a ValueError has the expectation."""
     if value is not None and not is_name(value):
         raise ValueError(
@@ -75,22 +75,22 @@ def name(value: object) -> object:
 
 
 Name = Annotated[
-    str, BeforeValidator(name), WithJsonSchema({"type": "string", "pattern": f"^{NAME}$"})
+    str, BeforeValidator(validate_name), WithJsonSchema({"type": "string", "pattern": f"^{NAME}$"})
 ]
 
-LONGEST_AGENT_ID = 48
+MAX_AGENT_ID = 48
 """An escaped agent id of this length still fits into a file name as part of a slice."""
 
 
-def agent_id(value: object) -> object:
+def validate_agent_id(value: object) -> object:
     """Validate a name that also fits into the names of slices and journals."""
-    if isinstance(name(value), str) and len(str(value)) > LONGEST_AGENT_ID:
-        raise ValueError(f"{value!r} is too long: expected at most {LONGEST_AGENT_ID} characters")
+    if isinstance(validate_name(value), str) and len(str(value)) > MAX_AGENT_ID:
+        raise ValueError(f"{value!r} is too long: expected at most {MAX_AGENT_ID} characters")
     return value
 
 
 AgentId = Annotated[
     str,
-    BeforeValidator(agent_id),
-    WithJsonSchema({"type": "string", "pattern": f"^{NAME}$", "maxLength": LONGEST_AGENT_ID}),
+    BeforeValidator(validate_agent_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{NAME}$", "maxLength": MAX_AGENT_ID}),
 ]

@@ -40,7 +40,7 @@ class Answers:
 
 def test_a_holder_that_has_ended_since_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_plan, "Client", Answers)
-    (held,) = live_plan.held_under(
+    (held,) = live_plan.holdings_under(
         shared(machine(*cores(2), memory(), *gpus(1)), "a"), Path("/nowhere")
     )
     assert (held["claim_id"], held["reason"]) == ("c1", "the device would belong to a")

@@ -76,12 +76,12 @@ def held(slot: str, *amounts: int, agent: str = "a") -> Ledger:
         Share(DeviceId("cuda", f"cuda{n}"), f"GPU-{n}", slot, SlotKind.COUNT, amount)
         for n, amount in enumerate(amounts)
     )
-    return Ledger().with_held("k1", agent, Allocation(tuple(shares)))
+    return Ledger().with_holding("k1", agent, Allocation(tuple(shares)))
 
 
 def with_memory(ledger: Ledger, agent: str, amount: int) -> Ledger:
     share = Share(MEMORY, "mem-root", "mem", SlotKind.BYTES, amount)
-    return ledger.with_held(f"k-{agent}", agent, Allocation((share,)))
+    return ledger.with_holding(f"k-{agent}", agent, Allocation((share,)))
 
 
 def test_a_refusal_takes_nothing_of_the_other_slots() -> None:

@@ -8,8 +8,8 @@ from agentd.core.allocation.distribute import (
     equal_parts,
     evenly,
     evenly_in_shares,
-    fewest,
-    fewest_together,
+    fewest_devices,
+    fewest_devices_together,
     fill,
 )
 from agentd.core.slots import ONE
@@ -107,12 +107,12 @@ def test_larger_parts_go_to_the_freest(rooms, data) -> None:
     ],
 )
 def test_equal_parts_on_the_fewest_devices_or_none(rooms, capacities, amount, parts) -> None:
-    assert equal_parts(rooms, amount, fewest(capacities, amount)) == parts
+    assert equal_parts(rooms, amount, fewest_devices(capacities, amount)) == parts
 
 
 def test_no_number_of_devices_holds_too_much() -> None:
-    assert fewest([10], 11) == 0
-    assert fewest([], 1) == 0
+    assert fewest_devices([10], 11) == 0
+    assert fewest_devices([], 1) == 0
 
 
 SEVERAL = st.dictionaries(
@@ -134,4 +134,4 @@ def test_fewest_devices_hold_several_amounts_together(devices, one, other) -> No
         return len(enough) >= count and count <= min(one, other)
 
     counts = [count for count in range(1, len(devices) + 1) if holds(count)]
-    assert fewest_together(capacities, amounts) == min(counts, default=0)
+    assert fewest_devices_together(capacities, amounts) == min(counts, default=0)

@@ -114,14 +114,14 @@ class Node(RuleBasedStateMachine):
         assert total == asked
         written_anew = Ledger()
         for name, holding in reversed(before.holdings.items()):
-            written_anew = written_anew.with_held(name, holding.agent_id, holding.allocation)
+            written_anew = written_anew.with_holding(name, holding.agent_id, holding.allocation)
         assert allocate(written_anew, inventory, part, asked, policy) == given
         backwards = ResourceSlots(dict(reversed(list(request.items()))))
         assert allocate(before, inventory, part, backwards, policy) == given
         self.count += 1
-        self.ledger = before.with_held(f"k{self.count}", agent, given)
+        self.ledger = before.with_holding(f"k{self.count}", agent, given)
         back = self.ledger.without(f"k{self.count}")
-        assert (back.holdings, back.held) == (before.holdings, before.held)
+        assert (back.holdings, back.shares_by_device) == (before.holdings, before.shares_by_device)
 
     @rule(data=st.data())
     def end_a_kernel(self, data: st.DataObject) -> None:
@@ -139,7 +139,7 @@ class Node(RuleBasedStateMachine):
             device.device_id, device.stable_id, slot, device.kind, max(1, device.capacity // 2)
         )
         self.count += 1
-        self.ledger = self.ledger.with_held(f"k{self.count}", agent, Allocation((share,)))
+        self.ledger = self.ledger.with_holding(f"k{self.count}", agent, Allocation((share,)))
         over = self.ledger.used(device.device_id) - device.capacity
         if over > 0:
             self.overcommitted[device.device_id] = over
@@ -170,7 +170,7 @@ class Node(RuleBasedStateMachine):
             for device in self.split.inventory.devices:
                 free = self.ledger.free(device, part)
                 assert 0 <= free <= device.capacity
-                if not device.usable or device.device_id not in part.members:
+                if not device.is_usable or device.device_id not in part.members:
                     assert free == 0
                 if any(
                     s.slot != device.slot for s in self.ledger.holders(device.device_id).values()
@@ -181,13 +181,13 @@ class Node(RuleBasedStateMachine):
     def what_is_held_by_device_is_what_the_holdings_say(self) -> None:
         anew = Ledger()
         for name, holding in self.ledger.holdings.items():
-            anew = anew.with_held(name, holding.agent_id, holding.allocation)
+            anew = anew.with_holding(name, holding.agent_id, holding.allocation)
         assert anew == self.ledger
 
     @invariant()
     def outside_shared_mode_no_device_has_two_owners(self) -> None:
         for device in self.split.inventory.devices:
-            owners = self.split.agents_of(device.device_id)
+            owners = self.split.owners(device.device_id)
             if self.split.mode is not AllocationMode.SHARED and device.device_id != MEMORY:
                 assert len(owners) <= 1
 
@@ -195,7 +195,7 @@ class Node(RuleBasedStateMachine):
     def agents_slots_add_up_to_the_nodes(self) -> None:
         total = ResourceSlots()
         for agent in self.split.partitions:
-            total += self.split.slots_of(agent)
+            total += self.split.agent_slots(agent)
         if self.split.mode is AllocationMode.AUTO_SPLIT:
             assert total == self.split.node_slots()
         elif self.split.mode is AllocationMode.MANUAL:

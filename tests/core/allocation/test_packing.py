@@ -17,7 +17,7 @@ def test_small_kernels_leave_whole_nodes_to_larger_ones() -> None:
     for kernel_id, count in (("k1", 1), ("k2", 1), ("k3", 4)):
         devices = [*cores(2), *numa(0, 0, 0, 0, 1, 1, 1, 1)]
         got = place(devices, slots(cuda_device=count), SNUG, ledger=ledger)
-        ledger = ledger.with_held(kernel_id, "a", got)
+        ledger = ledger.with_holding(kernel_id, "a", got)
     assert sorted(given_ids(got, "cuda")) == ["cuda4", "cuda5", "cuda6", "cuda7"]
 
 
@@ -97,7 +97,7 @@ def held_cores(devices, held) -> Ledger:
     if not held:
         return Ledger()
     had = place(devices, slots(cpu=len(held)), only=named("cpu", *held))
-    return Ledger().with_held("h", "a", had)
+    return Ledger().with_holding("h", "a", had)
 
 
 def test_parts_of_one_parent_are_given_together() -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.allocation.ports import FIRST_CHOICE, Port, PortRange, hand_out, port_problems
+from agentd.core.allocation.ports import FIRST_CHOICE, Port, PortRange, assign_ports, port_problems
 from agentd.errors import InsufficientResource
 
 SMALL = PortRange("127.0.0.1", 5000, 5003)
@@ -10,7 +10,7 @@ SMALL = PortRange("127.0.0.1", 5000, 5003)
 
 def hosts(*ports: Port, holders=(), busy=(), allowed=SMALL) -> list[int | None]:
     held = {("tcp", port): "k0" for port in holders}
-    return [port.host for port in hand_out(ports, held, busy, allowed)]
+    return [port.host for port in assign_ports(ports, held, busy, allowed)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_no_port_is_ever_given_twice(wanted, holders, busy) -> None:
     if list(port_problems(ports, SMALL)):
         return
     try:
-        given_ports = hand_out(ports, held, busy, SMALL)
+        given_ports = assign_ports(ports, held, busy, SMALL)
     except InsufficientResource:
         return
     taken = [(port.protocol, port.host) for port in given_ports]

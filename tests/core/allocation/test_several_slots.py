@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentd.core.allocation.candidates import find_candidates
-from agentd.core.allocation.derivation import room
+from agentd.core.allocation.derivation import available_quanta
 from agentd.core.allocation.ledger import Ledger
-from agentd.core.allocation.ledger import charged as charged_share
+from agentd.core.allocation.ledger import without_unoffered_slots as charged_share
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import Inventory, SlotMeasure
 from agentd.core.slots import ONE, ResourceSlots, derived_amount
@@ -89,7 +89,9 @@ def test_several_named_slots_ignore_strategy_and_fragmentation(policy: Allocatio
 
 def test_the_tightest_devices_of_the_deciding_slot_are_chosen() -> None:
     split = node(gpu(0), gpu(1), gpu(2))
-    ledger = Ledger().with_held("k1", "a", place(split, asked(cuda_shares="0.3"), only=["cuda1"]))
+    ledger = Ledger().with_holding(
+        "k1", "a", place(split, asked(cuda_shares="0.3"), only=["cuda1"])
+    )
     request = asked(cuda_shares="0.5", cuda_mem="1g")
     assert charged(place(split, request, ledger)).keys() == {"cuda1"}
 
@@ -226,7 +228,7 @@ def test_room_is_the_largest_part_that_fits(own, others, data) -> None:
         )
 
     fitting = [n for n in range(1, first.usable // first.quantum + 1) if fits(n)]
-    assert room(left, measures, "s0", ["s0"]) == max(fitting, default=0)
+    assert available_quanta(left, measures, "s0", ["s0"]) == max(fitting, default=0)
     assert fitting == list(range(1, len(fitting) + 1))
 
 
@@ -255,5 +257,5 @@ LIMITS = {
 def test_a_kernel_counts_with_its_largest_fraction(case: str) -> None:
     request, expected = LIMITS[case]
     ledger = holding(node(gpu(0)), request)
-    assert ledger.held_of("a", "cuda") == expected
-    assert ledger.without("k1").held_of("a", "cuda") == 0
+    assert ledger.agent_limit_usage("a", "cuda") == expected
+    assert ledger.without("k1").agent_limit_usage("a", "cuda") == 0

@@ -12,8 +12,8 @@ from agentd.core.allocation.allocator import allocate
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.devices import Inventory
-from agentd.core.kernel.adoption import located
-from agentd.core.kernel.record import parse_statement, statement
+from agentd.core.kernel.adoption import resolve_devices
+from agentd.core.kernel.record import decode_device_label, encode_device_label
 from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.partition.split import Split, split
 from agentd.core.slots import ResourceSlots
@@ -78,14 +78,14 @@ class SeveralSlots(RuleBasedStateMachine):
             return
         anew = Ledger()
         for name, holding in reversed(self.ledger.holdings.items()):
-            anew = anew.with_held(name, holding.agent_id, holding.allocation)
+            anew = anew.with_holding(name, holding.agent_id, holding.allocation)
         assert allocate(anew, inventory, part, asked, policy) == given
         totals = {slot: each.amount for slot, each in given.totals().items()}
         assert {name: totals.get(name, 0) for name in asked} == dict(asked)
         before = self._sums()
         self.count += 1
-        self.ledger = self.ledger.with_held(f"k{self.count}", agent, given)
-        self.labels[f"k{self.count}"] = agent, statement(given)
+        self.ledger = self.ledger.with_holding(f"k{self.count}", agent, given)
+        self.labels[f"k{self.count}"] = agent, encode_device_label(given)
         after = self._sums()
         for share in given.shares:
             device = inventory.by_id[share.device_id]
@@ -127,12 +127,12 @@ class SeveralSlots(RuleBasedStateMachine):
         self.split = self._split(has_memory=has_memory)
         inventory, self.ledger = self.split.inventory, Ledger()
         for name, (agent, label) in self.labels.items():
-            allocation, missing = located(parse_statement(label), inventory)
+            allocation, missing = resolve_devices(decode_device_label(label), inventory)
             assert not missing
-            assert set(label.split()) <= set(statement(allocation).split())
-            self.ledger = self.ledger.with_held(name, agent, allocation)
+            assert set(label.split()) <= set(encode_device_label(allocation).split())
+            self.ledger = self.ledger.with_holding(name, agent, allocation)
         for device in DEVICES:
-            assert not self.ledger.kept_back_by(inventory.by_id[device.device_id])
+            assert not self.ledger.whole_device_holders(inventory.by_id[device.device_id])
         self._excuse()
 
     def _excuse(self) -> None:
@@ -161,7 +161,7 @@ class SeveralSlots(RuleBasedStateMachine):
                 )
         anew = Ledger()
         for name, holding in reversed(self.ledger.holdings.items()):
-            anew = anew.with_held(name, holding.agent_id, holding.allocation)
+            anew = anew.with_holding(name, holding.agent_id, holding.allocation)
         assert anew == self.ledger
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.access import Caller, Role
-from agentd.core.allocation.ledger import Allocation, ClaimHolder, Ledger, Share
+from agentd.core.allocation.ledger import Allocation, ClaimRef, Ledger, Share
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.allocation import (
-    allocate_from,
+    allocate_from_claim,
     allocate_observed,
     default_amounts,
     split_slots,
@@ -23,8 +23,8 @@ from agentd.core.claim.claim import (
     NameHolder,
     ProcessHolder,
     TimeHolder,
-    remaining,
-    united,
+    merge_allocations,
+    subtract_allocations,
 )
 from agentd.core.claim.record import decode, encode
 from agentd.core.devices import DeviceId, Inventory
@@ -128,8 +128,8 @@ def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
 def test_a_reboot_ends_all_but_what_survives_it(holder: ClaimOwner) -> None:
     made = claim(holder)
     survives = isinstance(holder, NameHolder) and holder.survives_reboot
-    assert not made.ends_with("boot-1")
-    assert made.ends_with("boot-2") is not survives
+    assert not made.is_ended_by_reboot("boot-1")
+    assert made.is_ended_by_reboot("boot-2") is not survives
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_remains_and_what_was_taken_are_the_whole(held: list[int], taken: l
     def of(numbers: Iterable[int]) -> Allocation:
         return Allocation(tuple(share(n, amount) for n, amount in enumerate(numbers) if amount))
 
-    left = {s.stable_id: s.amount for s in remaining(of(held), [of(taken)]).shares}
+    left = {s.stable_id: s.amount for s in subtract_allocations(of(held), [of(taken)]).shares}
     for number, amount in enumerate(held):
         gone = taken[number] if number < len(taken) else 0
         assert left.get(f"GPU-cuda-{number}", 0) == max(0, amount - gone)
@@ -166,7 +166,7 @@ def test_what_remains_and_what_was_taken_are_the_whole(held: list[int], taken: l
 
 
 def test_a_union_has_each_device_once() -> None:
-    found = united([allocation(0, 1), allocation(2), allocation(1)])
+    found = merge_allocations([allocation(0, 1), allocation(2), allocation(1)])
     assert [(s.device_id.id, s.amount) for s in found.shares] == [
         ("cuda0", ONE),
         ("cuda1", 2 * ONE),
@@ -181,7 +181,7 @@ def from_claim(
     wanted: int, *numbers: int, only: Iterable[str] = (), inventory: Inventory = INVENTORY
 ) -> list[str]:
     named = {"cuda": frozenset(DeviceId("cuda", name) for name in only)} if only else {}
-    found = allocate_from(
+    found = allocate_from_claim(
         allocation(*numbers),
         inventory,
         "a",
@@ -235,18 +235,18 @@ def test_several_slots_are_taken_from_a_claim_and_left_in_it() -> None:
     part = split.partitions["a"]
     claimed = several_slots.place(split, several_slots.asked(cuda_shares="0.1", cuda_mem="60g"))
     half = several_slots.asked(cuda_shares="0.05")
-    taken = allocate_from(claimed, split.inventory, "a", half, AllocationPolicy(), {})
+    taken = allocate_from_claim(claimed, split.inventory, "a", half, AllocationPolicy(), {})
     assert several_slots.charged(taken) == {"cuda0": ("0.05", "30g")}
-    rest = remaining(claimed, [taken])
+    rest = subtract_allocations(claimed, [taken])
     assert several_slots.charged(rest) == {"cuda0": ("0.05", "30g")}
-    ledger = Ledger().with_held("k1", "a", taken).with_held(ClaimHolder("c1"), "a", rest)
-    assert ledger.held_of("a", "cuda") == 3 * ONE // 4, "it counts as the claim alone did"
+    ledger = Ledger().with_holding("k1", "a", taken).with_holding(ClaimRef("c1"), "a", rest)
+    assert ledger.agent_limit_usage("a", "cuda") == 3 * ONE // 4, "it counts as the claim alone did"
     (device,) = split.inventory.by_name["cuda"]
     assert ledger.free(device, part, "cuda.mem") == 20 * 2**30
     assert default_amounts(claimed, frozenset()) == {"cuda.shares": ONE // 10}
     whole = ResourceSlots(default_amounts(claimed, frozenset()))
-    everything = allocate_from(claimed, split.inventory, "a", whole, AllocationPolicy(), {})
-    assert remaining(claimed, [everything]) == Allocation()
+    everything = allocate_from_claim(claimed, split.inventory, "a", whole, AllocationPolicy(), {})
+    assert subtract_allocations(claimed, [everything]) == Allocation()
 
 
 def test_a_record_of_a_claim_has_every_slot() -> None:

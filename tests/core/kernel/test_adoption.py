@@ -3,9 +3,9 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import UNREADABLE_SLOT, Allocation, Ledger, Share
 from agentd.core.devices import DeviceId
-from agentd.core.kernel.adoption import adopt, located, recalled
+from agentd.core.kernel.adoption import adopt, adopt_record, resolve_devices
 from agentd.core.kernel.reconcile import reconcile
-from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.record import encode, encode_device_label
 from agentd.core.kernel.states import KernelState, ObservedState
 from agentd.core.slots import ONE, SlotKind
 from core.kernels import GPU, HELD, KERNEL, MEM, NODE, encoded, found
@@ -21,42 +21,42 @@ def test_a_damaged_record_is_recovered_from_the_second_statement() -> None:
     assert "record of kernel k2" in foreign.reason
 
 
-@pytest.mark.parametrize("statement", ["", statement(HELD)], ids=["nothing", "statement"])
+@pytest.mark.parametrize("statement", ["", encode_device_label(HELD)], ids=["nothing", "statement"])
 def test_a_kernel_with_a_damaged_record_still_uses_its_claim(statement: str) -> None:
     """Else the claim would be charged with the devices of the kernel, too."""
     before = replace(adopt(found(), NODE).kernel, claim_id="c1", keeps_claim=True)
-    kernel = adopt(found(record="{", statement=statement), NODE, before).kernel
+    kernel = adopt(found(record="{", device_label=statement), NODE, before).kernel
     assert (kernel.claim_id, kernel.keeps_claim) == ("c1", True)
 
 
 def test_unreadable_kernel_quarantines_its_possible_devices() -> None:
-    kernel = adopt(found(record="", statement="", cores=("1",), memory_bytes=64), NODE).kernel
+    kernel = adopt(found(record="", device_label="", cores=("1",), memory_bytes=64), NODE).kernel
     assert kernel.state is KernelState.UNREADABLE
-    ledger = Ledger().with_held("k1", "a", kernel.allocation)
+    ledger = Ledger().with_holding("k1", "a", kernel.allocation)
     free = {d.device_id.id for d in NODE.devices if not ledger.holders(d.device_id)}
     assert free == {"0", "2", "3"}
     assert ledger.used(DeviceId("mem", "root")) == 64
-    assert all(ledger.kept_back_by(d) for d in NODE.by_name["cuda"])
-    unlimited = adopt(found(record="", statement=""), NODE).kernel
-    ledger = Ledger().with_held("k1", "a", unlimited.allocation)
-    assert all(ledger.kept_back_by(d) for d in NODE.devices)
-    ended = adopt(found(ObservedState.EXITED, record="", statement=""), NODE).kernel
+    assert all(ledger.whole_device_holders(d) for d in NODE.by_name["cuda"])
+    unlimited = adopt(found(record="", device_label=""), NODE).kernel
+    ledger = Ledger().with_holding("k1", "a", unlimited.allocation)
+    assert all(ledger.whole_device_holders(d) for d in NODE.devices)
+    ended = adopt(found(ObservedState.EXITED, record="", device_label=""), NODE).kernel
     assert ended.state is KernelState.TERMINATED
 
 
 def test_device_named_twice_in_a_record_is_charged_once() -> None:
     device = NODE.by_name["cuda"][0]
     share = Share(device.device_id, device.stable_id, device.slot, device.kind, 1000)
-    allocation, _ = located(Allocation((share, share)), NODE)
-    ledger = Ledger().with_held("k1", "a", allocation)
+    allocation, _ = resolve_devices(Allocation((share, share)), NODE)
+    ledger = Ledger().with_holding("k1", "a", allocation)
     assert ledger.used(device.device_id) == 2000
     assert ledger.without("k1") == Ledger()
     other = replace(share, slot="old.slot")
-    (merged,) = located(Allocation((share, other)), NODE)[0].shares
+    (merged,) = resolve_devices(Allocation((share, other)), NODE)[0].shares
     assert merged == other
     whole = replace(share, amount=ONE)
-    assert located(Allocation((whole, other)), NODE)[0].shares == (whole,)
-    assert located(Allocation((whole, whole)), NODE)[0].shares == (whole,)
+    assert resolve_devices(Allocation((whole, other)), NODE)[0].shares == (whole,)
+    assert resolve_devices(Allocation((whole, whole)), NODE)[0].shares == (whole,)
 
 
 def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
@@ -67,14 +67,16 @@ def test_shares_of_two_slots_hold_the_device_whole_and_are_shown() -> None:
     old, older = replace(part, slot="old.slot"), replace(part, slot="older.slot")
     pairs = [(part, old), (old, older), (GPU, old), (GPU, unreadable), (old, unreadable)]
     for pair in [*pairs, *(pair[::-1] for pair in pairs)]:
-        held, _ = located(Allocation(pair), NODE)
-        ledger = Ledger().with_held("k1", "a", held)
+        held, _ = resolve_devices(Allocation(pair), NODE)
+        ledger = Ledger().with_holding("k1", "a", held)
         (slots,) = held.to_wire().values()
         ((slot, ids),) = slots.items()
         assert ids.keys() == {"cuda0"}, pair
-        assert ledger.kept_back_by(device) or (slot, ids["cuda0"]) == (device.slot, "1"), pair
+        assert ledger.whole_device_holders(device) or (slot, ids["cuda0"]) == (device.slot, "1"), (
+            pair
+        )
         assert ledger.used(device.device_id) <= device.capacity, pair
-    held, _ = located(Allocation((part, unreadable)), NODE)
+    held, _ = resolve_devices(Allocation((part, unreadable)), NODE)
     assert held.shares == (unreadable,)
 
 
@@ -126,8 +128,8 @@ EDITED = {
 @pytest.mark.parametrize(("shares", "held", "said"), EDITED.values(), ids=EDITED)
 def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
     text = encoded(allocation=Allocation(shares))
-    stated = statement(Allocation((GPU,)))
-    adoption = adopt(found(record=text, statement=stated), NODE)
+    stated = encode_device_label(Allocation((GPU,)))
+    adoption = adopt(found(record=text, device_label=stated), NODE)
     kernel = adoption.kernel
     assert {s.stable_id: s.amount for s in kernel.allocation.shares} == held
     assert kernel.state is KernelState.RUNNING
@@ -136,23 +138,23 @@ def test_a_kernel_holds_record_and_second_statement(shares, held, said) -> None:
     assert kernel.allocation.to_wire()["cuda"]["cuda.device"].keys() >= {"cuda0"}
     assert [device.device_id.id for device in adoption.missing] == ["X"] * ("X" in held)
     assert all(device.gone for device in adoption.missing)
-    again = recalled("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
+    again = adopt_record("k1", encode(kernel, "n"), "docker", NODE, 5.0).kernel
     assert again.allocation == kernel.allocation
 
 
 def test_order_of_a_statement_does_not_matter() -> None:
-    words = statement(HELD).split()
-    item = found(statement=f" {'  '.join(reversed(words))} ")
+    words = encode_device_label(HELD).split()
+    item = found(device_label=f" {'  '.join(reversed(words))} ")
     kernel = adopt(item, NODE).kernel
     assert (kernel.reason, kernel.allocation) == ("", HELD)
-    twice = found(statement=f"{words[0]} {statement(HELD)}")
+    twice = found(device_label=f"{words[0]} {encode_device_label(HELD)}")
     assert "unreadable (duplicate device cuda/cuda0" in adopt(twice, NODE).kernel.reason
 
 
 RECORD_PROBLEMS = {
     "missing": ({}, "its record is missing; recovered"),
     "other": ({"record_problem": "it is k2's"}, "unreadable record (it is k2's); recovered"),
-    "both": ({"statement": ""}, "its record is missing; its devices cannot be recovered"),
+    "both": ({"device_label": ""}, "its record is missing; its devices cannot be recovered"),
 }
 
 
@@ -173,12 +175,12 @@ def test_a_kernel_without_record_counts_from_a_known_time() -> None:
 
 
 UNEQUAL = {
-    "removed": ({"statement": ""}, {}, True),
-    "unreadable": ({"statement": "cuda"}, {}, True),
-    "never-written": ({"statement": ""}, {"not_enforced": ("statement",)}, False),
-    "ended": ({"statement": "", "state": ObservedState.EXITED}, {}, False),
+    "removed": ({"device_label": ""}, {}, True),
+    "unreadable": ({"device_label": "cuda"}, {}, True),
+    "never-written": ({"device_label": ""}, {"not_enforced": ("statement",)}, False),
+    "ended": ({"device_label": "", "state": ObservedState.EXITED}, {}, False),
     "equal": ({}, {}, False),
-    "nothing-held": ({"statement": ""}, {"allocation": Allocation()}, False),
+    "nothing-held": ({"device_label": ""}, {"allocation": Allocation()}, False),
 }
 
 
@@ -192,20 +194,20 @@ def test_a_second_statement_is_missed_while_it_runs(changes, recorded, is_told) 
 def test_an_unlisted_device_takes_no_id_of_a_listed_one() -> None:
     """The stable id of the record is the id of a listed device."""
     text = encoded(allocation=Allocation((replace(EVIL, stable_id="cuda1"),)))
-    (missing,) = adopt(found(record=text, statement=""), NODE).missing
+    (missing,) = adopt(found(record=text, device_label=""), NODE).missing
     assert missing.device_id == ("cuda", "missing-cuda1")
 
 
 @pytest.mark.parametrize("text", ["{", ""])
 def test_recorded_kernel_holds_everything_when_unreadable(text: str) -> None:
-    kernel = recalled("k1", text, "docker", NODE, 5.0).kernel
+    kernel = adopt_record("k1", text, "docker", NODE, 5.0).kernel
     assert {share.device_id for share in kernel.allocation.shares} == set(NODE.by_id)
     assert (kernel.state, kernel.runtime) == (KernelState.CREATING, "docker")
     assert "cannot be read" in kernel.reason
 
 
 def test_recorded_kernel_takes_its_id_from_the_file_name() -> None:
-    kernel = recalled("k9", encoded(), "other", NODE, 5.0).kernel
+    kernel = adopt_record("k9", encoded(), "other", NODE, 5.0).kernel
     assert kernel == replace(KERNEL, kernel_id="k9")
 
 

@@ -5,11 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd.core.allocation.explain import Question, explain
+from agentd.core.allocation.explain import ExplainContext, explain
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.devices import Device, Inventory, SecondarySlot
-from agentd.core.kernel.adoption import adopt, located, recalled
-from agentd.core.kernel.record import RecordError, decode, encode, parse_statement, statement
+from agentd.core.kernel.adoption import adopt, adopt_record, resolve_devices
+from agentd.core.kernel.record import (
+    RecordError,
+    decode,
+    decode_device_label,
+    encode,
+    encode_device_label,
+)
 from agentd.core.kernel.states import KernelState
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.rpc.rendering import agent_view, device_view, kernel_view
@@ -84,13 +90,13 @@ def test_a_restart_charges_what_is_recorded(case: str) -> None:
         ),
         "n",
     )
-    item = found(record=text, statement=statement(recorded))
-    for adoption in (adopt(item, inventory), recalled("k1", text, "docker", inventory, 1.0)):
+    item = found(record=text, device_label=encode_device_label(recorded))
+    for adoption in (adopt(item, inventory), adopt_record("k1", text, "docker", inventory, 1.0)):
         assert not adoption.missing
         kernel = adoption.kernel
         assert charged(kernel.allocation) == expected
         split = replace(node(device), inventory=inventory)
-        ledger = Ledger().with_held("k1", "a", kernel.allocation)
+        ledger = Ledger().with_holding("k1", "a", kernel.allocation)
         view = device_view(inventory.by_id[device.device_id], split, ledger)
         assert view["state"] == state
         assert view["holders"][0]["amounts"] == {
@@ -101,7 +107,7 @@ def test_a_restart_charges_what_is_recorded(case: str) -> None:
         assert shown["slots"] == kernel.slots == {s: _written(each) for s, each in slots.items()}
         assert shown["unknown_slots"].items() >= unknown.items()
         primary = inventory.slot_types[device.slot]
-        question = Question(
+        question = ExplainContext(
             ledger, inventory, split.partitions["a"], primary, {primary.name: ONE}, PLAIN
         )
         (row,) = explain(question)
@@ -114,21 +120,21 @@ def _written(each) -> str:
 
 def test_slot_that_one_device_lacks_now_is_not_charged() -> None:
     split = node(gpu(0, None), gpu(1))
-    off, _ = located(BOTH, split.inventory)
+    off, _ = resolve_devices(BOTH, split.inventory)
     kernel = replace(KERNEL, allocation=off, state=KernelState.RUNNING)
     shown = kernel_view(kernel, split.inventory)
     assert shown["allocation"] == {"cuda": {"cuda.shares": {"cuda0": "0.1"}}}
     assert shown["unknown_slots"]["cuda.mem"] == str(60 * GIB)
-    use = agent_view("a", split, Ledger().with_held("k1", "a", off))["slots"]
+    use = agent_view("a", split, Ledger().with_holding("k1", "a", off))["slots"]
     assert use["cuda.mem"] == {"capacity": str(80 * GIB), "allocated": "0", "free": str(80 * GIB)}
     assert use["cuda.shares"]["allocated"] == "0.1"
 
 
 def test_recorded_amounts_are_not_computed_again() -> None:
-    smaller, _ = located(BOTH, inventory_of(gpu(0, 40)))
+    smaller, _ = resolve_devices(BOTH, inventory_of(gpu(0, 40)))
     assert charged(smaller) == {"cuda0": ("0.1", "60g")}
     split = replace(node(gpu(0, 40)), inventory=inventory_of(gpu(0, 40)))
-    ledger = Ledger().with_held("k1", "a", smaller)
+    ledger = Ledger().with_holding("k1", "a", smaller)
     view = device_view(split.inventory.by_name["cuda"][0], split, ledger)
     assert (view["state"], view["slots"]["cuda.mem"]["free"]) == ("overcommitted", "0")
     assert view["reason"] == "over-allocated by 20 GiB of cuda.mem"
@@ -136,12 +142,12 @@ def test_recorded_amounts_are_not_computed_again() -> None:
 
 def test_a_record_has_one_entry_for_each_device_and_slot() -> None:
     text = encode(replace(KERNEL, allocation=BOTH), "n")
-    assert statement(BOTH) == (
+    assert encode_device_label(BOTH) == (
         "cuda/cuda0/cuda.shares=0.1@GPU-cuda-0 cuda/cuda0/cuda.mem=64424509440B@GPU-cuda-0"
     )
-    for read in (decode(text).allocation, parse_statement(statement(BOTH))):
-        assert located(read, inventory_of(gpu(0)))[0] == BOTH
-        assert statement(read) == statement(BOTH)
+    for read in (decode(text).allocation, decode_device_label(encode_device_label(BOTH))):
+        assert resolve_devices(read, inventory_of(gpu(0)))[0] == BOTH
+        assert encode_device_label(read) == encode_device_label(BOTH)
 
 
 DAMAGED = {
@@ -156,18 +162,18 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_statement_that_names_a_slot_twice_is_refused(case: str) -> None:
     with pytest.raises(RecordError, match="duplicate device"):
-        parse_statement(DAMAGED[case])
+        decode_device_label(DAMAGED[case])
 
 
 def test_a_lost_entry_never_charges_less_than_the_other() -> None:
-    primary, secondary = statement(BOTH).split()
+    primary, secondary = encode_device_label(BOTH).split()
     inventory = inventory_of(gpu(0))
     text = encode(replace(KERNEL, allocation=BOTH), "n")
-    adoption = adopt(found(record=text, statement=primary), inventory)
+    adoption = adopt(found(record=text, device_label=primary), inventory)
     assert charged(adoption.kernel.allocation) == {"cuda0": ("0.1", "60g")}
-    held = adopt(found(record=text, statement=secondary), inventory).kernel.allocation
-    ledger = Ledger().with_held("k1", "a", held)
-    assert ledger.kept_back_by(inventory.by_name["cuda"][0]) == ["k1"]
+    held = adopt(found(record=text, device_label=secondary), inventory).kernel.allocation
+    ledger = Ledger().with_holding("k1", "a", held)
+    assert ledger.whole_device_holders(inventory.by_name["cuda"][0]) == ["k1"]
 
 
 AMOUNTS = st.integers(1, 100).map(lambda n: n * ONE // 100)
@@ -188,7 +194,12 @@ def test_switching_a_slot_off_and_on_changes_nothing(amounts, offered) -> None:
     for is_offered in (*offered, True):
         gib = 80 if is_offered else None
         inventory = node(*(gpu(n, gib) for n in range(len(amounts)))).inventory
-        now = [located(parse_statement(statement(kernel)), inventory)[0] for kernel in kernels]
-        assert [statement(each) for each in now] == [statement(kernel) for kernel in kernels]
+        now = [
+            resolve_devices(decode_device_label(encode_device_label(kernel)), inventory)[0]
+            for kernel in kernels
+        ]
+        assert [encode_device_label(each) for each in now] == [
+            encode_device_label(kernel) for kernel in kernels
+        ]
     assert now == kernels
     assert GPU_MEMORY.name in Allocation(now[0].shares).totals()

@@ -2,7 +2,7 @@ import pytest
 
 from agentd.core.allocation.ledger import Allocation, Share
 from agentd.core.devices import MEMORY, DeviceId
-from agentd.core.kernel.edits import ContainerEdits, merged
+from agentd.core.kernel.edits import ContainerEdits, merge_edits
 from agentd.core.kernel.plan import (
     KernelPlan,
     NodeFacts,
@@ -69,7 +69,7 @@ def test_no_two_kernels_of_any_nodes_have_one_name() -> None:
 
 
 def test_giving_edits_override_hiding_edits() -> None:
-    edits = merged(
+    edits = merge_edits(
         [ContainerEdits(env={"GPU": "", "NPU": ""})],
         {
             "gpu": ContainerEdits(env={"GPU": "0"}, groups=("video",)),
@@ -80,4 +80,6 @@ def test_giving_edits_override_hiding_edits() -> None:
     assert edits.groups == ("video",)
     why = "plugin a sets GPU to '0', and plugin b to '1'"
     with pytest.raises(PluginUnavailable, match=why):
-        merged([], {"a": ContainerEdits(env={"GPU": "0"}), "b": ContainerEdits(env={"GPU": "1"})})
+        merge_edits(
+            [], {"a": ContainerEdits(env={"GPU": "0"}), "b": ContainerEdits(env={"GPU": "1"})}
+        )

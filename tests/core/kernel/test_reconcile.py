@@ -6,7 +6,7 @@ from agentd.core.allocation.ports import Port
 from agentd.core.devices import Inventory
 from agentd.core.kernel.adoption import Adoption, adopt
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.reconcile import RemoveNeverRan, reconcile, stopped
+from agentd.core.kernel.reconcile import RemoveNeverRan, kernel_after_stop, reconcile
 from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from core.kernels import GPU, HELD, NODE, encoded, found
 from core.machines import cores, machine, memory
@@ -41,7 +41,7 @@ def test_observation_that_is_known_changes_nothing(state, known_as) -> None:
 
 
 def unreadable(state: ObservedState = ObservedState.RUNNING, handle: str = "") -> ObservedKernel:
-    item = found(state, record="", handle=handle, record_problem="has mode 0777", statement="")
+    item = found(state, record="", handle=handle, record_problem="has mode 0777", device_label="")
     return replace(item, is_unreadable=True)
 
 
@@ -79,7 +79,7 @@ def test_unknown_kernel_with_members_is_adopted_unreadable() -> None:
 @pytest.mark.parametrize("state", [KernelState.TERMINATED, KernelState.LOST])
 def test_an_ended_unreadable_kernel_holds_if_it_lives(state: KernelState) -> None:
     (action,) = reconcile(known(state), [unreadable(handle="c1")], NODE)
-    assert (action.kernel.state, action.kernel.holds) == (KernelState.UNREADABLE, True)
+    assert (action.kernel.state, action.kernel.holds_devices) == (KernelState.UNREADABLE, True)
     assert reconcile(known(state), [unreadable()], NODE) == []
     assert reconcile({}, [unreadable()], NODE) == []
 
@@ -113,8 +113,8 @@ def test_kernel_seen_running_did_run(handle: str) -> None:
     other = replace(item, handle="another")
     (action,) = reconcile({"k1": known}, [other], Inventory.of([], []))
     assert action == RemoveNeverRan(other)
-    assert stopped(known, item).state is KernelState.TERMINATED
-    assert stopped(known, None).state is KernelState.LOST
+    assert kernel_after_stop(known, item).state is KernelState.TERMINATED
+    assert kernel_after_stop(known, None).state is KernelState.LOST
 
 
 def test_a_unit_that_has_ended_has_no_process_any_more() -> None:
@@ -122,6 +122,6 @@ def test_a_unit_that_has_ended_has_no_process_any_more() -> None:
     ended = replace(found(ObservedState.EXITED), unit="u.service")
     (action,) = reconcile(units, [ended], NODE)
     assert (action.kernel.pid, action.kernel.unit) == (None, "u.service")
-    assert stopped(units["k1"], ended).pid is None
+    assert kernel_after_stop(units["k1"], ended).pid is None
     (process,) = known(pid=7).values()
-    assert stopped(process, found(ObservedState.EXITED)).pid == 7
+    assert kernel_after_stop(process, found(ObservedState.EXITED)).pid == 7

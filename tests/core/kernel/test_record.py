@@ -2,20 +2,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd.core.kernel.record import RecordError, decode, parse_statement, statement
+from agentd.core.kernel.record import RecordError, decode, decode_device_label, encode_device_label
 from agentd.core.kernel.states import Kernel
 from core.kernels import HELD, KERNEL, encoded
 
 
 def test_records_and_statements_come_back_as_they_were() -> None:
     assert decode(encoded()) == KERNEL
-    assert parse_statement(statement(HELD)) == HELD
-    assert statement(HELD) == ("cuda/cuda0/cuda.device=1@GPU-cuda-0 mem/root/mem=4096B@mem-root")
+    assert decode_device_label(encode_device_label(HELD)) == HELD
+    assert encode_device_label(HELD) == (
+        "cuda/cuda0/cuda.device=1@GPU-cuda-0 mem/root/mem=4096B@mem-root"
+    )
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
 def test_reader_refuses_any_malformed_text(text) -> None:
-    for read in (decode, parse_statement):
+    for read in (decode, decode_device_label):
         try:
             read(text)
         except RecordError as error:
@@ -66,4 +68,4 @@ def test_a_share_of_nothing_makes_a_record_unreadable(before: str, after: str) -
 @pytest.mark.parametrize("amount", ["0", "-1", "0B"])
 def test_a_share_of_nothing_makes_a_statement_unreadable(amount: str) -> None:
     with pytest.raises(RecordError):
-        parse_statement(f"cuda/cuda0/cuda.device={amount}@GPU-cuda-0")
+        decode_device_label(f"cuda/cuda0/cuda.device={amount}@GPU-cuda-0")

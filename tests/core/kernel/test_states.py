@@ -21,7 +21,7 @@ FINDS = {
     ObservedState.RUNNING: found(ObservedState.RUNNING),
     ObservedState.PAUSED: found(ObservedState.PAUSED),
     ObservedState.EXITED: found(ObservedState.EXITED),
-    ObservedState.UNREADABLE: found(ObservedState.RUNNING, record="", statement=""),
+    ObservedState.UNREADABLE: found(ObservedState.RUNNING, record="", device_label=""),
 }
 
 
@@ -46,10 +46,10 @@ def test_only_the_moves_of_the_table_are_legal(before: KernelState, after: Kerne
 def test_observations_follow_the_table(before: KernelState, sight: ObservedState) -> None:
     made = kernel(before)
     if sight in OBSERVATIONS[before]:
-        assert made.observed(sight).state is OBSERVATIONS[before][sight]
+        assert made.with_observation(sight).state is OBSERVATIONS[before][sight]
     else:
         with pytest.raises(ValueError, match="cannot be seen"):
-            made.observed(sight)
+            made.with_observation(sight)
 
 
 @pytest.mark.parametrize("sight", FINDS)
@@ -70,7 +70,7 @@ def test_absence_is_an_edge_too(before: KernelState) -> None:
     actions = reconcile({"k1": known}, [], NODE, expired=["k1"])
     is_gone = before in (KernelState.FAILED, KernelState.LOST)
     assert actions == ([] if is_gone else [MarkAbsent("k1")])
-    assert known.observed(ObservedState.ABSENT).state in ENDED
+    assert known.with_observation(ObservedState.ABSENT).state in ENDED
 
 
 def test_every_state_is_reachable_and_only_ended_ones_stay() -> None:

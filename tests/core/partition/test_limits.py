@@ -120,9 +120,9 @@ def test_invalid_limits_are_refused(raw) -> None:
 
 def test_a_limit_that_shrank_touches_nothing_that_runs() -> None:
     before = limited(one_gpu(), {"cuda": Amount("1")}, {})
-    ledger = Ledger().with_held("k1", "a1", ask(before, Ledger(), "a1", cuda_shares=0.8))
+    ledger = Ledger().with_holding("k1", "a1", ask(before, Ledger(), "a1", cuda_shares=0.8))
     now = limited(one_gpu(), {"cuda": HALF}, {})
-    assert ledger.within_limit(now.partitions["a1"], "cuda") == 0
+    assert ledger.limit_headroom(now.partitions["a1"], "cuda") == 0
     assert ledger.holdings["k1"].allocation.shares[0].amount == round(0.8 * ONE)
     with pytest.raises(InsufficientResource):
         ask(now, ledger, "a1", cuda_shares=0.01)
@@ -146,7 +146,7 @@ def test_limits_and_guarantees_hold_for_all_agents(
         agent = agents[who % len(agents)]
         limit = node.partitions[agent].limits["cuda"]
         assert ("cuda" in node.guaranteed) is is_guaranteed
-        fits = ledger.held_of(agent, "cuda") + amount * CENT <= limit.amount
+        fits = ledger.agent_limit_usage(agent, "cuda") + amount * CENT <= limit.amount
         try:
             got = allocate(
                 ledger, node.inventory, node.partitions[agent],
@@ -157,7 +157,7 @@ def test_limits_and_guarantees_hold_for_all_agents(
             assert ("limit:" in str(refused)) is not fits
         else:
             assert fits
-            ledger = ledger.with_held(f"k{number}", agent, got)
+            ledger = ledger.with_holding(f"k{number}", agent, got)
         if number % 3 == 2:
             ledger = ledger.without(f"k{number - 1}")
         for name in agents:
@@ -168,7 +168,9 @@ def test_limits_and_guarantees_hold_for_all_agents(
                 for share in holding.allocation.shares
             )
             assert (
-                held == ledger.held_of(name, "cuda") <= node.partitions[name].limits["cuda"].amount
+                held
+                == ledger.agent_limit_usage(name, "cuda")
+                <= node.partitions[name].limits["cuda"].amount
             )
 
 

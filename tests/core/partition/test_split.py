@@ -47,7 +47,7 @@ def test_no_agents_means_one_that_owns_everything() -> None:
     for mode in AllocationMode:
         result = split(NODE, SplitRules(mode, ()))
         assert list(result.partitions) == ["main"]
-        assert result.slots_of("main") == result.node_slots()
+        assert result.agent_slots("main") == result.node_slots()
         assert set(result.scaling_factors("main").values()) == {Decimal(1)}
         assert not result.unassigned
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 from end_to_end.fleet.etcd_server import EtcdServers
 from support.daemon import AGENTS, BASE, Answer, Daemon, Process, gpus
@@ -282,9 +282,9 @@ class World:
         listed = [f"unix:{daemon.folder}/agentd.sock" for daemon in self.nodes.values()]
         return f"[fleet]\nnodes = {json.dumps(listed)}\n"
 
-    def client(self) -> Etcd:
+    def client(self) -> EtcdClient:
         assert self.etcd is not None
-        return Etcd(EtcdCredentials(self.etcd.endpoints))
+        return EtcdClient(EtcdCredentials(self.etcd.endpoints))
 
     async def census(self) -> dict[str, list[str]]:
         """Which nodes have each kernel, as the nodes say themselves."""

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentd_fleet.store.etcd_client import Change, Etcd
+from agentd_fleet.store.etcd_client import Change, EtcdClient
 from agentd_fleet.store.etcd_transport import (
-    Compacted,
     EtcdCredentials,
     EtcdRefused,
     EtcdUnavailable,
     LeaseGone,
-    Stream,
+    RevisionsCompacted,
+    WatchStream,
 )
 from end_to_end.fleet.etcd_server import EtcdServers, Proxy
 
@@ -31,14 +31,14 @@ async def three(tmp_path: Path, running: list[EtcdServers]) -> EtcdServers:
 
 
 @pytest.fixture
-async def etcd(servers: EtcdServers) -> AsyncIterator[Etcd]:
-    async with Etcd(EtcdCredentials(servers.endpoints)) as made:
+async def etcd(servers: EtcdServers) -> AsyncIterator[EtcdClient]:
+    async with EtcdClient(EtcdCredentials(servers.endpoints)) as made:
         yield made
 
 
 @pytest.fixture
-async def in_mortal(mortal: EtcdServers) -> AsyncIterator[Etcd]:
-    async with Etcd(EtcdCredentials(mortal.endpoints)) as made:
+async def in_mortal(mortal: EtcdServers) -> AsyncIterator[EtcdClient]:
+    async with EtcdClient(EtcdCredentials(mortal.endpoints)) as made:
         yield made
 
 
@@ -50,7 +50,9 @@ async def proxy(servers: EtcdServers) -> AsyncIterator[Proxy]:
     await made.stop()
 
 
-async def told(etcd: Etcd, prefix: str, after: int, count: int, silence_s: float | None = None):
+async def told(
+    etcd: EtcdClient, prefix: str, after: int, count: int, silence_s: float | None = None
+):
     """The first changes of a watch, and how far they reach."""
     changes: list[Change] = []
     async with (
@@ -64,7 +66,7 @@ async def told(etcd: Etcd, prefix: str, after: int, count: int, silence_s: float
     raise AssertionError("the watch ended")
 
 
-async def test_put_if_writes_only_at_the_expected_revision(etcd: Etcd) -> None:
+async def test_put_if_writes_only_at_the_expected_revision(etcd: EtcdClient) -> None:
     first = await etcd.put_if("routes/k1", b"a", expected=0)
     assert first is not None
     assert await etcd.put_if("routes/k1", b"b", expected=0) is None
@@ -79,7 +81,7 @@ async def test_put_if_writes_only_at_the_expected_revision(etcd: Etcd) -> None:
     assert not await etcd.delete_if("routes/k1", expected=found.mod_revision)
 
 
-async def test_a_key_may_be_empty_or_any_bytes_and_is_deleted_once(etcd: Etcd) -> None:
+async def test_a_key_may_be_empty_or_any_bytes_and_is_deleted_once(etcd: EtcdClient) -> None:
     for value in (b"", bytes(range(256))):
         revision = await etcd.put("nodes/ü", value)
         found = await etcd.get("nodes/ü")
@@ -90,7 +92,7 @@ async def test_a_key_may_be_empty_or_any_bytes_and_is_deleted_once(etcd: Etcd) -
     assert not await etcd.delete("nodes/ü")
 
 
-async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) -> None:
+async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: EtcdClient) -> None:
     for number in range(25):
         await etcd.put(f"nodes/{number:02}", b"before")
     await etcd.put("nodez", b"not below it")
@@ -113,7 +115,7 @@ async def test_all_keys_are_read_at_one_revision_while_others_write(etcd: Etcd) 
     assert await etcd.range("none/") == ([], revision)
 
 
-async def test_watch_yields_all_changes_in_order(etcd: Etcd) -> None:
+async def test_watch_yields_all_changes_in_order(etcd: EtcdClient) -> None:
     after = await etcd.revision()
     large = [bytes([number]) * 700_000 for number in range(8)]
     for number, value in enumerate(large):
@@ -137,7 +139,7 @@ async def test_messages_are_the_same_wherever_their_stream_is_cut(size: int) -> 
         return next(parts, b"")
 
     response = SimpleNamespace(content=SimpleNamespace(readany=readany), status=200)
-    stream = Stream("http://etcd", response)  # type: ignore[arg-type]
+    stream = WatchStream("http://etcd", response)  # type: ignore[arg-type]
     assert await stream.next() == {"created": True}
     assert await stream.next() == {"header": {"revision": "7"}}
     with pytest.raises(EtcdUnavailable, match="no leader"):
@@ -145,7 +147,7 @@ async def test_messages_are_the_same_wherever_their_stream_is_cut(size: int) -> 
 
 
 async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
-    mortal: EtcdServers, in_mortal: Etcd
+    mortal: EtcdServers, in_mortal: EtcdClient
 ) -> None:
     first = await in_mortal.put("nodes/a", b"1")
     await in_mortal.put("nodes/a", b"2")
@@ -154,19 +156,19 @@ async def test_revisions_that_the_store_gave_up_are_told_as_compacted(
     assert len((await anext(pages))[0]) == 1
     last = await in_mortal.put("nodes/c", b"4")
     await mortal.compact(last)
-    with pytest.raises(Compacted, match=f"revisions before {last}"):
+    with pytest.raises(RevisionsCompacted, match=f"revisions before {last}"):
         await told(in_mortal, "nodes/", first, 1)
-    with pytest.raises(Compacted):
+    with pytest.raises(RevisionsCompacted):
         await anext(pages)
     assert await told(in_mortal, "nodes/", last - 1, 1) == ([Change("nodes/c", b"4", last)], last)
 
 
-async def test_watch_reports_a_store_behind_as_compacted(in_mortal: Etcd) -> None:
-    with pytest.raises(Compacted, match="the store is at revision 1"):
+async def test_watch_reports_a_store_behind_as_compacted(in_mortal: EtcdClient) -> None:
+    with pytest.raises(RevisionsCompacted, match="the store is at revision 1"):
         await told(in_mortal, "nodes/", 1000, 1, silence_s=0.05)
 
 
-async def test_a_lease_that_ends_deletes_its_keys_and_the_watch_tells(etcd: Etcd) -> None:
+async def test_a_lease_that_ends_deletes_its_keys_and_the_watch_tells(etcd: EtcdClient) -> None:
     lease = await etcd.grant(1)
     written = await etcd.put_if("nodes/a", b"1", expected=0, lease=lease)
     assert written is not None
@@ -188,7 +190,7 @@ async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
 ) -> None:
     running.append(EtcdServers(tmp_path, options=[PROGRESS]))
     await running[0].start()
-    async with Etcd(EtcdCredentials(running[0].endpoints)) as etcd, asyncio.timeout(20):
+    async with EtcdClient(EtcdCredentials(running[0].endpoints)) as etcd, asyncio.timeout(20):
         await etcd.put("free/a", b"another prefix")
         watch = etcd.watch("nodes/", after=1, silence_s=0.02)
         async with aclosing(watch):
@@ -200,7 +202,7 @@ async def test_a_quiet_watch_lives_on_and_says_how_far_it_has_come(
 
 
 async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers) -> None:
-    async with Etcd(EtcdCredentials(three.endpoints[:1])) as etcd, asyncio.timeout(30):
+    async with EtcdClient(EtcdCredentials(three.endpoints[:1])) as etcd, asyncio.timeout(30):
         watch = etcd.watch("nodes/", after=0)
         await etcd.put("nodes/a", b"1")
         assert (await anext(watch))[0]
@@ -214,7 +216,10 @@ async def test_a_watch_ends_where_its_member_lost_the_others(three: EtcdServers)
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
 async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool) -> None:
-    async with Etcd(EtcdCredentials(mortal.endpoints), timeout_s=0.3) as etcd, asyncio.timeout(20):
+    async with (
+        EtcdClient(EtcdCredentials(mortal.endpoints), timeout_s=0.3) as etcd,
+        asyncio.timeout(20),
+    ):
         watch = etcd.watch("nodes/", after=0, silence_s=0.3)
         await etcd.put("nodes/a", b"1")
         assert (await anext(watch))[0]
@@ -227,11 +232,11 @@ async def test_a_watch_ends_with_its_member(mortal: EtcdServers, is_killed: bool
 
 
 async def test_write_with_a_lost_answer_is_recognized(
-    servers: EtcdServers, etcd: Etcd, proxy: Proxy
+    servers: EtcdServers, etcd: EtcdClient, proxy: Proxy
 ) -> None:
-    async with Etcd(EtcdCredentials((proxy.endpoint, *servers.endpoints))) as lossy:
+    async with EtcdClient(EtcdCredentials((proxy.endpoint, *servers.endpoints))) as lossy:
 
-        def lost() -> Etcd:
+        def lost() -> EtcdClient:
             lossy._transport._preferred = 0
             proxy.loses = b"POST /v3/kv"
             return lossy
@@ -251,16 +256,18 @@ async def test_write_with_a_lost_answer_is_recognized(
         assert proxy.swallowed == 8
 
 
-async def test_a_lost_answer_of_the_only_endpoint_leaves_it_open(etcd: Etcd, proxy: Proxy) -> None:
+async def test_a_lost_answer_of_the_only_endpoint_leaves_it_open(
+    etcd: EtcdClient, proxy: Proxy
+) -> None:
     proxy.loses = b"POST /v3/kv/txn"
-    async with Etcd(EtcdCredentials((proxy.endpoint,))) as lossy:
+    async with EtcdClient(EtcdCredentials((proxy.endpoint,))) as lossy:
         with pytest.raises(EtcdUnavailable):
             await lossy.put_if("routes/k", b"mine", expected=0)
         assert await lossy.get("routes/k") is not None
 
 
 async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
-    mortal: EtcdServers, in_mortal: Etcd
+    mortal: EtcdServers, in_mortal: EtcdClient
 ) -> None:
     """Where nothing can have been sent, the same value is another's."""
     await mortal.kill(0)
@@ -269,11 +276,11 @@ async def test_a_key_that_another_wrote_is_not_taken_for_a_lost_write(
         await in_mortal.put_if("routes/k", b"same", expected=0)
     await mortal.restart(0)
     await in_mortal.put("routes/k", b"same")
-    async with Etcd(EtcdCredentials(("http://127.0.0.1:1", unreached))) as other:
+    async with EtcdClient(EtcdCredentials(("http://127.0.0.1:1", unreached))) as other:
         assert await other.put_if("routes/k", b"same", expected=0) is None
 
 
-async def filled(etcd: Etcd) -> None:
+async def filled(etcd: EtcdClient) -> None:
     for _ in range(100):
         await etcd.put("nodes/a", b"x" * 500_000)
 
@@ -283,7 +290,7 @@ async def test_a_store_without_space_says_so_and_still_deletes(
 ) -> None:
     running.append(EtcdServers(tmp_path, quota_bytes=2**22))
     await running[0].start()
-    async with Etcd(EtcdCredentials(running[0].endpoints)) as etcd:
+    async with EtcdClient(EtcdCredentials(running[0].endpoints)) as etcd:
         with pytest.raises(EtcdUnavailable, match="database space exceeded"):
             await filled(etcd)
         with pytest.raises(EtcdUnavailable, match="database space exceeded"):
@@ -294,13 +301,13 @@ async def test_a_store_without_space_says_so_and_still_deletes(
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize("size", [1_600_000, 4_000_000])
-async def test_a_value_that_is_too_large_is_refused(etcd: Etcd, size: int) -> None:
+async def test_a_value_that_is_too_large_is_refused(etcd: EtcdClient, size: int) -> None:
     with pytest.raises(EtcdRefused, match=r"larger than|too large"):
         await etcd.put("nodes/a", b"x" * size)
 
 
 async def test_unavailable_store_is_reported_within_the_deadline(three: EtcdServers) -> None:
-    async with Etcd(EtcdCredentials(three.endpoints), timeout_s=0.6) as etcd:
+    async with EtcdClient(EtcdCredentials(three.endpoints), timeout_s=0.6) as etcd:
         for number in range(3):
             three.pause(number)
         for call in (etcd.get("nodes/a"), etcd.put_if("a", b"", expected=0), etcd.grant(5)):
@@ -315,6 +322,6 @@ async def test_unavailable_store_is_reported_within_the_deadline(three: EtcdServ
 
 
 async def test_client_refuses_a_server_that_is_not_etcd(proxy: Proxy) -> None:
-    async with Etcd(EtcdCredentials((f"{proxy.endpoint}/elsewhere",))) as etcd:
+    async with EtcdClient(EtcdCredentials((f"{proxy.endpoint}/elsewhere",))) as etcd:
         with pytest.raises(EtcdRefused, match="HTTP 404"):
             await etcd.get("nodes/a")

@@ -28,10 +28,10 @@ CREATES, CALLERS, TROUBLES = (0, 24, 0) if SOAK_S else (60, 3, 6)
 MOST_LASTING = 150
 """Kernels that run at once: in an hour more would be made than a machine has processes for."""
 QUICK = {
-    "agentd_fleet.placement.attempts.PlacementTimeouts.insist_s": 2.0,
-    "agentd_fleet.placement.attempts.PlacementTimeouts.fresh_s": 5.0,
-    "agentd_fleet.placement.attempts.PlacementTimeouts.sweep_s": 1.0,
-    "agentd_fleet.placement.attempts.PlacementTimeouts.settled_s": 10.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.retry_for_s": 2.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.send_within_s": 5.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.sweep_period_s": 1.0,
+    "agentd_fleet.placement.attempts.PlacementTimeouts.absent_for_s": 10.0,
     "agentd_fleet.store.etcd_store.SILENCE_S": 1.0,
 }
 """A gateway's deadlines here: longer than a freeze and what may be in a frozen node's socket."""
@@ -249,4 +249,6 @@ async def test_no_kernel_id_is_on_two_nodes_and_none_is_lost(world: World) -> No
     odd = {name for name in lasting.keys() | placed if lasting.get(name) != placed.get(name)}
     assert not odd, said_of(world, odd)
     pace = PlacementTimeouts()
-    assert pace.settled_s >= pace.fresh_s + 20 + 10 + 30, "longer than a request is under way"
+    assert pace.absent_for_s >= pace.send_within_s + 20 + 10 + 30, (
+        "longer than a request is under way"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.waiting import until
@@ -110,7 +110,7 @@ async def test_a_node_that_is_lost_keeps_its_kernels(world: World) -> None:
 
 
 async def test_stopped_daemon_is_reported_at_once(world: World) -> None:
-    patience = {"agentd_fleet.nodes.reader.PROBE_PATIENCE_S": 1.0}
+    patience = {"agentd_fleet.nodes.reader.PROBE_TIMEOUT_S": 1.0}
     gateway, (cuda,) = await joined(world, "cuda", deadlines=patience)
     await world.nodes[cuda].stop(signal.SIGKILL)
     await gateway.until({cuda: "daemon-down"}, within_s=SOON_S)
@@ -166,7 +166,7 @@ async def test_reinstalled_node_keeps_its_id_without_kernels(world: World) -> No
     assert (await gateway.create(kernel_id="k1", slots={"cpu": 2})).status == 201
 
 
-async def fill(etcd: Etcd) -> None:
+async def fill(etcd: EtcdClient) -> None:
     for number in range(200):
         await etcd.put(f"/filler/{number}", b"x" * 200_000)
 
@@ -206,7 +206,7 @@ async def test_fleets_in_one_etcd_are_separate(world: World) -> None:
     assert await other.states() == {}
     stranger = world.join(cuda, kept_in=kept_in("node", "other"))
     await stranger.until_logged("permission denied")
-    async with Etcd(EtcdCredentials(servers.endpoints, "node", "secret:ü")) as etcd:
+    async with EtcdClient(EtcdCredentials(servers.endpoints, "node", "secret:ü")) as etcd:
         for key in ("nodes/another", "routes/k1", "slot-types/cuda.device"):
             with pytest.raises(EtcdRefused, match="permission denied"):
                 await etcd.put(f"/agentd/main/{key}", json.dumps({}).encode())

@@ -142,7 +142,7 @@ async def test_a_gateway_that_starts_again_knows_routes_and_slot_types(fleet) ->
     await gateway.create(kernel_id="k1", slots={"rocm.device": 1})
     await gateway.stop(signal.SIGKILL)
     await world.nodes[rocm].stop()
-    gateway.deadlines = {"agentd_fleet.store.sqlite_store.FIRST_WORD_S": 2.0}
+    gateway.deadlines = {"agentd_fleet.store.sqlite_store.FIRST_READINGS_S": 2.0}
     gateway.start()
     await gateway.until({cuda: "ready", rocm: "lost"})
     assert {s["name"] for s in await gateway.get("/v1/slot-types")} >= {"rocm.device"}

@@ -14,13 +14,13 @@ from aiohttp import web
 
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.etcd_transport import EtcdCredentials
 from agentd_fleet.store.route import RouteUnreadable
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
-from agentd_fleet.view.reports import unreachable
+from agentd_fleet.view.reports import unreachable_reason
 from end_to_end.fleet.fleet_world import GatewayProgram, World
 from support.waiting import until
 from support.web_server import served
@@ -53,7 +53,7 @@ async def liar(folder: Path) -> AsyncIterator[Liar]:
         yield made
 
 
-async def tell(etcd: Etcd, node: str, url: str, agents: Any = AGENTS, **members: Any) -> None:
+async def tell(etcd: EtcdClient, node: str, url: str, agents: Any = AGENTS, **members: Any) -> None:
     report = {**SAID, "url": url, "agents": agents, "slot_types": TYPES, **members}
     await etcd.put(f"/agentd/main/nodes/{node}", msgspec.json.encode(report))
     await etcd.put(f"/agentd/main/free/{node}", msgspec.json.encode({"agents": agents}))
@@ -64,7 +64,7 @@ async def with_liar(world: World, liar: Liar) -> tuple[GatewayProgram, str]:
     (honest,) = await world.start_nodes("none")
     world.join(honest)
     gateway = world.gateway(
-        deadlines={"agentd_fleet.placement.attempts.PlacementTimeouts.insist_s": 1.0}
+        deadlines={"agentd_fleet.placement.attempts.PlacementTimeouts.retry_for_s": 1.0}
     )
     async with world.client() as etcd:
         await tell(etcd, "liar", f"unix:{liar.path}")
@@ -108,7 +108,7 @@ async def test_malformed_node_answers_affect_only_that_node(world: World, liar: 
 async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Liar) -> None:
     servers = await world.start_etcd()
     route = {"node_id": "liar", "agent_id": "agent-1", "request_hash": "x", "owner": "o"}
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
+    async with EtcdClient(EtcdCredentials(servers.endpoints)) as etcd:
         state = FleetState()
         store = EtcdStore(etcd, "main", state)
         for node in ("a/liar", "..", ""):
@@ -129,7 +129,7 @@ async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Li
         await until(lambda: state.node("last") is not None, within_s=10)
         following.cancel()
     assert sorted(state.view.nodes) == ["last", "liar"]
-    assert "invalid agent id" in state.view.nodes["liar"].remark
+    assert "invalid agent id" in state.view.nodes["liar"].exclusion_reason
 
 
 async def test_a_path_within_a_name_reaches_no_other_call(world: World, liar: Liar) -> None:
@@ -195,11 +195,11 @@ async def test_exec_reaches_only_its_node(folder: Path) -> None:
 
     async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
         node = liar_in(folder)
-        async with await nodes.connected(node, GATEWAY, "/right") as socket:
+        async with await nodes.open_websocket(node, GATEWAY, "/right") as socket:
             assert not socket.closed
         for path in ("/moved", "/exec"):
             with pytest.raises(NodeAnswerLost, match="another server answers"):
-                await nodes.connected(node, GATEWAY, path)
+                await nodes.open_websocket(node, GATEWAY, path)
     assert asked == ["/right", "/moved", "/exec"]
 
 
@@ -217,7 +217,7 @@ async def test_an_answer_without_end_is_given_up(folder: Path) -> None:
 
     async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
         with pytest.raises(NodeAnswerLost, match="exceeds 64 MiB"):
-            await nodes.ask(liar_in(folder), GATEWAY, "GET", "/v1/kernels")
+            await nodes.call(liar_in(folder), GATEWAY, "GET", "/v1/kernels")
         async with asyncio.timeout(20):
             await has_ended.wait()
 
@@ -233,7 +233,7 @@ async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
         return socket
 
     async with served(folder / "liar.sock", answer), Nodes(FleetState()) as nodes:
-        socket = await nodes.connected(liar_in(folder), GATEWAY, "/exec")
+        socket = await nodes.open_websocket(liar_in(folder), GATEWAY, "/exec")
         assert socket is not None
         assert (await socket.receive()).type is aiohttp.WSMsgType.ERROR
         assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
@@ -249,4 +249,4 @@ async def test_a_frame_without_end_is_given_up(folder: Path) -> None:
      ("unix:/a\nb", False), ("unix:relative", False)],
 )  # fmt: skip
 def test_a_token_goes_to_addresses_that_are_one_and_are_safe(url: str, is_called: bool) -> None:
-    assert (unreachable(url) == "") is is_called
+    assert (unreachable_reason(url) == "") is is_called

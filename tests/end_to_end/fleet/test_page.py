@@ -19,7 +19,7 @@ from end_to_end.fleet.fleet_world import GatewayProgram, World
 from end_to_end.test_exec_attacks import hang_up_behind_input, tcp_listener
 from hostile.attacks import FRAMES, Client
 from support import fork_server
-from support.daemon import gone
+from support.daemon import until_no_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 READ = Caller("eye", Role.READ).to_text()
@@ -88,7 +88,7 @@ async def test_a_command_runs_inside_a_kernel_through_the_gateway(fleet) -> None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await running.write(bytes(8 << 20))
-        await gone(marker)
+        await until_no_process(marker)
         use = await gateway.get("/v1/kernels/far/stats")
         assert (use["node_id"], use["kernel_id"]) == (cuda, "far")
         await gateway.call("POST", "/v1/kernels/far/stop", {"timeout": 0})
@@ -122,7 +122,7 @@ async def test_caller_of_a_gateway_that_hangs_up_ends_its_command(world: World) 
     assert (await gateway.create(kernel_id="k1")).status == 201
     marker = os.urandom(8).hex()
     await hang_up_behind_input(port, marker)
-    await gone(marker)
+    await until_no_process(marker)
 
 
 async def test_command_line_inspects_kernels_of_all_nodes(fleet) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_store import EtcdStore
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdUnavailable
 from agentd_fleet.view.fleet_state import FleetState
@@ -22,7 +22,7 @@ MOST_TRANSACTIONS = 6
 """Of one gateway: nodes are heard of while the first of them is under way."""
 
 
-class CountedEtcd(Etcd):
+class CountedEtcd(EtcdClient):
     """A client that counts its calls by path; some of its first writes can fail."""
 
     def __init__(self, access: EtcdCredentials, failures: int = 0) -> None:
@@ -47,7 +47,7 @@ def types_of(number: int) -> list[SlotTypeReport]:
     return [SlotTypeReport(name, "count", "1") for name in names]
 
 
-async def publish(etcd: Etcd, count: int) -> None:
+async def publish(etcd: EtcdClient, count: int) -> None:
     for first in range(0, count, 50):
         reports = {
             f"/agentd/main/nodes/n{number}": NodeReport(
@@ -81,7 +81,7 @@ async def until_known(state: FleetState, nodes: int, types: int) -> None:
 @pytest.mark.long
 async def test_first_start_writes_each_slot_type_once(servers: EtcdServers) -> None:
     known = TYPES - 1 + 50 + 2  # and cpu and mem, which every gateway knows
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
+    async with EtcdClient(EtcdCredentials(servers.endpoints)) as etcd:
         await publish(etcd, NODES)
         async with gateway(servers) as (one, first), gateway(servers) as (other, second):
             await until_known(one, NODES, known)
@@ -98,7 +98,7 @@ async def test_first_start_writes_each_slot_type_once(servers: EtcdServers) -> N
 
 
 async def test_slot_type_is_written_after_etcd_failed_once(servers: EtcdServers) -> None:
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd:
+    async with EtcdClient(EtcdCredentials(servers.endpoints)) as etcd:
         await publish(etcd, 1)
         async with gateway(servers, failures=2) as (state, client):
             await until_known(state, 1, TYPES + 2)
@@ -106,7 +106,10 @@ async def test_slot_type_is_written_after_etcd_failed_once(servers: EtcdServers)
 
 
 async def test_forgotten_slot_type_is_written_again_when_offered(servers: EtcdServers) -> None:
-    async with Etcd(EtcdCredentials(servers.endpoints)) as etcd, gateway(servers) as (state, _):
+    async with (
+        EtcdClient(EtcdCredentials(servers.endpoints)) as etcd,
+        gateway(servers) as (state, _),
+    ):
         await publish(etcd, 1)
         await until_known(state, 1, TYPES + 2)
         await etcd.put("/agentd/main/known/n0", b"{}")

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from agentd_fleet.store import etcd_transport
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, EtcdUnavailable
 from end_to_end.fleet.etcd_server import EtcdServers
 from end_to_end.fleet.fleet_world import World
@@ -46,12 +46,12 @@ async def servers(
 
 
 @pytest.fixture
-async def etcd(servers: EtcdServers) -> AsyncIterator[Etcd]:
-    async with Etcd(EtcdCredentials(servers.endpoints, "a", PASSWORD)) as made:
+async def etcd(servers: EtcdServers) -> AsyncIterator[EtcdClient]:
+    async with EtcdClient(EtcdCredentials(servers.endpoints, "a", PASSWORD)) as made:
         yield made
 
 
-async def use(etcd: Etcd) -> None:
+async def use(etcd: EtcdClient) -> None:
     """Make every kind of call."""
     lease = await etcd.grant(60)
     written = await etcd.put_if(KEY, b"1", expected=0, lease=lease)
@@ -77,7 +77,7 @@ CHANGES: list[tuple[str, dict[str, str]]] = [
 
 @pytest.mark.parametrize("first", range(8))
 async def test_each_call_alone_survives_a_change_of_users(
-    servers: EtcdServers, etcd: Etcd, first: int
+    servers: EtcdServers, etcd: EtcdClient, first: int
 ) -> None:
     """The first call after a change is refused, whichever it is."""
     lease = await etcd.grant(60)
@@ -109,7 +109,7 @@ async def test_calls_succeed_after_the_token_has_expired(
     running.append(EtcdServers(tmp_path / "etcd", options=[option]))
     await running[0].start()
     await running[0].require_logins(PASSWORD, a=(KEY,))
-    async with Etcd(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
+    async with EtcdClient(EtcdCredentials(running[0].endpoints, "a", PASSWORD)) as etcd:
         await use(etcd)
         first, pause_s = etcd._transport._token, 0.0 if is_signed else 1.0
         async with asyncio.timeout(20):
@@ -120,7 +120,7 @@ async def test_calls_succeed_after_the_token_has_expired(
 
 
 async def test_changed_password_is_refused_until_it_is_right(
-    servers: EtcdServers, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+    servers: EtcdServers, etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_transport, "LOGIN_PAUSE_S", 0.0)
     await use(etcd)
@@ -141,7 +141,7 @@ class FakeEtcd:
         self.accepted = {"t1"}
 
     @asynccontextmanager
-    async def serving(self, user: str = "a") -> AsyncIterator[Etcd]:
+    async def serving(self, user: str = "a") -> AsyncIterator[EtcdClient]:
         """Serve, and yield a client."""
         app = web.Application()
         app.router.add_post("/v3/auth/authenticate", self.login)
@@ -150,7 +150,7 @@ class FakeEtcd:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with Etcd(EtcdCredentials((endpoint,), user, PASSWORD if user else "")) as etcd:
+        async with EtcdClient(EtcdCredentials((endpoint,), user, PASSWORD if user else "")) as etcd:
             yield etcd
         await runner.cleanup()
 

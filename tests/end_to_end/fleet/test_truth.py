@@ -72,7 +72,9 @@ async def test_a_node_that_is_back_is_not_forgotten(world: World) -> None:
         await etcd.put("/agentd/main/known/ghost", b'{"schema": 9}')
         await gateway.until({"ghost": "lost"})
         await etcd.put("/agentd/main/nodes/ghost", msgspec.json.encode(SAID))
-        assert not await etcd.delete_without("/agentd/main/nodes/ghost", "/agentd/main/known/ghost")
+        assert not await etcd.delete_unless_exists(
+            "/agentd/main/nodes/ghost", "/agentd/main/known/ghost"
+        )
         assert await etcd.get("/agentd/main/known/ghost") is not None
         await gateway.until({"ghost": "ready"})
         assert (await gateway.call("DELETE", "/v1/nodes/ghost")).status == 422

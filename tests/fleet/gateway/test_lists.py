@@ -24,7 +24,7 @@ class PagedNodes:
     def __init__(self, counts: Mapping[str, int], cap: int) -> None:
         self.counts, self.cap = counts, cap
 
-    async def list_of(
+    async def list_kernels(
         self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
     ) -> NodeList | None:
         del caller
@@ -37,7 +37,7 @@ class PagedNodes:
         is_last = not numbers or numbers[-1] == count
         return NodeList(rows, len(rows), "" if is_last else f"{numbers[-1]}~{numbers[-1]}")
 
-    async def routed_to(
+    async def routes_to(
         self, caller: Caller, nodes: Sequence[str], past: tuple[str, str]
     ) -> Sequence[Any]:
         del caller
@@ -80,11 +80,11 @@ def test_pages_have_every_kernel_once_and_in_order(
 
 
 async def test_page_ends_after_a_node_with_many_bytes() -> None:
-    async def list_of(caller: Caller, node: FleetNode, query: object) -> NodeList:
+    async def list_kernels(caller: Caller, node: FleetNode, query: object) -> NodeList:
         del caller, query
         return NodeList([{"node_id": node.node_id, "kernel_id": "k"}], 3 << 20, "")
 
-    kernels: Any = SimpleNamespace(list_of=list_of)
+    kernels: Any = SimpleNamespace(list_kernels=list_kernels)
     page = KernelPage(kernels, ADMIN, FleetKernelsQuery())
     await page.read([FleetNode(name, {}, {}) for name in "abcd"])
     assert [row["node_id"] for row in page.rows] == ["a", "b"]

@@ -8,7 +8,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from agentd.core.access import Caller, Role
 from agentd.errors import KernelConflict
-from agentd.http.metrics import exposition
+from agentd.http.metrics import render_exposition
 from agentd.http.problems import CREATE_CODES
 from agentd_fleet.gateway import handlers
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
@@ -21,7 +21,7 @@ TEAM = Caller("team", Role.AGENT, frozenset({"agent-1"}))
 
 
 def creates(counts: GatewayCounts, caller: Caller) -> dict[str, float]:
-    text = exposition(fleet_metrics(FleetView(), caller, counts, is_live=True)).decode()
+    text = render_exposition(fleet_metrics(FleetView(), caller, counts, is_live=True)).decode()
     prefix = 'agentd_fleet_creates_total{result="'
     rows = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
     return {name: float(value) for name, value in (row.split('"} ') for row in rows)}
@@ -51,7 +51,7 @@ async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(FleetView, "statistics", statistics)
     monkeypatch.setattr(handlers, "caller_of", lambda _: TEAM)
-    store = SimpleNamespace(why_not_live=lambda: "")
+    store = SimpleNamespace(stale_reason=lambda: "")
     gateway = handlers.Gateway(FleetBackend(store, FleetState(), nodes=None), placer=None)
     response = await gateway.get_metrics(make_mocked_request("GET", "/metrics"))
     assert b"agentd_fleet_view_live 1.0" in response.body

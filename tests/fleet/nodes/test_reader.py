@@ -49,7 +49,7 @@ async def node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
     monkeypatch.setattr(reader, "BACKOFF_S", (0.005, 0.02))
     monkeypatch.setattr(reader, "PAUSE_S", 0.0)
     monkeypatch.setattr(reader, "LEAST_S", 0.0)
-    monkeypatch.setattr(reader, "PROBE_PATIENCE_S", 1.0)
+    monkeypatch.setattr(reader, "PROBE_TIMEOUT_S", 1.0)
     made = StubNode(folder / "node.sock")
     await made.start()
     yield made

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from agentd.core.slots import ONE, ResourceSlots
 from agentd.errors import InsufficientResource
 from agentd_fleet.placement.choice import (
-    SAMPLES,
+    SAMPLE_SIZES,
     Candidate,
     Constraints,
     PlacementPolicy,
-    candidates,
-    unfit,
+    choose_candidates,
+    classify_rejections,
 )
-from agentd_fleet.placement.refusals import NoNode, refusal
+from agentd_fleet.placement.refusals import NoNodeAvailable, refusal_error
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.view.test_fleet_view import GIB, fleet, gpu_node, node, slot
 
@@ -34,7 +34,7 @@ def test_refusals_are_told_by_class() -> None:
         node("away", slot("tpu.chip"), status=NodeStatus.LOST),
         replace(node("down", slot("tpu.chip")), status=NodeStatus.DAEMON_DOWN),
     )
-    rows = unfit(view, ResourceSlots({"tpu.chip": ONE}), Constraints())
+    rows = classify_rejections(view, ResourceSlots({"tpu.chip": ONE}), Constraints())
     assert {row.reason: row.count for row in rows} == {
         "lack tpu.chip": 7,
         "full": 1,
@@ -47,7 +47,7 @@ def test_refusals_are_told_by_class() -> None:
 def test_refusal_shows_bytes_for_people_in_its_text_alone() -> None:
     view = fleet(gpu_node("a", 1, 80, cuda_mem=10 * GIB))
     wanted = ResourceSlots({"cuda.mem": 20 * GIB})
-    refused = refusal(view, wanted, Constraints(), [])
+    refused = refusal_error(view, wanted, Constraints(), [])
     assert str(refused).startswith("insufficient cuda.mem: requested 20 GiB; ")
     assert isinstance(refused, InsufficientResource)
     assert (refused.requested, refused.free) == (str(20 * GIB), str(10 * GIB))
@@ -69,11 +69,11 @@ VIEWS = st.lists(
         st.dictionaries(st.sampled_from("ab"), st.builds(Offer, AMOUNTS, AMOUNTS)),
         st.sampled_from([NodeStatus.READY] * 3 + [NodeStatus.LOST]),
         labels=st.sampled_from([{}, {"zone": "x"}]),
-        remark=st.sampled_from(["", "", "", "too new"]),
+        exclusion_reason=st.sampled_from(["", "", "", "too new"]),
         models=st.dictionaries(st.sampled_from("ab"), MODELS),
     ),
     max_size=12,
-).map(lambda nodes: FleetView(slot_types=TYPES).changed(nodes, revision=1))
+).map(lambda nodes: FleetView(slot_types=TYPES).with_changes(nodes, revision=1))
 CONSTRAINTS = st.builds(
     Constraints,
     st.none() | st.sets(st.sampled_from([f"n{n}" for n in range(11)])).map(frozenset),
@@ -90,11 +90,11 @@ def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> lis
         for found in view.nodes.values()
         for agent, offer in found.offers.items()
         if found.status is NodeStatus.READY
-        and not found.remark
-        and fits(request, view.understood(found, offer.free))
+        and not found.exclusion_reason
+        and fits(request, view.common_slots(found, offer.free))
         and (wanted.nodes is None or found.node_id in wanted.nodes)
         and (wanted.agents is None or agent in wanted.agents)
-        and found.has(wanted.labels)
+        and found.has_labels(wanted.labels)
         and (wanted.models is None or wanted.models & found.models.get(agent, frozenset()))
     ]
 
@@ -110,14 +110,14 @@ def fitting(view: FleetView, request: ResourceSlots, wanted: Constraints) -> lis
 def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
     view, request, wanted, policy, most, seed
 ) -> None:
-    found = candidates(view, request, wanted, policy, random.Random(seed), most)
+    found = choose_candidates(view, request, wanted, policy, random.Random(seed), most)
     everyone = fitting(view, request, wanted)
     assert len(found) == len(set(found)) == min(most, len(everyone))
     assert set(found) <= set(everyone)
     allowed = [
         found
         for node_id, found in view.nodes.items()
-        if (wanted.nodes is None or node_id in wanted.nodes) and found.has(wanted.labels)
+        if (wanted.nodes is None or node_id in wanted.nodes) and found.has_labels(wanted.labels)
     ]
     listed = sum(
         wanted.agents is None or agent in wanted.agents
@@ -125,15 +125,15 @@ def test_candidates_are_of_those_that_fit_and_as_many_as_wanted(
         for agent in found.offers
     )
     listed += sum(found.status is NodeStatus.LOST and not found.offers for found in allowed)
-    rows = unfit(view, request, wanted)
+    rows = classify_rejections(view, request, wanted)
     assert len(everyone) + sum(row.count for row in rows) == listed
 
 
 @given(VIEWS, AMOUNTS, st.sampled_from(PlacementPolicy), st.integers(1, 20), st.integers())
 def test_sample_with_too_few_suitable_agents_is_extended(view, request, policy, most, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SAMPLES, policy, 2)
-        found = candidates(view, request, Constraints(), policy, random.Random(seed), most)
+        patch.setitem(SAMPLE_SIZES, policy, 2)
+        found = choose_candidates(view, request, Constraints(), policy, random.Random(seed), most)
     everyone = fitting(view, request, Constraints())
     assert len(found) == len(set(found)) == min(most, len(everyone))
     assert set(found) <= set(everyone)
@@ -142,7 +142,9 @@ def test_sample_with_too_few_suitable_agents_is_extended(view, request, policy, 
 @given(VIEWS, st.integers(0, 4))
 def test_pack_chooses_the_least_left_over(view, amount) -> None:
     request = ResourceSlots({"tpu.chip": amount})
-    found = candidates(view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100)
+    found = choose_candidates(
+        view, request, Constraints(), PlacementPolicy.PACK, random.Random(1), 100
+    )
     free = [view.nodes[each.node_id].offers[each.agent_id].free["tpu.chip"] for each in found]
     assert free == sorted(free) if amount else found == sorted(found)
 
@@ -152,10 +154,12 @@ def test_pack_compares_all_nodes_if_none_of_a_sample_has_room() -> None:
     nodes = [node(f"n{free:02}", slot("tpu.chip"), tpu_chip=free) for free in chips]
     request = ResourceSlots({"tpu.chip": ONE})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SAMPLES, PlacementPolicy.PACK, 1)
+        patch.setitem(SAMPLE_SIZES, PlacementPolicy.PACK, 1)
         patch.setattr(random.Random, "random", lambda _self: 0.0)
         choice = random.Random()
-        found = candidates(fleet(*nodes), request, Constraints(), PlacementPolicy.PACK, choice)
+        found = choose_candidates(
+            fleet(*nodes), request, Constraints(), PlacementPolicy.PACK, choice
+        )
     assert [each.node_id for each in found] == [f"n{free:02}" for free in range(1, 9)]
 
 
@@ -166,7 +170,7 @@ def test_pack_fills_the_scarcest_slot_first() -> None:
         node("c", slot("tpu.chip"), cpu=6, tpu_chip=2),
     )
     request = ResourceSlots({"cpu": ONE, "tpu.chip": 2 * ONE})
-    found = candidates(view, request, Constraints(), PlacementPolicy.PACK, random.Random(1))
+    found = choose_candidates(view, request, Constraints(), PlacementPolicy.PACK, random.Random(1))
     assert [each.node_id for each in found] == ["c", "b", "a"]
 
 
@@ -174,7 +178,9 @@ def test_by_chance_each_that_fits_is_as_likely_as_the_others() -> None:
     view = fleet(*(node(f"n{n}", slot("tpu.chip"), tpu_chip=n) for n in range(6)))
     choice, request = random.Random(5), ResourceSlots({"tpu.chip": 2 * ONE})
     first = [
-        candidates(view, request, Constraints(), PlacementPolicy.RANDOM, choice, 1)[0].node_id
+        choose_candidates(view, request, Constraints(), PlacementPolicy.RANDOM, choice, 1)[
+            0
+        ].node_id
         for _ in range(4000)
     ]
     assert {each: round(first.count(each) / 400) / 10 for each in set(first)} == dict.fromkeys(
@@ -187,17 +193,21 @@ def test_missing_model_and_withheld_node_have_own_reasons() -> None:
         replace(node("a", slot("tpu.chip")), models={"main": frozenset({"v5e", "v6e"})}),
         replace(node("b", slot("tpu.chip")), models={"main": frozenset({"v4"})}),
         node("c", slot("tpu.chip")),
-        replace(node("d", slot("tpu.chip")), remark="schema 2 is newer than this gateway's"),
+        replace(
+            node("d", slot("tpu.chip")), exclusion_reason="schema 2 is newer than this gateway's"
+        ),
         node("e", slot("tpu.chip"), tpu_chip=0),
     )
     request, wanted = ResourceSlots({"tpu.chip": ONE}), Constraints(models=frozenset({"v6e"}))
-    found = candidates(view, request, wanted, PlacementPolicy.PACK, random.Random(1))
+    found = choose_candidates(view, request, wanted, PlacementPolicy.PACK, random.Random(1))
     assert found == [Candidate("a", "main")]
-    assert {row.reason: (row.count, row.nodes) for row in unfit(view, request, wanted)} == {
+    assert {
+        row.reason: (row.count, row.nodes) for row in classify_rejections(view, request, wanted)
+    } == {
         "no device of model v6e": (3, ("b", "c", "e")),
         "schema 2 is newer than this gateway's": (1, ("d",)),
     }
-    too_much = unfit(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
+    too_much = classify_rejections(view, ResourceSlots({"tpu.chip": 9 * ONE}), Constraints())
     assert too_much[0].reason == "too small for tpu.chip"
 
 
@@ -205,10 +215,12 @@ def test_missing_model_and_withheld_node_have_own_reasons() -> None:
     ("status", "reason"), [(NodeStatus.NEWER, "newer schema"), (NodeStatus.LOST, "lost")]
 )
 def test_nodes_with_unknown_agents_are_one_unnamed_class(status: NodeStatus, reason: str) -> None:
-    view = FleetView().changed([FleetNode("hidden", {}, {}, status, remark="so")], revision=1)
+    view = FleetView().with_changes(
+        [FleetNode("hidden", {}, {}, status, exclusion_reason="so")], revision=1
+    )
     for agents, nodes in ((None, ("hidden",)), (frozenset({"main"}), ())):
-        refused = refusal(view, ResourceSlots(), Constraints(agents=agents), [])
-        assert isinstance(refused, NoNode)
+        refused = refusal_error(view, ResourceSlots(), Constraints(agents=agents), [])
+        assert isinstance(refused, NoNodeAvailable)
         assert [(row.reason, row.count, row.nodes) for row in refused.classes] == [
             (reason, 1, nodes)
         ]

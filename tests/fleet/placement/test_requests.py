@@ -7,7 +7,7 @@ import pytest
 from agentd.core.access import Caller, Role
 from agentd.errors import Forbidden
 from agentd.http.bodies import read_body
-from agentd_fleet.placement.requests import FleetKernelRequest, order_of
+from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_request
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,12 @@ from agentd_fleet.placement.requests import FleetKernelRequest, order_of
 )
 def test_a_fraction_is_sent_as_it_was_written(written: str, sent: object) -> None:
     request = read_body(FleetKernelRequest, f'{{"command": ["x"], "slots": {{"a": {written}}}}}')
-    order = order_of(request, Caller("me", Role.ADMIN))
+    order = to_placement_request(request, Caller("me", Role.ADMIN))
     assert json.loads(order.body)["slots"] == {"a": sent}
 
 
 def test_id_of_an_engine_is_refused_before_a_route_is_written() -> None:
     request = read_body(FleetKernelRequest, '{"command": ["x"], "kernel_id": "slurm-7"}')
-    order_of(request, Caller("me", Role.ADMIN))
+    to_placement_request(request, Caller("me", Role.ADMIN))
     with pytest.raises(Forbidden):
-        order_of(request, Caller("me", Role.AGENT, frozenset({"a"})))
+        to_placement_request(request, Caller("me", Role.AGENT, frozenset({"a"})))

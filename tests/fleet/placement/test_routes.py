@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from agentd_fleet.nodes.calls import PATIENCE_S
+from agentd_fleet.nodes.calls import CALL_TIMEOUT_S
 from agentd_fleet.placement.deleter import _call_timeout
 from agentd_fleet.store.route import KernelRoute, RouteProgress
 from agentd_fleet.view.fleet_view import NodeStatus
@@ -162,7 +162,7 @@ def test_an_unreadable_route_is_that_ids_trouble_alone(monkeypatch, value, is_le
         fleet.store.rows["k1"] = raw, 1000
         fleet.nodes.kernels["n1"]["k1"] = "running"
         for gateway in fleet.gateways:
-            await gateway.sweep.once()
+            await gateway.sweep.run_once()
             assert await gateway.delete("k1") == (0, "RouteUnreadable")
             assert await gateway.create("k1") == (0, "RouteUnreadable")
             assert (await gateway.create("k2"))[0] == 200
@@ -185,13 +185,13 @@ def test_delete_ends_soon_after_its_node_stopped_being_ready(monkeypatch) -> Non
         await fleet.one.placer.close()
         fleet.nodes.frozen = {node}
         deleting, began = asyncio.create_task(fleet.one.delete("k1")), loop.time()
-        await fleet.rest(PATIENCE_S + 30)
+        await fleet.rest(CALL_TIMEOUT_S + 30)
         assert not deleting.done()
         heard = fleet.one.state.node(node)
         assert heard is not None
-        fleet.one.state.note(replace(heard, status=NodeStatus.DAEMON_DOWN))
+        fleet.one.state.update_node(replace(heard, status=NodeStatus.DAEMON_DOWN))
         assert await deleting == (0, "NodeUnavailable")
-        assert loop.time() - began <= 2 * PATIENCE_S + 31
+        assert loop.time() - began <= 2 * CALL_TIMEOUT_S + 31
         assert list(fleet.nodes.kernels[node]) == ["k1"]
         assert "k1" in fleet.store.rows
 

@@ -22,7 +22,7 @@ class PagedNode:
         self.count = count
         self.paths: list[str] = []
 
-    async def ask(self, *words: Any, **options: Any) -> NodeAnswer:
+    async def call(self, *words: Any, **options: Any) -> NodeAnswer:
         del options
         path = words[3]
         self.paths.append(path)
@@ -49,5 +49,5 @@ async def test_sweep_reads_all_pages_of_a_node() -> None:
 
 
 async def test_list_without_an_end_counts_as_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(sweep, "NODE_TIMEOUT_S", 0.05)
     assert await swept(PagedNode(10**9))._read_states(NODE) is None

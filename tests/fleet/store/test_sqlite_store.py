@@ -34,7 +34,7 @@ async def test_rows_that_cannot_be_read_stop_no_start_and_no_other_row(tmp_path:
     file = tmp_path / "fleet.sqlite"
     store, _ = await opened(file)
     route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
-    await store.keep(route, 0)
+    await store.put_route(route, 0)
     await store.close()
     known = KnownNode(first_seen="2026", url="unix:/there", slot_types=[CHIP])
     with sqlite3.connect(file) as base:
@@ -51,7 +51,7 @@ async def test_rows_that_cannot_be_read_stop_no_start_and_no_other_row(tmp_path:
     with pytest.raises(RouteUnreadable):
         await store.route("k2")
     assert [[kept.route async for page in store.routes() for kept in page]] == [[route]]
-    assert "n1" in state.view.offer_of("tpu.chip")
+    assert "n1" in state.view.slot_in_use_reason("tpu.chip")
     assert await store.forget(nodes["n1"])
     assert await store.route("k1") is None
     await store.close()
@@ -100,17 +100,17 @@ def reading(node_id: str, *names: str) -> NodeReading:
 async def test_forgotten_node_is_not_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite_store, "AGAIN_S", 0.05)
+    monkeypatch.setattr(sqlite_store, "RETRY_S", 0.05)
     store, state = await opened(tmp_path / "fleet.sqlite")
-    await store.heard("unix:/1", reading("n1", "chip.unit"))
+    await store.apply_reading("unix:/1", reading("n1", "chip.unit"))
     store._address_by_node.clear()  # it has moved away
     node = state.node("n1")
     assert node is not None
     assert await store.forget(node)
-    await store.unlearn("chip.unit")
+    await store.forget_slot_type("chip.unit")
     running = asyncio.create_task(store.run())
     for _ in range(2):
-        await store.heard("unix:/2", reading("n2", "other.unit"))
+        await store.apply_reading("unix:/2", reading("n2", "other.unit"))
     await until_written(store)
     running.cancel()
     await asyncio.wait([running])
@@ -125,7 +125,7 @@ async def test_store_opens_while_another_program_has_the_lock(tmp_path: Path) ->
     file = tmp_path / "fleet.sqlite"
     store, _ = await opened(file)
     route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
-    await store.keep(route, 0)
+    await store.put_route(route, 0)
     async with locked(file):
         second, _ = await opened(file)
         kept = await second.route("k1")
@@ -141,7 +141,7 @@ async def test_file_that_was_read_only_is_opened_again(tmp_path: Path) -> None:
     route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
     await store._transact(lambda: store._rows("PRAGMA query_only = 1"))
     with pytest.raises(StateUnavailable, match="readonly"):
-        await store.keep(route, 0)
+        await store.put_route(route, 0)
     assert await store.route("k1") is None
-    assert await store.keep(route, 0)
+    assert await store.put_route(route, 0)
     await store.close()

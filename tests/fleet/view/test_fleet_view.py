@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots, SlotKind, SlotType
 from agentd.errors import UnsupportedResource
-from agentd_fleet.placement.choice import Constraints, PlacementPolicy, candidates, read
-from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer, Use, is_same
+from agentd_fleet.placement.choice import Constraints, PlacementPolicy, choose_candidates, read
+from agentd_fleet.view.fleet_view import (
+    FleetNode,
+    FleetView,
+    NodeStatus,
+    Offer,
+    SlotUsage,
+    is_same_slot_type,
+)
 
 NAMES = ("cuda.device", "cuda.shares", "rocm.device", "tpu.chip")
 QUANTA = (ONE, ONE // 100)
@@ -33,7 +40,7 @@ def fleet(*nodes: FleetNode) -> FleetView:
     view = FleetView()
     for number, found in enumerate(nodes, 1):
         view = view.with_slot_types({**found.slot_types, **view.slot_types}, number)
-        view = view.changed([found], revision=number)
+        view = view.with_changes([found], revision=number)
     return view
 
 
@@ -56,9 +63,9 @@ def test_slot_types_keep_their_first_definition(nodes) -> None:
     view = fleet(*nodes)
     assert view.slot_types == first
     for found in list(view.nodes.values()):
-        view = view.changed((), [found.node_id], 99)
+        view = view.with_changes((), [found.node_id], 99)
     assert view.slot_types == first
-    assert view.statistics() == dict.fromkeys(first, Use())
+    assert view.statistics() == dict.fromkeys(first, SlotUsage())
 
 
 def test_unknown_fleet_slot_is_refused_with_known_ones() -> None:
@@ -74,26 +81,28 @@ def test_conflicting_node_is_excluded_for_one_slot() -> None:
         node("a", slot("cuda.shares", ONE // 100)),
         node("b", slot("cuda.shares", ONE // 10), slot("tpu.chip")),
     )
-    assert (view.state_of("a"), view.state_of("b")) == ("ready", "conflicting")
+    assert (view.node_state("a"), view.node_state("b")) == ("ready", "conflicting")
     assert view.slot_types["cuda.shares"].quantum == ONE // 100
     for name, expected in (("cuda.shares", ["a"]), ("tpu.chip", ["b"]), ("cpu", ["a", "b"])):
         request = ResourceSlots({name: ONE})
-        found = candidates(view, request, Constraints(), PlacementPolicy.RANDOM, random.Random(1))
+        found = choose_candidates(
+            view, request, Constraints(), PlacementPolicy.RANDOM, random.Random(1)
+        )
         assert sorted(candidate.node_id for candidate in found) == expected
 
 
 def test_offered_slot_types_name_their_nodes() -> None:
     view = fleet(node("a", slot("tpu.chip")))
-    assert view.offer_of("tpu.chip") == "tpu.chip is offered by 1 nodes (a)"
-    gone = view.changed((), ["a"], 2)
+    assert view.slot_in_use_reason("tpu.chip") == "tpu.chip is offered by 1 nodes (a)"
+    gone = view.with_changes((), ["a"], 2)
     assert "tpu.chip" in gone.slot_types
-    assert gone.offer_of("tpu.chip") == ""
+    assert gone.slot_in_use_reason("tpu.chip") == ""
 
 
 def test_a_slot_of_a_node_of_a_newer_schema_is_not_forgotten() -> None:
     newer = node("b", status=NodeStatus.NEWER)
-    view = fleet(node("a", slot("tpu.chip")), newer).changed((), ["a"], 2)
-    assert "1 nodes of a newer schema may offer tpu.chip (b)" in view.offer_of("tpu.chip")
+    view = fleet(node("a", slot("tpu.chip")), newer).with_changes((), ["a"], 2)
+    assert "1 nodes of a newer schema may offer tpu.chip (b)" in view.slot_in_use_reason("tpu.chip")
 
 
 AGENTS = ("main", "other")
@@ -114,7 +123,7 @@ REPORTS = st.builds(
         ),
     ),
     st.sampled_from(NodeStatus),
-    remark=st.sampled_from(["", "", "too new"]),
+    exclusion_reason=st.sampled_from(["", "", "too new"]),
 )
 CHANGES = st.lists(
     st.one_of(
@@ -130,14 +139,14 @@ CHANGES = st.lists(
 def after(view: FleetView, kind: str, first, second, revision: int) -> FleetView:
     match kind:
         case "changed":
-            return view.changed(first, second, revision)
+            return view.with_changes(first, second, revision)
         case "debited":
-            return view.debited("n0", first, ResourceSlots({NAMES[0]: second}))
+            return view.with_debit("n0", first, ResourceSlots({NAMES[0]: second}))
         case "slot_type":
             types = {first: slot(first, second), **view.slot_types}
             return view.with_slot_types(types, revision)
         case _:
-            return view.changed((), [first], revision)
+            return view.with_changes((), [first], revision)
 
 
 @given(st.lists(REPORTS, max_size=6), CHANGES)
@@ -158,34 +167,38 @@ def derived(view: FleetView):
 @given(st.lists(REPORTS, max_size=8), st.sampled_from(NAMES))
 def test_the_sums_of_all_are_those_of_each_counted_by_hand(reports, name) -> None:
     view = fleet(*reports)
-    expected = Use()
+    expected = SlotUsage()
     for found in view.nodes.values():
         mine = found.slot_types.get(name)
-        if found.status is NodeStatus.LOST or not mine or not is_same(mine, view.slot_types[name]):
+        if (
+            found.status is NodeStatus.LOST
+            or not mine
+            or not is_same_slot_type(mine, view.slot_types[name])
+        ):
             continue
         for offer in found.offers.values():
-            expected += Use(offer.capacity[name], offer.free[name])
-    assert view.statistics().get(name, Use()) == expected
-    assert view.statistics(list(view.nodes)).get(name, Use()) == expected
-    agents = [view.statistics(agents=[agent]).get(name, Use()) for agent in AGENTS]
-    assert sum(agents, Use()) == expected
+            expected += SlotUsage(offer.capacity[name], offer.free[name])
+    assert view.statistics().get(name, SlotUsage()) == expected
+    assert view.statistics(list(view.nodes)).get(name, SlotUsage()) == expected
+    agents = [view.statistics(agents=[agent]).get(name, SlotUsage()) for agent in AGENTS]
+    assert sum(agents, SlotUsage()) == expected
 
 
 def test_debit_lasts_until_the_node_reports() -> None:
     view = fleet(node("a", slot("cuda.device"), cuda_device=2))
-    given = view.debited("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
-    assert given.statistics()["cuda.device"] == Use(8 * ONE, 0, 3 * ONE)
-    assert given.statistics()["cpu"] == Use(8 * ONE, 7 * ONE, ONE)
+    given = view.with_debit("a", "main", ResourceSlots({"cuda.device": 3 * ONE, "cpu": ONE}))
+    assert given.statistics()["cuda.device"] == SlotUsage(8 * ONE, 0, 3 * ONE)
+    assert given.statistics()["cpu"] == SlotUsage(8 * ONE, 7 * ONE, ONE)
     assert given.revision == view.revision
     assert view.statistics()["cuda.device"].free == 2 * ONE
-    told_again = given.changed([node("a", slot("cuda.device"), cuda_device=1)], revision=9)
+    told_again = given.with_changes([node("a", slot("cuda.device"), cuda_device=1)], revision=9)
     assert told_again.statistics()["cuda.device"].free == ONE
     for unknown in (("a", "nobody"), ("nowhere", "main")):
-        assert view.debited(*unknown, ResourceSlots({"cpu": ONE})) is view
+        assert view.with_debit(*unknown, ResourceSlots({"cpu": ONE})) is view
 
 
 def test_last_report_of_a_batch_counts() -> None:
-    view = fleet(node("a"), node("b")).changed(
+    view = fleet(node("a"), node("b")).with_changes(
         [node("c", cpu=1), node("a", cpu=3), node("c", cpu=2)],
         forgotten=["a", "b", "x"],
         revision=7,
@@ -214,21 +227,23 @@ def gpu_node(node_id: str, gpus: int, gib: int, **free: int) -> FleetNode:
 
 def found_for(view: FleetView, **request: int) -> list[str]:
     asks = ResourceSlots({name.replace("_", "."): amount for name, amount in request.items()})
-    chosen = candidates(view, asks, Constraints(), PlacementPolicy.PACK, random.Random(3))
+    chosen = choose_candidates(view, asks, Constraints(), PlacementPolicy.PACK, random.Random(3))
     return [candidate.node_id for candidate in chosen]
 
 
 def test_slots_left_out_of_a_request_are_derived_per_agent() -> None:
     view = fleet(gpu_node("large", 2, 80), gpu_node("small", 2, 40))
     half = ResourceSlots({"cuda.shares": ONE // 2})
-    charged = {n: view.charged(view.nodes[n], "main", half)["cuda.mem"] for n in view.nodes}
+    charged = {
+        n: view.with_derived_slots(view.nodes[n], "main", half)["cuda.mem"] for n in view.nodes
+    }
     assert charged == {"large": 40 * GIB, "small": 20 * GIB}
     memory = ResourceSlots({"cuda.mem": 20 * GIB})
-    assert view.charged(view.nodes["large"], "main", memory)["cuda.shares"] == ONE // 4
+    assert view.with_derived_slots(view.nodes["large"], "main", memory)["cuda.shares"] == ONE // 4
     both = ResourceSlots({"cuda.shares": ONE, "cuda.mem": GIB})
-    assert view.charged(view.nodes["large"], "main", both) == both
+    assert view.with_derived_slots(view.nodes["large"], "main", both) == both
     cores = ResourceSlots({"cpu": ONE})
-    assert view.charged(view.nodes["large"], "main", cores) is cores
+    assert view.with_derived_slots(view.nodes["large"], "main", cores) is cores
 
 
 def test_candidates_have_the_derived_slots_free() -> None:
@@ -239,7 +254,7 @@ def test_candidates_have_the_derived_slots_free() -> None:
 
 def test_pending_placements_take_the_derived_slots() -> None:
     view = fleet(gpu_node("a", 1, 80))
-    debited = view.debited("a", "main", ResourceSlots({"cuda.mem": 60 * GIB}))
+    debited = view.with_debit("a", "main", ResourceSlots({"cuda.mem": 60 * GIB}))
     free = debited.nodes["a"].offers["main"].free
     assert (free["cuda.shares"], free["cuda.mem"]) == (ONE // 4, 20 * GIB)
     assert found_for(debited, cuda_shares=ONE // 2) == []
@@ -251,7 +266,7 @@ def test_another_primary_slot_is_a_conflict() -> None:
     view = fleet(gpu_node("a", 1, 80), stranger)
     assert view.conflicts == {"b": frozenset({"cuda.mem"})}
     coarse = SlotType("cuda.mem", SlotKind.BYTES, 2**30, primary="cuda.shares")
-    assert not is_same(MEMORY, coarse)
+    assert not is_same_slot_type(MEMORY, coarse)
 
 
 def test_a_slot_with_another_meaning_on_a_node_is_not_derived() -> None:

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
-from agentd_fleet.view.reports import MAX_REASON, first_seen, known_in, published_in, with_free
+from agentd_fleet.view.reports import (
+    MAX_REASON,
+    first_seen,
+    parse_known_node,
+    parse_node_report,
+    with_free,
+)
 from support.fleet_reports import free_report, node_report
 
 ODD: list[Any] = [None, 7, -1, 1.5, True, "", "x" * 300, [], {}, [[]], {"a": {}}, {"a": 7}, 10**30]
@@ -31,11 +37,11 @@ def damaged(value: Any, choice: random.Random) -> Any:
 
 def read(report: bytes, free: bytes, view: FleetView | None = None, number: int = 1) -> FleetView:
     """Read values as a gateway does, and return the view with the node."""
-    node = with_free(published_in(f"n{number}", report, seen_at=0.0), free)
+    node = with_free(parse_node_report(f"n{number}", report, seen_at=0.0), free)
     assert node.node_id == f"n{number}"
-    assert len(node.remark) <= MAX_REASON
-    msgspec.json.encode([node.remark, node.url, node.labels, list(node.offers)])
-    view = (view or FleetView()).changed([node], revision=1)
+    assert len(node.exclusion_reason) <= MAX_REASON
+    msgspec.json.encode([node.exclusion_reason, node.url, node.labels, list(node.offers)])
+    view = (view or FleetView()).with_changes([node], revision=1)
     view.statistics()
     return view.with_slot_types({**node.slot_types, **view.slot_types}, 2)
 
@@ -43,11 +49,11 @@ def read(report: bytes, free: bytes, view: FleetView | None = None, number: int 
 @pytest.mark.parametrize("raw", RAW, ids=range(len(RAW)))
 def test_value_that_is_not_a_report_is_listed(raw: bytes) -> None:
     good, free = node_report(1, 3), free_report(3, random.Random(1))
-    assert published_in("n1", raw, seen_at=0.0).node.remark
-    assert with_free(published_in("n1", good, seen_at=0.0), raw).node_id == "n1"
+    assert parse_node_report("n1", raw, seen_at=0.0).node.exclusion_reason
+    assert with_free(parse_node_report("n1", good, seen_at=0.0), raw).node_id == "n1"
     read(raw, free)
     read(good, raw)
-    assert known_in("n1", raw).status is NodeStatus.LOST
+    assert parse_known_node("n1", raw).status is NodeStatus.LOST
     assert first_seen(raw)
 
 
@@ -60,30 +66,30 @@ def test_damaged_report_is_listed_and_raises_nothing() -> None:
         amounts = json.dumps(damaged(json.loads(free), choice)).encode()
         view = read(report, free, view, number % 20)
         view = read(good, amounts, view, number % 20)
-        known_in("n1", report)
+        parse_known_node("n1", report)
         first_seen(report)
 
 
 def test_reason_of_a_publisher_is_the_node_s() -> None:
     report = json.loads(node_report(1, 3)) | {"reason": "unreadable: x" * 100}
-    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
-    assert node.remark.startswith("unreadable: x")
-    assert len(node.remark) == MAX_REASON
-    assert not node.is_asked
+    node = parse_node_report("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.exclusion_reason.startswith("unreadable: x")
+    assert len(node.exclusion_reason) == MAX_REASON
+    assert not node.is_available
 
 
 def test_slot_type_with_a_huge_unit_is_refused() -> None:
     """Gateways write slot types of several nodes in one transaction of limited size."""
     report = json.loads(node_report(1, 3))
     report["slot_types"][0]["unit"] = "x" * 1000
-    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
-    assert node.remark == "unreadable: too long a unit, group or primary slot of cpu"
+    node = parse_node_report("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.exclusion_reason == "unreadable: too long a unit, group or primary slot of cpu"
     assert not node.slot_types
 
 
 @pytest.mark.parametrize("generation", [-1, 1 << 63, 10**25])
 def test_generation_that_no_list_can_contain_is_refused(generation: int) -> None:
     report = json.loads(node_report(1, 3)) | {"generation": generation}
-    node = published_in("n1", json.dumps(report).encode(), seen_at=0.0).node
-    assert node.remark.endswith("at `$.generation`")
+    node = parse_node_report("n1", json.dumps(report).encode(), seen_at=0.0).node
+    assert node.exclusion_reason.endswith("at `$.generation`")
     assert node.generation == 0

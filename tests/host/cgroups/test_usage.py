@@ -7,7 +7,7 @@ import pytest
 
 from agentd.core.kernel.usage import Usage, UsageReading
 from agentd.host.cgroups import usage
-from agentd.host.cgroups.usage import UNIFIED, CgroupCounters, groups_of
+from agentd.host.cgroups.usage import UNIFIED, CgroupCounters, read_cgroups
 
 IO_STAT = "8:0 rbytes=100 wbytes=7 rios=1 wios=1 dbytes=0 dios=0\n8:16 rbytes=1 wbytes=2\n"
 IO_SERVICE = "8:0 Read 100\n8:0 Write 7\n8:0 Sync 1\n8:16 Read 1\n8:16 Write 2\nTotal 110\n"
@@ -23,7 +23,7 @@ def put(folder: Path, **files: str) -> Path:
 def counted(**folders: Path) -> UsageReading:
     """Count one kernel; `unified` is where v2 counts it."""
     paths = {UNIFIED if name == "unified" else name: str(path) for name, path in folders.items()}
-    return usage.counted({"k1": CgroupCounters(paths)})["k1"]
+    return usage.read_usages({"k1": CgroupCounters(paths)})["k1"]
 
 
 @pytest.fixture
@@ -95,12 +95,12 @@ def test_kernel_with_many_cgroups_delays_no_other(mount: Path, monkeypatch) -> N
 
 def test_a_group_s_name_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda _: b"0::/user.slice/\xff\n3:pids:/x\n")
-    assert groups_of(1) == {":/user.slice/\udcff", "pids:/x"}
+    assert read_cgroups(1) == {":/user.slice/\udcff", "pids:/x"}
 
 
 def test_the_groups_of_a_process_are_those_that_the_kernel_names() -> None:
-    mine = groups_of(os.getpid())
+    mine = read_cgroups(os.getpid())
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     assert {group.partition(":")[2] for group in mine} <= {line.split(":", 2)[2] for line in lines}
     assert mine
-    assert groups_of(2**22 + 1) == set()
+    assert read_cgroups(2**22 + 1) == set()

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from agentd.http.connections import connection as connections
-from agentd.http.connections.admission import Limits
+from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from support.certificates import certificate
 
@@ -38,11 +38,11 @@ async def connected(
     """A connection to a server, and the client's side of it."""
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        connection_of(request).begin(request)
+        connection_of(request).begin_request(request)
         try:
             return await handler(request)
         finally:
-            connection_of(request).end()
+            connection_of(request).finish_request()
 
     server = web.Server(answer)
     connection = Connection(server, set(), None, lambda: tls)
@@ -115,7 +115,7 @@ async def test_request_with_the_end_of_a_handshake_has_no_deadline(
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
 
     async def answer(request: web.BaseRequest) -> web.Response:
-        connection_of(request).begin(request)
+        connection_of(request).begin_request(request)
         await asyncio.sleep(1)
         return web.Response()
 
@@ -162,12 +162,12 @@ async def test_bodies_over_tls_arrive_whole(tls: ssl.SSLContext) -> None:
     bodies: list[bytes] = []
 
     async def answer(request: web.BaseRequest) -> web.Response:
-        connection_of(request).begin(request)
+        connection_of(request).begin_request(request)
         bodies.append(await request.read())
-        connection_of(request).end()
+        connection_of(request).finish_request()
         return web.Response()
 
-    server, limits, loop = web.Server(answer), Limits(1, 1), asyncio.get_running_loop()
+    server, limits, loop = web.Server(answer), ConnectionLimit(1, 1), asyncio.get_running_loop()
     connection = Connection(server, set(), limits, lambda: tls)
     here, there = socket.socketpair()
     await loop.connect_accepted_socket(lambda: connection, there)
@@ -184,8 +184,8 @@ async def test_bodies_over_tls_arrive_whole(tls: ssl.SSLContext) -> None:
                 await asyncio.sleep(0)
             assert bodies == sent
             bodies.clear()
-        assert not limits.admit()
+        assert not limits.try_acquire()
         writer.close()
         while server.connections:
             await asyncio.sleep(0)
-    assert limits.admit(), "a connection that has ended is still counted"
+    assert limits.try_acquire(), "a connection that has ended is still counted"

@@ -13,7 +13,7 @@ from agentd.http.connections.request_turns import (
     MAX_AT_ONCE,
     RequestTurns,
     end_turn,
-    turn_limited,
+    limit_turn,
 )
 from support.waiting import until
 
@@ -96,6 +96,6 @@ async def test_a_request_that_waits_does_not_count(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(request_turns, "MAX_TURN_S", 0.0)
     turns, asked = RequestTurns(), requests(MAX_AT_ONCE + 1)
     found = await begun(turns, asked, "a")
-    with turn_limited(found[0]):
+    with limit_turn(found[0]):
         await until(lambda: len(found) != MAX_AT_ONCE)
     assert found == asked

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine import DockerClient
 from runtimes.docker.fake_engine import FakeEngine
 
 
@@ -16,7 +16,7 @@ async def fake_engine(folder: Path) -> AsyncIterator[FakeEngine]:
 
 
 @pytest.fixture
-async def client(fake_engine: FakeEngine) -> AsyncIterator[EngineClient]:
-    made = EngineClient(fake_engine.path)
+async def client(fake_engine: FakeEngine) -> AsyncIterator[DockerClient]:
+    made = DockerClient(fake_engine.path)
     yield made
     await made.close()

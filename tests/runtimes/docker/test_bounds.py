@@ -11,8 +11,8 @@ from aiohttp import web
 
 from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
-from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, presentable
+from agentd.runtimes.docker.engine import DockerClient
+from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, clean_message
 from agentd.runtimes.docker.images import Images
 from runtimes.docker.fake_engine import FakeEngine, says
 
@@ -41,8 +41,8 @@ def pieces(*parts: bytes):
     return answer
 
 
-async def listed(client: EngineClient) -> list[Any]:
-    return [item async for item in client.items("/containers/json", {})]
+async def listed(client: DockerClient) -> list[Any]:
+    return [item async for item in client.iterate_list("/containers/json", {})]
 
 
 async def test_an_endless_answer_takes_no_more_than_its_bound(engine, client, monkeypatch) -> None:
@@ -51,7 +51,7 @@ async def test_an_endless_answer_takes_no_more_than_its_bound(engine, client, mo
     tracemalloc.start()
     try:
         for asked in (client.call("GET", "/x"), listed(client)):
-            with pytest.raises(EngineAnswerLost):
+            with pytest.raises(DockerResponseLost):
                 await asked
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
@@ -65,7 +65,7 @@ async def test_a_small_answer_that_unpacks_to_a_large_one_stays_small(engine, cl
         return web.Response(body=body, headers={"Content-Encoding": "gzip"})
 
     engine.answer = packed
-    with pytest.raises(EngineAnswerLost, match="JSON"):
+    with pytest.raises(DockerResponseLost, match="JSON"):
         await client.call("GET", "/x")
 
 
@@ -86,7 +86,7 @@ async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
     count = 0
     tracemalloc.start()
     try:
-        async for item in client.items("/containers/json", {}):
+        async for item in client.iterate_list("/containers/json", {}):
             assert len(item["Labels"]["user"]) == 65536
             count += 1
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
@@ -111,7 +111,7 @@ async def test_a_list_of_a_thousand_containers_is_read(engine, client) -> None:
 )
 async def test_malformed_or_cut_list_is_lost(engine, client, raw: bytes) -> None:
     engine.answer = says(200, raw)
-    with pytest.raises(EngineAnswerLost):
+    with pytest.raises(DockerResponseLost):
         await listed(client)
 
 
@@ -120,14 +120,14 @@ async def test_a_list_beyond_a_bound_is_lost(engine, client, monkeypatch, bound,
     monkeypatch.setattr(module, bound, value)
     raw = json.dumps([LISTED] * 100).encode()
     engine.answer = pieces(*(raw[at : at + 1000] for at in range(0, len(raw), 1000)))
-    with pytest.raises(EngineAnswerLost, match="too large"):
+    with pytest.raises(DockerResponseLost, match="too large"):
         await listed(client)
 
 
 @pytest.mark.parametrize("version", [b"null", b"[]", b"{}", b"<html>"])
 async def test_malformed_version_is_a_lost_answer(engine, client, version) -> None:
     engine.version = version
-    with pytest.raises(EngineAnswerLost, match=r"version|JSON"):
+    with pytest.raises(DockerResponseLost, match=r"version|JSON"):
         await client.call("GET", "/info")
     assert engine.asked == ["GET /version"]
 
@@ -144,13 +144,13 @@ async def test_malformed_version_is_a_lost_answer(engine, client, version) -> No
     ],
 )
 def test_where_an_engine_keeps_its_layers_is_not_shown(said: str, shown: str) -> None:
-    assert presentable(said) == shown
-    assert EngineError(500, said).message == EngineError(500, said).detail == str(shown)
+    assert clean_message(said) == shown
+    assert DockerError(500, said).message == DockerError(500, said).detail == str(shown)
 
 
 @pytest.mark.parametrize("part", ["/a", "/", f"/{HASH[1:]}"])
 def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
-    assert len(presentable(part * (1 << 20))) < 1100
+    assert len(clean_message(part * (1 << 20))) < 1100
 
 
 @pytest.mark.parametrize(

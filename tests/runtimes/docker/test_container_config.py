@@ -11,7 +11,7 @@ from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelSpec
 from agentd.plugin_api import Features
 from agentd.runtimes.docker.container_config import container_config, request_problems
-from agentd.runtimes.docker.engine_facts import EngineFacts
+from agentd.runtimes.docker.engine_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
 from contracts.test_runtime import plan
 
@@ -98,14 +98,14 @@ def full_plan() -> KernelPlan:
         cpus=("2", "3"),
         memory_bytes=1 << 20,
         record="the record",
-        statement="the devices",
+        device_label="the devices",
         ports=(Port(80, 30000, "tcp", "10.0.0.1"), Port(53, None, "udp", "10.0.0.1")),
     )
 
 
 def test_a_full_spec_is_a_full_request() -> None:
     full = full_plan()
-    facts = EngineFacts(Features("docker"), "linux/amd64", frozenset(), reads_recursively=True)
+    facts = DockerFacts(Features("docker"), "linux/amd64", frozenset(), reads_recursively=True)
     settings = DockerSettings.model_validate(
         {"network": "none", "capabilities": ["KILL"], "log-max-size": "1m", "log-max-files": 3}
     )

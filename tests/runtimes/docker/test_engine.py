@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from agentd.errors import RuntimeUnavailable
-from agentd.runtimes.docker.engine import EngineClient
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
-from agentd.runtimes.docker.streams import events
+from agentd.runtimes.docker.engine import DockerClient
+from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, DockerUnreachable
+from agentd.runtimes.docker.streams import watch_container_events
 from runtimes.docker.fake_engine import FakeEngine, says
 
 VERSION = b'HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n{"ApiVersion": "1.41"}'
@@ -46,7 +46,7 @@ async def test_version_is_requested_once_per_connection(engine, client) -> None:
 )
 async def test_a_refusal_carries_status_and_message(engine, client, body, message) -> None:
     engine.answer = says(404, body)
-    with pytest.raises(EngineError, match=r".*") as caught:
+    with pytest.raises(DockerError, match=r".*") as caught:
         await client.call("GET", "/x")
     assert (caught.value.status, caught.value.message) == (404, message)
 
@@ -69,7 +69,7 @@ def breaking(engine: FakeEngine, times: int) -> None:
 async def test_a_mutating_call_is_never_repeated(engine, client) -> None:
     breaking(engine, times=1)
     assert await client.call("GET", "/info") == {}
-    with pytest.raises(EngineAnswerLost):
+    with pytest.raises(DockerResponseLost):
         await client.call("POST", "/containers/create", body={"a": 1})
     assert engine.asked.count("POST /v1.41/containers/create") == 1
 
@@ -80,7 +80,7 @@ async def test_an_idempotent_call_is_repeated_once(engine, client, method) -> No
     assert await client.call("GET", "/info") == {}
     assert await client.call(method, "/containers/a") == {}
     breaking(engine, times=2)
-    with pytest.raises(EngineAnswerLost):
+    with pytest.raises(DockerResponseLost):
         await client.call(method, "/containers/b")
     assert engine.asked.count(f"{method} /v1.41/containers/b") == 2
 
@@ -105,8 +105,8 @@ async def test_a_malformed_response_is_a_lost_answer(folder: Path, answer: bytes
         writer.close()
 
     async with await asyncio.start_unix_server(serve, folder / "engine.sock"):
-        client = EngineClient(folder / "engine.sock")
-        with pytest.raises(EngineAnswerLost):
+        client = DockerClient(folder / "engine.sock")
+        with pytest.raises(DockerResponseLost):
             await client.call("POST", "/containers/create", body={"a": 1})
         await client.close()
     assert len(requests) == 2
@@ -118,7 +118,7 @@ async def test_an_answer_counts_after_a_suspension(folder: Path, monkeypatch) ->
     listener.bind(str(folder / "engine.sock"))
     listener.listen()
     loop = asyncio.get_running_loop()
-    client = EngineClient(folder / "engine.sock")
+    client = DockerClient(folder / "engine.sock")
     with listener:
         calling = asyncio.create_task(client.call("POST", "/containers/create", timeout_s=5))
         connection = await asyncio.to_thread(lambda: listener.accept()[0])
@@ -135,13 +135,13 @@ async def test_an_answer_counts_after_a_suspension(folder: Path, monkeypatch) ->
 
 
 async def test_refused_connection_counts_as_never_asked(folder: Path) -> None:
-    client = EngineClient(folder / "none.sock")
-    with pytest.raises(EngineUnreachable, match=r"none\.sock: No such file"):
+    client = DockerClient(folder / "none.sock")
+    with pytest.raises(DockerUnreachable, match=r"none\.sock: No such file"):
         await client.call("POST", "/containers/create")
     await client.close()
 
 
-async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: EngineClient) -> None:
+async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: DockerClient) -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -162,11 +162,11 @@ async def test_leaving_a_stream_hangs_up(engine: FakeEngine, client: EngineClien
 async def test_refused_events_are_a_state_of_the_engine(engine, client) -> None:
     engine.answer = says(503, b'{"message": "is starting"}')
     with pytest.raises(RuntimeUnavailable, match="is starting"):
-        await anext(events(client, "node-1"))
+        await anext(watch_container_events(client, "node-1"))
 
 
 async def test_a_call_that_is_never_answered_is_a_lost_answer(
-    engine: FakeEngine, client: EngineClient
+    engine: FakeEngine, client: DockerClient
 ) -> None:
     gate, received = asyncio.Event(), asyncio.Event()
 
@@ -176,7 +176,7 @@ async def test_a_call_that_is_never_answered_is_a_lost_answer(
         return web.Response()
 
     engine.answer = never
-    with pytest.raises(EngineAnswerLost, match=r"within 0\.01 s"):
+    with pytest.raises(DockerResponseLost, match=r"within 0\.01 s"):
         await client.call("POST", "/containers/x/start", timeout_s=0.01)
     async with asyncio.timeout(20):
         await received.wait()
@@ -184,8 +184,8 @@ async def test_a_call_that_is_never_answered_is_a_lost_answer(
         calling = asyncio.create_task(client.call("POST", "/containers/x/start"))
         await received.wait()
     await client.close()
-    with pytest.raises(EngineAnswerLost):
+    with pytest.raises(DockerResponseLost):
         await calling
-    with pytest.raises(EngineUnreachable, match="agentd closed the connection"):
+    with pytest.raises(DockerUnreachable, match="agentd closed the connection"):
         await client.call("DELETE", "/containers/x")
     gate.set()

@@ -9,8 +9,8 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine_errors import EngineError
-from agentd.runtimes.docker.error_translation import translated
+from agentd.runtimes.docker.engine_errors import DockerError
+from agentd.runtimes.docker.error_translation import translate_error
 from contracts.test_runtime import plan
 
 PARSER = 'AppArmor enabled: exec: "apparmor_parser": executable file not found in $PATH'
@@ -68,7 +68,7 @@ MEANINGS = {
 def test_engine_errors_are_attributed(
     status: int, message: str, exit_code: int, meaning: type[AgentdError]
 ) -> None:
-    error = translated(EngineError(status, message), plan("sleep", "1000"), exit_code)
+    error = translate_error(DockerError(status, message), plan("sleep", "1000"), exit_code)
     assert type(error) is meaning, error
     if meaning is RuntimeFailure:
         assert str(error) == f"the Docker Engine: {message}"

@@ -40,7 +40,7 @@ def reads() -> Counter[str]:
 
 
 def test_exec_sweep_reads_each_process_once(marked, reads) -> None:
-    docker_exec.end_left_behind(NODE, CONTAINERS)
+    docker_exec.kill_orphaned_execs(NODE, CONTAINERS)
     assert marked.poll() is None, "it is in no container of the node's"
     assert {count for path, count in reads.items() if path.startswith(f"/proc/{marked.pid}/")} == {
         1
@@ -50,11 +50,13 @@ def test_exec_sweep_reads_each_process_once(marked, reads) -> None:
 
 def test_a_marked_process_of_a_container_is_killed(marked, monkeypatch) -> None:
     cgroup = f"/system.slice/docker-{CONTAINERS[7]}.scope"
-    monkeypatch.setattr(docker_exec, "groups_of", lambda pid: [cgroup] if pid == marked.pid else [])
-    docker_exec.end_left_behind("another-node", CONTAINERS)
-    docker_exec.end_left_behind(NODE, CONTAINERS[8:])
+    monkeypatch.setattr(
+        docker_exec, "read_cgroups", lambda pid: [cgroup] if pid == marked.pid else []
+    )
+    docker_exec.kill_orphaned_execs("another-node", CONTAINERS)
+    docker_exec.kill_orphaned_execs(NODE, CONTAINERS[8:])
     assert marked.poll() is None
-    docker_exec.end_left_behind(NODE, CONTAINERS)
+    docker_exec.kill_orphaned_execs(NODE, CONTAINERS)
     assert marked.wait(10) == -9
 
 

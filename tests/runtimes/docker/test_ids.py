@@ -7,9 +7,9 @@ import pytest
 
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import RuntimeUnavailable
-from agentd.runtimes.docker.engine import container_id
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost
-from agentd.runtimes.docker.inspection import inspected, observed_kernel
+from agentd.runtimes.docker.engine import parse_container_id
+from agentd.runtimes.docker.engine_errors import DockerResponseLost
+from agentd.runtimes.docker.inspection import parse_inspection, validate_inspection
 from agentd.runtimes.docker.observer import ContainerObserver
 from agentd.runtimes.docker.streams import ContainerEvent, _parse_event
 
@@ -20,9 +20,9 @@ NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.up
 
 @pytest.mark.parametrize("raw", NO_IDS)
 def test_malformed_id_is_a_lost_answer(raw: object) -> None:
-    with pytest.raises(EngineAnswerLost, match="invalid"):
-        container_id(raw)
-    assert container_id(HASH) == HASH
+    with pytest.raises(DockerResponseLost, match="invalid"):
+        parse_container_id(raw)
+    assert parse_container_id(HASH) == HASH
 
 
 def shown(**changes: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Lying:
         self.answers = answers
         self.asked: list[str] = []
 
-    async def version(self) -> Any:
+    async def fetch_version(self) -> Any:
         return {"ApiVersion": "1.41"}
 
     async def close(self) -> None: ...
@@ -55,7 +55,7 @@ class Lying:
         self.asked.append(f"{method} {path}")
         return self.answers[path.split("/")[1].split("?", maxsplit=1)[0]]
 
-    async def items(self, path: str, _: object) -> Any:
+    async def iterate_list(self, path: str, _: object) -> Any:
         self.asked.append(f"GET {path}")
         for item in self.answers["list"]:
             yield item
@@ -72,17 +72,17 @@ def observer(engine: Any) -> ContainerObserver:
 async def test_list_with_a_malformed_container_is_refused(item: Any) -> None:
     engine = Lying(list=[item], containers=shown())
     with pytest.raises(RuntimeUnavailable):
-        await observer(engine).listing()
+        await observer(engine).list_kernels()
     assert engine.asked == ["GET /containers/json"]
 
 
 async def test_a_malformed_inspection_is_a_lost_answer() -> None:
     for answer in (shown(Id="../x"), {}, [], None):
-        with pytest.raises(EngineAnswerLost):
-            inspected(answer)
+        with pytest.raises(DockerResponseLost):
+            validate_inspection(answer)
         with pytest.raises(RuntimeUnavailable):
             await observer(Lying(containers=answer)).find(KernelRef("k1", HASH))
-    assert inspected(shown()) == shown()
+    assert validate_inspection(shown()) == shown()
 
 
 EVENT = '{"Action": "%s", "Actor": {"ID": %s, "Attributes": {"name": "x", "io.agentd.kernel": %s}}}'
@@ -95,7 +95,7 @@ def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
     assert event("start", f'"{HASH}"', '"k1"') == ContainerEvent("start", HASH, "x", "k1")
     for kernel in ('"../../PWNED"', '""'):
         assert event("start", f'"{HASH}"', kernel) == ContainerEvent("start", HASH, "x", "")
-    with pytest.raises(EngineAnswerLost):
+    with pytest.raises(DockerResponseLost):
         event("start", '"../x"', '"k1"')
     nonsense: list[Callable[[], Any]] = [
         lambda: event("exec_create: sh", f'"{HASH}"', '"k1"'),
@@ -113,12 +113,12 @@ def test_an_event_has_a_container_and_a_kernel_or_says_nothing() -> None:
     [("0", ("0",)), ("0-2,5", ("0", "1", "2", "5")), ("", None), (None, None)],
 )
 def test_the_cores_of_a_container_are_read_one_by_one(listed: Any, cores: Any) -> None:
-    found = observed_kernel(shown(HostConfig={"CpusetCpus": listed}))
+    found = parse_inspection(shown(HostConfig={"CpusetCpus": listed}))
     assert found.cores == cores
 
 
 def test_ending_hides_the_engines_storage_paths() -> None:
     said = f"mount /var/lib/docker/overlay2/{HASH}/merged/x: {'y' * 5000}"
-    found = observed_kernel(shown(State={"Status": "exited", "Error": said}))
+    found = parse_inspection(shown(State={"Status": "exited", "Error": said}))
     assert found.ending.reason.startswith("mount /x: yyy")
     assert len(found.ending.reason) < 1100

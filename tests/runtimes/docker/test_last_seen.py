@@ -35,7 +35,7 @@ class Watch:
 
     def reason(self, at: float, exit_code: int = 137, **facts: bool) -> str:
         """Return the reason of a container that ended then."""
-        return self.last_seen.explain(Ending(exit_code, finished_at=at, **facts)).reason
+        return self.last_seen.explain_ending(Ending(exit_code, finished_at=at, **facts)).reason
 
 
 @pytest.fixture

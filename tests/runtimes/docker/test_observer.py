@@ -15,7 +15,7 @@ class Late(Lying):
         super().__init__()
         self.gate = asyncio.get_running_loop().create_future()
 
-    async def items(self, path: str, _: object) -> Any:
+    async def iterate_list(self, path: str, _: object) -> Any:
         await self.gate
         for item in ():
             yield item
@@ -25,7 +25,7 @@ class Late(Lying):
 async def test_a_cancellation_is_never_lost_in_a_list(turns: int) -> None:
     """A daemon that stops would wait for ever for the loop that asked for the list."""
     engine = Late()
-    listing = asyncio.create_task(observer(engine).listing())
+    listing = asyncio.create_task(observer(engine).list_kernels())
     for _ in range(4):
         await asyncio.sleep(0)
     engine.gate.set_result(None)

@@ -11,11 +11,11 @@ import pytest
 
 from agentd.runtimes.host.exec_target import (
     Target,
-    limits_of,
-    lower,
+    find_target,
+    lower_limit,
+    read_limits,
+    read_status,
     start_time,
-    status_of,
-    target_of,
 )
 from support.host_faults import HOSTILE_NAMES, named_process
 
@@ -76,26 +76,26 @@ def test_one_that_is_in_no_group_of_the_kernel_is_refused(sleeper, tmp_path: Pat
 def test_the_first_one_that_can_be_is_taken(sleeper) -> None:
     started = start_time(sleeper.pid)
     order = {"targets": [[1, 7], [sleeper.pid, started]], "cgroup_procs": []}
-    target = target_of(order)
+    target = find_target(order)
     assert target.env["A"] == "b"
     with pytest.raises(ProcessLookupError):
-        target_of({"targets": [[sleeper.pid, started + 1]], "cgroup_procs": []})
+        find_target({"targets": [[sleeper.pid, started + 1]], "cgroup_procs": []})
     with pytest.raises(ProcessLookupError):
-        target_of({"targets": [], "cgroup_procs": []})
+        find_target({"targets": [], "cgroup_procs": []})
 
 
 def test_limits_are_those_that_the_system_tells(sleeper) -> None:
-    limits = limits_of(sleeper.pid)
+    limits = read_limits(sleeper.pid)
     assert len(limits) == 15
     for number, limit in limits.items():
         assert limit == resource.getrlimit(number)
-    assert lower(resource.RLIM_INFINITY, 5) == lower(5, 7) == lower(9, 5) == 5
+    assert lower_limit(resource.RLIM_INFINITY, 5) == lower_limit(5, 7) == lower_limit(9, 5) == 5
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_process_of_any_name_has_its_status(name: bytes) -> None:
     with named_process(name) as process:
         assert start_time(process.pid) > 0
-        status = status_of(process.pid)
+        status = read_status(process.pid)
         assert status["Uid"].split() == [str(os.geteuid())] * 4
         assert status["NoNewPrivs"] == "0"

@@ -21,6 +21,6 @@ def test_a_folder_without_rights_is_removed_by_its_owner() -> None:
             folder.write("record.json", "{}")
             folder.path.chmod(0)
             folder.remove()
-            assert not folder.is_taken()
+            assert not folder.path_exists()
         finally:
             os.seteuid(before)

@@ -15,9 +15,9 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import RuntimeUnavailable
 from agentd.host import lookups
 from agentd.host.cgroups.hierarchies import find_cgroups
-from agentd.host.processes import started_at
+from agentd.host.processes import process_started_at
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import group_ids
+from agentd.runtimes.process.spawn import resolve_group_ids
 from contracts.test_runtime import NODE, plan
 from runtimes.process.rig import K1, bundle, create, found, identity
 
@@ -69,13 +69,13 @@ async def test_start_is_that_of_the_process_without_an_identity(runtime, folder,
 
 
 def test_start_of_a_process_is_a_time() -> None:
-    assert time.time() - 3600 * 24 < (started_at(os.getpid()) or 0) <= time.time() + 1
-    assert started_at(2**22 + 1) is None
+    assert time.time() - 3600 * 24 < (process_started_at(os.getpid()) or 0) <= time.time() + 1
+    assert process_started_at(2**22 + 1) is None
 
 
 def test_groups_are_those_that_the_node_has() -> None:
     daemon = grp.getgrnam("daemon").gr_gid
-    assert group_ids(["daemon", "44", "no such group"]) == [daemon, 44]
+    assert resolve_group_ids(["daemon", "44", "no such group"]) == [daemon, 44]
 
 
 @pytest.mark.needs("root")

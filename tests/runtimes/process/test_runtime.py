@@ -13,7 +13,7 @@ import pytest
 
 from agentd.core.kernel.observation import Leftover
 from agentd.core.kernel.plan import kernel_name
-from agentd.core.kernel.record import parse_statement
+from agentd.core.kernel.record import decode_device_label
 from agentd.core.kernel.states import ObservedState
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
@@ -29,7 +29,7 @@ from runtimes.process.rig import K1, bundle, command, create, found, identity, i
 
 async def without_shim(folder: Path) -> None:
     shim(folder).signal(signal.SIGKILL)
-    await shim(folder).ended()
+    await shim(folder).wait()
 
 
 async def has_cgroups(runtime: ProcessRuntime) -> bool:
@@ -52,7 +52,7 @@ async def test_identity_is_on_disk_and_on_the_cgroup(runtime, folder) -> None:
     assert not any(item.startswith(b"HOME=/root") for item in env)
     assert Path(f"/proc/{who['shim_pid']}/environ").read_bytes() == b""
     if await has_cgroups(runtime):
-        assert parse_statement(kernel.statement) == SHARES
+        assert decode_device_label(kernel.device_label) == SHARES
         assert kernel.agent_id == "agent-1"
     if os.geteuid() == 0:
         status = Path(f"/proc/{who['pid']}/status").read_text()
@@ -62,7 +62,7 @@ async def test_identity_is_on_disk_and_on_the_cgroup(runtime, folder) -> None:
 
 async def test_a_kernel_has_ended_only_when_nothing_of_it_is_left(runtime, folder) -> None:
     await create(runtime, "sh", "-c", "setsid sleep 1000 & sleep 1000 & exit 5")
-    await command(folder).ended()
+    await command(folder).wait()
     assert await is_running(runtime)
     await runtime.stop(K1, 0)
     ended = await found(runtime)
@@ -85,7 +85,7 @@ async def test_a_killed_shim_loses_the_exit_status_and_not_the_kernel(runtime, f
     assert await is_running(runtime)
     command(folder).signal(signal.SIGKILL)
     async with asyncio.timeout(20):
-        async for seen in runtime.follow():
+        async for seen in runtime.watch_events():
             if seen == "k1" or not await is_running(runtime):
                 break
     ended = await found(runtime)
@@ -162,7 +162,7 @@ async def test_processes_are_limited(runtime) -> None:
         await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
     assert len(runtime._bundles.proof("k1").members()) <= 10
     spec = plan("sleep", options={"pids_limit": 5000}).spec
-    (problem,) = await runtime.problems(spec)
+    (problem,) = await runtime.validate_spec(spec)
     assert str(problem) == "pids_limit: 5000 exceeds the limit of 4096"
 
 
@@ -184,7 +184,7 @@ async def test_memory_is_limited_and_swap_is_no_way_out(runtime, folder) -> None
     eat = "import sys; data = bytearray(200 << 20); sys.stdout.write('no limit')"
     await create(runtime, os.path.realpath("/usr/bin/python3"), "-c", eat)
     async with asyncio.timeout(30):
-        await runtime._bundles.proof("k1").all_ended()
+        await runtime._bundles.proof("k1").wait_ended()
     ended = await found(runtime)
     assert (ended.ending.exit_code, ended.ending.oom_killed) == (137, True)
 
@@ -236,10 +236,10 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
 
     monkeypatch.setattr(pwd, "getpwuid", fails)
     runtime.renew(runtime._settings, UserAccounts())
-    assert await runtime.problems(plan("true").spec) == []
+    assert await runtime.validate_spec(plan("true").spec) == []
     me = str(os.geteuid())
-    assert await runtime.problems(plan("true", user=me).spec) == []
-    (problem,) = await runtime.problems(plan("true", user="root").spec)
+    assert await runtime.validate_spec(plan("true", user=me).spec) == []
+    (problem,) = await runtime.validate_spec(plan("true", user="root").spec)
     assert str(problem) == f"user: kernels of agent-1 run as {me} here"
 
 
@@ -249,7 +249,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         ("subprocess.run", OSError(errno.EAGAIN, ""), "shim: Resource temporarily"),
         ("subprocess.run", OSError(errno.ENOMEM, ""), "shim: Cannot allocate memory"),
         (
-            "agentd.runtimes.process.runtime.spawn",
+            "agentd.runtimes.process.runtime.spawn_shim",
             RuntimeError("can't start new thread"),
             "can't start new thread",
         ),
@@ -286,7 +286,7 @@ async def test_live_kernel_set_aside_is_restored(runtime, folder) -> None:
     created = await create(runtime, "sleep", "1000")
     bundle(folder).rename(folder / "kernels" / ".removed-k1")
     after = process_runtime(folder / "kernels")
-    events = after.follow()
+    events = after.watch_events()
     assert await anext(events) == ""
     kernel = await found(after)
     assert (kernel.state, kernel.handle, kernel.record) == (
@@ -300,7 +300,7 @@ async def test_live_kernel_set_aside_is_restored(runtime, folder) -> None:
 
 async def test_the_end_of_a_kernel_that_was_found_later_is_told(runtime, folder) -> None:
     after = process_runtime(folder / "kernels")
-    events = after.follow()
+    events = after.watch_events()
     assert await anext(events) == ""
     await create(runtime, "sleep", "1000")
     assert (await found(after)).state is ObservedState.RUNNING

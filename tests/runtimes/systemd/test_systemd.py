@@ -20,23 +20,23 @@ from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of,
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.errors import RuntimeFailure
-from agentd.host.systemd.availability import version_of, why_no_systemd
-from agentd.host.systemd.dbus import Manager
-from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of
+from agentd.host.systemd.availability import parse_version, systemd_problems
+from agentd.host.systemd.dbus import SystemdManager
+from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
-from agentd.runtimes.systemd.bundle import DROP_IN, End, UnitBundle, quoted, static_busybox
+from agentd.runtimes.systemd.bundle import DROP_IN, UnitBundle, UnitEnd, quote_value, static_busybox
 from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
-    kernel_of,
-    mask,
+    core_mask,
+    escape_words,
+    kernel_id_of_unit,
     properties,
     request_problems,
     slice_name,
-    unexpanded,
     unit_name,
 )
-from agentd.runtimes.systemd.unit_state import end_of, state_of
+from agentd.runtimes.systemd.unit_state import parse_end, state_of
 from support.needs import require
 
 
@@ -60,11 +60,11 @@ def told(made: KernelPlan, accounts: UserAccounts = NO_ACCOUNTS, **settings: Any
 
 
 def test_names_lead_back_to_kernels() -> None:
-    assert kernel_of("n", unit_name("n", "k-1.x")) == "k-1.x"
-    assert kernel_of("other", unit_name("n", "k1")) is None
-    assert kernel_of("n", "agentd-fleet-join.service") is None
+    assert kernel_id_of_unit("n", unit_name("n", "k-1.x")) == "k-1.x"
+    assert kernel_id_of_unit("other", unit_name("n", "k1")) is None
+    assert kernel_id_of_unit("n", "agentd-fleet-join.service") is None
     for name in ("", "..", "a@b", "x" * 64):
-        assert kernel_of("n", f"{name_prefix('n')}{name}.service") is None
+        assert kernel_id_of_unit("n", f"{name_prefix('n')}{name}.service") is None
         with pytest.raises(ValueError, match="invalid name"):
             unit_name("n", name)
     assert slice_name("team-a") == r"agentd-team\x2da.slice"
@@ -72,12 +72,12 @@ def test_names_lead_back_to_kernels() -> None:
 
 def test_a_path_leads_back_to_its_unit() -> None:
     path = f"{UNIT_PATH}agentd_2d0a1b_2dk_2d1_2ex_2eservice"
-    assert unit_of(path) == "agentd-0a1b-k-1.x.service"
+    assert unit_of_path(path) == "agentd-0a1b-k-1.x.service"
 
 
 @given(st.sets(st.integers(0, 300)))
 def test_a_mask_has_a_bit_for_each_number(numbers: set[int]) -> None:
-    bits = int.from_bytes(mask(numbers), "little")
+    bits = int.from_bytes(core_mask(numbers), "little")
     assert {n for n in range(301) if bits >> n & 1} == numbers
 
 
@@ -101,7 +101,7 @@ def test_unit_states_are_mapped(active: str, sub: str, state: ObservedState) -> 
      ("bad-setting", "active", True), ("bad-setting", "inactive", False)],
 )  # fmt: skip
 def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) -> None:
-    assert is_there(load, active) is there
+    assert unit_exists(load, active) is there
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_unit_that_cannot_be_read_may_run_all_the_same(load, active, there) ->
 def test_unit_end_is_parsed(code, status, result, exit_code, oom) -> None:
     seen = {"ExecMainCode": code, "ExecMainStatus": status, "Result": result,
             "ExecMainExitTimestamp": 2_000_000}  # fmt: skip
-    ending = end_of(seen).ending
+    ending = parse_end(seen).ending
     assert (ending.exit_code, ending.oom_killed, ending.finished_at) == (exit_code, oom, 2.0)
 
 
@@ -161,15 +161,15 @@ def test_systemd_itself_writes_how_a_kernel_ended(
     tmp_path, code, status, state, exit_code, reason
 ) -> None:
     bundle = UnitBundle(tmp_path / "k1")
-    bundle.make("{}", {})
+    bundle.create("{}", {})
     given_ = {"SERVICE_RESULT": "signal", "EXIT_CODE": code, "EXIT_STATUS": status}
     run_drop_in(tmp_path, state, **given_)
-    end = bundle.end()
+    end = bundle.read_end()
     assert end is not None
     assert (end.ending.exit_code, end.ending.reason) == (exit_code, reason)
     assert end.finished_at > 1_700_000_000
     run_drop_in(tmp_path, state, **{**given_, "EXIT_STATUS": "1"})
-    assert bundle.end() == end, "what is written stays"
+    assert bundle.read_end() == end, "what is written stays"
 
 
 def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
@@ -179,17 +179,17 @@ def test_usage_from_systemd_is_kept_unless_counted(tmp_path: Path) -> None:
     (group / "memory.peak").write_text("4096\n")
     bundle = UnitBundle(tmp_path / "k1")
     for own, cpu_seconds, peak in ((tmp_path, None, None), (group, 2.5, 4096)):
-        bundle.make("{}", {})
+        bundle.create("{}", {})
         bundle.save_group(own)
         bundle.save_group(tmp_path / "another of that name, later")
         run_drop_in(tmp_path, "running", SERVICE_RESULT="success", EXIT_CODE="killed",
                     EXIT_STATUS="TERM")  # fmt: skip
         assert bundle.has_usage() is (cpu_seconds is not None)
-        used = bundle.usage()
+        used = bundle.read_usage()
         assert (used.cpu_seconds, used.memory_peak_bytes) == (cpu_seconds, peak)
         assert used.memory_bytes is None
-        bundle.used(Usage(cpu_seconds=9.0, io_read_bytes=7))
-        used = bundle.usage()
+        bundle.save_usage(Usage(cpu_seconds=9.0, io_read_bytes=7))
+        used = bundle.read_usage()
         assert (used.cpu_seconds, used.io_read_bytes) == (cpu_seconds or 9.0, 7)
         bundle.remove()
 
@@ -222,10 +222,10 @@ def test_a_cgroup_with_processes_lives_whatever_its_unit_says(tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", [0o770, 0o750, 0o700])
 def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int) -> None:
-    observer = UnitObserver(tmp_path, "n", "boot", Manager(is_user=True))
+    observer = UnitObserver(tmp_path, "n", "boot", SystemdManager(is_user=True))
     bundle = observer.bundle("k1")
-    bundle.make(OWN, {})
-    bundle.finish(End("exit-code", "exited", "3", 7.25))
+    bundle.create(OWN, {})
+    bundle.save_end(UnitEnd("exit-code", "exited", "3", 7.25))
     bundle.path.chmod(mode)
     gone = observer._observe_missing_unit("k1", bundle)
     assert gone is not None
@@ -239,7 +239,7 @@ def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))
 def test_values_of_variables_survive_their_file(value: str) -> None:
     """As a shell reads double quotes, which systemd.exec(5) says are read alike."""
-    assert shlex.split(f"A={quoted(value)}") == [f"A={_unescaped(value)}"]
+    assert shlex.split(f"A={quote_value(value)}") == [f"A={_unescaped(value)}"]
 
 
 def _unescaped(value: str) -> str:
@@ -298,7 +298,7 @@ def test_request_that_no_unit_can_fulfil_is_refused(spec, where) -> None:
 
 
 def test_words_are_left_alone() -> None:
-    assert unexpanded(["${X}", "$$", "a"]) == ["$${X}", "$$$$", "a"]
+    assert escape_words(["${X}", "$$", "a"]) == ["$${X}", "$$$$", "a"]
 
 
 def test_the_fence_holds_the_partition_and_what_lives() -> None:
@@ -319,12 +319,12 @@ def test_a_machine_that_cannot_run_units_says_why(tmp_path, monkeypatch, files, 
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert said in why_no_systemd(tmp_path)[0]
+    assert said in systemd_problems(tmp_path)[0]
 
 
 def test_versions_are_read() -> None:
-    assert version_of("systemd 252 (252.39-1~deb12u2)\n+PAM") == 252
-    assert version_of("") is None
+    assert parse_version("systemd 252 (252.39-1~deb12u2)\n+PAM") == 252
+    assert parse_version("") is None
     assert signal.SIGTERM == 15
 
 

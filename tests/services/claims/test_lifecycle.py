@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from agentd.core.access import Caller, Role
-from agentd.core.allocation.ledger import ClaimHolder
+from agentd.core.allocation.ledger import ClaimRef
 from agentd.core.claim.claim import (
-    MOST_CLAIMS,
+    MAX_CLAIMS,
     ClaimOwner,
     ClaimSpec,
     EditsFor,
@@ -66,7 +66,7 @@ def reasons(rig: Rig) -> list[EndReason]:
 
 
 def held(rig: Rig, claim_id: str = "c1") -> int:
-    holding = rig.state.ledger.holdings.get(ClaimHolder(claim_id))
+    holding = rig.state.ledger.holdings.get(ClaimRef(claim_id))
     return sum(s.amount for s in holding.allocation.shares) // ONE if holding else 0
 
 
@@ -103,7 +103,7 @@ async def test_a_failed_claim_holds_nothing(rig: Rig, failure: str) -> None:
         rig.plugins.failure = asyncio.CancelledError()
     with pytest.raises((PluginUnavailable, StateUnavailable, asyncio.CancelledError)):
         await rig.claims.create(spec())
-    assert (rig.free_gpus, rig.memory.claims, rig.claims.recorded()) == (2, {}, [])
+    assert (rig.free_gpus, rig.memory.claims, rig.claims.recorded_claims()) == (2, {}, [])
     assert [event.kind for event in rig.events._past][-1] is EventKind.FREE
 
 
@@ -119,7 +119,7 @@ async def test_a_claim_that_is_not_recorded_yet_cannot_be_seen(rig: Rig) -> None
     creating = asyncio.create_task(rig.claims.create(spec()))
     await asked.wait()
     assert rig.free_gpus == 1
-    assert rig.claims.recorded() == []
+    assert rig.claims.recorded_claims() == []
     for act in (
         lambda: rig.claims.get("c1"),
         lambda: rig.claims.release("c1", ADMIN),
@@ -148,7 +148,7 @@ async def test_other_requests_of_one_id_conflict(rig: Rig) -> None:
 
 async def test_there_are_only_so_many_claims(rig: Rig) -> None:
     made = (await rig.claims.create(spec()))[0].claim
-    for number in range(MOST_CLAIMS - 1):
+    for number in range(MAX_CLAIMS - 1):
         rig.state._claims[f"x{number}"] = made
     with pytest.raises(TooManyClaims):
         await rig.claims.create(spec("c2"))
@@ -290,7 +290,7 @@ async def test_the_rest_of_a_kept_claim_is_taken_as_it_is() -> None:
     await rig.claims.create(replace(spec(), slots={"cuda.shares": "1.2"}))
     await rig.service.create(kernel("k1", keeps=True, cuda_shares="0.2"))
     rest, _ = await rig.service.create(kernel("k2", keeps=True))
-    amounts = sorted(s.amount for s in rest.allocation.devices_of("cuda"))
+    amounts = sorted(s.amount for s in rest.allocation.shares_by_device_name("cuda"))
     assert amounts == [4 * ONE // 10, 6 * ONE // 10]
 
 
@@ -360,7 +360,7 @@ async def test_an_observed_claim_is_charged_beside_others(rig: Rig) -> None:
     await rig.create(cuda_device=2)
     await rig.claims.create(spec(is_observed=True))
     (collision,) = [e.value for e in rig.events._past if e.kind is EventKind.COLLISION]
-    assert collision.holders == ("k1", ClaimHolder("c1"))
+    assert collision.holders == ("k1", ClaimRef("c1"))
     await rig.service.remove("k1")
     assert rig.free_gpus == 1
 

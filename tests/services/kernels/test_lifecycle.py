@@ -8,7 +8,7 @@ from agentd.core.kernel.states import Kernel, KernelRef, KernelState
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
 from agentd.errors import (
-    MOST_PROBLEMS,
+    MAX_PROBLEMS,
     Draining,
     InsufficientResource,
     InvalidRequest,
@@ -33,7 +33,7 @@ async def test_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) 
             rig.runtime.fail_create, rig.runtime.gate = None, asyncio.Event()
             seconds.append(asyncio.create_task(rig.create()))
 
-    rig.state.listen(begin_another)
+    rig.state.subscribe(begin_another)
     rig.runtime.fail_create = RuntimeFailure("full")
     with pytest.raises(RuntimeFailure):
         await rig.create()
@@ -213,7 +213,7 @@ async def test_create_deleted_before_its_start_is_gone(rig: Rig) -> None:
     await asyncio.sleep(0)
     assert rig.states == {"k1": "preparing"}
     await rig.service.remove("k1")
-    assert (rig.states, rig.free_gpus, rig.state.unsettled) == ({}, 2, {})
+    assert (rig.states, rig.free_gpus, rig.state.unresolved) == ({}, 2, {})
     with pytest.raises(KernelConflict):
         await creating
     async with rig.state.lock("k1"):
@@ -256,8 +256,8 @@ async def test_unknown_devices_are_listed_up_to_a_bound(rig: Rig) -> None:
     spec = replace(rig.spec(), devices={"cuda": ("nothing",) * 4096, "tpu": ("nothing",) * 4096})
     with pytest.raises(InvalidRequest) as refused:
         await rig.service.create(spec)
-    assert len(refused.value.problems) == MOST_PROBLEMS
-    assert str(refused.value).count("unknown device") <= MOST_PROBLEMS
+    assert len(refused.value.problems) == MAX_PROBLEMS
+    assert str(refused.value).count("unknown device") <= MAX_PROBLEMS
 
 
 @pytest.mark.parametrize(("length", "is_kept"), [(10_000, True), (11_000, False)])

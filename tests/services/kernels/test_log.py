@@ -32,7 +32,7 @@ async def test_kernel_of_an_unknown_outcome_that_ended_is_logged_once(rig: Rig) 
     with capture_logs() as logged:
         rig.runtime.put(
             ObservedKernel("k1", "a", "fake", "1", ObservedState.EXITED, plan.record,
-                           plan.statement, 1.0, Ending(5, finished_at=2.0))
+                           plan.device_label, 1.0, Ending(5, finished_at=2.0))
         )  # fmt: skip
         await rig.relist()
         await rig.relist()

@@ -66,7 +66,7 @@ async def test_a_create_that_comes_true_late_is_adopted(rig: Rig) -> None:
     rig.runtime.kernels["k2"] = replace(late, record=record)
     await rig.relist()
     assert rig.states["k2"] == "running"
-    assert rig.state.unsettled == {}
+    assert rig.state.unresolved == {}
 
 
 async def test_nothing_is_created_before_the_first_complete_list() -> None:
@@ -76,7 +76,7 @@ async def test_nothing_is_created_before_the_first_complete_list() -> None:
     rig.runtime.is_down = True
     with pytest.raises(RuntimeUnavailable):
         await rig.relist()
-    await rig.reconciler.first_try()
+    await rig.reconciler.wait_first_lists()
     with pytest.raises(RuntimeUnavailable, match="the fake is down"):
         await rig.create()
     rig.runtime.is_down = False
@@ -99,7 +99,7 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
     rig.runtime.fail_create = OutcomeUnknown("lost")
     await rig.service.create(rig.spec(cuda_device=1), wait=False)
     await settled(rig, "k1", "creating")
-    await until(lambda: "k1" in rig.state.unsettled, within_s=5)
+    await until(lambda: "k1" in rig.state.unresolved, within_s=5)
     rig.now += GRACE_S
     await rig.relist()
     assert rig.states == {"k1": "failed"}
@@ -108,7 +108,7 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
 
 async def test_list_does_not_make_an_unfollowed_runtime_available(rig: Rig) -> None:
     rig.reconciler._following.clear()
-    rig.state.note_unavailable("fake", "its event stream ended")
+    rig.state.mark_unavailable("fake", "its event stream ended")
     await rig.reconciler.retry()
     assert rig.state.runtime("fake").state is RuntimeState.UNAVAILABLE
     rig.reconciler._following.add("fake")
@@ -208,7 +208,7 @@ async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig)
     both.reconciler._first_lists["hung"] = asyncio.Event()
     both.reconciler._following.add("hung")
     for name in ("fake", "hung"):
-        both.state.note_unavailable(name, "down")
+        both.state.mark_unavailable(name, "down")
     retrying = asyncio.create_task(both.reconciler.retry())
     await until(lambda: both.state.runtime("fake").state is RuntimeState.AVAILABLE, within_s=5)
     retrying.cancel()
@@ -219,7 +219,7 @@ async def test_events_that_a_library_cancels_are_followed_again(
 ) -> None:
     """A cancellation that nobody asked for would end the loop without a word."""
     monkeypatch.setattr("agentd.services.kernels.reconciler.FIRST_PAUSE_S", 0.0)
-    follow, breaks = rig.runtime.follow, [asyncio.CancelledError()]
+    follow, breaks = rig.runtime.watch_events, [asyncio.CancelledError()]
 
     async def following():
         if breaks:
@@ -227,7 +227,7 @@ async def test_events_that_a_library_cancels_are_followed_again(
         async for kernel_id in follow():
             yield kernel_id
 
-    rig.runtime.follow = following
+    rig.runtime.watch_events = following
     async with running(rig):
         assert breaks == []
 
@@ -257,7 +257,7 @@ async def test_kernel_removed_before_its_turn_is_not_looked_for(rig: Rig) -> Non
     await rig.service.remove("k1")
     looked_for = []
     rig.runtime.find = looked_for.append
-    await rig.reconciler.observe(await rig.reconciler.next_queued())
+    await rig.reconciler.observe(await rig.reconciler.wait_next())
     assert looked_for == []
 
 
@@ -268,6 +268,6 @@ async def test_removed_kernel_is_looked_for_after_a_second_event(rig: Rig) -> No
     found = rig.runtime.kernels["k1"]
     await rig.service.remove("k1")
     rig.runtime.kernels["k1"] = replace(found, handle="made-by-hand")
-    await rig.reconciler.observe(await rig.reconciler.next_queued())
+    await rig.reconciler.observe(await rig.reconciler.wait_next())
     assert rig.states == {"k1": "running"}
     assert rig.state.get("k1").handle != created.handle

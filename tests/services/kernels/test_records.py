@@ -29,7 +29,7 @@ async def restarted(rig: Rig) -> Rig:
 
 async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
     await rig.create(cuda_device=1)
-    assert rig.memory.records["k1"].phase is Phase.HELD
+    assert rig.memory.records["k1"].phase is Phase.LIVE
     await rig.service.stop("k1", 0)
     assert rig.memory.records["k1"].phase is Phase.ENDED
     await rig.service.remove("k1")
@@ -38,7 +38,7 @@ async def test_a_record_says_how_far_its_kernel_has_come(rig: Rig) -> None:
 
 async def test_unreadable_record_holds_all_until_the_runtime_lists(rig) -> None:
     await rig.create(cuda_device=1)
-    rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, "{")
+    rig.memory.records["k1"] = SavedRecord("k1", Phase.LIVE, "{")
     after = await restarted(rig)
     assert after.states == {"k1": "unreadable"}
     assert after.free_gpus == 0
@@ -79,11 +79,11 @@ async def test_unconfigured_runtime_can_be_forgotten(rig: Rig) -> None:
     await rig.create(cuda_device=1)
     text = rig.memory.records["k1"].text.replace('"runtime":"fake"', '"runtime":"old"')
     after = Rig(rig.memory, "old")
-    rig.memory.records["k1"] = SavedRecord("k1", Phase.HELD, text)
+    rig.memory.records["k1"] = SavedRecord("k1", Phase.LIVE, text)
     assert recorded_runtimes(rig.memory.load_records()) == {"old"}
     after.recall()
     await after.relist()
-    after.state.note_unavailable("old", "the runtime is not configured")
+    after.state.mark_unavailable("old", "the runtime is not configured")
     assert after.states == {"k1": "running"}
     assert after.free_gpus == 1
     assert (await after.create("k2", cuda_device=1)).state is KernelState.RUNNING

@@ -57,13 +57,13 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     monkeypatch.setattr(retention, "MAX_ENDED_BYTES", 2 * size)
     for number in (2, 1):
         state.put(ended(f"k{number}", float(number)))
-    await keeper.once()
+    await keeper.prune()
     assert list(state.kernels) == ["k2", "k1"]
     large = replace(ended("k0", 0.5), labels={"a": "x" * size})
     state.put(large)
-    await keeper.once()
+    await keeper.prune()
     assert list(state.kernels) == ["k0"]  # as the last that ended, though it is the oldest
     state.put(replace(large, state=KernelState.RUNNING))
     state.put(ended("k3", 3.0))
-    await keeper.once()
+    await keeper.prune()
     assert list(state.kernels) == ["k0", "k3"]

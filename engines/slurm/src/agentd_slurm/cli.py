@@ -120,7 +120,7 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
 
     Exit status: 0 printed, 1 the agent does not exist or has no accelerators.
     """
-    from agentd_slurm.device_files import STAND_INS, files_of
+    from agentd_slurm.device_files import STAND_INS, assign_files
     from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres
     from agentd_slurm.gres_map import DEFAULT_MAP
 
@@ -134,7 +134,7 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
     if as_json:
         click.echo(content)
         return
-    file_by_id, stand_ins = files_of(devices, files or STAND_INS)
+    file_by_id, stand_ins = assign_files(devices, files or STAND_INS)
     click.echo("# gres.conf")
     click.echo("\n".join(gres_conf(devices_by_index, file_by_id)))
     click.echo("\n# slurm.conf, in the NodeName= line of this node")

@@ -26,7 +26,7 @@ from agentd_slurm.jobs import (
 TIMEOUT_S = 10.0
 FOLDERS = "/usr/bin:/usr/local/bin:/opt/slurm/bin:/usr/local/slurm/bin"
 _UNKNOWN_JOB = "Invalid job id"
-MOST_REASON = 1024
+MAX_REASON = 1024
 
 
 class SlurmFailed(Exception):
@@ -45,7 +45,7 @@ def find_program(name: str) -> str:
     raise SlurmFailed(f"{name} not found in {folders}")
 
 
-def run(name: str, *arguments: str) -> str:
+def run_command(name: str, *arguments: str) -> str:
     """Run a command of Slurm and return what it prints.
 
     Raises:
@@ -83,12 +83,12 @@ class QueuedJob(NamedTuple):
     required_nodes: str
 
 
-def jobs_on(node: str) -> list[QueuedJob]:
+def list_jobs(node: str) -> list[QueuedJob]:
     """Return the jobs that may have processes on a node."""
     return [row for row in _list_queue(f"--nodelist={node}") if row.state in ON_NODE]
 
 
-def placeholders(node: str) -> list[int]:
+def list_placeholders(node: str) -> list[int]:
     """Return the ids of the placeholders of a node, pending ones too."""
     rows = _list_queue(f"--user={ROOT}", f"--name={PLACEHOLDER_NAME}")
     unfinished = (row for row in rows if row.state in WAITING | ON_NODE)
@@ -102,7 +102,7 @@ def _list_queue(*options: str) -> list[QueuedJob]:
         UnreadableAnswer: squeue answers something else.
     """
     words = ("--all", "--noheader", "--array", "--states=all", "--format=%A %U %T %S %n")
-    rows = [line.split(" ", 4) for line in run("squeue", *words, *options).splitlines()]
+    rows = [line.split(" ", 4) for line in run_command("squeue", *words, *options).splitlines()]
     try:
         return [
             QueuedJob(int(job_id), int(user_id), state, start, nodes.strip())
@@ -112,7 +112,7 @@ def _list_queue(*options: str) -> list[QueuedJob]:
         raise UnreadableAnswer(f"squeue: unexpected answer ({error})") from None
 
 
-def job(job_id: int) -> Job | None:
+def get_job(job_id: int) -> Job | None:
     """Return a job; None if slurmctld does not know it.
 
     Raises:
@@ -132,22 +132,22 @@ def job(job_id: int) -> Job | None:
 
 def _show_job(name: str) -> Job | None:
     try:
-        return parse_job(run("scontrol", "--all", "-o", "-d", "show", "job", name))
+        return parse_job(run_command("scontrol", "--all", "-o", "-d", "show", "job", name))
     except SlurmFailed as error:
         if _UNKNOWN_JOB in str(error):
             return None
         raise
 
 
-def send_back(name: str, reason: str) -> None:
+def requeue_with_reason(name: str, reason: str) -> None:
     """Requeue a job, or cancel one that cannot be requeued; the reason is its `AdminComment`.
 
     Raises:
         SlurmFailed: it could be neither requeued nor cancelled.
     """
-    comment = f"agentd: {reason}"[:MOST_REASON]
+    comment = f"agentd: {reason}"[:MAX_REASON]
     with suppress(SlurmFailed):  # the job must go, with or without a comment
-        run("scontrol", "update", f"JobId={name}", f"AdminComment={comment}")
+        run_command("scontrol", "update", f"JobId={name}", f"AdminComment={comment}")
     requeue(name)
 
 
@@ -160,14 +160,14 @@ def requeue(name: str) -> None:
         SlurmFailed: neither could be done.
     """
     try:
-        run("scontrol", "requeue", name.partition("+")[0])
+        run_command("scontrol", "requeue", name.partition("+")[0])
     except SlurmFailed:
-        run("scancel", "--state=RUNNING", name)
+        run_command("scancel", "--state=RUNNING", name)
 
 
 def start_placeholder(node: str, gpu_type: str, holder: str) -> None:
     """Submit the job that blocks one GPU of a node."""
-    run(
+    run_command(
         "sbatch",
         "--parsable",
         f"--job-name={PLACEHOLDER_NAME}",
@@ -188,27 +188,27 @@ def start_placeholder(node: str, gpu_type: str, holder: str) -> None:
 
 def rename_placeholder(job_id: int, holder: str) -> None:
     """Write another holder into a placeholder's comment."""
-    run("scontrol", "update", f"JobId={job_id}", f"Comment={PLACEHOLDER}{holder}")
+    run_command("scontrol", "update", f"JobId={job_id}", f"Comment={PLACEHOLDER}{holder}")
 
 
 def cancel(job_id: int) -> None:
     """Cancel a job; one that has ended meanwhile is not an error."""
     try:
-        run("scancel", str(job_id))
+        run_command("scancel", str(job_id))
     except SlurmFailed as error:
         if _UNKNOWN_JOB not in str(error):
             raise
 
 
-def configuration() -> dict[str, str]:
+def read_configuration() -> dict[str, str]:
     """Return slurmctld's settings by name."""
-    lines = (line.partition("=") for line in run("scontrol", "show", "config").splitlines())
+    lines = (line.partition("=") for line in run_command("scontrol", "show", "config").splitlines())
     return {name.strip(): value.strip() for name, separator, value in lines if separator}
 
 
 def node_gres(node: str) -> str:
     """Return the `Gres=` of a node."""
-    words = run("scontrol", "--oneliner", "show", "node", node).split()
+    words = run_command("scontrol", "--oneliner", "show", "node", node).split()
     return next((word.removeprefix("Gres=") for word in words if word.startswith("Gres=")), "")
 
 
@@ -220,4 +220,6 @@ def own_node() -> str:
     """
     if name := os.environ.get("SLURMD_NODENAME"):
         return name
-    return run("scontrol", "show", "aliases").strip() or os.uname().nodename.partition(".")[0]
+    return (
+        run_command("scontrol", "show", "aliases").strip() or os.uname().nodename.partition(".")[0]
+    )

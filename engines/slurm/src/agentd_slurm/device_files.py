@@ -52,7 +52,7 @@ def device_file(device: Mapping[str, Any], root: Path = Path("/")) -> str | None
     return None
 
 
-def files_of(
+def assign_files(
     devices: list[Mapping[str, Any]], folder: str = STAND_INS, root: Path = Path("/")
 ) -> tuple[dict[str, str], list[str]]:
     """Return each device's file by its stable id, and the stand-ins among them."""

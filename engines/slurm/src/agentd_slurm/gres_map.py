@@ -44,7 +44,7 @@ class GresMap(NamedTuple):
     @classmethod
     def of(cls, agent: str, devices: Iterable[GresDevice]) -> GresMap:
         """Return the map of devices in natural order, in which cuda2 precedes cuda10."""
-        ordered = sorted(devices, key=lambda device: natural(device.device_id))
+        ordered = sorted(devices, key=lambda device: natural_key(device.device_id))
         return cls(agent, dict(enumerate(ordered)))
 
     def as_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class GresMap(NamedTuple):
         return {"agent": self.agent, "devices": devices}
 
 
-def natural(text: str) -> list[tuple[int, str]]:
+def natural_key(text: str) -> list[tuple[int, str]]:
     """Return a key that sorts numbers in text by their value."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(text) if part

@@ -30,7 +30,7 @@ _AFTER_LABEL = re.compile(r" Priority=[0-9]+ Nice=-?[0-9]+ Account=")
 _GRES = re.compile(r" JOB_GRES=\S*")
 _NODES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _PART = re.compile(r"([^,\[\]]*)(?:\[([^\]]*)\])?([^,\[\]]*)(?:,|$)")
-MOST_HOSTS = 65536
+MAX_HOSTS = 65536
 
 
 class UnreadableAnswer(Exception):
@@ -129,10 +129,10 @@ def _parse_gpus(text: str) -> Iterator[tuple[str, frozenset[int] | None]]:
     match = _GRES.search(text)
     while match and (match := _NODES.match(text, match.end())):
         for node in expand_hosts(match[1]):
-            yield node, indices(match[2])
+            yield node, parse_gpu_indices(match[2])
 
 
-def indices(detail: str) -> frozenset[int] | None:
+def parse_gpu_indices(detail: str) -> frozenset[int] | None:
     """Return the indices of the GPUs in a job's `gres_detail` on one node.
 
     None where there are GPUs without indices: gres.conf names no files.
@@ -169,8 +169,8 @@ def expand_hosts(text: str) -> list[str]:
             raise ValueError(f"invalid host list {text!r}")
         remaining = remaining[match.end() :]
         hosts += _expand_brackets(match[1], match[2], match[3])
-        if len(hosts) > MOST_HOSTS:
-            raise ValueError(f"host list exceeds the limit of {MOST_HOSTS}")
+        if len(hosts) > MAX_HOSTS:
+            raise ValueError(f"host list exceeds the limit of {MAX_HOSTS}")
     return hosts
 
 
@@ -182,5 +182,5 @@ def _expand_brackets(before: str, ranges: str | None, after: str) -> Iterator[st
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             raise ValueError(f"invalid range {part!r} in a host list")
-        for number in range(int(first), min(int(last or first), int(first) + MOST_HOSTS) + 1):
+        for number in range(int(first), min(int(last or first), int(first) + MAX_HOSTS) + 1):
             yield f"{before}{number:0{len(first)}d}{after}"

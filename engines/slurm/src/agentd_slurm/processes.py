@@ -39,7 +39,7 @@ class NodeProcesses(NamedTuple):
         """The jobs that have a process or a slurmstepd here for certain."""
         return self.in_cgroup | self.stepds
 
-    def of(self, job_id: int) -> bool:
+    def may_have(self, job_id: int) -> bool:
         """Return whether the job may have a process or a slurmstepd here."""
         return self.has_unnamed or job_id in self.in_cgroup or job_id in self.stepds
 

@@ -20,32 +20,37 @@ from agentd.errors import (
     UnknownSlotType,
 )
 from agentd.events import EventLog
-from agentd.http.answers import answer
-from agentd.http.audit import AuditedCall, audited
+from agentd.http.answers import json_response
+from agentd.http.audit import AuditedCall, audit_call
 from agentd.http.bodies import read_body
-from agentd.http.callers import caller_of, note_id
-from agentd.http.metrics import CONTENT_TYPE, exposition
-from agentd.http.queries import body_of, prefers_async, query_of
+from agentd.http.callers import attach_id, caller_of
+from agentd.http.metrics import CONTENT_TYPE, render_exposition
+from agentd.http.queries import prefers_async, query_of, receive_body
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
-from agentd_fleet.gateway.lists import Lists
+from agentd_fleet.gateway.lists import FleetLists
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
-from agentd_fleet.gateway.proxy import pass_on, pass_socket, picked_headers
+from agentd_fleet.gateway.proxy import pick_headers, proxy_request, proxy_websocket
 from agentd_fleet.gateway.queries import StatsQuery
 from agentd_fleet.nodes.calls import NodeAnswer
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import read
 from agentd_fleet.placement.deleter import Deleter
-from agentd_fleet.placement.kernels import FleetKernels, KernelLocation, path_of, unknown_kernel
+from agentd_fleet.placement.kernels import (
+    FleetKernels,
+    KernelLocation,
+    kernel_path,
+    unknown_kernel_view,
+)
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.placement.requests import FleetKernelRequest, order_of
+from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_request
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
 log = structlog.get_logger()
 
-REVISION = "Fleet-Revision"
+REVISION_HEADER = "Fleet-Revision"
 
 
 class Gateway(Site):
@@ -57,26 +62,26 @@ class Gateway(Site):
         self._placer = placer
         self._kernels = FleetKernels(backend, placer)
         self._deleter = Deleter(backend, placer, self._kernels)
-        self._lists = Lists(self._kernels, backend.state)
+        self._lists = FleetLists(self._kernels, backend.state)
         self._events = EventLog()
         self._counts = GatewayCounts()
 
-    async def until_open(self, patience_s: float) -> None:
+    async def wait_open(self, patience_s: float) -> None:
         """Return at once; each route reports itself what is not known yet."""
 
     def require(self, request: web.Request, caller: Caller, right: Right) -> None:
         """Refuse a caller whose role lacks the right; visibility is checked with each lookup."""
         del request
-        if not caller.may(right):
+        if not caller.has_right(right):
             raise Forbidden(caller.name, caller.role.value, right.value, roles_with(right))
 
-    def audited(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
-        return audited(self._events, None, request, action, "")
+    def audit_call(self, request: web.Request, action: str) -> AbstractContextManager[AuditedCall]:
+        return audit_call(self._events, None, request, action, "")
 
     async def readyz(self, _: web.Request) -> web.Response:
         """Answer the readiness probe: ready while the view of the nodes is current."""
-        reason = self._store.why_not_live()
-        return answer({"status": reason or "ok"}, 503 if reason else 200)
+        reason = self._store.stale_reason()
+        return json_response({"status": reason or "ok"}, 503 if reason else 200)
 
     async def list_nodes(self, request: web.Request) -> web.Response:
         """List the nodes with their latest reports."""
@@ -91,13 +96,13 @@ class Gateway(Site):
     async def get_node(self, request: web.Request) -> web.Response:
         """Show one node."""
         caller, view = caller_of(request), self._state.view
-        node = self._kernels.seen(caller, request.match_info["node"])
+        node = self._kernels.visible_node(caller, request.match_info["node"])
         return self._revision_answer(views.node_view(view, node, caller.agents), view.revision)
 
     async def forget_node(self, request: web.Request) -> web.Response:
         """Forget a lost node and the routes to it."""
         caller = caller_of(request)
-        node = self._kernels.seen(caller, request.match_info["node"])
+        node = self._kernels.visible_node(caller, request.match_info["node"])
         if node.status is not NodeStatus.LOST:
             reason = f"node {node.node_id} is {node.status.value}, expected lost"
             raise InvalidRequest([Problem("node", reason)])
@@ -117,9 +122,9 @@ class Gateway(Site):
         name, view = request.match_info["slot"], self._state.view
         if name not in view.slot_types:
             raise UnknownSlotType(f"unknown slot {name}")
-        if offer := view.offer_of(name):
+        if offer := view.slot_in_use_reason(name):
             raise SlotTypeInUse(offer)
-        await self._store.unlearn(name)
+        await self._store.forget_slot_type(name)
         return web.Response(status=204)
 
     async def get_stats(self, request: web.Request) -> web.Response:
@@ -138,13 +143,13 @@ class Gateway(Site):
         view = self._state.view
         body = read_body(
             FleetKernelRequest,
-            await body_of(request),
+            await receive_body(request),
             lambda members: read(view, members.get("slots", {})),
         )
         try:
             return await self._create(request, body, view)
         except AgentdError as error:
-            error.headers = {REVISION: str(view.revision)}
+            error.headers = {REVISION_HEADER: str(view.revision)}
             raise
 
     async def _create(
@@ -152,8 +157,8 @@ class Gateway(Site):
     ) -> web.Response:
         caller = caller_of(request)
         headers = {"Prefer": "respond-async"} if prefers_async(request) else {}
-        placement_request = order_of(body, caller, headers)
-        note_id(request, "kernel", placement_request.kernel_id)
+        placement_request = to_placement_request(body, caller, headers)
+        attach_id(request, "kernel", placement_request.kernel_id)
         if query_of(request, CreateQuery).dry_run:
             placed = await self._placer.explain(caller, placement_request, view)
             content = {"agent_id": placed.agent_id, **json.loads(placed.answer.body)}
@@ -162,14 +167,14 @@ class Gateway(Site):
             placed = await self._placer.create(caller, placement_request, view)
         node_answer = placed.answer
         response = self._kernel_response(node_answer, placed.node_id)
-        passed_headers = picked_headers(node_answer.headers, ("Location", "Preference-Applied"))
-        response.headers.update({**passed_headers, REVISION: str(view.revision)})
+        passed_headers = pick_headers(node_answer.headers, ("Location", "Preference-Applied"))
+        response.headers.update({**passed_headers, REVISION_HEADER: str(view.revision)})
         return response
 
     async def _locate(self, request: web.Request) -> KernelLocation:
         """Return the location of the requested kernel."""
         kernel_id, node_id = request.match_info["kernel"], request.query.get("node")
-        return await self._kernels.place(caller_of(request), kernel_id, node_id)
+        return await self._kernels.locate(caller_of(request), kernel_id, node_id)
 
     async def _call_node(
         self,
@@ -180,8 +185,8 @@ class Gateway(Site):
         body: bytes | None = None,
     ) -> web.Response:
         """Call the node of the requested kernel and return its answer."""
-        path = path_of(request.match_info["kernel"], *more)
-        node_answer = await self._kernels.ask(caller_of(request), location, method, path, body)
+        path = kernel_path(request.match_info["kernel"], *more)
+        node_answer = await self._kernels.call(caller_of(request), location, method, path, body)
         return self._kernel_response(node_answer, location.node.node_id)
 
     async def list_kernels(self, request: web.Request) -> web.Response:
@@ -191,13 +196,13 @@ class Gateway(Site):
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
         location = await self._locate(request)
-        if location.node.status is NodeStatus.LOST and location.kept is not None:
-            return self._with_revision(answer(unknown_kernel(location.kept.route)))
+        if location.node.status is NodeStatus.LOST and location.stored is not None:
+            return self._with_revision(json_response(unknown_kernel_view(location.stored.route)))
         return await self._call_node(request, location, "GET")
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel with TERM, then KILL; it stays listed."""
-        body = await body_of(request)
+        body = await receive_body(request)
         read_body(StopRequest, body)
         location = await self._locate(request)
         return await self._call_node(request, location, "POST", "stop", body=body)
@@ -213,9 +218,9 @@ class Gateway(Site):
         """Stream a kernel's output, byte for byte."""
         location = await self._locate(request)
         query = {k: v for k, v in request.query.items() if k != "node"}
-        path = path_of(request.match_info["kernel"], "logs", query=query)
-        with self._streams.opened(request):
-            return await pass_on(self._nodes, self._state, location.node, request, path)
+        path = kernel_path(request.match_info["kernel"], "logs", query=query)
+        with self._streams.register(request):
+            return await proxy_request(self._nodes, self._state, location.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
         """Show the usage of a kernel."""
@@ -224,9 +229,9 @@ class Gateway(Site):
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command in a kernel, over a WebSocket."""
         location = await self._locate(request)
-        with self._streams.opened(request, may_pause=True):
-            path = path_of(request.match_info["kernel"], "exec")
-            return await pass_socket(self._nodes, self._state, location.node, request, path)
+        with self._streams.register(request, may_pause=True):
+            path = kernel_path(request.match_info["kernel"], "exec")
+            return await proxy_websocket(self._nodes, self._state, location.node, request, path)
 
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
         """Proxy a call below /v1 to one node."""
@@ -236,38 +241,38 @@ class Gateway(Site):
             raise InvalidRequest([Problem("rest", reason)])
         if not {"", ".", ".."}.isdisjoint(rest.split("/")):
             raise InvalidRequest([Problem("rest", "expected a path without empty parts, . and ..")])
-        node = self._kernels.seen(caller, request.match_info["node"])
+        node = self._kernels.visible_node(caller, request.match_info["node"])
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers
-        proxy = pass_socket if is_socket else pass_on
-        with self._streams.opened(request, may_pause=is_socket):
+        proxy = proxy_websocket if is_socket else proxy_request
+        with self._streams.register(request, may_pause=is_socket):
             return await proxy(self._nodes, self._state, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the fleet in the Prometheus exposition format."""
         caller, view = caller_of(request), self._state.view
-        is_live = not self._store.why_not_live()
+        is_live = not self._store.stale_reason()
         metrics = fleet_metrics(view, caller, self._counts, is_live=is_live)
-        text = await asyncio.to_thread(exposition, metrics)
+        text = await asyncio.to_thread(render_exposition, metrics)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     def _revision_answer(self, content: object, revision: int) -> web.Response:
-        headers = {REVISION: str(revision)}
-        if reason := self._store.why_not_live():
+        headers = {REVISION_HEADER: str(revision)}
+        if reason := self._store.stale_reason():
             headers["Fleet-Stale"] = reason.replace("\n", " ")[:200]
-        return answer(content, headers=headers)
+        return json_response(content, headers=headers)
 
     def _kernel_response(self, node_answer: NodeAnswer, node_id: str) -> web.Response:
         """Return a node's answer with the node id added; a problem is unchanged."""
         if node_answer.is_error:
             return self._node_response(node_answer)
         kernel = {**msgspec.json.decode(node_answer.body), "node_id": node_id}
-        return self._with_revision(answer(kernel, node_answer.status))
+        return self._with_revision(json_response(kernel, node_answer.status))
 
     def _with_revision(self, response: web.Response) -> web.Response:
-        response.headers[REVISION] = str(self._state.view.revision)
+        response.headers[REVISION_HEADER] = str(self._state.view.revision)
         return response
 
     def _node_response(self, node_answer: NodeAnswer) -> web.Response:
-        headers = picked_headers(node_answer.headers, ("Content-Type", "Retry-After"))
+        headers = pick_headers(node_answer.headers, ("Content-Type", "Retry-After"))
         return web.Response(body=node_answer.body, status=node_answer.status, headers=headers)

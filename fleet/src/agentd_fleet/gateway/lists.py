@@ -10,21 +10,26 @@ from aiohttp import web
 
 from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem, UnknownNode
-from agentd.http.answers import answer
+from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
 from agentd.http.queries import MAX_PAGE_BYTES, query_of
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.queries import FleetKernelsQuery, NodesQuery, StatsQuery
-from agentd_fleet.placement.kernels import AT_ONCE, FleetKernels, NodeList, unknown_kernel
+from agentd_fleet.placement.kernels import (
+    MAX_CONCURRENT_LISTS,
+    FleetKernels,
+    NodeList,
+    unknown_kernel_view,
+)
 from agentd_fleet.store.route import KernelRoute
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
 
-MISSING = "Fleet-Missing"
-MOST_NAMED = 50
+MISSING_HEADER = "Fleet-Missing"
+MAX_NAMED = 50
 
 
-class Lists:
+class FleetLists:
     """Calls that need answers of many nodes."""
 
     def __init__(self, kernels: FleetKernels, state: FleetState) -> None:
@@ -41,7 +46,7 @@ class Lists:
             return [
                 nodes[node_id]
                 if node_id in nodes and _has_unknown_agents(nodes[node_id])
-                else self._kernels.seen(caller, node_id)
+                else self._kernels.visible_node(caller, node_id)
                 for node_id in sorted(set(node_ids))
             ]
         return [
@@ -56,9 +61,9 @@ class Lists:
         """Return the devices of nodes."""
         caller, missing = caller_of(request), list[str]()
         node_ids = query_of(request, NodesQuery).node
-        rows = await self._kernels.devices(caller, self._nodes(caller, node_ids), missing)
+        rows = await self._kernels.list_devices(caller, self._nodes(caller, node_ids), missing)
         visible = self._visible_missing(caller, missing, (), node_ids)
-        return answer(rows, headers=_missing_header(visible))
+        return json_response(rows, headers=_missing_header(visible))
 
     async def kernels(self, request: web.Request) -> web.Response:
         """Return the kernels of nodes, by node and then by creation."""
@@ -78,7 +83,7 @@ class Lists:
             names = {"after_node": node_id} | ({"after": after} if after else {})
             url = request.rel_url.without_query_params("after").update_query(names)
             headers["Link"] = f'<{url}>; rel="next"'
-        return answer(page.rows, headers=headers)
+        return json_response(page.rows, headers=headers)
 
     def _visible_missing(
         self,
@@ -96,7 +101,7 @@ class Lists:
         visible = []
         for node_id in missing:
             try:
-                self._kernels.seen(caller, node_id)
+                self._kernels.visible_node(caller, node_id)
             except UnknownNode:
                 if node_id not in routed:
                     if node_id in node_ids:
@@ -107,23 +112,25 @@ class Lists:
 
     def stats(self, view: FleetView, caller: Caller, query: StatsQuery) -> views.StatsView:
         """Return the sums of slots, also by node."""
-        node_ids = [self._kernels.seen(caller, node_id).node_id for node_id in query.node] or None
+        node_ids = [
+            self._kernels.visible_node(caller, node_id).node_id for node_id in query.node
+        ] or None
         agents = frozenset(query.agent) or None
         if caller.agents is not None:
             agents = caller.agents if agents is None else agents & caller.agents
         labels = dict(query.labels)
         sums = view.statistics(node_ids, agents=agents, labels=labels)
         nodes = {
-            node_id: views.uses_view(view.slot_types, usages)
+            node_id: views.usage_views(view.slot_types, usages)
             for node_id in node_ids or view.nodes
             if node_id in view.nodes
-            and view.nodes[node_id].has(labels)
+            and view.nodes[node_id].has_labels(labels)
             and (agents is None or not agents.isdisjoint(view.nodes[node_id].offers))
             and (usages := view.statistics([node_id], agents=agents)) is not None
         }
         return {
             "revision": view.revision,
-            "slots": views.uses_view(view.slot_types, sums),
+            "slots": views.usage_views(view.slot_types, sums),
             "nodes": nodes,
         }
 
@@ -158,7 +165,7 @@ class KernelPage:
                 self.following = node.node_id, ""
                 return
             if not lists:
-                chunk = nodes[index : index + AT_ONCE]
+                chunk = nodes[index : index + MAX_CONCURRENT_LISTS]
                 lists = [*reversed(await asyncio.gather(*map(self._list, chunk)))]
             page = lists.pop()
             if page is not None and len(page.rows) > room:
@@ -175,7 +182,7 @@ class KernelPage:
         query = [*self._filters, ("limit", str(self._limit - len(self.rows)))]
         if node.node_id == self._first and self._after:
             query.append(("after", self._after))
-        return await self._kernels.list_of(self._caller, node, query)
+        return await self._kernels.list_kernels(self._caller, node, query)
 
     async def _list_routed(
         self, node: FleetNode, nodes: Sequence[FleetNode], room: int
@@ -190,12 +197,12 @@ class KernelPage:
         if self.routes is None:
             time, _, last_id = self._after.partition("~")
             position = self._first, last_id if time == "0" else ""
-            self.routes = await self._kernels.routed_to(
+            self.routes = await self._kernels.routes_to(
                 self._caller, frozenset(node.node_id for node in nodes), position
             )
         routes = [route for route in self.routes if route.node_id == node.node_id]
         after = f"0~{routes[room - 1].kernel_id}" if len(routes) > room else ""
-        return NodeList([unknown_kernel(route) for route in routes[:room]], 0, after)
+        return NodeList([unknown_kernel_view(route) for route in routes[:room]], 0, after)
 
 
 def _has_unknown_agents(node: FleetNode) -> bool:
@@ -205,6 +212,6 @@ def _has_unknown_agents(node: FleetNode) -> bool:
 
 def _missing_header(nodes: list[str]) -> dict[str, str]:
     """Return the header that names the nodes without an answer."""
-    names = ",".join(sorted(nodes)[:MOST_NAMED])
-    rest = f",… {len(nodes)} in total" if len(nodes) > MOST_NAMED else ""
-    return {MISSING: (names + rest).replace("…", "...")} if nodes else {}
+    names = ",".join(sorted(nodes)[:MAX_NAMED])
+    rest = f",… {len(nodes)} in total" if len(nodes) > MAX_NAMED else ""
+    return {MISSING_HEADER: (names + rest).replace("…", "...")} if nodes else {}

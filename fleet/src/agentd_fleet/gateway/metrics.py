@@ -47,7 +47,7 @@ def fleet_metrics(
     """
     text = "Whether the view of nodes is current"
     yield gauge("agentd_fleet_view_live", text, (), {(): is_live})
-    count_by_state = Counter(view.state_of(node_id) for node_id in view.nodes)
+    count_by_state = Counter(view.node_state(node_id) for node_id in view.nodes)
     states = ("ready", "daemon-down", "lost", "conflicting", "newer-schema")
     nodes = {(state,): count_by_state[state] for state in states}
     yield gauge("agentd_fleet_nodes", "Nodes by state", ("state",), nodes)

@@ -10,29 +10,36 @@ import aiohttp
 import structlog
 from aiohttp import web
 
-from agentd.client.exec import hang_up
+from agentd.client.exec import close_websocket
 from agentd.client.paths import next_query
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.errors import NodeUnavailable
 from agentd.http.callers import caller_of
-from agentd.http.queries import body_of
-from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, probe
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, PATIENCE_S, Nodes
+from agentd.http.queries import receive_body
+from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
+from agentd_fleet.nodes.calls import CALL_TIMEOUT_S, CREATE_TIMEOUT_S, Nodes
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 log = structlog.get_logger()
 
-SENT = ("Content-Type", "Last-Event-ID", "Prefer", "Accept")
-KEPT = ("Content-Type", "Cache-Control", "Location", "Link", "Retry-After", "Preference-Applied")
+REQUEST_HEADERS = ("Content-Type", "Last-Event-ID", "Prefer", "Accept")
+RESPONSE_HEADERS = (
+    "Content-Type",
+    "Cache-Control",
+    "Location",
+    "Link",
+    "Retry-After",
+    "Preference-Applied",
+)
 
 
-def picked_headers(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def pick_headers(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return those of the named headers that there are."""
     return {name: headers[name] for name in names if name in headers}
 
 
-async def pass_on(
+async def proxy_request(
     nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Proxy a request to a node, and its answer back, byte for byte.
@@ -40,19 +47,19 @@ async def pass_on(
     Raises:
         NodeUnavailable: the node does not answer.
     """
-    body = await body_of(request) if request.body_exists else None
-    headers = picked_headers(request.headers, SENT)
-    opening = nodes.opened(
+    body = await receive_body(request) if request.body_exists else None
+    headers = pick_headers(request.headers, REQUEST_HEADERS)
+    opening = nodes.open_response(
         node, caller_of(request), request.method, path, body=body, headers=headers
     )
-    patience_s = PATIENCE_S if request.method == "GET" else CREATE_PATIENCE_S
+    patience_s = CALL_TIMEOUT_S if request.method == "GET" else CREATE_TIMEOUT_S
     async with AsyncExitStack() as stack:
         try:
-            async with state.patience(node.node_id, patience_s, PATIENCE_S):
+            async with state.call_timeout(node.node_id, patience_s, CALL_TIMEOUT_S):
                 node_response = await stack.enter_async_context(opening)
         except TimeoutError:
             raise NodeUnavailable(f"node {node.node_id} does not answer") from None
-        response_headers = picked_headers(node_response.headers, KEPT)
+        response_headers = pick_headers(node_response.headers, RESPONSE_HEADERS)
         if (query := next_query(response_headers.pop("Link", None))) is not None:
             response_headers["Link"] = f'<{request.rel_url.raw_path}?{query}>; rel="next"'
         response = web.StreamResponse(status=node_response.status, headers=response_headers)
@@ -66,7 +73,7 @@ async def pass_on(
     return response
 
 
-async def pass_socket(
+async def proxy_websocket(
     nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Connect a client's WebSocket with a node's, frame by frame; each end closes the other.
@@ -79,15 +86,15 @@ async def pass_socket(
     client_socket = LimitedSocket()
     node_socket = None
     if client_socket.can_prepare(request).ok:
-        node_socket = await nodes.connected(node, caller_of(request), path)
+        node_socket = await nodes.open_websocket(node, caller_of(request), path)
     if node_socket is None:
-        return await pass_on(nodes, state, node, request, path)
+        return await proxy_request(nodes, state, node, request, path)
     flood: TooManyControlFrames | None = None
     try:
         await client_socket.prepare(request)
         to_node = asyncio.create_task(_copy_to_node(client_socket, node_socket))
         to_client = asyncio.create_task(_copy_to_client(node_socket, client_socket))
-        probing = asyncio.create_task(probe(client_socket))
+        probing = asyncio.create_task(send_heartbeats(client_socket))
         try:
             await asyncio.wait([to_node, to_client, probing], return_when=asyncio.FIRST_COMPLETED)
             if to_node.done():
@@ -105,7 +112,7 @@ async def pass_socket(
             log.warning("exec.aborted", path=request.path, reason=str(flood))
         await client_socket.end(flood)
     finally:
-        await to_the_end(hang_up(node_socket))
+        await complete_shielded(close_websocket(node_socket))
     return client_socket
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentd.core.access import Right
-from agentd.http.route import SWITCHED, Handler, Route, delete, get, post
+from agentd.http.route import SWITCHING_PROTOCOLS, Handler, Route, delete, get, post
 from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest
 from agentd.rpc.routes import LOG, METRICS, PREFER
@@ -82,7 +82,7 @@ def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:
         get(
             f"{kernel}/exec",
             site.exec_kernel,
-            {SWITCHED: None},
+            {SWITCHING_PROTOCOLS: None},
             query=KernelQuery,
             right=Right.OUTPUT,
         ),

@@ -18,7 +18,7 @@ from agentd.views import (
     SlotTypeView,
     SlotUseView,
 )
-from agentd_fleet.view.fleet_view import FleetNode, FleetView, Use
+from agentd_fleet.view.fleet_view import FleetNode, FleetView, SlotUsage
 
 
 class FleetKernelView(KernelView):
@@ -84,16 +84,19 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
     """Return a node as a caller sees it, with the caller's agents."""
     conflicting = view.conflicts.get(node.node_id, frozenset())
     agent_views = {
-        agent: uses_view(
+        agent: usage_views(
             node.slot_types,
-            {n: Use(offer.capacity[n], offer.free[n], offer.allocated[n]) for n in node.slot_types},
+            {
+                n: SlotUsage(offer.capacity[n], offer.free[n], offer.allocated[n])
+                for n in node.slot_types
+            },
         )
         for agent, offer in node.offers.items()
         if agents is None or agent in agents
     }
     return {
         "id": node.node_id,
-        "state": view.state_of(node.node_id),  # type: ignore[typeddict-item]
+        "state": view.node_state(node.node_id),  # type: ignore[typeddict-item]
         "url": node.url,
         "labels": dict(node.labels),
         "agents": agent_views,
@@ -101,12 +104,12 @@ def node_view(view: FleetView, node: FleetNode, agents: frozenset[str] | None) -
         "conflicting": sorted(conflicting),
         "generation": node.generation,
         "seen_at": datetime.fromtimestamp(node.seen_at, UTC).isoformat(),
-        "reason": node.remark,
+        "reason": node.exclusion_reason,
     }
 
 
-def uses_view(
-    slot_types: Mapping[SlotName, SlotType], usages: Mapping[SlotName, Use]
+def usage_views(
+    slot_types: Mapping[SlotName, SlotType], usages: Mapping[SlotName, SlotUsage]
 ) -> dict[str, SlotUseView]:
     """Return the usage of slots."""
     views: dict[str, SlotUseView] = {}

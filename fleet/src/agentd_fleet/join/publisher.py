@@ -24,17 +24,17 @@ from agentd import log as logs
 from agentd import stderr
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.errors import AgentdError, DaemonFailed
 from agentd.service.background import Background
 from agentd.service.boot_id import boot_id
-from agentd.service.exit_status import end_refused
+from agentd.service.exit_status import exit_refused
 from agentd.service.sd_notify import Notifier
 from agentd.service.weaknesses import Weakness, Weaknesses
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
-from agentd_fleet.store.etcd_client import Etcd
+from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone
-from agentd_fleet.store.keys import key_of, prefix_of
+from agentd_fleet.store.keys import fleet_key, fleet_prefix
 from agentd_fleet.view.reports import (
     UNREADABLE,
     KnownNode,
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 FREE_PAUSE_S = 1.0
 """Minimum seconds between two reports of free amounts."""
-COMPLAINT_S = 30.0
+ERROR_LOG_PERIOD_S = 30.0
 
 
 class JoinOptions(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class JoinOptions(msgspec.Struct, frozen=True):
     weaknesses: tuple[Weakness, ...] = ()
 
 
-class Taken(AgentdError):
+class NodeIdTaken(AgentdError):
     """Another node of this fleet has the node id."""
 
     code = "DuplicateNode"
@@ -77,7 +77,9 @@ class Taken(AgentdError):
 class Publisher:
     """Publishes reports of a node while it owns the node id in the fleet."""
 
-    def __init__(self, etcd: Etcd, options: JoinOptions, install_id: str, boot_id: str) -> None:
+    def __init__(
+        self, etcd: EtcdClient, options: JoinOptions, install_id: str, boot_id: str
+    ) -> None:
         self._etcd = etcd
         self._options = options
         self._install_id, self._boot_id = install_id, boot_id
@@ -91,7 +93,7 @@ class Publisher:
         self._notifier = Notifier()
         self._next_log_at = 0.0
 
-    async def told(self, reading: NodeReading) -> None:
+    async def set_reading(self, reading: NodeReading) -> None:
         """Take the node's latest reading."""
         self._reading = reading
         self._changed.set()
@@ -102,7 +104,7 @@ class Publisher:
         loop = asyncio.get_running_loop()
         keepalive_at = 0.0
         while True:
-            await is_set_within(self._changed, max(keepalive_at - loop.time(), 0.01))
+            await wait_event(self._changed, max(keepalive_at - loop.time(), 0.01))
             self._changed.clear()
             if self._reading is None:
                 keepalive_at = loop.time() + 1.0
@@ -118,7 +120,7 @@ class Publisher:
                 await self._publish(self._reading)
             except AgentdError as error:
                 self._log_error(error)
-                if isinstance(error, (LeaseGone, Taken)):
+                if isinstance(error, (LeaseGone, NodeIdTaken)):
                     self._lease = 0
                 self._changed.set()
                 await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads the publishers
@@ -133,13 +135,13 @@ class Publisher:
         key = self._key("nodes", reading)
         published = await self._etcd.get(key)
         if published is not None and not self._is_own_report(published.value):
-            raise Taken(_taken_text(reading.node_id, published.value, self._options.url))
+            raise NodeIdTaken(_taken_text(reading.node_id, published.value, self._options.url))
         lease = await self._etcd.grant(self._options.lease_s)
         value = self._encode_report(reading)
         expected = published.mod_revision if published is not None else 0
         revision = await self._etcd.put_if(key, value, expected=expected, lease=lease)
         if revision is None:
-            raise Taken(f"node id {reading.node_id} was claimed concurrently by another node")
+            raise NodeIdTaken(f"node id {reading.node_id} was claimed concurrently by another node")
         self._lease, self._revision, self._published_values = lease, revision, (value, b"")
         self._recorded = b""
         log.info("node.published", node_id=reading.node_id, fleet=self._options.fleet)
@@ -161,7 +163,7 @@ class Publisher:
                 key, report, expected=self._revision, lease=self._lease
             )
             if revision is None:
-                raise Taken(f"node id {reading.node_id} is published by another node")
+                raise NodeIdTaken(f"node id {reading.node_id} is published by another node")
             self._revision, self._published_values = revision, (report, self._published_values[1])
         if not reading.reason:
             await self._record_node(reading)
@@ -194,7 +196,7 @@ class Publisher:
 
     def _encode_report(self, reading: NodeReading) -> bytes:
         options = self._options
-        report = reading.reported(
+        report = reading.to_report(
             install_id=self._install_id,
             boot_id=self._boot_id,
             url=options.url,
@@ -203,14 +205,14 @@ class Publisher:
         return msgspec.json.encode(report)
 
     def _key(self, part: str, reading: NodeReading) -> str:
-        return key_of(prefix_of(self._options.fleet), part, reading.node_id)
+        return fleet_key(fleet_prefix(self._options.fleet), part, reading.node_id)
 
     def _log_error(self, error: AgentdError) -> None:
         now = asyncio.get_running_loop().time()
         if now >= self._next_log_at:
             log.error("node.publish_failed", code=error.code, reason=str(error))
             self._notifier.status(f"not in the fleet: {error}")
-            self._next_log_at = now + COMPLAINT_S
+            self._next_log_at = now + ERROR_LOG_PERIOD_S
 
 
 def _taken_text(node_id: str, value: bytes, own_url: str) -> str:
@@ -225,7 +227,7 @@ def _taken_text(node_id: str, value: bytes, own_url: str) -> str:
     )
 
 
-def install_id(folder: Path) -> str:
+def load_install_id(folder: Path) -> str:
     """Return the id of this install, created once.
 
     Raises:
@@ -240,7 +242,7 @@ def install_id(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def tls_of(options: JoinOptions) -> ssl.SSLContext:
+def etcd_tls_context(options: JoinOptions) -> ssl.SSLContext:
     """Return the TLS context for etcd, by default with the system's CAs."""
     context = client_tls(cafile=options.ca or None)
     if options.cert:
@@ -257,12 +259,14 @@ async def publish(options: JoinOptions) -> None:
         DaemonFailed: a part of the publisher has ended.
     """
     endpoints = random.sample(options.endpoints, len(options.endpoints))
-    credentials = EtcdCredentials(tuple(endpoints), options.user, options.password, tls_of(options))
+    credentials = EtcdCredentials(
+        tuple(endpoints), options.user, options.password, etcd_tls_context(options)
+    )
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with Etcd(credentials) as etcd:
-        publisher = Publisher(etcd, options, install_id(Path(options.state_dir)), boot_id())
+    async with EtcdClient(credentials) as etcd:
+        publisher = Publisher(etcd, options, load_install_id(Path(options.state_dir)), boot_id())
         async with AsyncClient(options.socket, timeout_s=5.0, max_bytes=MAX_ANSWER) as client:
             failures: list[str] = []
 
@@ -275,7 +279,9 @@ async def publish(options: JoinOptions) -> None:
             weaknesses.replace(options.weaknesses)
             background.run("credentials", weaknesses.log_daily())
             background.run("publisher", publisher.run())
-            background.run("reader", NodeReader(options.socket, client, publisher.told).run())
+            background.run(
+                "reader", NodeReader(options.socket, client, publisher.set_reading).run()
+            )
             await stopped.wait()
             await background.close()
     if failures:
@@ -291,7 +297,7 @@ def main() -> None:
     try:
         asyncio.run(publish(options))
     except DaemonFailed as error:
-        end_refused("agentd-fleet", error)
+        exit_refused("agentd-fleet", error)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from agentd.client.errors import error_in
+from agentd.client.errors import error_from_response
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
 from agentd.http.callers import NODE, ON_BEHALF
@@ -24,17 +24,17 @@ from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
-REFUSED: Mapping[int, str] = {
+REFUSAL_REASONS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
     HTTPStatus.MISDIRECTED_REQUEST: "is not the node at its address",
 }
-REDIRECTS = range(300, 400)
-CONNECT_S = 3.0
-PATIENCE_S = 30.0
+REDIRECT_STATUSES = range(300, 400)
+CONNECT_TIMEOUT_S = 3.0
+CALL_TIMEOUT_S = 30.0
 """Seconds that a node may take for calls that do not wait for a kernel."""
-CREATE_PATIENCE_S = 3600.0
-UNHEARD_MS = 20_000
-MOST_ANSWER = 64 << 20
+CREATE_TIMEOUT_S = 3600.0
+TCP_USER_TIMEOUT_MS = 20_000
+MAX_ANSWER = 64 << 20
 """Maximum bytes of an answer that is read completely: a page of a list has a fraction of it."""
 UNIX = "unix:"
 GATEWAY = Caller("fleet", Role.ADMIN)
@@ -58,10 +58,10 @@ class NodeAnswer(msgspec.Struct, frozen=True):
 
     def error(self) -> AgentdError:
         """Return the error of a problem answer."""
-        return error_in(self.status, self.body, self.headers.get("Retry-After"))
+        return error_from_response(self.status, self.body, self.headers.get("Retry-After"))
 
 
-class NeverAsked(NodeUnavailable):
+class NodeNotCalled(NodeUnavailable):
     """No connection to the node could be made, so it did nothing."""
 
 
@@ -93,7 +93,7 @@ class Nodes:
             await session.close()
         self._sessions = {}
 
-    async def ask(
+    async def call(
         self,
         node: FleetNode,
         caller: Caller,
@@ -102,8 +102,8 @@ class Nodes:
         *,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        patience_s: float = PATIENCE_S,
-        unheard_s: float = PATIENCE_S,
+        patience_s: float = CALL_TIMEOUT_S,
+        unheard_s: float = CALL_TIMEOUT_S,
     ) -> NodeAnswer:
         """Call a node and return its answer, even a problem.
 
@@ -113,10 +113,10 @@ class Nodes:
             NeverAsked: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
-        opening = self.opened(node, caller, method, path, body=body, headers=headers)
+        opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
             async with (
-                self._state.patience(node.node_id, patience_s, unheard_s),
+                self._state.call_timeout(node.node_id, patience_s, unheard_s),
                 opening as response,
             ):
                 answer = NodeAnswer(
@@ -126,11 +126,11 @@ class Nodes:
             raise NodeAnswerLost(_error_text(node, error)) from None
         if answer.status == HTTPStatus.FORBIDDEN and b"gateway = true" in answer.body:
             reason = "does not accept the token as a gateway's (gateway = true)"
-            raise NeverAsked(f"node {node.node_id} {reason}")
+            raise NodeNotCalled(f"node {node.node_id} {reason}")
         return answer
 
     @asynccontextmanager
-    async def opened(
+    async def open_response(
         self,
         node: FleetNode,
         caller: Caller,
@@ -154,13 +154,13 @@ class Nodes:
                 method, url, headers=request_headers, allow_redirects=False, **data
             )
         async with response:
-            if (reason := REFUSED.get(response.status)) is not None:
-                raise NeverAsked(f"node {node.node_id} {reason}")
-            if response.headers.get(NODE) != node.node_id or response.status in REDIRECTS:
+            if (reason := REFUSAL_REASONS.get(response.status)) is not None:
+                raise NodeNotCalled(f"node {node.node_id} {reason}")
+            if response.headers.get(NODE) != node.node_id or response.status in REDIRECT_STATUSES:
                 raise NodeAnswerLost(f"node {node.node_id}: another server answers at its address")
             yield response
 
-    async def connected(
+    async def open_websocket(
         self, node: FleetNode, caller: Caller, path: str
     ) -> aiohttp.ClientWebSocketResponse | None:
         """Open a WebSocket to a node; None if it refuses.
@@ -172,7 +172,7 @@ class Nodes:
         session, url, identity = self._target(node, caller, path)
         try:
             with _translated_errors(node):
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
                     return await session.ws_connect(
                         url, headers=identity, max_msg_size=MAX_FRAME, autoping=False
                     )
@@ -187,8 +187,8 @@ class Nodes:
         Raises:
             NeverAsked: the node must not be called.
         """
-        if node.remark:
-            raise NeverAsked(f"node {node.node_id}: {node.remark}")
+        if node.exclusion_reason:
+            raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason}")
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
         identity = {**token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
@@ -202,9 +202,11 @@ class Nodes:
             connector = (
                 aiohttp.UnixConnector(path, limit=0)
                 if path
-                else aiohttp.TCPConnector(limit=0, ssl=self._tls or True, socket_factory=_impatient)
+                else aiohttp.TCPConnector(
+                    limit=0, ssl=self._tls or True, socket_factory=_socket_with_timeout
+                )
             )
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=timeout,
@@ -240,11 +242,11 @@ def _trace_websockets() -> aiohttp.TraceConfig:
     return trace
 
 
-def _impatient(address_info: aiohttp.AddrInfoType) -> socket.socket:
+def _socket_with_timeout(address_info: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket with a short TCP timeout for dead peers (tcp(7))."""
     family, kind, protocol, _, _ = address_info
     sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_MS)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     enable_keepalive(sock)
     return sock
@@ -252,13 +254,13 @@ def _impatient(address_info: aiohttp.AddrInfoType) -> socket.socket:
 
 @contextmanager
 def _translated_errors(node: FleetNode) -> Iterator[None]:
-    """Raise errors of a connection as `NeverAsked` or `NodeAnswerLost`."""
+    """Raise errors of a connection as `NodeNotCalled` or `NodeAnswerLost`."""
     try:
         yield
     except aiohttp.WSServerHandshakeError:
         raise
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
-        raise NeverAsked(_error_text(node, error)) from None
+        raise NodeNotCalled(_error_text(node, error)) from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise NodeAnswerLost(_error_text(node, error)) from None
 
@@ -267,8 +269,8 @@ async def _read_body(node: FleetNode, response: aiohttp.ClientResponse) -> bytes
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
-        if len(content) > MOST_ANSWER:
-            raise NodeAnswerLost(f"node {node.node_id}: its answer exceeds {MOST_ANSWER >> 20} MiB")
+        if len(content) > MAX_ANSWER:
+            raise NodeAnswerLost(f"node {node.node_id}: its answer exceeds {MAX_ANSWER >> 20} MiB")
     return bytes(content)
 
 

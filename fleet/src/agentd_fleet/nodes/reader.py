@@ -14,21 +14,26 @@ from msgspec.structs import replace
 
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.events import NodeEvent
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.core.names import name_or_empty
 from agentd.errors import Unavailable
-from agentd_fleet.view.reports import NodeReading, node_in, reading_of, unreadable
+from agentd_fleet.view.reports import (
+    NodeReading,
+    parse_node_answer,
+    parse_reading,
+    unreadable_reason,
+)
 
 log = structlog.get_logger()
 
-AGAIN_S = 30.0
+RETRY_S = 30.0
 """Seconds after which a node is read without an event."""
 PAUSE_S, LEAST_S = 0.2, 0.8
 """Seconds in which events are collected before a reading, and minimum between two readings."""
 BACKOFF_S = (0.1, 2.0)
 MAX_ANSWER = 16 << 20
 """Maximum bytes of an answer or event of a node."""
-PROBE_S, PROBE_PATIENCE_S = 1.0, 3.0
+PROBE_PERIOD_S, PROBE_TIMEOUT_S = 1.0, 3.0
 """Seconds between liveness probes, and that a probe may take."""
 
 
@@ -65,7 +70,7 @@ class NodeReader:
             except (Unavailable, TimeoutError, OSError):
                 pass
             except Exception as error:  # noqa: BLE001 - a node may answer anything
-                reason = unreadable(error)
+                reason = unreadable_reason(error)
             pause_s = min(pause_s * 2, max_pause_s)
             if loop.time() - read_at > max_pause_s:
                 pause_s, self._logged_reason = BACKOFF_S[0], ""
@@ -94,12 +99,15 @@ class NodeReader:
 
     async def _read(self) -> None:
         client = self._client
-        async with asyncio.timeout(PROBE_PATIENCE_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             node, agents = await client.node(), await client.agents()
             slot_types, devices = await client.slot_types(), await client.devices()
-            if node_in(await client.node()).generation != node_in(node).generation:
+            if (
+                parse_node_answer(await client.node()).generation
+                != parse_node_answer(node).generation
+            ):
                 raise TimeoutError("the node changed during the reading")
-        self._last_reading = reading_of(node, slot_types, agents, devices)
+        self._last_reading = parse_reading(node, slot_types, agents, devices)
         await self._on_reading(self._last_reading)
 
     async def _follow(self, events: AsyncIterator[NodeEvent]) -> None:
@@ -111,13 +119,13 @@ class NodeReader:
         read_at = loop.time()
         try:
             while not listening.done():
-                if await is_set_within(changed, PROBE_S):
+                if await wait_event(changed, PROBE_PERIOD_S):
                     pause_s = max(PAUSE_S, read_at + LEAST_S - loop.time())
                     await asyncio.wait([listening], timeout=pause_s)
                 else:
-                    async with asyncio.timeout(PROBE_PATIENCE_S):
+                    async with asyncio.timeout(PROBE_TIMEOUT_S):
                         await self._client.alive()
-                if listening.done() or not (changed.is_set() or loop.time() - read_at > AGAIN_S):
+                if listening.done() or not (changed.is_set() or loop.time() - read_at > RETRY_S):
                     continue
                 changed.clear()
                 await self._read()

@@ -14,29 +14,29 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes.calls import (
-    CREATE_PATIENCE_S,
-    NeverAsked,
+    CREATE_TIMEOUT_S,
     NodeAnswer,
     NodeAnswerLost,
+    NodeNotCalled,
 )
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.requests import PlacementRequest
-from agentd_fleet.store.route import Kept, KernelRoute
+from agentd_fleet.store.route import KernelRoute, StoredRoute
 from agentd_fleet.view.fleet_view import FleetNode
 
 
 class PlacementTimeouts(msgspec.Struct, frozen=True):
     """Time limits of placements in seconds; tests use shorter ones."""
 
-    insist_s: float = 10.0
+    retry_for_s: float = 10.0
     """The time in which a lost answer is requested again before the caller gets an error."""
-    again_s: float = 0.3
-    join_s: float = 2.0
+    retry_pause_s: float = 0.3
+    takeover_after_s: float = 2.0
     """The time in which another gateway's route may stay unchanged before it is taken over."""
-    fresh_s: float = 20.0
+    send_within_s: float = 20.0
     """The time after the write of a route in which a request may be sent under it."""
-    sweep_s: float = 15.0
-    settled_s: float = 90.0
+    sweep_period_s: float = 15.0
+    absent_for_s: float = 90.0
     """The time in which a node must lack a kernel before the kernel counts as never created.
 
     It is longer than a request under the same route can be in progress: it is sent within
@@ -45,11 +45,11 @@ class PlacementTimeouts(msgspec.Struct, frozen=True):
     """
 
 
-class Tried(msgspec.Struct, frozen=True):
+class AttemptResult(msgspec.Struct, frozen=True):
     """A node's answer, the current route, and whether the node was called only once."""
 
     answer: NodeAnswer
-    kept: Kept
+    stored: StoredRoute
     is_certain: bool
 
 
@@ -67,18 +67,18 @@ class PlacementUnknown(NodeUnavailable):
         return {"kernel_id": self.kernel_id, "node_id": self.node_id}
 
 
-class Overtaken(PlacementUnknown):
+class RouteTakenOver(PlacementUnknown):
     """Another gateway has taken over a kernel id."""
 
 
-class Asker:
+class AttemptRunner:
     """Calls nodes for kernels, each under its route."""
 
     def __init__(self, backend: FleetBackend, timeouts: PlacementTimeouts) -> None:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._timeouts = timeouts
 
-    def known(self, route: KernelRoute) -> FleetNode:
+    def node_of_route(self, route: KernelRoute) -> FleetNode:
         """Return the node of a route.
 
         Raises:
@@ -91,9 +91,9 @@ class Asker:
             )
         return node
 
-    async def ask(
-        self, caller: Caller, request: PlacementRequest, stored: Kept, began_at: float
-    ) -> Tried:
+    async def run(
+        self, caller: Caller, request: PlacementRequest, stored: StoredRoute, began_at: float
+    ) -> AttemptResult:
         """Call a node for a kernel until it answers.
 
         Before each repetition the route is written again: a gateway that resolved it meanwhile, or
@@ -104,42 +104,42 @@ class Asker:
             PlacementUnknown: the node was called and does not answer, or this gateway was suspended
                 and others may have resolved the route.
         """
-        route, deadline = stored.route, now() + self._timeouts.insist_s
-        node, is_certain = self.known(route), True
+        route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
+        node, is_certain = self.node_of_route(route), True
         while True:
-            if now() - began_at > self._timeouts.fresh_s:
+            if boottime_s() - began_at > self._timeouts.send_within_s:
                 raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was suspended")
             try:
                 answer = await self._call_node(caller, request, route, node)
-                return Tried(answer, stored, is_certain=is_certain)
-            except NeverAsked as error:
+                return AttemptResult(answer, stored, is_certain=is_certain)
+            except NodeNotCalled as error:
                 if is_certain:
                     raise
                 reason = str(error)
             except NodeAnswerLost as error:
                 is_certain, reason = False, str(error)
-            if now() > deadline:
+            if boottime_s() > deadline:
                 raise PlacementUnknown(route.kernel_id, route.node_id, reason)
-            await asyncio.sleep(self._timeouts.again_s)
-            own_route, began_at = replace(route, owner=secrets.token_hex(8)), now()
-            revision = await self._store.keep(own_route, stored.revision)
+            await asyncio.sleep(self._timeouts.retry_pause_s)
+            own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
+            revision = await self._store.put_route(own_route, stored.revision)
             if revision is None:
-                raise Overtaken(route.kernel_id, route.node_id, "another gateway works on it")
-            stored = Kept(own_route, revision)
+                raise RouteTakenOver(route.kernel_id, route.node_id, "another gateway works on it")
+            stored = StoredRoute(own_route, revision)
 
     async def _call_node(
         self, caller: Caller, request: PlacementRequest, route: KernelRoute, node: FleetNode
     ) -> NodeAnswer:
         """Call the node once, for as long as it is ready: a pull may take a while."""
-        answer = await self._nodes.ask(
+        answer = await self._nodes.call(
             node,
             caller,
             "POST",
-            path_of(route.agent_id),
+            creates_path(route.agent_id),
             body=request.body,
             headers=request.headers,
-            patience_s=CREATE_PATIENCE_S,
-            unheard_s=self._timeouts.again_s,
+            patience_s=CREATE_TIMEOUT_S,
+            unheard_s=self._timeouts.retry_pause_s,
         )
         return _require_kernel_id(answer, route)
 
@@ -161,11 +161,11 @@ def _require_kernel_id(answer: NodeAnswer, route: KernelRoute) -> NodeAnswer:
     return answer
 
 
-def now() -> float:
+def boottime_s() -> float:
     """Return monotonic seconds that include suspension of the host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def path_of(agent_id: str) -> str:
+def creates_path(agent_id: str) -> str:
     """Return the path for creates of an agent."""
     return f"/v1/agents/{quote(agent_id, safe='')}/kernels"

@@ -4,8 +4,8 @@ The agents of a few nodes, drawn by chance, are checked against a request. Where
 suitable than may be tried, other nodes are drawn until enough are found; where none is, all nodes
 are checked. An agent is suitable if there is no reason against it.
 
-Slots that a request leaves out are derived from an agent's capacities (`FleetView.charged`), and
-must be free as well.
+Slots that a request leaves out are derived from an agent's capacities
+(`FleetView.with_derived_slots`), and must be free as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
     agent_id: str
 
 
-class Unfit(msgspec.Struct, frozen=True):
+class RejectionClass(msgspec.Struct, frozen=True):
     """A class of unsuitable agents: the reason, their number and some of their nodes."""
 
     reason: str
@@ -58,13 +58,13 @@ class Unfit(msgspec.Struct, frozen=True):
     nodes: tuple[str, ...]
 
 
-MOST_NAMED = 5
-NEWER = "newer schema"
+MAX_NAMED = 5
+NEWER_SCHEMA = "newer schema"
 """The class of nodes whose reports this gateway cannot read."""
-HIDDEN = {NodeStatus.NEWER: NEWER, NodeStatus.LOST: NodeStatus.LOST.value}
+STATUS_CLASSES = {NodeStatus.NEWER: NEWER_SCHEMA, NodeStatus.LOST: NodeStatus.LOST.value}
 """Classes of nodes whose agents may be unknown: each node counts once."""
 
-SAMPLES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
+SAMPLE_SIZES = {PlacementPolicy.RANDOM: 64, PlacementPolicy.PACK: 256}
 """Nodes whose agents are compared at least, by policy."""
 
 
@@ -80,7 +80,7 @@ def read(view: FleetView, raw: Mapping[str, object]) -> SlotReading:
         raise UnsupportedResource(error.slots, error.known, {}, "this fleet") from None
 
 
-def candidates(
+def choose_candidates(
     view: FleetView,
     requested: ResourceSlots,
     constraints: Constraints,
@@ -96,7 +96,7 @@ def candidates(
     """
     random_nodes = _shuffle_lazily(_nodes(view, constraints), generator)
     suitable = list(
-        _find_suitable(view, requested, constraints, islice(random_nodes, SAMPLES[policy]))
+        _find_suitable(view, requested, constraints, islice(random_nodes, SAMPLE_SIZES[policy]))
     )
     further = _find_suitable(view, requested, constraints, random_nodes)
     suitable += islice(further, max(0, limit - len(suitable))) if suitable else further
@@ -151,14 +151,16 @@ def _sort_packed(
     )
 
 
-def unfit(view: FleetView, requested: ResourceSlots, constraints: Constraints) -> list[Unfit]:
+def classify_rejections(
+    view: FleetView, requested: ResourceSlots, constraints: Constraints
+) -> list[RejectionClass]:
     """Return why agents cannot serve a request, by class, the largest first."""
     counts: Counter[str] = Counter()
     nodes_by_reason: defaultdict[str, set[str]] = defaultdict(set)
     for node in sorted(_nodes(view, constraints), key=lambda node: node.node_id):
-        if (reason_unknown := HIDDEN.get(node.status)) and not node.offers:
+        if (reason_unknown := STATUS_CLASSES.get(node.status)) and not node.offers:
             counts[reason_unknown] += 1
-            if constraints.agents is None and len(nodes_by_reason[reason_unknown]) < MOST_NAMED:
+            if constraints.agents is None and len(nodes_by_reason[reason_unknown]) < MAX_NAMED:
                 nodes_by_reason[reason_unknown].add(node.node_id)
             continue
         node_reason = _node_rejection_reason(view, node, requested)
@@ -168,10 +170,10 @@ def unfit(view: FleetView, requested: ResourceSlots, constraints: Constraints) -
             )
             if reason:
                 counts[reason] += 1
-                if len(node_ids := nodes_by_reason[reason]) < MOST_NAMED:
+                if len(node_ids := nodes_by_reason[reason]) < MAX_NAMED:
                     node_ids.add(node.node_id)
     return [
-        Unfit(reason, count, tuple(sorted(nodes_by_reason[reason])))
+        RejectionClass(reason, count, tuple(sorted(nodes_by_reason[reason])))
         for reason, count in counts.most_common()
     ]
 
@@ -181,7 +183,7 @@ def _nodes(view: FleetView, constraints: Constraints) -> list[FleetNode]:
     nodes = [view.nodes[node_id] for node_id in node_ids]
     if not constraints.labels:
         return nodes
-    return [node for node in nodes if node.has(constraints.labels)]
+    return [node for node in nodes if node.has_labels(constraints.labels)]
 
 
 def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
@@ -194,8 +196,8 @@ def _node_rejection_reason(view: FleetView, node: FleetNode, requested: Resource
     """Return why no agent of a node can serve a request, empty if one can."""
     if node.status is not NodeStatus.READY:
         return node.status.value
-    if node.remark:
-        return node.remark
+    if node.exclusion_reason:
+        return node.exclusion_reason
     conflicting = view.conflicts.get(node.node_id, ())
     for name in requested:
         if name in conflicting:
@@ -215,7 +217,7 @@ def _agent_rejection_reason(
     """Return why an agent cannot serve a request, the most permanent reason first."""
     offer = node.offers[agent]
     is_full = False
-    needed = view.charged(node, agent, requested)
+    needed = view.with_derived_slots(node, agent, requested)
     for name in needed:
         if offer.free[name] < needed[name]:
             is_full = True

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
-from agentd_fleet.nodes.calls import CREATE_PATIENCE_S, NodeAnswer
+from agentd_fleet.nodes.calls import CREATE_TIMEOUT_S, NodeAnswer
 from agentd_fleet.placement.backend import FleetBackend
-from agentd_fleet.placement.kernels import FleetKernels, path_of, unknown
+from agentd_fleet.placement.kernels import FleetKernels, kernel_path, unknown_kernel_error
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, RouteUnreadable
+from agentd_fleet.store.route import KernelRoute, RouteProgress, RouteUnreadable, StoredRoute
 from agentd_fleet.view.fleet_view import FleetNode
 
-STOP_PATIENCE_S = 150.0
+STOP_TIMEOUT_MARGIN_S = 150.0
 """Seconds that a node may take beyond a kernel's stop timeout."""
 
 
@@ -37,9 +37,9 @@ class _Call(msgspec.Struct, frozen=True):
 def _call_timeout(query: Mapping[str, str]) -> float:
     """Return the time limit of a node: by the requested timeout, else by its own setting."""
     try:
-        return min(CREATE_PATIENCE_S, max(0.0, float(query["timeout"])) + STOP_PATIENCE_S)
+        return min(CREATE_TIMEOUT_S, max(0.0, float(query["timeout"])) + STOP_TIMEOUT_MARGIN_S)
     except (KeyError, ValueError):
-        return CREATE_PATIENCE_S
+        return CREATE_TIMEOUT_S
 
 
 class _Owned(msgspec.Struct, frozen=True):
@@ -66,15 +66,15 @@ class Deleter:
                 answer.
             UnknownKernel: there is no route, and no node is named.
         """
-        call = _Call(path_of(kernel_id, query=query), _call_timeout(query))
-        await self._placer.noted(kernel_id)
+        call = _Call(kernel_path(kernel_id, query=query), _call_timeout(query))
+        await self._placer.wait_confirmed(kernel_id)
         while True:
             try:
                 return await self._delete_by_route(caller, kernel_id, node_id, call)
             except RouteUnreadable as unreadable:
                 if node_id is None:
                     raise
-                node = self._kernels.seen(caller, node_id)
+                node = self._kernels.visible_node(caller, node_id)
                 if (
                     answer := await self._delete_unreadable(caller, unreadable, node, call)
                 ) is not None:
@@ -94,8 +94,8 @@ class Deleter:
                 return first_answer  # the id was free, and may be in use again
             if visible is None or node_id not in (None, visible.route.node_id):
                 if node_id is None:
-                    raise unknown(kernel_id)
-                node = self._kernels.seen(caller, node_id)
+                    raise unknown_kernel_error(kernel_id)
+                node = self._kernels.visible_node(caller, node_id)
                 if stored is not None:
                     return await self._call_delete(node, caller, call)
                 if (refusal := await self._write_route(caller, kernel_id, node)) is not None:
@@ -114,7 +114,7 @@ class Deleter:
         Returns:
             The node's answer if it has no such kernel, otherwise None.
         """
-        answer = await self._nodes.ask(node, caller, "GET", path_of(kernel_id))
+        answer = await self._nodes.call(node, caller, "GET", kernel_path(kernel_id))
         if answer.is_error:
             return answer
         try:
@@ -130,22 +130,22 @@ class Deleter:
             owner=secrets.token_hex(8),
             progress=RouteProgress.PLACED,
         )
-        await self._store.keep(route, 0)  # if another gateway wrote one, that one is used next
+        await self._store.put_route(route, 0)  # if another gateway wrote one, that one is used next
         return None
 
     async def _delete_routed(
-        self, caller: Caller, stored: Kept, call: _Call
+        self, caller: Caller, stored: StoredRoute, call: _Call
     ) -> tuple[NodeAnswer | None, bool]:
         """Return the node's answer, None if it was not called, and whether the delete is complete.
 
         A kernel that is being placed is looked up first: if its node has none, a request for it may
         be in progress, and the sweep resolves that.
         """
-        node = self._kernels.routed(stored.route)
+        node = self._kernels.node_of_route(stored.route)
         taken = await self._take_over(stored, stored.route.progress)
         if taken is not None and taken.route.progress is RouteProgress.PLACING:
-            kernel = path_of(taken.route.kernel_id)
-            kernel_answer = await self._nodes.ask(node, caller, "GET", kernel)
+            kernel = kernel_path(taken.route.kernel_id)
+            kernel_answer = await self._nodes.call(node, caller, "GET", kernel)
             if kernel_answer.is_error:
                 return kernel_answer, True
             taken = await self._take_over(taken, RouteProgress.PLACED)
@@ -154,7 +154,7 @@ class Deleter:
         answer = await self._call_delete(node, caller, call)
         if answer.is_error and not answer.is_unknown_kernel:
             return answer, True
-        return answer, await self._store.drop(taken.route.kernel_id, taken.revision)
+        return answer, await self._store.delete_route(taken.route.kernel_id, taken.revision)
 
     async def _delete_unreadable(
         self, caller: Caller, unreadable: RouteUnreadable, node: FleetNode, call: _Call
@@ -168,14 +168,14 @@ class Deleter:
         answer = await self._call_delete(node, caller, call)
         is_own_route = unreadable.node_id in ("", node.node_id) and not unreadable.is_newer
         if is_own_route and not answer.is_error:
-            await self._store.drop(unreadable.kernel_id, revision)
+            await self._store.delete_route(unreadable.kernel_id, revision)
         return answer
 
     async def _call_delete(self, node: FleetNode, caller: Caller, call: _Call) -> NodeAnswer:
-        return await self._nodes.ask(node, caller, "DELETE", call.path, patience_s=call.patience_s)
+        return await self._nodes.call(node, caller, "DELETE", call.path, patience_s=call.patience_s)
 
-    async def _take_over(self, stored: Kept, progress: RouteProgress) -> Kept | None:
+    async def _take_over(self, stored: StoredRoute, progress: RouteProgress) -> StoredRoute | None:
         """Take over a route; None if it has changed."""
         route = replace(stored.route, owner=secrets.token_hex(8), progress=progress)
-        revision = await self._store.keep(route, stored.revision)
-        return None if revision is None else Kept(route, revision)
+        revision = await self._store.put_route(route, stored.revision)
+        return None if revision is None else StoredRoute(route, revision)

@@ -21,19 +21,19 @@ from agentd.errors import (
     UnknownNode,
 )
 from agentd_fleet.nodes.calls import (
-    CREATE_PATIENCE_S,
-    PATIENCE_S,
+    CALL_TIMEOUT_S,
+    CREATE_TIMEOUT_S,
     NodeAnswer,
 )
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, StoreAway
+from agentd_fleet.store.route import KernelRoute, RouteProgress, StoredRoute, StoreUnavailable
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import UNREADABLE
 
-LIST = msgspec.json.Decoder(list[dict[str, Any]])
-LIST_PATIENCE_S = 5.0
-AT_ONCE = 32
+ROWS_DECODER = msgspec.json.Decoder(list[dict[str, Any]])
+LIST_TIMEOUT_S = 5.0
+MAX_CONCURRENT_LISTS = 32
 """Nodes that are called concurrently for lists."""
 
 
@@ -49,7 +49,7 @@ class KernelLocation(msgspec.Struct, frozen=True):
     """The node of a kernel, and its route if the fleet placed it."""
 
     node: FleetNode
-    kept: Kept | None
+    stored: StoredRoute | None
 
 
 class FleetKernels:
@@ -59,7 +59,7 @@ class FleetKernels:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
 
-    def routed(self, route: KernelRoute) -> FleetNode:
+    def node_of_route(self, route: KernelRoute) -> FleetNode:
         """Return the node of a route.
 
         Raises:
@@ -70,7 +70,7 @@ class FleetKernels:
             raise NodeUnavailable(f"node {route.node_id} has not reported to this gateway")
         return node
 
-    def seen(self, caller: Caller, node_id: str) -> FleetNode:
+    def visible_node(self, caller: Caller, node_id: str) -> FleetNode:
         """Return a node with an agent that the caller sees.
 
         Raises:
@@ -78,13 +78,13 @@ class FleetKernels:
             StoreAway: the node is unknown and the store is unavailable.
         """
         node = self._state.node(node_id)
-        if node is None and (reason := self._store.why_not_live()):
-            raise StoreAway(f"nodes are unknown while the store is unavailable: {reason}")
+        if node is None and (reason := self._store.stale_reason()):
+            raise StoreUnavailable(f"nodes are unknown while the store is unavailable: {reason}")
         if node is None or (caller.agents is not None and caller.agents.isdisjoint(node.offers)):
             raise UnknownNode(f"unknown node {node_id}")
         return node
 
-    async def place(self, caller: Caller, kernel_id: str, node_id: str | None) -> KernelLocation:
+    async def locate(self, caller: Caller, kernel_id: str, node_id: str | None) -> KernelLocation:
         """Return the location of a kernel that the caller may see.
 
         Raises:
@@ -92,7 +92,7 @@ class FleetKernels:
             UnknownNode: the named node does not exist.
         """
         try:
-            await self._placer.noted(kernel_id)
+            await self._placer.wait_confirmed(kernel_id)
             stored = await self._store.route(kernel_id)
         except Unavailable:
             if node_id is None:
@@ -102,13 +102,13 @@ class FleetKernels:
             stored = None
         if node_id is not None:
             if stored is None or stored.route.node_id != node_id:
-                return KernelLocation(self.seen(caller, node_id), None)
-            return KernelLocation(self.routed(stored.route), stored)
+                return KernelLocation(self.visible_node(caller, node_id), None)
+            return KernelLocation(self.node_of_route(stored.route), stored)
         if stored is None:
-            raise unknown(kernel_id)
-        return KernelLocation(self.routed(stored.route), stored)
+            raise unknown_kernel_error(kernel_id)
+        return KernelLocation(self.node_of_route(stored.route), stored)
 
-    async def ask(
+    async def call(
         self,
         caller: Caller,
         location: KernelLocation,
@@ -121,24 +121,24 @@ class FleetKernels:
         Raises:
             NodeUnavailable: the node does not answer.
         """
-        patience_s = PATIENCE_S if method == "GET" else CREATE_PATIENCE_S
-        answer = await self._nodes.ask(
+        patience_s = CALL_TIMEOUT_S if method == "GET" else CREATE_TIMEOUT_S
+        answer = await self._nodes.call(
             location.node, caller, method, path, body=body, patience_s=patience_s
         )
-        stored = location.kept
+        stored = location.stored
         if (
             answer.is_unknown_kernel
             and stored is not None
             and stored.route.progress is RouteProgress.PLACED
         ):
-            await self._store.drop(stored.route.kernel_id, stored.revision)
+            await self._store.delete_route(stored.route.kernel_id, stored.revision)
         return answer
 
-    async def devices(
+    async def list_devices(
         self, caller: Caller, nodes: Sequence[FleetNode], missing: list[str]
     ) -> list[dict[str, Any]]:
         """Return the devices of nodes in order; nodes without an answer are added to `missing`."""
-        semaphore = asyncio.Semaphore(AT_ONCE)
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_LISTS)
 
         async def devices_of(node: FleetNode) -> NodeList | None:
             async with semaphore:
@@ -153,7 +153,7 @@ class FleetKernels:
                 rows += page.rows
         return rows
 
-    async def list_of(
+    async def list_kernels(
         self, caller: Caller, node: FleetNode, query: Sequence[tuple[str, str]]
     ) -> NodeList | None:
         """Return a page of the kernels of one node, None if it does not answer."""
@@ -163,7 +163,7 @@ class FleetKernels:
         if node.status is not NodeStatus.READY:
             return None
         try:
-            answer = await self._nodes.ask(node, caller, "GET", path, patience_s=LIST_PATIENCE_S)
+            answer = await self._nodes.call(node, caller, "GET", path, patience_s=LIST_TIMEOUT_S)
         except NodeUnavailable:
             return None
         if answer.status == HTTPStatus.UNPROCESSABLE_ENTITY:
@@ -171,14 +171,14 @@ class FleetKernels:
         if answer.is_error:
             return None
         try:
-            rows = LIST.decode(answer.body)
+            rows = ROWS_DECODER.decode(answer.body)
         except UNREADABLE:
             return None
         after = parse_qs(next_query(answer.headers.get("Link")) or "").get("after", [""])
         rows = [{**row, "node_id": node.node_id} for row in rows]
         return NodeList(rows, len(answer.body), after[0])
 
-    async def routed_to(
+    async def routes_to(
         self, caller: Caller, nodes: Collection[str], past: tuple[str, str] = ("", "")
     ) -> list[KernelRoute]:
         """Return the routes to unavailable nodes, by node and id."""
@@ -191,7 +191,7 @@ class FleetKernels:
         return [route for route in ordered if (route.node_id, route.kernel_id) > past]
 
 
-def unknown(kernel_id: str) -> UnknownKernel:
+def unknown_kernel_error(kernel_id: str) -> UnknownKernel:
     """Return the error for a kernel id without a route."""
     return UnknownKernel(
         f"unknown kernel {kernel_id} in this fleet; for a kernel created directly on a node,"
@@ -199,7 +199,7 @@ def unknown(kernel_id: str) -> UnknownKernel:
     )
 
 
-def unknown_kernel(route: KernelRoute) -> dict[str, Any]:
+def unknown_kernel_view(route: KernelRoute) -> dict[str, Any]:
     """Return the view of a kernel whose node does not answer."""
     return {
         "kernel_id": route.kernel_id,
@@ -211,7 +211,7 @@ def unknown_kernel(route: KernelRoute) -> dict[str, Any]:
     }
 
 
-def path_of(kernel_id: str, *more: str, query: Mapping[str, str] | None = None) -> str:
+def kernel_path(kernel_id: str, *more: str, query: Mapping[str, str] | None = None) -> str:
     """Return the path of a kernel on its node."""
     path = "/".join(["/v1/kernels", quote(kernel_id, safe=""), *more])
     return f"{path}?{urlencode(query)}" if query else path

@@ -23,31 +23,37 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
-from agentd_fleet.nodes.calls import GATEWAY, NeverAsked, NodeAnswer
-from agentd_fleet.placement.attempts import Asker, Overtaken, PlacementTimeouts, now, path_of
+from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
+from agentd_fleet.placement.attempts import (
+    AttemptRunner,
+    PlacementTimeouts,
+    RouteTakenOver,
+    boottime_s,
+    creates_path,
+)
 from agentd_fleet.placement.backend import FleetBackend
-from agentd_fleet.placement.choice import Candidate, PlacementPolicy, candidates, read
-from agentd_fleet.placement.refusals import refusal
+from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates, read
+from agentd_fleet.placement.refusals import refusal_error
 from agentd_fleet.placement.requests import PlacementRequest
-from agentd_fleet.store.route import Kept, KernelRoute, RouteProgress, StoreAway
+from agentd_fleet.store.route import KernelRoute, RouteProgress, StoredRoute, StoreUnavailable
 from agentd_fleet.view.fleet_view import FleetView
 
 log = structlog.get_logger()
 
-LOOK_PATIENCE_S = 3.0
+POLL_PATIENCE_S = 3.0
 """Seconds that a node may take for a decision, or to look up a kernel."""
-TRIES = 8
+MAX_CANDIDATES = 8
 """Maximum nodes that are tried for a kernel."""
-ELSEWHERE = frozenset(
+RETRY_ELSEWHERE_CODES = frozenset(
     {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
     | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
 )
 """Refusals that say nothing about other nodes, and leave nothing behind."""
-MAY_YET = frozenset({"RuntimeUnavailable", "Internal"})
+UNRESOLVED_CODES = frozenset({"RuntimeUnavailable", "Internal"})
 """Errors after which the node may have the kernel, or get it."""
 
 
-class Placed(msgspec.Struct, frozen=True):
+class PlacedKernel(msgspec.Struct, frozen=True):
     """A node's answer to a create, and the agent that it came from."""
 
     answer: NodeAnswer
@@ -67,19 +73,21 @@ class Placer:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._policy = policy
         self._timeouts = timeouts or PlacementTimeouts()
-        self._attempts = Asker(backend, self._timeouts)
+        self._attempts = AttemptRunner(backend, self._timeouts)
         self._random = random.Random()  # noqa: S311 - spreads load, no secret
         self._confirming: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def alone(self, kernel_id: str) -> AsyncIterator[None]:
+    async def kernel_lock(self, kernel_id: str) -> AsyncIterator[None]:
         """Serialize work per kernel id."""
         lock = self._locks.setdefault(kernel_id, asyncio.Lock())
         async with lock:
             yield
 
-    async def create(self, caller: Caller, request: PlacementRequest, view: FleetView) -> Placed:
+    async def create(
+        self, caller: Caller, request: PlacementRequest, view: FleetView
+    ) -> PlacedKernel:
         """Create a kernel, or return the one that the same request created before.
 
         Raises:
@@ -87,22 +95,24 @@ class Placer:
                 it is `PlacementUnknown`, or a node's `OutcomeUnknown`.
         """
         requested = self._parse_amounts(request, view)
-        async with self.alone(request.kernel_id):
-            stored, deadline = None, now() + self._timeouts.insist_s
+        async with self.kernel_lock(request.kernel_id):
+            stored, deadline = None, boottime_s() + self._timeouts.retry_for_s
             if not request.is_new:
                 stored = await self._store.route(request.kernel_id)
             while True:
                 try:
                     if stored is None:
                         return await self._place(caller, request, view, requested)
-                    if placed := await self._again(caller, request, stored):
+                    if placed := await self._resume_create(caller, request, stored):
                         return placed
-                except Overtaken:
-                    if now() > deadline:
+                except RouteTakenOver:
+                    if boottime_s() > deadline:
                         raise
                 stored = await self._store.route(request.kernel_id)
 
-    async def explain(self, caller: Caller, request: PlacementRequest, view: FleetView) -> Placed:
+    async def explain(
+        self, caller: Caller, request: PlacementRequest, view: FleetView
+    ) -> PlacedKernel:
         """Return the decision that a create would get; changes nothing.
 
         Raises:
@@ -113,8 +123,8 @@ class Placer:
         answers = await self._request_decisions(caller, request, candidates)
         for candidate, answer in zip(candidates, answers, strict=True):
             if isinstance(answer, NodeAnswer) and not answer.is_error:
-                return Placed(answer, candidate.node_id, candidate.agent_id)
-        raise refusal(view, requested, request.constraints, _refusals(candidates, answers))
+                return PlacedKernel(answer, candidate.node_id, candidate.agent_id)
+        raise refusal_error(view, requested, request.constraints, _refusals(candidates, answers))
 
     def _parse_amounts(self, request: PlacementRequest, view: FleetView) -> ResourceSlots:
         """Return the requested amounts in the fleet's slots.
@@ -123,27 +133,33 @@ class Placer:
             StoreAway: the view of the fleet is not current.
             AgentdError: no node of the fleet can ever serve it.
         """
-        if reason := self._store.why_not_live():
-            raise StoreAway(f"cannot place kernels without a current view of the fleet: {reason}")
+        if reason := self._store.stale_reason():
+            raise StoreUnavailable(
+                f"cannot place kernels without a current view of the fleet: {reason}"
+            )
         return read(view, request.slots).accepted()
 
     def _candidates(
         self, request: PlacementRequest, view: FleetView, requested: ResourceSlots
     ) -> list[Candidate]:
         policy = request.policy or self._policy
-        return candidates(view, requested, request.constraints, policy, self._random, TRIES)
+        return choose_candidates(
+            view, requested, request.constraints, policy, self._random, MAX_CANDIDATES
+        )
 
     async def _place(
         self, caller: Caller, request: PlacementRequest, view: FleetView, requested: ResourceSlots
-    ) -> Placed:
+    ) -> PlacedKernel:
         """Try candidates in order, each after the previous one refused for certain."""
         candidates = self._candidates(request, view, requested)
-        queue = deque(candidates or self._candidates(request, self._state.undebited(), requested))
+        queue = deque(
+            candidates or self._candidates(request, self._state.without_debits(), requested)
+        )
         refused: list[tuple[str, AgentdError]] = []
         revision = 0
         while queue:
             candidate = queue.popleft()
-            began = now()
+            began = boottime_s()
             route = KernelRoute(
                 kernel_id=request.kernel_id,
                 node_id=candidate.node_id,
@@ -152,27 +168,29 @@ class Placer:
                 owner=secrets.token_hex(8),
                 created_by=caller.name,
             )
-            written = await self._store.keep(route, revision)
+            written = await self._store.put_route(route, revision)
             if written is None:  # another gateway got the same request
                 reason = "another gateway works on it"
-                raise Overtaken(request.kernel_id, candidate.node_id, reason)
+                raise RouteTakenOver(request.kernel_id, candidate.node_id, reason)
             revision = written
             self._state.debit(*candidate, requested)
             try:
-                result = await self._attempts.ask(caller, request, Kept(route, revision), began)
-            except NeverAsked as not_called:
+                result = await self._attempts.run(
+                    caller, request, StoredRoute(route, revision), began
+                )
+            except NodeNotCalled as not_called:
                 self._state.undebit(candidate.node_id)
                 refused.append((candidate.node_id, not_called))
                 continue
             if not result.answer.is_error:
-                self._confirm_soon(result.kept)
-                return Placed(result.answer, *candidate)
+                self._confirm_soon(result.stored)
+                return PlacedKernel(result.answer, *candidate)
             error = result.answer.error()
-            if not result.is_certain or error.code in MAY_YET:
+            if not result.is_certain or error.code in UNRESOLVED_CODES:
                 raise error
             self._state.undebit(candidate.node_id)
             refused.append((candidate.node_id, error))
-            if error.code not in ELSEWHERE:
+            if error.code not in RETRY_ELSEWHERE_CODES:
                 break
             if len(refused) == 1 and queue:
                 answers = await self._request_decisions(caller, request, queue)
@@ -180,10 +198,10 @@ class Placer:
                 looked = zip(queue, answers, strict=True)
                 queue = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
         if revision:
-            await self._store.drop(request.kernel_id, revision)
-        if refused and refused[-1][1].code not in ELSEWHERE | {"NodeUnavailable"}:
+            await self._store.delete_route(request.kernel_id, revision)
+        if refused and refused[-1][1].code not in RETRY_ELSEWHERE_CODES | {"NodeUnavailable"}:
             raise refused[-1][1]
-        raise refusal(view, requested, request.constraints, refused)
+        raise refusal_error(view, requested, request.constraints, refused)
 
     async def _request_decisions(
         self, caller: Caller, request: PlacementRequest, candidates: Sequence[Candidate]
@@ -192,12 +210,12 @@ class Placer:
 
         async def request_decision(candidate: Candidate) -> NodeAnswer | NodeUnavailable:
             node = self._state.node(candidate.node_id)
-            path = f"{path_of(candidate.agent_id)}?dry_run=true"
+            path = f"{creates_path(candidate.agent_id)}?dry_run=true"
             if node is None:
                 return NodeUnavailable(f"node {candidate.node_id} is unavailable")
             try:
-                return await self._nodes.ask(
-                    node, caller, "POST", path, body=request.body, patience_s=LOOK_PATIENCE_S
+                return await self._nodes.call(
+                    node, caller, "POST", path, body=request.body, patience_s=POLL_PATIENCE_S
                 )
             except NodeUnavailable as error:
                 return error
@@ -206,9 +224,9 @@ class Placer:
             await asyncio.gather(*(request_decision(candidate) for candidate in candidates))
         )
 
-    async def _again(
-        self, caller: Caller, request: PlacementRequest, stored: Kept
-    ) -> Placed | None:
+    async def _resume_create(
+        self, caller: Caller, request: PlacementRequest, stored: StoredRoute
+    ) -> PlacedKernel | None:
         """Return the outcome of an earlier request for a kernel id; None if the id is free.
 
         Raises:
@@ -221,63 +239,65 @@ class Placer:
                 return None
             raise KernelConflict(reason)
         if route.progress is RouteProgress.PLACED:
-            node = self._attempts.known(route)
-            answer = await self._nodes.ask(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
+            node = self._attempts.node_of_route(route)
+            answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_unknown_kernel:
-                await self._store.drop(route.kernel_id, stored.revision)
+                await self._store.delete_route(route.kernel_id, stored.revision)
                 return None
             return _placed_or_raise(answer, route)
-        if not await self._stands_still(stored):
+        if not await self._wait_unchanged(stored):
             return None
-        own_route, began_at = replace(route, owner=secrets.token_hex(8)), now()
-        revision = await self._store.keep(own_route, stored.revision)
+        own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
+        revision = await self._store.put_route(own_route, stored.revision)
         if revision is None:
             return None
-        result = await self._attempts.ask(caller, request, Kept(own_route, revision), began_at)
+        result = await self._attempts.run(
+            caller, request, StoredRoute(own_route, revision), began_at
+        )
         if not result.answer.is_error:
-            self._confirm_soon(result.kept)
+            self._confirm_soon(result.stored)
         return _placed_or_raise(result.answer, route)
 
-    async def _stands_still(self, stored: Kept) -> bool:
+    async def _wait_unchanged(self, stored: StoredRoute) -> bool:
         """Wait until a route's owner may count as dead; False if the route has changed."""
-        deadline = now() + self._timeouts.join_s
-        while now() < deadline:
-            await asyncio.sleep(self._timeouts.again_s)
+        deadline = boottime_s() + self._timeouts.takeover_after_s
+        while boottime_s() < deadline:
+            await asyncio.sleep(self._timeouts.retry_pause_s)
             if await self._store.route(stored.route.kernel_id) != stored:
                 return False
         return True
 
-    async def _free_if_missing(self, stored: Kept) -> bool:
+    async def _free_if_missing(self, stored: StoredRoute) -> bool:
         """Return whether a placed kernel is missing on its node, so that its id is free."""
         route = stored.route
         node = self._state.node(route.node_id)
-        if route.progress is not RouteProgress.PLACED or node is None or not node.is_asked:
+        if route.progress is not RouteProgress.PLACED or node is None or not node.is_available:
             return False
         path = f"/v1/kernels/{route.kernel_id}"
         try:
-            answer = await self._nodes.ask(node, GATEWAY, "GET", path, patience_s=LOOK_PATIENCE_S)
+            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=POLL_PATIENCE_S)
         except NodeUnavailable:
             return False
         if not answer.is_unknown_kernel:
             return False
-        await self._store.drop(route.kernel_id, stored.revision)
+        await self._store.delete_route(route.kernel_id, stored.revision)
         return True
 
-    def _confirm_soon(self, stored: Kept) -> None:
+    def _confirm_soon(self, stored: StoredRoute) -> None:
         """Mark a route as placed in the background, after the caller got its answer.
 
         Later requests for the kernel at this gateway wait for that. If it fails, the sweep does it.
         """
         kernel_id = stored.route.kernel_id
-        task = asyncio.create_task(self._note(stored))
+        task = asyncio.create_task(self._confirm_route(stored))
         self._confirming[kernel_id] = task
         task.add_done_callback(lambda _: self._confirming.pop(kernel_id, None))
 
-    async def _note(self, stored: Kept) -> None:
+    async def _confirm_route(self, stored: StoredRoute) -> None:
         placed = replace(stored.route, progress=RouteProgress.PLACED)
-        async with self.alone(placed.kernel_id):
+        async with self.kernel_lock(placed.kernel_id):
             try:
-                if await self._store.keep(placed, stored.revision) is None:
+                if await self._store.put_route(placed, stored.revision) is None:
                     await self._reconcile(placed)
             except AgentdError as error:
                 log.warning("route.confirm_failed", kernel_id=placed.kernel_id, reason=str(error))
@@ -290,21 +310,21 @@ class Placer:
         """
         kernel_id = placed.kernel_id
         stored = await self._store.route(kernel_id)
-        if stored is None and await self._store.keep(placed, 0) is None:
+        if stored is None and await self._store.put_route(placed, 0) is None:
             stored = await self._store.route(kernel_id)
         node = self._state.node(placed.node_id)
         if stored is None or stored.route.node_id == placed.node_id or node is None:
             return
         path = f"/v1/kernels/{kernel_id}"
-        if not (await self._nodes.ask(node, GATEWAY, "GET", path)).is_error:
+        if not (await self._nodes.call(node, GATEWAY, "GET", path)).is_error:
             log.warning("kernel.misplaced", kernel_id=kernel_id, node_id=placed.node_id)
-            await self._nodes.ask(node, GATEWAY, "DELETE", f"{path}?timeout=0")
+            await self._nodes.call(node, GATEWAY, "DELETE", f"{path}?timeout=0")
 
     async def close(self) -> None:
         """Wait until all routes are marked as placed."""
         await asyncio.gather(*self._confirming.values())
 
-    async def noted(self, kernel_id: str) -> None:
+    async def wait_confirmed(self, kernel_id: str) -> None:
         """Wait until the route of a kernel is marked as placed, if that is in progress."""
         if (task := self._confirming.get(kernel_id)) is not None:
             await asyncio.wait([task])
@@ -338,8 +358,8 @@ def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRou
     return ""
 
 
-def _placed_or_raise(answer: NodeAnswer, route: KernelRoute) -> Placed:
+def _placed_or_raise(answer: NodeAnswer, route: KernelRoute) -> PlacedKernel:
     if answer.is_error:
         raise answer.error()
     status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
-    return Placed(replace(answer, status=status), route.node_id, route.agent_id)
+    return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)

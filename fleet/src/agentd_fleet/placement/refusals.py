@@ -15,19 +15,25 @@ from agentd.errors import (
     UnknownAgent,
     UnknownNode,
 )
-from agentd_fleet.placement.choice import MOST_NAMED, NEWER, Constraints, Unfit, unfit
+from agentd_fleet.placement.choice import (
+    MAX_NAMED,
+    NEWER_SCHEMA,
+    Constraints,
+    RejectionClass,
+    classify_rejections,
+)
 from agentd_fleet.view.fleet_view import FleetView
 
-PASSING = frozenset(
-    {"lost", "daemon-down", NEWER, "said NodeUnavailable", "said NotReady", "said Draining"}
+TEMPORARY_REASONS = frozenset(
+    {"lost", "daemon-down", NEWER_SCHEMA, "said NodeUnavailable", "said NotReady", "said Draining"}
 )
 """Temporary classes, which say nothing about the fleet's resources."""
 
 
-class NoNode(NodeUnavailable):
+class NoNodeAvailable(NodeUnavailable):
     """No suitable node answers."""
 
-    def __init__(self, classes: Sequence[Unfit]) -> None:
+    def __init__(self, classes: Sequence[RejectionClass]) -> None:
         self.classes = tuple(classes)
         super().__init__(f"no suitable node answers: {_classes_text(classes)}")
 
@@ -35,7 +41,7 @@ class NoNode(NodeUnavailable):
         return {"classes": _class_views(self.classes)}
 
 
-class NoPlace(InsufficientResource):
+class FleetInsufficient(InsufficientResource):
     """No agent of the fleet can serve the request now; `classes` has reasons and counts."""
 
     def __init__(
@@ -43,7 +49,7 @@ class NoPlace(InsufficientResource):
         slot: str,
         requested: str,
         free: str,
-        classes: Sequence[Unfit],
+        classes: Sequence[RejectionClass],
         explain: object,
         *,
         readable: str = "",
@@ -58,15 +64,15 @@ class NoPlace(InsufficientResource):
         return {**super().facts(), "classes": _class_views(self.classes)}
 
 
-def _classes_text(classes: Sequence[Unfit]) -> str:
+def _classes_text(classes: Sequence[RejectionClass]) -> str:
     return ", ".join(f"{row.count} {row.reason}" for row in classes)
 
 
-def _class_views(classes: Sequence[Unfit]) -> list[dict[str, object]]:
+def _class_views(classes: Sequence[RejectionClass]) -> list[dict[str, object]]:
     return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
 
 
-def refusal(
+def refusal_error(
     view: FleetView,
     requested: ResourceSlots,
     constraints: Constraints,
@@ -77,15 +83,15 @@ def refusal(
     if called:
         remaining = (constraints.nodes or view.nodes.keys()) - called
         others = replace(constraints, nodes=frozenset(remaining))
-    classes = [*_called_classes(refused), *unfit(view, requested, others)]
+    classes = [*_called_classes(refused), *classify_rejections(view, requested, others)]
     if not classes:
-        return _nowhere(view, constraints)
-    if {row.reason for row in classes} <= PASSING:
-        return NoNode(classes)
+        return _unknown_target_error(view, constraints)
+    if {row.reason for row in classes} <= TEMPORARY_REASONS:
+        return NoNodeAvailable(classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind
     explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
-    return NoPlace(
+    return FleetInsufficient(
         slot,
         format_amount(requested[slot], kind),
         format_amount(free, kind),
@@ -95,12 +101,12 @@ def refusal(
     )
 
 
-def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[Unfit]:
+def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[RejectionClass]:
     """Return the classes of the called nodes."""
     counts = Counter(_class_of_error(error) for _, error in refused)
     return [
-        Unfit(
-            reason, count, tuple(n for n, e in refused if _class_of_error(e) == reason)[:MOST_NAMED]
+        RejectionClass(
+            reason, count, tuple(n for n, e in refused if _class_of_error(e) == reason)[:MAX_NAMED]
         )
         for reason, count in counts.most_common()
     ]
@@ -110,7 +116,7 @@ def _class_of_error(error: AgentdError) -> str:
     return "full when asked" if error.code == "InsufficientResource" else f"said {error.code}"
 
 
-def _nowhere(view: FleetView, constraints: Constraints) -> AgentdError:
+def _unknown_target_error(view: FleetView, constraints: Constraints) -> AgentdError:
     """Return the error of a request without any suitable agent."""
     named = constraints.nodes or frozenset()
     if constraints.agents is None and (unknown := sorted(named - view.nodes.keys())):

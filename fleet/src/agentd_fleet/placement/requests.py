@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from agentd.core.access import Caller, require_id
+from agentd.core.access import Caller, require_unreserved_id
 from agentd.core.slots import WrittenFloat
 from agentd.errors import InvalidRequest, Problem
 from agentd.http.bodies import Body, Labels, Names
@@ -53,7 +53,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
 
 
-def order_of(
+def to_placement_request(
     request: FleetKernelRequest, caller: Caller, headers: Mapping[str, str] | None = None
 ) -> PlacementRequest:
     """Convert a client's request; only the caller's own agents are suitable.
@@ -62,7 +62,7 @@ def order_of(
         InvalidRequest: it names devices or a claim without naming exactly one node.
         Forbidden: only an engine may choose its kernel id.
     """
-    require_id(caller, request.kernel_id)
+    require_unreserved_id(caller, request.kernel_id)
     placement = request.placement
     for member, value in (("devices", request.devices), ("claim", request.claim)):
         if value and (placement.nodes is None or len(placement.nodes) != 1):

@@ -13,22 +13,22 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.client.calls import Call
-from agentd.client.paths import at
+from agentd.client.paths import api_path
 from agentd.errors import AgentdError, NodeUnavailable
 from agentd_fleet.nodes.calls import GATEWAY
 from agentd_fleet.placement.attempts import PlacementTimeouts
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
-from agentd_fleet.store.route import Kept, RouteProgress
+from agentd_fleet.store.route import RouteProgress, StoredRoute
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import UNREADABLE
 
 log = structlog.get_logger()
 
-PATIENCE_S = 5.0
-AT_ONCE = 8
+NODE_TIMEOUT_S = 5.0
+MAX_CONCURRENT_NODES = 8
 """Nodes that are called concurrently."""
-COMING = ("preparing", "pulling", "creating")
+STARTING_STATES = ("preparing", "pulling", "creating")
 """States of kernels that may still fail."""
 _Key = tuple[str, int]
 
@@ -38,7 +38,7 @@ class _Row(msgspec.Struct, frozen=True):
     state: str
 
 
-ROWS = msgspec.json.Decoder(list[_Row])
+ROWS_DECODER = msgspec.json.Decoder(list[_Row])
 
 
 class Sweep:
@@ -61,15 +61,15 @@ class Sweep:
         """Sweep until cancelled."""
         while True:
             try:
-                await self.once()
+                await self.run_once()
             except AgentdError as error:
                 log.info("sweep.postponed", reason=str(error))
-            await asyncio.sleep(self._timeouts.sweep_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+            await asyncio.sleep(self._timeouts.sweep_period_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
-    async def once(self) -> None:
+    async def run_once(self) -> None:
         """Check every route once."""
         now = asyncio.get_running_loop().time()
-        routes: defaultdict[str, list[Kept]] = defaultdict(list)
+        routes: defaultdict[str, list[StoredRoute]] = defaultdict(list)
         async for page in self._store.routes():
             for stored in page:
                 routes[stored.route.node_id].append(stored)
@@ -78,22 +78,24 @@ class Sweep:
         self._absent_since = {
             key: since for key, since in self._absent_since.items() if key in self._first_seen_at
         }
-        semaphore = asyncio.Semaphore(AT_ONCE)
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_NODES)
 
-        async def check(node_id: str, node_routes: Sequence[Kept]) -> None:
+        async def check(node_id: str, node_routes: Sequence[StoredRoute]) -> None:
             async with semaphore:
                 await self._check_node(node_id, node_routes, now)
 
         await asyncio.gather(*(check(*item) for item in routes.items()))
 
-    async def _check_node(self, node_id: str, node_routes: Sequence[Kept], now: float) -> None:
+    async def _check_node(
+        self, node_id: str, node_routes: Sequence[StoredRoute], now: float
+    ) -> None:
         """Check the routes to a node; an error affects no other node's routes."""
         node = self._state.node(node_id)
         due = [
             stored
             for stored in node_routes
             if stored.route.progress is RouteProgress.PLACED
-            or now - self._first_seen_at[_key(stored)] >= 2 * self._timeouts.insist_s
+            or now - self._first_seen_at[_key(stored)] >= 2 * self._timeouts.retry_for_s
         ]
         if node is None or not due:
             return
@@ -104,7 +106,7 @@ class Sweep:
                     self._absent_since.pop(_key(stored), None)
                 return
             for stored in due:
-                await self._settle(stored, states)
+                await self._check_route(stored, states)
         except AgentdError as error:
             log.info("sweep.postponed", node_id=node_id, reason=str(error))
         except UNREADABLE as error:
@@ -116,44 +118,44 @@ class Sweep:
         Raises:
             UNREADABLE: the answer is malformed.
         """
-        if not node.is_asked:
+        if not node.is_available:
             return None
         states: dict[str, str] = {}
-        page: Call[Any] | None = Call("GET", at("kernels"), is_paged=True)
+        page: Call[Any] | None = Call("GET", api_path("kernels"), is_paged=True)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(NODE_TIMEOUT_S):
                 while page is not None:
-                    answer = await self._nodes.ask(
-                        node, GATEWAY, page.method, page.path, patience_s=PATIENCE_S
+                    answer = await self._nodes.call(
+                        node, GATEWAY, page.method, page.path, patience_s=NODE_TIMEOUT_S
                     )
                     if answer.is_error:
                         return None
-                    for row in ROWS.decode(answer.body):
+                    for row in ROWS_DECODER.decode(answer.body):
                         states[row.kernel_id] = row.state
                     page = page.next_page(answer.headers.get("Link"))
         except (NodeUnavailable, TimeoutError):
             return None
         return states
 
-    async def _settle(self, stored: Kept, states: Mapping[str, str]) -> None:
+    async def _check_route(self, stored: StoredRoute, states: Mapping[str, str]) -> None:
         route, key = stored.route, _key(stored)
         if self._placer.is_busy(route.kernel_id):
             return
-        async with self._placer.alone(route.kernel_id):
+        async with self._placer.kernel_lock(route.kernel_id):
             if (state := states.get(route.kernel_id)) is not None:
                 self._absent_since.pop(key, None)
-                if route.progress is RouteProgress.PLACING and state not in COMING:
-                    await self._store.keep(
+                if route.progress is RouteProgress.PLACING and state not in STARTING_STATES:
+                    await self._store.put_route(
                         replace(route, progress=RouteProgress.PLACED), stored.revision
                     )
                     log.info("route.confirmed", kernel_id=route.kernel_id, node_id=route.node_id)
                 return
             now = asyncio.get_running_loop().time()
             since = self._absent_since.setdefault(key, now)
-            if now - since >= self._timeouts.settled_s:
-                await self._store.drop(route.kernel_id, stored.revision)
+            if now - since >= self._timeouts.absent_for_s:
+                await self._store.delete_route(route.kernel_id, stored.revision)
                 log.info("route.dropped", kernel_id=route.kernel_id, node_id=route.node_id)
 
 
-def _key(stored: Kept) -> _Key:
+def _key(stored: StoredRoute) -> _Key:
     return stored.route.kernel_id, stored.revision

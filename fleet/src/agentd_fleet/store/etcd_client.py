@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import msgspec
 
-from agentd_fleet.store.etcd_transport import Compacted, EtcdCredentials, EtcdTransport
+from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdTransport, RevisionsCompacted
 
-MOST_CREATED = 100
+MAX_CREATED = 100
 """Maximum keys of one transaction; etcd's default is 128 operations."""
 _RANGE = "/v3/kv/range"
 _TXN = "/v3/kv/txn"
@@ -42,7 +42,7 @@ class Change(msgspec.Struct, frozen=True):
     mod_revision: int
 
 
-class Etcd:
+class EtcdClient:
     """A client of one store as one user; each call takes at most `timeout_s` seconds.
 
     Every method raises `EtcdUnavailable` or `EtcdRefused` if etcd does not do as requested.
@@ -145,10 +145,10 @@ class Etcd:
             }
             for key, (value, needed) in values.items()
         ]
-        for start in range(0, len(creates), MOST_CREATED):
-            await self._transport.call(_TXN, {"success": creates[start : start + MOST_CREATED]})
+        for start in range(0, len(creates), MAX_CREATED):
+            await self._transport.call(_TXN, {"success": creates[start : start + MAX_CREATED]})
 
-    async def delete_without(self, without: str, *keys: str) -> bool:
+    async def delete_unless_exists(self, without: str, *keys: str) -> bool:
         """Delete keys in one transaction if the key `without` does not exist; return whether."""
         deletes = [{"request_delete_range": {"key": _encode_key(key)}} for key in keys]
         body = {"compare": [_revision_is(without, 0)], "success": deletes}
@@ -236,7 +236,9 @@ class Etcd:
         if (
             revision := _revision_of(await self._transport.call_at(endpoint, _RANGE, body))
         ) < after:
-            raise Compacted(f"{endpoint}: the store is at revision {revision}, before {after}")
+            raise RevisionsCompacted(
+                f"{endpoint}: the store is at revision {revision}, before {after}"
+            )
 
 
 def _encode_key(key: str) -> str:

@@ -13,22 +13,28 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.concurrency import run_endless
-from agentd.core.names import is_name, shortened
+from agentd.core.names import is_name, quote_untrusted
 from agentd.core.slots import SlotName
 from agentd.errors import AgentdError
-from agentd_fleet.store.etcd_client import Etcd, KeyValue
-from agentd_fleet.store.etcd_transport import Compacted, EtcdRefused
-from agentd_fleet.store.keys import key_of, prefix_of
-from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, StoreAway, read_route
+from agentd_fleet.store.etcd_client import EtcdClient, KeyValue
+from agentd_fleet.store.etcd_transport import EtcdRefused, RevisionsCompacted
+from agentd_fleet.store.keys import fleet_key, fleet_prefix
+from agentd_fleet.store.route import (
+    KernelRoute,
+    RouteUnreadable,
+    StoredRoute,
+    StoreUnavailable,
+    read_route,
+)
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
-    Published,
+    ParsedReport,
     SlotTypeReport,
-    known_in,
-    published_in,
-    slot_type_in,
+    parse_known_node,
+    parse_node_report,
+    parse_slot_type,
     slot_type_report,
     with_free,
 )
@@ -37,7 +43,7 @@ log = structlog.get_logger()
 
 SILENCE_S = 5.0
 """Seconds of silence after which a watch is probed."""
-AGAIN_S = (0.2, 2.0)
+RETRY_S = (0.2, 2.0)
 """Range of random seconds before etcd is called again, which spreads the clients."""
 PARTS = ("slot-types/", "nodes/", "free/", "known/")
 _OnChange = Callable[[str, bytes | None, int], None]
@@ -47,11 +53,11 @@ _OnChange = Callable[[str, bytes | None, int], None]
 class EtcdStore:
     """`route.Store` in etcd."""
 
-    def __init__(self, etcd: Etcd, fleet: str, state: FleetState) -> None:
+    def __init__(self, etcd: EtcdClient, fleet: str, state: FleetState) -> None:
         self._etcd = etcd
-        self._prefix = prefix_of(fleet)
+        self._prefix = fleet_prefix(fleet)
         self._state = state
-        self._reports: dict[str, Published] = {}
+        self._reports: dict[str, ParsedReport] = {}
         self._free: dict[str, bytes] = {}
         self._known_ids: set[str] = set()
         self._forgotten: dict[str, int] = {}
@@ -62,39 +68,41 @@ class EtcdStore:
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
 
-    def why_not_live(self) -> str:
+    def stale_reason(self) -> str:
         return next((reason for reason in self._unavailable_reasons.values() if reason), "")
 
-    async def route(self, kernel_id: str) -> Kept | None:
-        pair = await self._etcd.get(key_of(self._prefix, "routes", kernel_id))
+    async def route(self, kernel_id: str) -> StoredRoute | None:
+        pair = await self._etcd.get(fleet_key(self._prefix, "routes", kernel_id))
         return None if pair is None else self._parse_route(pair)
 
-    async def keep(self, route: KernelRoute, expected: int) -> int | None:
-        key = key_of(self._prefix, "routes", route.kernel_id)
+    async def put_route(self, route: KernelRoute, expected: int) -> int | None:
+        key = fleet_key(self._prefix, "routes", route.kernel_id)
         return await self._etcd.put_if(key, msgspec.json.encode(route), expected=expected)
 
     async def rewrite(self, unreadable: RouteUnreadable) -> int | None:
-        key = key_of(self._prefix, "routes", unreadable.kernel_id)
+        key = fleet_key(self._prefix, "routes", unreadable.kernel_id)
         return await self._etcd.put_if(key, unreadable.value, expected=unreadable.revision)
 
-    async def drop(self, kernel_id: str, expected: int) -> bool:
-        key = key_of(self._prefix, "routes", kernel_id)
+    async def delete_route(self, kernel_id: str, expected: int) -> bool:
+        key = fleet_key(self._prefix, "routes", kernel_id)
         return await self._etcd.delete_if(key, expected=expected)
 
-    async def routes(self) -> AsyncIterator[list[Kept]]:
+    async def routes(self) -> AsyncIterator[list[StoredRoute]]:
         try:
             async for page, _ in self._etcd.pages(f"{self._prefix}routes/"):
                 yield [
                     stored for pair in page if (stored := self._try_parse_route(pair)) is not None
                 ]
-        except Compacted as error:
-            raise StoreAway(f"the routes changed too much during the reading: {error}") from None
+        except RevisionsCompacted as error:
+            raise StoreUnavailable(
+                f"the routes changed too much during the reading: {error}"
+            ) from None
 
-    def _parse_route(self, pair: KeyValue) -> Kept:
+    def _parse_route(self, pair: KeyValue) -> StoredRoute:
         kernel_id = pair.key.removeprefix(f"{self._prefix}routes/")
         return read_route(kernel_id, pair.value, pair.mod_revision)
 
-    def _try_parse_route(self, pair: KeyValue) -> Kept | None:
+    def _try_parse_route(self, pair: KeyValue) -> StoredRoute | None:
         try:
             return self._parse_route(pair)
         except RouteUnreadable as error:
@@ -103,21 +111,21 @@ class EtcdStore:
                 log.warning("route.read_failed", key=pair.key, reason=str(error))
             return None
 
-    async def unlearn(self, name: SlotName) -> None:
+    async def forget_slot_type(self, name: SlotName) -> None:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
     async def forget(self, node: FleetNode) -> bool:
         node_key, free_key, known_key = (
-            key_of(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
+            fleet_key(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
         )
         async for page in self.routes():  # first, so that a forget that ends early can be repeated
             for stored in page:
                 if stored.route.node_id == node.node_id:
-                    key = key_of(self._prefix, "routes", stored.route.kernel_id)
+                    key = fleet_key(self._prefix, "routes", stored.route.kernel_id)
                     await self._etcd.delete_if(key, expected=stored.revision, without=node_key)
         # A gateway may know of a node without this key, and a deletion of nothing causes no event.
         await self._etcd.put_if(known_key, b"{}", expected=0)
-        if not await self._etcd.delete_without(node_key, known_key, free_key):
+        if not await self._etcd.delete_unless_exists(node_key, known_key, free_key):
             return False
         self._state.forget(node.node_id)
         return True
@@ -135,7 +143,7 @@ class EtcdStore:
 
     async def _follow_known(self) -> None:
         await self._listed["nodes/"].wait()
-        await self._follow("known/", lambda: self._known_ids, self._knows)
+        await self._follow("known/", lambda: self._known_ids, self._on_known_change)
 
     async def _follow(
         self, part: str, known_names: Callable[[], Iterable[str]], on_change: _OnChange
@@ -159,7 +167,7 @@ class EtcdStore:
                             name = change.key.removeprefix(prefix)
                             on_change(name, change.value, change.mod_revision)
                         after = max(after, revision)
-            except Compacted:
+            except RevisionsCompacted:
                 after = 0
                 continue
             except AgentdError as error:
@@ -168,7 +176,7 @@ class EtcdStore:
                 self._unavailable_reasons[part] = str(error)
                 if isinstance(error, EtcdRefused):
                     after = 0  # a watch that is denied costs a login each time, a list does not
-            await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - no secret
+            await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - no secret
 
     async def _list(self, prefix: str, known_names: Iterable[str], on_change: _OnChange) -> int:
         """Apply all keys below a prefix, and the end of the others; return their revision."""
@@ -181,32 +189,34 @@ class EtcdStore:
         return revision
 
     def _on_slot_type_change(self, name: str, value: bytes | None, _: int) -> None:
-        self._state.unlearn(name)  # a definition that differs is a new one
+        self._state.forget_slot_type(name)  # a definition that differs is a new one
         if value is None:
             self._has_unwritten.set()  # a node may offer it
             return
         try:
-            self._state.learn(slot_type_in(msgspec.json.decode(value, type=SlotTypeReport)))
+            self._state.add_slot_type(
+                parse_slot_type(msgspec.json.decode(value, type=SlotTypeReport))
+            )
         except UNREADABLE as error:
             log.warning("slot_type.read_failed", name=name, reason=str(error))
 
     def _on_node_change(self, node_id: str, value: bytes | None, revision: int) -> None:
         if not is_name(node_id):
-            log.warning("node.ignored", key=shortened(node_id))
+            log.warning("node.ignored", key=quote_untrusted(node_id))
             return
         if value is not None:
             if self._forgotten.get(node_id, 0) < revision:
                 self._forgotten.pop(node_id, None)
-            self._reports[node_id] = published_in(node_id, value, seen_at=time.time())
+            self._reports[node_id] = parse_node_report(node_id, value, seen_at=time.time())
             self._update_node(node_id)
         elif (report := self._reports.pop(node_id, None)) is not None:
             self._write_new(report.node)  # another node may offer the same
             if node_id in self._forgotten:
                 self._state.forget(node_id)
                 return
-            self._state.lose(node_id, time.time())
+            self._state.mark_lost(node_id, time.time())
 
-    def _knows(self, node_id: str, value: bytes | None, revision: int) -> None:
+    def _on_known_change(self, node_id: str, value: bytes | None, revision: int) -> None:
         """Apply that a node existed once: it is lost, not unknown. None: it is forgotten."""
         if not is_name(node_id):
             return
@@ -218,7 +228,7 @@ class EtcdStore:
             return
         self._known_ids.add(node_id)
         if node_id not in self._reports and not self._is_listed(node_id):
-            self._state.note(replace(known_in(node_id, value), seen_at=time.time()))
+            self._state.update_node(replace(parse_known_node(node_id, value), seen_at=time.time()))
 
     def _is_listed(self, node_id: str) -> bool:
         """Return whether more is known of a node than its existence."""
@@ -238,19 +248,26 @@ class EtcdStore:
         node = with_free(self._reports[node_id], self._free.get(node_id))
         node = replace(node, seen_at=time.time())
         previous = self._state.node(node_id)
-        if node.remark and (previous is None or previous.remark != node.remark):
+        if node.exclusion_reason and (
+            previous is None or previous.exclusion_reason != node.exclusion_reason
+        ):
             if node.status is NodeStatus.NEWER:
-                log.warning("node.schema_unsupported", node_id=node_id, reason=node.remark)
-            elif node.remark.startswith("unreadable: "):
                 log.warning(
-                    "node.read_failed", address=node.url, node_id=node_id, reason=node.remark
+                    "node.schema_unsupported", node_id=node_id, reason=node.exclusion_reason
                 )
-        self._state.note(node)
+            elif node.exclusion_reason.startswith("unreadable: "):
+                log.warning(
+                    "node.read_failed",
+                    address=node.url,
+                    node_id=node_id,
+                    reason=node.exclusion_reason,
+                )
+        self._state.update_node(node)
         self._write_new(node)
 
     def _write_new(self, node: FleetNode) -> None:
         """Request a write of slot types if one of this node's is new to the fleet."""
-        if self._state.learned(node):
+        if self._state.new_slot_types(node):
             self._has_unwritten.set()
 
     async def _write(self) -> None:
@@ -260,8 +277,8 @@ class EtcdStore:
             self._has_unwritten.clear()
             values: dict[str, tuple[bytes, str]] = {}
             for node_id, report in self._reports.items():
-                node_key = key_of(self._prefix, "nodes", node_id)
-                for slot in self._state.learned(report.node):
+                node_key = fleet_key(self._prefix, "nodes", node_id)
+                for slot in self._state.new_slot_types(report.node):
                     value = msgspec.json.encode(slot_type_report(slot))
                     values.setdefault(f"{self._prefix}slot-types/{slot.name}", (value, node_key))
             try:
@@ -270,5 +287,5 @@ class EtcdStore:
                 if str(error) != reason:
                     reason = str(error)
                     log.warning("slot_type.write_failed", reason=reason)
-                await asyncio.sleep(random.uniform(*AGAIN_S))  # noqa: S311 - not a secret
+                await asyncio.sleep(random.uniform(*RETRY_S))  # noqa: S311 - not a secret
                 self._has_unwritten.set()

@@ -56,7 +56,7 @@ class LeaseGone(EtcdRefused):
     """The requested lease has expired, or never existed."""
 
 
-class Compacted(AgentdError):
+class RevisionsCompacted(AgentdError):
     """The store does not have these revisions any more, or not yet; the reader starts over."""
 
     code = "FleetStoreCompacted"
@@ -82,7 +82,7 @@ class EtcdCredentials(msgspec.Struct, frozen=True):
     tls: ssl.SSLContext | None = None
 
 
-class Stream:
+class WatchStream:
     """The messages of one watch, from one endpoint."""
 
     def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
@@ -172,7 +172,7 @@ class EtcdTransport:
         except TimeoutError:
             raise EtcdUnavailable(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
 
-    async def stream(self, path: str, body: Mapping[str, object]) -> Stream:
+    async def stream(self, path: str, body: Mapping[str, object]) -> WatchStream:
         """Open a stream whose first message has arrived."""
         return (
             await self._call_endpoints(
@@ -246,8 +246,8 @@ class EtcdTransport:
 
     async def _open_stream(
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
-    ) -> Stream:
-        stream = Stream(endpoint, await self._send(endpoint, token, path, body))
+    ) -> WatchStream:
+        stream = WatchStream(endpoint, await self._send(endpoint, token, path, body))
         try:
             await stream.next()
         except BaseException:
@@ -304,7 +304,9 @@ def _parse_watch_message(endpoint: str, raw: bytes) -> dict[str, Any]:
     if not message.get("canceled", False):
         return message
     if "compact_revision" in message:
-        raise Compacted(f"{endpoint}: revisions before {message['compact_revision']} are compacted")
+        raise RevisionsCompacted(
+            f"{endpoint}: revisions before {message['compact_revision']} are compacted"
+        )
     reason = message.get("cancel_reason", "the watch was cancelled")
     if "permission denied" in reason:
         raise EtcdRefused(f"{endpoint}: {reason}")
@@ -317,7 +319,7 @@ def _error_of_answer(endpoint: str, status: int, reason: str) -> AgentdError:
     if status == HTTPStatus.UNAUTHORIZED or any(text in reason for text in _REFUSED_TOKENS):
         return _TokenRefused(message)
     if "has been compacted" in reason:
-        return Compacted(message)
+        return RevisionsCompacted(message)
     if "requested lease not found" in reason:
         return LeaseGone(message)
     # 429 is a full disk or too many requests; "too large" is `grpc: …` and permanent.

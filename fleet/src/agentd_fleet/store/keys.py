@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from agentd.core.names import checked
+from agentd.core.names import validate_name
 
 
-def prefix_of(fleet: str) -> str:
+def fleet_prefix(fleet: str) -> str:
     """Return the prefix of all keys of a fleet."""
     return f"/agentd/{fleet}/"
 
 
-def key_of(prefix: str, part: str, name: str) -> str:
+def fleet_key(prefix: str, part: str, name: str) -> str:
     """Return the key of a kernel's route, or of a node's part.
 
     Raises:
         ValueError: the name is invalid.
     """
-    return f"{prefix}{part}/{checked(name)}"
+    return f"{prefix}{part}/{validate_name(name)}"

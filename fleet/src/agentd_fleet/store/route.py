@@ -27,7 +27,7 @@ from agentd.errors import Unavailable
 from agentd_fleet.view.fleet_view import FleetNode
 
 
-class StoreAway(Unavailable):
+class StoreUnavailable(Unavailable):
     """The fleet's store is unavailable: views are outdated, and no kernel is placed."""
 
     code = "FleetStoreUnavailable"
@@ -84,7 +84,7 @@ class KernelRoute(msgspec.Struct, frozen=True, kw_only=True):
     created_by: str = ""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredRoute(msgspec.Struct, frozen=True):
     """A stored route and its revision, required to replace it."""
 
     route: KernelRoute
@@ -99,7 +99,7 @@ class _NodeMember(msgspec.Struct, frozen=True):
     node_id: str = ""
 
 
-def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
+def read_route(kernel_id: str, value: bytes, revision: int) -> StoredRoute:
     """Parse the stored route of a kernel id.
 
     Raises:
@@ -115,7 +115,7 @@ def read_route(kernel_id: str, value: bytes, revision: int) -> Kept:
     names = (route.kernel_id, route.node_id, route.agent_id)
     if route.kernel_id != kernel_id or not all(map(is_name, names)):
         raise RouteUnreadable(kernel_id, "it belongs to another kernel id", value, revision)
-    return Kept(route, revision)
+    return StoredRoute(route, revision)
 
 
 def _parse_node_id(value: bytes) -> str:
@@ -131,29 +131,29 @@ class Store(Protocol):
     Every method raises `Unavailable` while the store is unavailable.
     """
 
-    def why_not_live(self) -> str:
+    def stale_reason(self) -> str:
         """Return why reports of nodes may be outdated, empty if they are current."""
 
-    async def route(self, kernel_id: str) -> Kept | None:
+    async def route(self, kernel_id: str) -> StoredRoute | None:
         """Return the route of a kernel.
 
         Raises:
             RouteUnreadable: the route cannot be read.
         """
 
-    async def keep(self, route: KernelRoute, expected: int) -> int | None:
+    async def put_route(self, route: KernelRoute, expected: int) -> int | None:
         """Write a route over this revision (0: none exists); None if it has another."""
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:
         """Rewrite an unreadable route unchanged, like `keep`."""
 
-    async def drop(self, kernel_id: str, expected: int) -> bool:
+    async def delete_route(self, kernel_id: str, expected: int) -> bool:
         """Remove the route of this revision; return whether it had that."""
 
-    def routes(self) -> AsyncIterator[list[Kept]]:
+    def routes(self) -> AsyncIterator[list[StoredRoute]]:
         """Yield all readable routes, a page at a time."""
 
-    async def unlearn(self, name: SlotName) -> None:
+    async def forget_slot_type(self, name: SlotName) -> None:
         """Make all gateways forget a slot type."""
 
     async def forget(self, node: FleetNode) -> bool:

@@ -21,7 +21,7 @@ from agentd.core.names import is_name
 from agentd.core.slots import SlotName
 from agentd.errors import StateUnavailable
 from agentd_fleet.nodes.reader import NodeReader
-from agentd_fleet.store.route import Kept, KernelRoute, RouteUnreadable, read_route
+from agentd_fleet.store.route import KernelRoute, RouteUnreadable, StoredRoute, read_route
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 from agentd_fleet.view.reports import (
@@ -30,17 +30,17 @@ from agentd_fleet.view.reports import (
     NodeReading,
     SlotTypeReport,
     first_seen,
-    known_in,
-    published_in,
-    slot_type_in,
+    parse_known_node,
+    parse_node_report,
+    parse_slot_type,
     slot_type_report,
     with_free,
 )
 
 log = structlog.get_logger()
 
-PAGE = 1000
-FIRST_WORD_S = 4.0
+PAGE_SIZE = 1000
+FIRST_READINGS_S = 4.0
 """Seconds that nodes have for a first report before the others count as the fleet."""
 _T = TypeVar("_T")
 _SCHEMA = """
@@ -52,9 +52,9 @@ CREATE TABLE IF NOT EXISTS known (node_id TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS revisions (last INTEGER);
 """
 _NO_REVISION = "SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions)"
-LOCK_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 """Seconds that a call waits for another program's lock on the file."""
-AGAIN_S = 2.0
+RETRY_S = 2.0
 """Seconds after which a failed write of slot types and nodes is repeated."""
 
 
@@ -74,7 +74,7 @@ class SqliteStore:
         self._has_unwritten = asyncio.Event()
         self._unreadable: set[tuple[str, int]] = set()
         self._unread_addresses = {address for address, _ in nodes}
-        self._first_readings_until = time.monotonic() + FIRST_WORD_S
+        self._first_readings_until = time.monotonic() + FIRST_READINGS_S
         self._thread = ThreadPoolExecutor(1, "routes")
         self._connection: sqlite3.Connection | None = None
 
@@ -88,18 +88,18 @@ class SqliteStore:
         query = "SELECT value FROM slot_types ORDER BY place"
         for (value,) in await self._transact(lambda: self._rows(query)):
             try:
-                slot = slot_type_in(msgspec.json.decode(_bytes(value), type=SlotTypeReport))
+                slot = parse_slot_type(msgspec.json.decode(_bytes(value), type=SlotTypeReport))
             except UNREADABLE as error:
                 log.warning("slot_type.read_failed", reason=str(error))
             else:
-                self._state.learn(slot)
+                self._state.add_slot_type(slot)
         for node_id, value in await self._transact(
             lambda: self._rows("SELECT node_id, value FROM known")
         ):
             if is_name(node_id):
                 self._known_values[node_id] = _bytes(value)
-                node = known_in(node_id, self._known_values[node_id])
-                self._state.note(replace(node, seen_at=time.time()))
+                node = parse_known_node(node_id, self._known_values[node_id])
+                self._state.update_node(replace(node, seen_at=time.time()))
 
     async def close(self) -> None:
         """Close the file."""
@@ -107,17 +107,17 @@ class SqliteStore:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown()
 
-    def why_not_live(self) -> str:
+    def stale_reason(self) -> str:
         if not self._unread_addresses or time.monotonic() > self._first_readings_until:
             return ""
         return f"{', '.join(sorted(self._unread_addresses))} did not answer yet"
 
-    async def route(self, kernel_id: str) -> Kept | None:
+    async def route(self, kernel_id: str) -> StoredRoute | None:
         query = "SELECT value, revision FROM routes WHERE kernel_id = ?"
         row = await self._transact(lambda: self._execute(query, kernel_id).fetchone())
         return None if row is None else read_route(kernel_id, _bytes(row[0]), row[1])
 
-    async def keep(self, route: KernelRoute, expected: int) -> int | None:
+    async def put_route(self, route: KernelRoute, expected: int) -> int | None:
         value = msgspec.json.encode(route)
         return await self._transact(lambda: self._swap_route(route.kernel_id, value, expected))
 
@@ -139,20 +139,20 @@ class SqliteStore:
             cursor = self._execute(query, kernel_id, value, revision)
         return revision if cursor.rowcount else None
 
-    async def drop(self, kernel_id: str, expected: int) -> bool:
+    async def delete_route(self, kernel_id: str, expected: int) -> bool:
         query = "DELETE FROM routes WHERE kernel_id = ? AND revision = ?"
         return await self._transact(lambda: self._execute(query, kernel_id, expected).rowcount > 0)
 
-    async def routes(self) -> AsyncIterator[list[Kept]]:
+    async def routes(self) -> AsyncIterator[list[StoredRoute]]:
         query = (
             "SELECT kernel_id, value, revision FROM routes WHERE kernel_id > ? ORDER BY 1 LIMIT ?"
         )
         after = ""
-        while rows := await self._transact(partial(self._rows, query, after, PAGE)):
+        while rows := await self._transact(partial(self._rows, query, after, PAGE_SIZE)):
             yield [stored for row in rows if (stored := self._try_parse_route(*row)) is not None]
             after = rows[-1][0]
 
-    def _try_parse_route(self, kernel_id: str, value: object, revision: int) -> Kept | None:
+    def _try_parse_route(self, kernel_id: str, value: object, revision: int) -> StoredRoute | None:
         try:
             return read_route(kernel_id, _bytes(value), revision)
         except RouteUnreadable as error:
@@ -164,9 +164,9 @@ class SqliteStore:
     def _rows(self, query: str, *values: object) -> list[Any]:
         return self._execute(query, *values).fetchall()
 
-    async def unlearn(self, name: SlotName) -> None:
+    async def forget_slot_type(self, name: SlotName) -> None:
         await self._transact(partial(self._delete, "slot_types", name))
-        self._state.unlearn(name)
+        self._state.forget_slot_type(name)
 
     async def forget(self, node: FleetNode) -> bool:
         if self._address_by_node.get(node.node_id) is not None:
@@ -190,12 +190,12 @@ class SqliteStore:
 
     async def _follow(self, address: str, client: AsyncClient) -> None:
         async def on_reading(reading: NodeReading) -> None:
-            await self.heard(address, reading)
+            await self.apply_reading(address, reading)
 
         async with client:
             await NodeReader(address, client, on_reading).run()
 
-    async def heard(self, address: str, reading: NodeReading) -> None:
+    async def apply_reading(self, address: str, reading: NodeReading) -> None:
         """Apply a reading of the node at an address."""
         node_id = reading.node_id
         self._unread_addresses.discard(address)
@@ -203,14 +203,14 @@ class SqliteStore:
         if first != address:
             log.error("node.duplicate_id", node_id=node_id, first=first, second=address)
             return
-        report = reading.reported(install_id="", boot_id="", url=address, labels={})
+        report = reading.to_report(install_id="", boot_id="", url=address, labels={})
         report_bytes, free = msgspec.json.encode(report), msgspec.json.encode(reading.free)
-        node = with_free(published_in(node_id, report_bytes, seen_at=time.time()), free)
-        for slot in self._state.learned(node):
-            self._state.learn(slot)
+        node = with_free(parse_node_report(node_id, report_bytes, seen_at=time.time()), free)
+        for slot in self._state.new_slot_types(node):
+            self._state.add_slot_type(slot)
             value = msgspec.json.encode(slot_type_report(slot))
             self._write_soon("slot_types", slot.name, value)
-        self._state.note(node)
+        self._state.update_node(node)
         recorded = self._known_values.get(node_id)
         seen_since = first_seen(recorded)
         value = msgspec.json.encode(replace(KnownNode.of(node), first_seen=seen_since))
@@ -235,7 +235,7 @@ class SqliteStore:
                     log.warning("store.write_failed", reason=str(error))
                 reason = str(error)
                 self._has_unwritten.set()
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             if reason:
                 log.info("store.recovered", values=len(values))
@@ -266,7 +266,9 @@ class SqliteStore:
     def _connect(self) -> sqlite3.Connection:
         if self._connection is None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self._file, timeout=LOCK_S, check_same_thread=False)
+            self._connection = sqlite3.connect(
+                self._file, timeout=LOCK_TIMEOUT_S, check_same_thread=False
+            )
         return self._connection
 
     def _execute(self, query: str, *values: object) -> sqlite3.Cursor:

@@ -36,7 +36,7 @@ class FleetState:
         if self._slot_types is not self._view.slot_types:
             self._view = self._view.with_slot_types(self._slot_types, self._next_revision())
         if self._unfolded or self._forgotten:
-            self._view = self._view.changed(
+            self._view = self._view.with_changes(
                 self._unfolded.values(), self._forgotten, self._next_revision()
             )
             self._unfolded, self._forgotten = {}, set()
@@ -48,7 +48,7 @@ class FleetState:
             return None
         return self._unfolded.get(node_id) or self._view.nodes.get(node_id)
 
-    def note(self, node: FleetNode) -> None:
+    def update_node(self, node: FleetNode) -> None:
         """Apply a node's report."""
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
@@ -56,11 +56,11 @@ class FleetState:
         if node.status is not NodeStatus.READY:
             self._shorten_calls(node.node_id)
 
-    def lose(self, node_id: str, seen_at: float) -> None:
+    def mark_lost(self, node_id: str, seen_at: float) -> None:
         """Mark a node as lost; it stays listed."""
         node = self.node(node_id) or FleetNode(node_id, {}, {})
         if node.status is not NodeStatus.LOST:
-            self.note(replace(node, status=NodeStatus.LOST, seen_at=seen_at))
+            self.update_node(replace(node, status=NodeStatus.LOST, seen_at=seen_at))
 
     def forget(self, node_id: str) -> None:
         """Forget a node."""
@@ -69,16 +69,16 @@ class FleetState:
         self._forgotten.add(node_id)
         self._shorten_calls(node_id)
 
-    def learned(self, node: FleetNode) -> list[SlotType]:
+    def new_slot_types(self, node: FleetNode) -> list[SlotType]:
         """Return the slot types of a node that are new to the fleet."""
         return [slot for name, slot in node.slot_types.items() if name not in self._slot_types]
 
-    def learn(self, slot: SlotType) -> None:
+    def add_slot_type(self, slot: SlotType) -> None:
         """Add a slot type; the first definition of a name stays."""
         if slot.name not in self._slot_types:
             self._slot_types = {**self._slot_types, slot.name: slot}
 
-    def unlearn(self, name: SlotName) -> None:
+    def forget_slot_type(self, name: SlotName) -> None:
         """Forget a slot type, except a built-in one."""
         slots = self._slot_types.items()
         self._slot_types = {n: slot for n, slot in slots if n != name or slot in BUILT_IN}
@@ -88,7 +88,7 @@ class FleetState:
 
         Without a report the node was not called, refused, or has removed the kernel again.
         """
-        self._view = self.view.debited(node_id, agent_id, slots)
+        self._view = self.view.with_debit(node_id, agent_id, slots)
         if (timer := self._debits.pop(node_id, None)) is not None:
             timer.cancel()
         loop = asyncio.get_running_loop()
@@ -102,14 +102,16 @@ class FleetState:
             self._unfolded[node_id] = reported
             self._fold_soon()
 
-    def undebited(self) -> FleetView:
+    def without_debits(self) -> FleetView:
         """Return the view without deductions: a guess must not cause a refusal."""
         for node_id in list(self._debits):
             self.undebit(node_id)
         return self.view
 
     @asynccontextmanager
-    async def patience(self, node_id: str, limit_s: float, unheard_s: float) -> AsyncIterator[None]:
+    async def call_timeout(
+        self, node_id: str, limit_s: float, unheard_s: float
+    ) -> AsyncIterator[None]:
         """Limit a call to a node to `limit_s`, and to `unheard_s` while the node is not ready.
 
         Raises:

@@ -32,7 +32,7 @@ class NodeStatus(StrEnum):
     """This gateway cannot read the node's report, so no kernel is placed there."""
 
 
-NOTHING = ResourceSlots()
+NO_SLOTS = ResourceSlots()
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -43,14 +43,14 @@ class Offer(msgspec.Struct, frozen=True):
 
     capacity: ResourceSlots
     free: ResourceSlots
-    allocated: ResourceSlots = NOTHING
+    allocated: ResourceSlots = NO_SLOTS
 
 
 class FleetNode(msgspec.Struct, frozen=True):
     """A node as last reported; `offers` and the `models` of devices by agent.
 
     `whole` is the total of all agents, each device counted once; None if no two agents share one. A
-    `remark` is the reason why no kernel is placed on the node, although it is listed.
+    `exclusion_reason` is the reason why no kernel is placed on the node, although it is listed.
     """
 
     node_id: str
@@ -61,21 +61,21 @@ class FleetNode(msgspec.Struct, frozen=True):
     labels: Mapping[str, str] = {}
     generation: int = 0
     seen_at: float = 0.0
-    remark: str = ""
+    exclusion_reason: str = ""
     models: Mapping[str, frozenset[str]] = {}
     whole: Offer | None = None
 
     @property
-    def is_asked(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the node reports and can be called."""
-        return self.status is NodeStatus.READY and bool(self.url) and not self.remark
+        return self.status is NodeStatus.READY and bool(self.url) and not self.exclusion_reason
 
-    def has(self, labels: Mapping[str, str]) -> bool:
+    def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""
         return all(self.labels.get(key) == value for key, value in labels.items())
 
 
-class Use(msgspec.Struct, frozen=True):
+class SlotUsage(msgspec.Struct, frozen=True):
     """The usage of a slot over many nodes, in base units; the sums are exact.
 
     Amounts that are neither allocated nor free are unavailable, for example drained.
@@ -85,15 +85,15 @@ class Use(msgspec.Struct, frozen=True):
     free: int = 0
     allocated: int = 0
 
-    def __add__(self, other: Use) -> Use:
-        return Use(
+    def __add__(self, other: SlotUsage) -> SlotUsage:
+        return SlotUsage(
             self.capacity + other.capacity,
             self.free + other.free,
             self.allocated + other.allocated,
         )
 
-    def __sub__(self, other: Use) -> Use:
-        return Use(
+    def __sub__(self, other: SlotUsage) -> SlotUsage:
+        return SlotUsage(
             self.capacity - other.capacity,
             self.free - other.free,
             self.allocated - other.allocated,
@@ -108,14 +108,14 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
     nodes: Mapping[str, FleetNode] = {}
     conflicts: Mapping[str, frozenset[SlotName]] = {}
     """The slots that a node defines differently from the fleet, by node."""
-    uses: Mapping[SlotName, Use] = {}
+    usages: Mapping[SlotName, SlotUsage] = {}
     """The sums over all nodes; a slot without any amount may be missing."""
 
     def with_slot_types(self, slots: Mapping[SlotName, SlotType], revision: int) -> FleetView:
         """Return the view with exactly these slot types."""
-        return FleetView(revision, slots).changed(self.nodes.values())
+        return FleetView(revision, slots).with_changes(self.nodes.values())
 
-    def offer_of(self, name: SlotName) -> str:
+    def slot_in_use_reason(self, name: SlotName) -> str:
         """Return which nodes offer a slot, empty if none does.
 
         A lost node offers the slots that it last reported, a node of a newer schema may offer any.
@@ -130,7 +130,7 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             return f"{name} is offered by {len(ids)} nodes ({', '.join(ids[:5])})"
         return ""
 
-    def changed(
+    def with_changes(
         self,
         reports: Iterable[FleetNode],
         forgotten: Iterable[str] = (),
@@ -144,10 +144,10 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         replaced = [
             self.nodes[node_id] for node_id in forgotten | reported.keys() if node_id in self.nodes
         ]
-        nodes, conflicts, usages = dict(self.nodes), dict(self.conflicts), dict(self.uses)
+        nodes, conflicts, usages = dict(self.nodes), dict(self.conflicts), dict(self.usages)
         for node in replaced:
             conflicts.pop(node.node_id, None)
-            for name, usage in self.uses_of(node).items():
+            for name, usage in self.node_usages(node).items():
                 usages[name] -= usage
         for node_id in forgotten:
             nodes.pop(node_id, None)
@@ -155,12 +155,12 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             nodes[node_id] = node
             if conflicting := self._strange(node):
                 conflicts[node_id] = conflicting
-            for name, usage in self.uses_of(node).items():
-                usages[name] = usages.get(name, Use()) + usage
+            for name, usage in self.node_usages(node).items():
+                usages[name] = usages.get(name, SlotUsage()) + usage
         revision = self.revision if revision is None else revision
         return FleetView(revision, self.slot_types, nodes, conflicts, usages)
 
-    def debited(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
+    def with_debit(self, node_id: str, agent_id: str, slots: ResourceSlots) -> FleetView:
         """Return the view in which an agent holds more, with nothing free below zero.
 
         It represents a pending placement until the node's next report. The revision stays. An agent
@@ -170,24 +170,26 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         if node is None or agent_id not in node.offers:
             return self
         offer = node.offers[agent_id]
-        slots = self.charged(node, agent_id, slots)
+        slots = self.with_derived_slots(node, agent_id, slots)
         offers = {**node.offers, agent_id: _with_less_free(offer, slots)}
         whole = None if node.whole is None else _with_less_free(node.whole, slots)
-        return self.changed([replace(node, offers=offers, whole=whole)])
+        return self.with_changes([replace(node, offers=offers, whole=whole)])
 
-    def state_of(self, node_id: str) -> str:
+    def node_state(self, node_id: str) -> str:
         """Return a node's state on the wire: its status, or `conflicting`."""
         status = self.nodes[node_id].status
         if status is NodeStatus.READY and node_id in self.conflicts:
             return "conflicting"
         return status.value
 
-    def understood(self, node: FleetNode, slots: ResourceSlots) -> ResourceSlots:
+    def common_slots(self, node: FleetNode, slots: ResourceSlots) -> ResourceSlots:
         """Return the amounts of slots that node and fleet define equally; the others are zero."""
         names = self._common_names(node)
         return ResourceSlots({name: slots[name] for name in names})
 
-    def charged(self, node: FleetNode, agent_id: str, requested: ResourceSlots) -> ResourceSlots:
+    def with_derived_slots(
+        self, node: FleetNode, agent_id: str, requested: ResourceSlots
+    ) -> ResourceSlots:
         """Return a request with the slots that it leaves out, in proportion to an agent's capacity.
 
         The node decides device by device; this is what it charges if its devices are alike.
@@ -197,7 +199,7 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         ]
         if not families:
             return requested
-        capacity = self.understood(node, node.offers[agent_id].capacity)
+        capacity = self.common_slots(node, node.offers[agent_id].capacity)
         amounts = dict(requested)
         for family in families:
             deciding = next(name for name in family if name in requested)
@@ -224,22 +226,24 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         *,
         agents: Iterable[str] | None = None,
         labels: Mapping[str, str] | None = None,
-    ) -> dict[SlotName, Use]:
+    ) -> dict[SlotName, SlotUsage]:
         """Return the usage of every known slot over all or some reporting nodes.
 
         A slot that none of them has is zero. Lost nodes do not count.
         """
-        sums = dict.fromkeys(self.slot_types, Use())
+        sums = dict.fromkeys(self.slot_types, SlotUsage())
         if nodes is None and agents is None and not labels:
-            return {**sums, **self.uses}
+            return {**sums, **self.usages}
         node_ids = self.nodes if nodes is None else set(nodes) & self.nodes.keys()
         for node in (self.nodes[node_id] for node_id in node_ids):
-            if node.has(labels or {}):
-                for name, usage in self.uses_of(node, agents).items():
+            if node.has_labels(labels or {}):
+                for name, usage in self.node_usages(node, agents).items():
                     sums[name] += usage
         return sums
 
-    def uses_of(self, node: FleetNode, agents: Iterable[str] | None = None) -> dict[SlotName, Use]:
+    def node_usages(
+        self, node: FleetNode, agents: Iterable[str] | None = None
+    ) -> dict[SlotName, SlotUsage]:
         """Return a node's usage of the fleet's slots, of all or some agents."""
         if node.status is NodeStatus.LOST:
             return {}
@@ -255,7 +259,7 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
             if node.whole is not None:
                 capacity = min(capacity, node.whole.capacity[name])
                 free = min(free, node.whole.free[name])
-            usages[name] = Use(capacity, free, allocated)
+            usages[name] = SlotUsage(capacity, free, allocated)
         return usages
 
     def _common_names(self, node: FleetNode) -> set[SlotName]:
@@ -267,7 +271,7 @@ class FleetView(msgspec.Struct, frozen=True, eq=False, dict=True):
         return frozenset(
             name
             for name, slot in node.slot_types.items()
-            if not is_same(slot, self.slot_types.get(name, slot))
+            if not is_same_slot_type(slot, self.slot_types.get(name, slot))
         )
 
 
@@ -277,6 +281,6 @@ def _with_less_free(offer: Offer, slots: ResourceSlots) -> Offer:
     return replace(offer, free=ResourceSlots(free), allocated=allocated)
 
 
-def is_same(slot: SlotType, other: SlotType) -> bool:
+def is_same_slot_type(slot: SlotType, other: SlotType) -> bool:
     """Return whether two definitions of a slot agree in kind, quantum and primary slot."""
     return (slot.kind, slot.quantum, slot.primary) == (other.kind, other.quantum, other.primary)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.names import checked, is_name, shortened
+from agentd.core.names import is_name, quote_untrusted, validate_name
 from agentd.core.slots import (
     MAX_SLOT_NAME,
     ResourceSlots,
@@ -31,19 +31,19 @@ from agentd.core.slots import (
     parse_base_units,
 )
 from agentd.errors import AgentdError
-from agentd_fleet.view.fleet_view import NOTHING, FleetNode, NodeStatus, Offer
+from agentd_fleet.view.fleet_view import NO_SLOTS, FleetNode, NodeStatus, Offer
 
 _T = TypeVar("_T")
 _Generation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A larger one would fail the encoding of every list that contains the node."""
 SCHEMA = 1
-MOST_SLOT_TYPES = 256
+MAX_SLOT_TYPES = 256
 """Maximum slot types that one node can add to the fleet."""
 MAX_REASON = 300
 """Maximum characters of the reason why a node cannot be read."""
 UNREADABLE = (ValueError, RecursionError)
 """Errors that an answer or a value of a node causes here."""
-NOT_THERE = ("gone", "unhealthy", "withheld")
+NO_CAPACITY_STATES = ("gone", "unhealthy", "withheld")
 """States of devices without capacity."""
 
 
@@ -113,7 +113,7 @@ def first_seen(record: bytes | None) -> str:
     return datetime.now(UTC).isoformat()
 
 
-def known_in(node_id: str, value: bytes) -> FleetNode:
+def parse_known_node(node_id: str, value: bytes) -> FleetNode:
     """Return a lost node from its lasting record; an unreadable one is lost, too."""
     try:
         if msgspec.json.decode(value, type=_ReportHeader).schema > SCHEMA:
@@ -121,7 +121,12 @@ def known_in(node_id: str, value: bytes) -> FleetNode:
         record = msgspec.json.decode(value, type=KnownNode)
         types = _slot_types(tuple(record.slot_types))
         return FleetNode(
-            node_id, types, {}, NodeStatus.LOST, record.url, remark=unreachable(record.url)
+            node_id,
+            types,
+            {},
+            NodeStatus.LOST,
+            record.url,
+            exclusion_reason=unreachable_reason(record.url),
         )
     except UNREADABLE:
         return FleetNode(node_id, {}, {}, NodeStatus.LOST)
@@ -151,7 +156,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     is_down: bool = False
     reason: str = ""
 
-    def reported(
+    def to_report(
         self, *, install_id: str, boot_id: str, url: str, labels: Mapping[str, str]
     ) -> NodeReport:
         """Return the report of a reading."""
@@ -197,11 +202,11 @@ class _DeviceAnswer(msgspec.Struct, frozen=True):
     model: str = ""
 
 
-def node_in(answer: object) -> _NodeAnswer:
+def parse_node_answer(answer: object) -> _NodeAnswer:
     """Parse the answer of `GET /v1/node`.
 
     Raises:
-        UNREADABLE: see `reading_of`.
+        UNREADABLE: see `parse_reading`.
     """
     return _convert(answer, _NodeAnswer, "node")
 
@@ -213,13 +218,13 @@ def _convert(answer: object, kind: type[_T], path: str) -> _T:
         raise ValueError(f"GET /v1/{path}: {error}") from None
 
 
-def reading_of(node: object, slot_types: object, agents: object, devices: object) -> NodeReading:
+def parse_reading(node: object, slot_types: object, agents: object, devices: object) -> NodeReading:
     """Combine the answers of a daemon.
 
     Raises:
         UNREADABLE: an answer lacks a member, or has one with another type or value.
     """
-    node_answer = node_in(node)
+    node_answer = parse_node_answer(node)
     types = _convert(slot_types, list[SlotTypeReport], "slot-types")
     agent_answers = _convert(agents, list[_AgentAnswer], "agents")
     device_answers = _convert(devices, list[_DeviceAnswer], "devices")
@@ -232,7 +237,7 @@ def reading_of(node: object, slot_types: object, agents: object, devices: object
         for member in ("capacity", "allocated", "free")
     }
     reading = NodeReading(
-        node_id=checked(node_answer.id),
+        node_id=validate_name(node_answer.id),
         version=node_answer.version,
         generation=node_answer.generation,
         agents=offers["capacity"],
@@ -254,8 +259,8 @@ def reading_of(node: object, slot_types: object, agents: object, devices: object
         },
         slot_types=types,
     )
-    report = reading.reported(install_id="", boot_id="", url="", labels={})
-    _with_free(Published(_parse_report(reading.node_id, report, 0.0)), reading.free)
+    report = reading.to_report(install_id="", boot_id="", url="", labels={})
+    _with_free(ParsedReport(_parse_report(reading.node_id, report, 0.0)), reading.free)
     msgspec.json.encode(reading)  # a text may have half a character
     return reading
 
@@ -275,10 +280,10 @@ def _node_amounts(
     for amounts in agents.values():
         for name, amount in amounts.items():
             if name not in kinds:
-                raise ValueError(f"slot {shortened(name)} of an agent has no type")
+                raise ValueError(f"slot {quote_untrusted(name)} of an agent has no type")
             by_agents[name] += parse_base_units(amount, kinds[name])
     for device in devices:
-        if not device.agents or device.state in NOT_THERE:
+        if not device.agents or device.state in NO_CAPACITY_STATES:
             continue
         for slot, usage in device.slots.items():
             if slot in kinds:
@@ -289,15 +294,15 @@ def _node_amounts(
     }
 
 
-class Published(msgspec.Struct, frozen=True):
+class ParsedReport(msgspec.Struct, frozen=True):
     """The published capacity of a node, parsed once for all of its free amounts."""
 
     node: FleetNode
     capacity: ResourceSlots | None = None
 
 
-def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
-    """Parse a node's report; one that is unreadable has a `remark`."""
+def parse_node_report(node_id: str, report: bytes, *, seen_at: float) -> ParsedReport:
+    """Parse a node's report; one that is unreadable has a `exclusion_reason`."""
     try:
         header = msgspec.json.decode(report, type=_ReportHeader)
         if header.schema > SCHEMA:
@@ -307,23 +312,23 @@ def published_in(node_id: str, report: bytes, *, seen_at: float) -> Published:
         node_report = msgspec.json.decode(report, type=NodeReport)
         node = _parse_report(node_id, node_report, seen_at)
         capacity = node_report.capacity
-        return Published(node, _parse_slots(capacity, node.slot_types) if capacity else None)
+        return ParsedReport(node, _parse_slots(capacity, node.slot_types) if capacity else None)
     except UNREADABLE as error:
-        return _unreadable_node(node_id, unreadable(error), seen_at=seen_at)
+        return _unreadable_node(node_id, unreadable_reason(error), seen_at=seen_at)
 
 
-def with_free(published: Published, free: bytes | None) -> FleetNode:
+def with_free(published: ParsedReport, free: bytes | None) -> FleetNode:
     """Return a node with its reported free amounts."""
     node = published.node
-    if free is None or node.remark:
+    if free is None or node.exclusion_reason:
         return node
     try:
         return _with_free(published, msgspec.json.decode(free, type=FreeReport))
     except UNREADABLE as error:
-        return replace(node, remark=unreadable(error))
+        return replace(node, exclusion_reason=unreadable_reason(error))
 
 
-def _with_free(published: Published, free: FreeReport) -> FleetNode:
+def _with_free(published: ParsedReport, free: FreeReport) -> FleetNode:
     node, types = published.node, published.node.slot_types
     offers = {
         agent: Offer(
@@ -338,26 +343,28 @@ def _with_free(published: Published, free: FreeReport) -> FleetNode:
     return replace(node, offers=offers, whole=whole)
 
 
-def unreadable(error: Exception) -> str:
+def unreadable_reason(error: Exception) -> str:
     """Return the reason of a node that cannot be read: one line of limited length."""
     text = str(error) if isinstance(error, (AgentdError, *UNREADABLE)) else repr(error)
     line = " ".join(f"unreadable: {text}".split())[:MAX_REASON]
     return line.encode(errors="backslashreplace").decode()
 
 
-def _unreadable_node(node_id: str, remark: str, *, seen_at: float, url: str = "") -> Published:
-    return Published(FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, remark=remark))
+def _unreadable_node(node_id: str, remark: str, *, seen_at: float, url: str = "") -> ParsedReport:
+    return ParsedReport(
+        FleetNode(node_id, {}, {}, url=url, seen_at=seen_at, exclusion_reason=remark)
+    )
 
 
 def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode:
     if invalid := [agent for agent in report.agents if not is_name(agent)]:
-        raise ValueError(f"invalid agent id {shortened(invalid[0])}")
+        raise ValueError(f"invalid agent id {quote_untrusted(invalid[0])}")
     types = _slot_types(tuple(report.slot_types))
     return FleetNode(
         node_id=node_id,
         slot_types=types,
         offers={
-            agent: Offer(_parse_slots(amounts, types), NOTHING)
+            agent: Offer(_parse_slots(amounts, types), NO_SLOTS)
             for agent, amounts in report.agents.items()
         },
         status=report.state,
@@ -365,7 +372,7 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
         labels=report.labels,
         generation=report.generation,
         seen_at=seen_at,
-        remark=report.reason[:MAX_REASON] or unreachable(report.url),
+        exclusion_reason=report.reason[:MAX_REASON] or unreachable_reason(report.url),
         models={agent: frozenset(names) for agent, names in report.models.items()},
     )
 
@@ -373,12 +380,12 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
 @lru_cache(maxsize=256)
 def _slot_types(reports: tuple[SlotTypeReport, ...]) -> Mapping[SlotName, SlotType]:
     """Return slot types by name; nodes of one kind share one mapping."""
-    if len(reports) > MOST_SLOT_TYPES:
-        raise ValueError(f"{len(reports)} slot types exceed the limit of {MOST_SLOT_TYPES}")
-    return MappingProxyType({report.name: slot_type_in(report) for report in reports})
+    if len(reports) > MAX_SLOT_TYPES:
+        raise ValueError(f"{len(reports)} slot types exceed the limit of {MAX_SLOT_TYPES}")
+    return MappingProxyType({report.name: parse_slot_type(report) for report in reports})
 
 
-def unreachable(url: str) -> str:
+def unreachable_reason(url: str) -> str:
     """Return why a gateway does not call an address, empty if it does.
 
     A call would send its token there.
@@ -406,7 +413,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def slot_type_in(item: SlotTypeReport) -> SlotType:
+def parse_slot_type(item: SlotTypeReport) -> SlotType:
     """Parse a slot type.
 
     Raises:

@@ -86,10 +86,12 @@ class CudaPlugin(AcceleratorPlugin):
 
     def open(self) -> None:
         self._start_nvml()
-        if self._mps is not None and (problem := self._mps.trouble() or self._mps_problem()):
+        if self._mps is not None and (
+            problem := self._mps.unavailable_reason() or self._mps_problem()
+        ):
             raise RuntimeError(problem)
         try:
-            self._event_set = nvml.asked(pynvml.nvmlEventSetCreate)
+            self._event_set = nvml.call_optional(pynvml.nvmlEventSetCreate)
         except pynvml.NVMLError as error:
             log_once(f"no events: {error}")
         for index, handle in nvml.handles() if self._event_set is not None else ():
@@ -117,14 +119,16 @@ class CudaPlugin(AcceleratorPlugin):
             raise RuntimeError(f"NVML does not start: {error}{on_bus}") from None
 
     def _mps_problem(self) -> str:
-        reasons = ((index, mps.unfit(handle)) for index, handle in nvml.handles())
+        reasons = ((index, mps.unsupported_reason(handle)) for index, handle in nvml.handles())
         return "; ".join(f"{self.name}{index}: {reason}" for index, reason in reasons if reason)
 
     def _register(self, handle: Any) -> None:
         self._uuids[_handle_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
-        supported = nvml.asked(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
+        supported = nvml.call_optional(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
         if event_types := supported & pynvml.nvmlEventTypeXidCriticalError:
-            nvml.asked(pynvml.nvmlDeviceRegisterEvents, handle, event_types, self._event_set)
+            nvml.call_optional(
+                pynvml.nvmlDeviceRegisterEvents, handle, event_types, self._event_set
+            )
 
     def close(self) -> None:
         pynvml.nvmlShutdown()
@@ -170,13 +174,13 @@ class CudaPlugin(AcceleratorPlugin):
         return [
             replace(
                 whole,
-                id=f"{whole.id}:{part.place}",
+                id=f"{whole.id}:{part.index_on_gpu}",
                 stable_id=nvml.stable_id(part.uuid),
                 slot=self._mig_slot(part.profile),
                 aliases=[],
                 parent=gpu.uuid,
-                health="unhealthy" if problem or part.trouble else "healthy",
-                reason=problem or part.trouble,
+                health="unhealthy" if problem or part.problem else "healthy",
+                reason=problem or part.problem,
                 attributes={"memory": str(part.memory_bytes), "profile": part.profile},
             )
             for part in gpu.parts
@@ -187,7 +191,7 @@ class CudaPlugin(AcceleratorPlugin):
         gpus: dict[str, nvml.Gpu] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
-                self._last[index] = gpu = nvml.read(index, self._last.get(index))
+                self._last[index] = gpu = nvml.read_gpu(index, self._last.get(index))
             except pynvml.NVMLError as error:
                 log_once(f"GPU {index} is left out; its identity cannot be read: {error}")
             else:
@@ -195,12 +199,12 @@ class CudaPlugin(AcceleratorPlugin):
         return list(gpus.values())
 
     def _health_problem(self, gpu: nvml.Gpu) -> str:
-        if gpu.trouble:
-            return gpu.trouble
-        if self._mps is not None and not gpu.is_mig and (problem := self._mps.trouble()):
+        if gpu.problem:
+            return gpu.problem
+        if self._mps is not None and not gpu.is_mig and (problem := self._mps.unavailable_reason()):
             return problem
         xid, since = self._xids.get(gpu.uuid, (0, 0.0))
-        if xid and gpu.tells_recovery and time.monotonic() - since > XID_HOLDS_S:
+        if xid and gpu.reports_recovery and time.monotonic() - since > XID_HOLDS_S:
             del self._xids[gpu.uuid]
             return ""
         return f"Xid {xid}" if xid else ""
@@ -266,7 +270,7 @@ class CudaPlugin(AcceleratorPlugin):
         uuids = tuple(_nvidia_uuid(device.stable_id) for device in allocation)
         visible = ",".join(uuids)
         env = {"CUDA_VISIBLE_DEVICES": visible, "NVIDIA_VISIBLE_DEVICES": visible}
-        if features.cdi and (names := cdi.resolved(uuids, features.cdi_spec_dirs)):
+        if features.cdi and (names := cdi.resolve_names(uuids, features.cdi_spec_dirs)):
             return ContainerEdits(env={**env, "NVIDIA_VISIBLE_DEVICES": "void"}, cdi=names)
         if features.device_requests:
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))

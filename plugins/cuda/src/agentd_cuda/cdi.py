@@ -13,7 +13,7 @@ import yaml
 KIND = "nvidia.com/gpu"
 
 
-def resolved(uuids: Sequence[str], spec_dirs: Sequence[str]) -> tuple[str, ...]:
+def resolve_names(uuids: Sequence[str], spec_dirs: Sequence[str]) -> tuple[str, ...]:
     """Return the full names of all GPUs, or nothing unless every one of them is specified.
 
     Only names by UUID count: an index may mean another GPU since the file was written.

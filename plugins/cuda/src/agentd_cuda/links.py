@@ -45,10 +45,10 @@ def _connected_groups(
 def _has_nvlink(first: Any, second: Any) -> bool:
     """Return whether NVLink joins two GPUs, directly or through an NVSwitch."""
     index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-    status = nvml.asked(pynvml.nvmlDeviceGetP2PStatus, first, second, index)
+    status = nvml.call_optional(pynvml.nvmlDeviceGetP2PStatus, first, second, index)
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _has_common_bridge(first: Any, second: Any) -> bool:
-    level = nvml.asked(pynvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
+    level = nvml.call_optional(pynvml.nvmlDeviceGetTopologyCommonAncestor, first, second)
     return level is not None and int(level) <= pynvml.NVML_TOPOLOGY_HOSTBRIDGE

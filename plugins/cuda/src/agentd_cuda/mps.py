@@ -71,10 +71,10 @@ class MpsServer(msgspec.Struct, frozen=True):
         pipes = settings.get("mps-pipe-directory") or os.environ.get(_PIPES) or _DEFAULT_PIPES
         return cls(str(Path(pipes)), str(Path(settings.get("mps-shm-directory", _SHM))))
 
-    def trouble(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return why no client can reach it, empty if one can."""
         folder = Path(self.pipes)
-        if owner := _strangers(folder):
+        if owner := _foreign_owner(folder):
             return f"{folder} belongs to {owner}, expected root or the user of agentd"
         reason = _not_running_reason(folder / _CONTROL_PID)
         if reason and not _accepts_connections(folder / "control"):
@@ -119,7 +119,7 @@ class MpsServer(msgspec.Struct, frozen=True):
         return ContainerEdits(env=env, mounts=mounts)
 
 
-def _strangers(folder: Path) -> str:
+def _foreign_owner(folder: Path) -> str:
     """Return the owner of a folder, if it is neither root nor this user."""
     try:
         uid = folder.stat().st_uid
@@ -151,13 +151,13 @@ def _accepts_connections(control: Path) -> bool:
     return True
 
 
-def unfit(handle: Any) -> str:
+def unsupported_reason(handle: Any) -> str:
     """Return why MPS cannot limit a client on a GPU, empty if it can or if that is unknown."""
-    capability = nvml.asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    capability = nvml.call_optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     if capability is not None and capability[0] < _FIRST_CAPABLE:
         version = ".".join(map(str, capability))
         return f"compute capability {version} is below 7.0: MPS cannot limit clients"
-    mode = nvml.asked(pynvml.nvmlDeviceGetComputeMode, handle)
+    mode = nvml.call_optional(pynvml.nvmlDeviceGetComputeMode, handle)
     if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
         return "compute mode is Prohibited: no program can use it"
     return ""

@@ -36,11 +36,11 @@ _UNSUPPORTED = (*_NOT_OFFERED, pynvml.NVML_ERROR_NO_PERMISSION)
 class MigPart(msgspec.Struct, frozen=True):
     """A MIG device: its index on its GPU, and its profile, such as `1g.10gb+me`."""
 
-    place: int
+    index_on_gpu: int
     uuid: str
     profile: str
     memory_bytes: int
-    trouble: str = ""
+    problem: str = ""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -53,11 +53,11 @@ class Gpu(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     is_mig: bool = False
     parts: tuple[MigPart, ...] = ()
-    trouble: str = ""
-    tells_recovery: bool = False
+    problem: str = ""
+    reports_recovery: bool = False
 
 
-def asked(
+def call_optional(
     function: Callable[..., _T], *arguments: object, none_for: Collection[int] = _UNSUPPORTED
 ) -> _T | None:
     """Call NVML; None if driver or GPU do not support the call.
@@ -101,7 +101,7 @@ def handles() -> Iterator[tuple[int, Any]]:
             continue
 
 
-def read(index: int, last: Gpu | None = None) -> Gpu:
+def read_gpu(index: int, last: Gpu | None = None) -> Gpu:
     """Read a GPU; one that does not answer has its last known values and a `trouble`.
 
     Raises:
@@ -113,13 +113,13 @@ def read(index: int, last: Gpu | None = None) -> Gpu:
         uuid = pynvml.nvmlDeviceGetUUID(handle)
         if gpu is None or gpu.uuid != uuid:
             gpu = Gpu(index, uuid)
-        if pci := asked(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_NOT_OFFERED):
+        if pci := call_optional(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_NOT_OFFERED):
             gpu = replace(gpu, pci=pci_address(pci.busId))
         return _read_gpu(gpu, handle)
     except pynvml.NVMLError as error:
         if gpu is None:
             raise
-        return replace(gpu, trouble=f"no answer: {error}")
+        return replace(gpu, problem=f"no answer: {error}")
 
 
 def _read_gpu(gpu: Gpu, handle: Any) -> Gpu:
@@ -128,19 +128,19 @@ def _read_gpu(gpu: Gpu, handle: Any) -> Gpu:
     Refused permission counts as a failure, except for the memory of a GPU in MIG mode, which only
     monitors of all its parts may read.
     """
-    mode = asked(pynvml.nvmlDeviceGetMigMode, handle, none_for=_NOT_OFFERED)
+    mode = call_optional(pynvml.nvmlDeviceGetMigMode, handle, none_for=_NOT_OFFERED)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
     refused = _UNSUPPORTED if is_mig else _NOT_OFFERED
-    memory = asked(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
+    memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
     gpu = replace(gpu, memory_bytes=int(memory.total) if memory else gpu.memory_bytes)
     action = _recovery_action(handle)
     return replace(
         gpu,
-        model=asked(pynvml.nvmlDeviceGetName, handle) or gpu.model,
+        model=call_optional(pynvml.nvmlDeviceGetName, handle) or gpu.model,
         is_mig=is_mig,
         parts=tuple(_read_parts(handle, gpu)) if is_mig else (),
-        trouble=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
-        tells_recovery=action is not None,
+        problem=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
+        reports_recovery=action is not None,
     )
 
 
@@ -148,7 +148,7 @@ def _recovery_action(handle: Any) -> int | None:
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return None
-    values = asked(pynvml.nvmlDeviceGetFieldValues, handle, [field])
+    values = call_optional(pynvml.nvmlDeviceGetFieldValues, handle, [field])
     if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
     return int(values[0].value.uiVal)
@@ -156,7 +156,7 @@ def _recovery_action(handle: Any) -> int | None:
 
 def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
     """Yield the index and handle of each MIG device of a GPU."""
-    for index in range(asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+    for index in range(call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield index, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except pynvml.NVMLError as error:
@@ -166,14 +166,14 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
 
 def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
     """Yield the parts of a GPU; a silent one has its last known values and a `trouble`."""
-    last_part_by_index = {part.place: part for part in gpu.parts}
+    last_part_by_index = {part.index_on_gpu: part for part in gpu.parts}
     for index in range(
-        asked(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0
+        call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0
     ):
         part = last_part_by_index.get(index)
         get_handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
         try:
-            if (part_handle := asked(get_handle, handle, index, none_for=_NO_PART)) is None:
+            if (part_handle := call_optional(get_handle, handle, index, none_for=_NO_PART)) is None:
                 continue
             uuid, profile = pynvml.nvmlDeviceGetUUID(part_handle), _profile_from_name(part_handle)
             if part is None or part.uuid != uuid:
@@ -187,7 +187,7 @@ def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
             yield MigPart(index, uuid, profile, memory_bytes)
         except pynvml.NVMLError as error:
             if part is not None:
-                yield replace(part, trouble=f"no answer: {error}")
+                yield replace(part, problem=f"no answer: {error}")
             else:
                 log_once(f"MIG device {index} of GPU {gpu.index} is left out: {error}")
 
@@ -198,7 +198,9 @@ def _profile_from_name(part: Any) -> str:
     Attributes (`+me`, `+gfx`, `-me`) are nowhere else: slices and memory do not reveal them.
     https://docs.nvidia.com/datacenter/tesla/mig-user-guide/mig-device-names.html
     """
-    match = _PROFILE.search(asked(pynvml.nvmlDeviceGetName, part, none_for=_NOT_OFFERED) or "")
+    match = _PROFILE.search(
+        call_optional(pynvml.nvmlDeviceGetName, part, none_for=_NOT_OFFERED) or ""
+    )
     return match[1] if match else ""
 
 
@@ -228,14 +230,16 @@ def measurements(handle: Any) -> list[Measurement]:
     Raises:
         NVMLError: it does not answer.
     """
-    mode = asked(pynvml.nvmlDeviceGetMigMode, handle)
+    mode = call_optional(pynvml.nvmlDeviceGetMigMode, handle)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    rates = None if is_mig else asked(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = None if is_mig else asked(pynvml.nvmlDeviceGetPowerUsage, handle)
-    temperature = asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    rates = None if is_mig else call_optional(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = None if is_mig else call_optional(pynvml.nvmlDeviceGetPowerUsage, handle)
+    temperature = call_optional(
+        pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+    )
     results = []
     for device in [part for _, part in part_handles(handle)] if is_mig else [handle]:
-        memory = asked(pynvml.nvmlDeviceGetMemoryInfo, device)
+        memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, device)
         results.append(
             Measurement(
                 stable_id(pynvml.nvmlDeviceGetUUID(device)),
@@ -256,8 +260,8 @@ def _read_processes(handle: Any) -> list[ProcessUse] | None:
     A process that computes and draws is in both of NVML's lists, with the same memory.
     """
     lists = [
-        asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle),
-        asked(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+        call_optional(pynvml.nvmlDeviceGetComputeRunningProcesses, handle),
+        call_optional(pynvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
     ]
     if lists[0] is None:
         return None

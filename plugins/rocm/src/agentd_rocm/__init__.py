@@ -111,7 +111,7 @@ class RocmPlugin(AcceleratorPlugin):
         """Return the GPUs, without those whose serial number cannot be read and never was."""
         self._unreadable.clear()
         gpus = []
-        for gpu in smi.gpus(self._last):
+        for gpu in smi.list_gpus(self._last):
             self._read_text(gpu.pci, "unique_id")
             reason = self._unreadable.get(gpu.pci)
             if reason is None or (gpu.pci, "unique_id") in self._last_texts:
@@ -149,7 +149,7 @@ class RocmPlugin(AcceleratorPlugin):
             return f"{gpu.pci} has no render node in sysfs"
         if self.settings.get("memory-slot") and not gpu.memory_bytes:
             return "AMD SMI does not tell its memory"
-        return gpu.trouble or self._unreadable.get(gpu.pci, "")
+        return gpu.problem or self._unreadable.get(gpu.pci, "")
 
     def _secondary_slots(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
         if slot != self._whole_slot:
@@ -161,8 +161,12 @@ class RocmPlugin(AcceleratorPlugin):
         return f"GPU-{unique}" if unique else gpu.pci
 
     def _stable_id(self, gpu: smi.AmdGpu, slot: str) -> str:
-        is_part = gpu.place or slot != self._whole_slot
-        return f"{self._physical_id(gpu)}-p{gpu.place}" if is_part else self._physical_id(gpu)
+        is_part = gpu.partition_index or slot != self._whole_slot
+        return (
+            f"{self._physical_id(gpu)}-p{gpu.partition_index}"
+            if is_part
+            else self._physical_id(gpu)
+        )
 
     def _unique_id(self, pci: str) -> str:
         text = self._read_text(pci, "unique_id")
@@ -215,15 +219,17 @@ class RocmPlugin(AcceleratorPlugin):
     def _runtime_name(self, gpu: smi.AmdGpu) -> str:
         """Return the runtime's name of a GPU outside of containers: its serial number or index."""
         unique = self._unique_id(gpu.pci)
-        return f"GPU-{unique}" if unique and not gpu.place else str(gpu.index)
+        return f"GPU-{unique}" if unique and not gpu.partition_index else str(gpu.index)
 
     def _render_node(self, gpu: smi.AmdGpu) -> str | None:
         names = sorted(path.name for path in (self._sysfs / gpu.pci / "drm").glob("renderD*"))
-        return f"/dev/dri/{names[gpu.place]}" if gpu.place < len(names) else None
+        return (
+            f"/dev/dri/{names[gpu.partition_index]}" if gpu.partition_index < len(names) else None
+        )
 
     def measure(self) -> Sequence[Measurement]:
         gpus = self._gpus()
-        return [smi.measurement(gpu.index, self._stable_id(gpu, self._slot(gpu))) for gpu in gpus]
+        return [smi.measure_gpu(gpu.index, self._stable_id(gpu, self._slot(gpu))) for gpu in gpus]
 
 
 def _owner_groups(nodes: Sequence[str]) -> list[str]:

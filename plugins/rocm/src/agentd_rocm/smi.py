@@ -50,9 +50,9 @@ class AmdGpu(msgspec.Struct, frozen=True):
     pci: str
     model: str
     memory_bytes: int
-    place: int = 0
+    partition_index: int = 0
     """Its index among the processors with one PCI address."""
-    trouble: str = ""
+    problem: str = ""
     """Why some of its values are only the last known ones."""
 
 
@@ -85,7 +85,7 @@ def shut_down() -> None:
     rocml.smi_shutdown()
 
 
-def gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
+def list_gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
     """Yield the GPUs and save them in `last`, which replaces a GPU that does not answer."""
     gpus_at_address: Counter[str] = Counter()
     for index in range(rocml.smi_get_device_count()):
@@ -97,7 +97,7 @@ def gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
         if address is None or address < 0:
             if last_gpu is None:
                 continue
-            gpu = replace(last_gpu, trouble="no answer: AMD SMI does not tell its PCI address")
+            gpu = replace(last_gpu, problem="no answer: AMD SMI does not tell its PCI address")
         else:
             pci = pci_address(address)
             last_memory = (
@@ -120,7 +120,7 @@ def pci_address(packed: int) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}.{packed & 7}"
 
 
-def measurement(index: int, stable_id: str) -> Measurement:
+def measure_gpu(index: int, stable_id: str) -> Measurement:
     """Return the current measurement of a GPU."""
     utilization = _parse_number(rocml.smi_get_device_utilization(index))
     power = _parse_number(rocml.smi_get_device_average_power(index))

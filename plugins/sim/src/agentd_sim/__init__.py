@@ -51,7 +51,7 @@ _DEVICE_KEYS = ("id", "stable-id", "capacity", "numa-node", "memory")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _AMOUNT = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,6}0*)?")
 _MAX_COUNT = 4096
-_MOST_ID = 128
+_MAX_ID = 128
 
 
 class SimPlugin(AcceleratorPlugin):
@@ -76,7 +76,7 @@ class SimPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("links", reason))
         problems += faults.problems(settings)
         if not problems:
-            faults.Faults(settings).reached("import")
+            faults.Faults(settings).trigger("import")
         problems += _check_devices(settings.get("devices", []))
         return problems + ([] if problems else _check_memory(settings))
 
@@ -87,14 +87,14 @@ class SimPlugin(AcceleratorPlugin):
             self.api_version = API_VERSION + 1  # type: ignore[misc]
 
     def open(self) -> None:
-        self._faults.reached("open")
+        self._faults.trigger("open")
         known = [device.id for device in self._devices()]
         linked = {name for link in self.settings.get("links", []) for name in link}
         if unknown := sorted(linked.difference(known)):
             raise ValueError(f"links: unknown devices {', '.join(unknown)}")
 
     def close(self) -> None:
-        self._faults.reached("close")
+        self._faults.trigger("close")
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         primary, *memory = mode_slots(self.name, self.settings)
@@ -103,7 +103,7 @@ class SimPlugin(AcceleratorPlugin):
         return [primary, *memory]
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        self._faults.reached("list")
+        self._faults.trigger("list")
         state_by_id = self._read_health_file()
         devices = [
             replace(device, health=state, reason=reason)
@@ -111,7 +111,7 @@ class SimPlugin(AcceleratorPlugin):
             for state, reason in [state_by_id.get(device.id, ("healthy", ""))]
             if state != "gone"
         ]
-        return faults.untrue(self.settings.get("lie"), devices)
+        return faults.apply_lie(self.settings.get("lie"), devices)
 
     def _read_health_file(self) -> dict[str, tuple[str, str]]:
         """Return the content of the health file: state and reason by id."""
@@ -149,13 +149,13 @@ class SimPlugin(AcceleratorPlugin):
 
     def _stable_id(self, device_id: str) -> str:
         suffix = f"-{self.name}-{device_id}"
-        node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MOST_ID - len("SIM" + suffix)]
+        node = f"-{os.environ.get(NODE_ID_VARIABLE, '')}"[: _MAX_ID - len("SIM" + suffix)]
         return f"SIM{node.rstrip('-')}{suffix}"
 
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
     ) -> PartitionInfo | None:
-        self._faults.reached("partition")
+        self._faults.trigger("partition")
         if self.settings.get("lie") == "unequal":
             return PartitionInfo({agents[0]: [device.id for device in devices]})
         linked = self.settings.get("links")
@@ -170,12 +170,12 @@ class SimPlugin(AcceleratorPlugin):
     ) -> ContainerEdits:
         del features
         if allocation:
-            self._faults.reached("edits")
+            self._faults.trigger("edits")
         variable = f"{self.name.upper().replace('-', '_')}_VISIBLE_DEVICES"
         return ContainerEdits(env={variable: ",".join(device.id for device in allocation)})
 
     def measure(self) -> Sequence[Measurement]:
-        self._faults.reached("measure")
+        self._faults.trigger("measure")
         return [
             Measurement(
                 device.stable_id,

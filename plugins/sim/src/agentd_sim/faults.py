@@ -24,7 +24,7 @@ from typing import Any
 from agentd.plugin_api import DeviceInfo, NotPresent, SettingProblem
 
 FAULTS = ("raise", "absent", "hang", "exit", "crash", "flood")
-PLACES = ("import", "open", "list", "partition", "edits", "measure", "close")
+FAULT_POINTS = ("import", "open", "list", "partition", "edits", "measure", "close")
 LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api", "unequal")
 KEYS = ("fault", "fault-at", "fault-after", "fault-until", "lie")
 _FLOOD_LINES = 200_000
@@ -33,7 +33,7 @@ _FLOOD_LINES = 200_000
 def problems(settings: Mapping[str, Any]) -> list[SettingProblem]:
     """Return the problems of this module's keys."""
     setting_problems = []
-    for key, allowed in (("fault", FAULTS), ("fault-at", PLACES), ("lie", LIES)):
+    for key, allowed in (("fault", FAULTS), ("fault-at", FAULT_POINTS), ("lie", LIES)):
         if key in settings and settings[key] not in allowed:
             reason = f"invalid value {settings[key]!r}: expected {', '.join(allowed)}"
             setting_problems.append(SettingProblem(key, reason))
@@ -59,7 +59,7 @@ class Faults:
         self._until = settings.get("fault-until")
         self._calls: Counter[str] = Counter()
 
-    def reached(self, point: str) -> None:
+    def trigger(self, point: str) -> None:
         """Misbehave if this is the configured place."""
         self._calls[point] += 1
         if point != self._point or self._calls[point] <= self._after:
@@ -81,7 +81,7 @@ class Faults:
         sys.stdout.flush()
 
 
-def untrue(lie: str | None, devices: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+def apply_lie(lie: str | None, devices: Sequence[DeviceInfo]) -> list[DeviceInfo]:
     """Return a listing with the configured lie."""
     if lie == "twice":
         return [*devices, *devices[:1]]

@@ -20,7 +20,7 @@ from agentd.cli.agentctl.options import (
     slot_option,
     suggesting_agents,
 )
-from agentd.cli.output import output_option, print_answer, say
+from agentd.cli.output import output_option, print_answer, print_text
 from agentd.client import Client
 from agentd.procfs import read_lines
 from agentd.service.exit_status import ExitStatus
@@ -80,7 +80,7 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> None:
     try:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - the caller's own command
     except (OSError, ValueError) as error:
-        say(f"agentctl: cannot execute {command[0]}: {error}", err=True)
+        print_text(f"agentctl: cannot execute {command[0]}: {error}", err=True)
         sys.exit(ExitStatus.NOT_FOUND)
 
 
@@ -121,7 +121,7 @@ def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
 
 def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
     """Return a claim with its columns for people."""
-    from agentd.cli.tables import age
+    from agentd.cli.tables import format_age
 
     holder = next(
         f"{kind} {claim['holder'][kind]}"
@@ -134,7 +134,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
         "agent": claim["agent_id"],
         "devices": device_cell(claim["allocation"]),
         "holder": holder,
-        "age": age(claim["created_at"]),
+        "age": format_age(claim["created_at"]),
     }
 
 

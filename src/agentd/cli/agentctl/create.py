@@ -28,7 +28,7 @@ from agentd.cli.agentctl.options import (
     tmpfs,
     ulimits,
 )
-from agentd.cli.output import is_table, output_option, print_answer, printed
+from agentd.cli.output import is_table, output_option, print_answer, print_data
 from agentd.client import Client
 from agentd.errors import AgentdError, InsufficientResource
 
@@ -102,7 +102,7 @@ def create(client: Client, /, agent: str, **options: Any) -> None:
             content = with_progress(client, body, create_kernel)
     if "explain" not in content:
         print_answer(content, KERNEL_COLUMNS, kernel_row, wide=WIDE_KERNEL_COLUMNS)
-    elif not printed(content, given_devices(content)):
+    elif not print_data(content, given_devices(content)):
         print_decision(content)
 
 
@@ -136,14 +136,14 @@ def given_devices(decision: Mapping[str, Any]) -> list[str]:
 
 def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> None:
     """Print a row for each device; the rows of a refusal go to standard error."""
-    from agentd.cli.tables import amount, print_rows
+    from agentd.cli.tables import human_amount, print_rows
 
     rows = [
         {
             **row,
             "slot": slot,
-            "free": amount(slot, row["free"]),
-            "given": amount(slot, row["given"]),
+            "free": human_amount(slot, row["free"]),
+            "given": human_amount(slot, row["given"]),
         }
         for slot, rows in content["explain"].items()
         for row in rows
@@ -165,7 +165,7 @@ def explain(client: Client, /, agent: str, **options: Any) -> None:
     body = {**given_members(options), "command": ["any"], "image": "any"}
     with explaining_refusal(is_answer=True), suggesting_agents(client, agent):
         content = client.explain(agent, body)
-    if not printed(content, given_devices(content)):
+    if not print_data(content, given_devices(content)):
         print_decision(content)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentd.cli.output import say
+from agentd.cli.output import print_text
 
 
 def check_row(check: str, promise: str, *findings: str) -> dict[str, Any]:
@@ -35,14 +35,15 @@ def print_checks(rows: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> 
     ]
     print_rows(table_rows, ["check", "passed", "detail"])
     for warning in warnings:
-        say(f"warning: {warning}")
+        print_text(f"warning: {warning}")
 
 
-def print_named(claims: Sequence[Mapping[str, Any]]) -> None:
+def print_named_claims(claims: Sequence[Mapping[str, Any]]) -> None:
     """Print the claims that only a caller ends, the oldest first: one may be forgotten."""
-    from agentd.cli.tables import age
+    from agentd.cli.tables import format_age
 
     for claim in claims:
         if "name" in claim["holder"]:
             text = f"claim {claim['claim_id']} of {claim['holder']['name']}"
-            say(f"named claim: {text}, agent {claim['agent_id']}, {age(claim['created_at'])} old")
+            age = format_age(claim["created_at"])
+            print_text(f"named claim: {text}, agent {claim['agent_id']}, {age} old")

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient
     from agentd.client.exec import Execution
 
-PASSED_ON = ("INT", "TERM", "QUIT", "USR1", "USR2")
-FINAL = ("INT", "TERM", "QUIT")
-SERVED_S = 5.0
+FORWARDED_SIGNALS = ("INT", "TERM", "QUIT", "USR1", "USR2")
+ENDING_SIGNALS = ("INT", "TERM", "QUIT")
+RESPONSE_TIMEOUT_S = 5.0
 """Seconds without a sign of life of the daemon, after one of these, that end the exec."""
 
 
@@ -41,7 +41,7 @@ SERVED_S = 5.0
 @click.option("--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable.")
 @click.option("--workdir", help="Working directory.")
 @click.pass_obj
-def run_inside(
+def exec_in_kernel(
     client: Client,
     kernel: str,
     command: Sequence[str],
@@ -143,11 +143,11 @@ async def _forward_signals(
     loop, names = asyncio.get_running_loop(), asyncio.Queue[str]()
 
     def on_signal(name: str) -> None:
-        if name in FINAL and not names.empty():  # an earlier signal is not sent yet
+        if name in ENDING_SIGNALS and not names.empty():  # an earlier signal is not sent yet
             exec_task.cancel()
         names.put_nowait(name)
 
-    for name in ("WINCH", *PASSED_ON):
+    for name in ("WINCH", *FORWARDED_SIGNALS):
         loop.add_signal_handler(signal.Signals[f"SIG{name}"], on_signal, name)
     names.put_nowait("WINCH")
     async with asyncio.TaskGroup() as checks:
@@ -155,7 +155,7 @@ async def _forward_signals(
             name = await names.get()
             if name != "WINCH":
                 await running.send_signal(name)
-                if name in FINAL:
+                if name in ENDING_SIGNALS:
                     checks.create_task(_cancel_unless_served(running, exec_task))
             elif is_terminal and sys.stdout.isatty():
                 size = shutil.get_terminal_size()
@@ -163,5 +163,5 @@ async def _forward_signals(
 
 
 async def _cancel_unless_served(running: Execution, exec_task: asyncio.Task[int]) -> None:
-    if not await running.is_served(SERVED_S):
+    if not await running.is_served(RESPONSE_TIMEOUT_S):
         exec_task.cancel()

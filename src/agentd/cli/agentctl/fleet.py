@@ -19,7 +19,7 @@ from agentd.cli.agentctl.create import (
     print_decision,
     with_progress,
 )
-from agentd.cli.agentctl.exec import run_inside
+from agentd.cli.agentctl.exec import exec_in_kernel
 from agentd.cli.agentctl.follow import logs, rm
 from agentd.cli.agentctl.options import (
     KERNEL_COLUMNS,
@@ -30,13 +30,13 @@ from agentd.cli.agentctl.options import (
     pairs,
     quiet_option,
 )
-from agentd.cli.agentctl.stats import print_usage, watch, watching
+from agentd.cli.agentctl.stats import print_live_usage, print_usage, watch_options
 from agentd.cli.agentctl.ui import ui
-from agentd.cli.output import output_option, print_answer, printed, say
+from agentd.cli.output import output_option, print_answer, print_data, print_text
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
-from agentd.client.paths import at
+from agentd.client.paths import api_path
 from agentd.errors import AgentdError
 from agentd.views import KernelUseView
 
@@ -82,7 +82,7 @@ def nodes(context: click.Context) -> None:
 
 
 def _list_nodes(client: Client) -> list[dict[str, Any]]:
-    return client.carry_out(Call("GET", at("nodes")))
+    return client.execute(Call("GET", api_path("nodes")))
 
 
 def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -96,12 +96,12 @@ def _list_over_nodes(client: Client, call: Call[list[dict[str, Any]]]) -> list[d
         missing |= dict.fromkeys(response.headers.get("Fleet-Missing", "").split(","))
         page = page.next_page(response.headers.get("Link"))
     if names := [name for name in missing if name]:
-        say(f"agentctl: no answer from {', '.join(names)}", err=True)
+        print_text(f"agentctl: no answer from {', '.join(names)}", err=True)
     return rows
 
 
 def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import age
+    from agentd.cli.tables import format_age
 
     free = {agent: _free_text(slots) for agent, slots in row["agents"].items()}
     return {
@@ -109,14 +109,14 @@ def _node_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "node": row["id"],
         "agents": list(row["agents"]),
         "free": [f"{agent}: {text}" for agent, text in free.items() if text],
-        "age": age(row["seen_at"]),
+        "age": format_age(row["seen_at"]),
     }
 
 
 def _free_text(slots: Mapping[str, Mapping[str, str]]) -> str:
-    from agentd.cli.tables import amount
+    from agentd.cli.tables import human_amount
 
-    parts = [f"{name}={amount(name, use['free'])}" for name, use in slots.items()]
+    parts = [f"{name}={human_amount(name, use['free'])}" for name, use in slots.items()]
     return " ".join(part for part in parts if not part.endswith("=0"))
 
 
@@ -131,7 +131,7 @@ def forget_node(client: Client, node: str, yes: bool) -> None:
     """
     if not yes:
         click.confirm(f"Forget {node} and the routes to its kernels?", abort=True, err=True)
-    client.carry_out(Call("DELETE", at("nodes", node)))
+    client.execute(Call("DELETE", api_path("nodes", node)))
 
 
 @fleet_group.group(invoke_without_command=True)
@@ -141,12 +141,12 @@ def slots(context: click.Context) -> None:
     """List the slots of all nodes with their sums."""
     if context.invoked_subcommand is not None:
         return
-    from agentd.cli.tables import amount
+    from agentd.cli.tables import human_amount
 
     def row(slot: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: amount(slot["name"], value) for key, value in slot.items()}
+        return {key: human_amount(slot["name"], value) for key, value in slot.items()}
 
-    sums = context.obj.carry_out(Call("GET", at("stats")))["slots"]
+    sums = context.obj.execute(Call("GET", api_path("stats")))["slots"]
     rows = [{**slot, **sums.get(slot["name"], {})} for slot in context.obj.slot_types()]
     print_answer(rows, ["name", "kind", "quantum", "capacity", "allocated", "free"], row)
 
@@ -156,7 +156,7 @@ def slots(context: click.Context) -> None:
 @click.pass_obj
 def forget_slot(client: Client, name: str) -> None:
     """Forget a slot that no node offers."""
-    client.carry_out(Call("DELETE", at("slot-types", name)))
+    client.execute(Call("DELETE", api_path("slot-types", name)))
 
 
 @fleet_group.command()
@@ -165,7 +165,7 @@ def forget_slot(client: Client, name: str) -> None:
 @click.pass_obj
 def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of all nodes."""
-    rows = _list_over_nodes(client, Call("GET", at("devices", node=node)))
+    rows = _list_over_nodes(client, Call("GET", api_path("devices", node=node)))
     columns = ["device", "node", "state", "slot", "capacity", "free", "agents", "holders"]
     print_answer(rows, columns, device_row)
 
@@ -204,15 +204,18 @@ def create(client: Client, /, **options: Any) -> None:
 
     def create_placed(body: Mapping[str, Any]) -> dict[str, Any]:
         call: Call[dict[str, Any]] = Call(
-            "POST", at("kernels", dry_run=is_dry), body, headers if options["is_async"] else {}
+            "POST",
+            api_path("kernels", dry_run=is_dry),
+            body,
+            headers if options["is_async"] else {},
         )
-        return client.carry_out(call, timeout_s=CREATE_TIMEOUT_S)
+        return client.execute(call, timeout_s=CREATE_TIMEOUT_S)
 
     content = create_placed(body) if is_dry else with_progress(client, body, create_placed)
     if not is_dry:
         print_answer(content, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
-    elif not printed(content, given_devices(content)):
-        say(f"node {content['node_id']}, agent {content['agent_id']}")
+    elif not print_data(content, given_devices(content)):
+        print_text(f"node {content['node_id']}, agent {content['agent_id']}")
         print_decision(content)
 
 
@@ -236,7 +239,7 @@ def ls(
     label: Sequence[str],
 ) -> None:
     """List the kernels of all nodes."""
-    path = at("kernels", node=node, state=state, label=label)
+    path = api_path("kernels", node=node, state=state, label=label)
     rows = _list_over_nodes(client, Call("GET", path, is_paged=True))
     print_answer(rows, _KERNEL_COLUMNS, _fleet_kernel_row, wide=WIDE_KERNEL_COLUMNS)
 
@@ -261,14 +264,14 @@ def stats(client: Client, kernels: Sequence[str]) -> None:
 
 
 @fleet_group.command()
-@watching
+@watch_options
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
     """Show current usage of all nodes.
 
     Kernels are listed as NODE/KERNEL, the busiest first.
     """
-    watch(lambda: _usage_of_all(client), agent, interval, count)
+    print_live_usage(lambda: _usage_of_all(client), agent, interval, count)
 
 
 def _usage_of_all(client: Client) -> list[KernelUseView]:
@@ -284,7 +287,7 @@ def _usage_of_all(client: Client) -> list[KernelUseView]:
 def _usage_of_node(client: Client, node: str) -> list[KernelUseView]:
     """Return the usage of a node's kernels; nothing if the node does not answer."""
     with contextlib.suppress(AgentdError):
-        return client.carry_out(Call("GET", at("nodes", node, "stats")))
+        return client.execute(Call("GET", api_path("nodes", node, "stats")))
     return []
 
 
@@ -296,6 +299,6 @@ def _with_node(command: click.Command) -> click.Command:
     return copied_command
 
 
-for of_kernel in (run_inside, logs, rm):
+for of_kernel in (exec_in_kernel, logs, rm):
     fleet_group.add_command(_with_node(of_kernel))
 fleet_group.add_command(ui)

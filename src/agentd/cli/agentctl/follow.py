@@ -14,7 +14,7 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
-from agentd.cli.output import CommandError, output_option, print_answer, say
+from agentd.cli.output import CommandError, output_option, print_answer, print_text
 from agentd.client import Client
 from agentd.errors import AgentdError, UnknownKernel
 from agentd.service.exit_status import ExitStatus
@@ -22,8 +22,8 @@ from agentd.views import KernelView
 
 _POLL_S = 0.2
 _Lines: TypeAlias = "queue.SimpleQueue[bytes | AgentdError | None]"
-STARTING = ("preparing", "pulling", "creating")
-ENDED = ("terminated", "failed", "lost")
+STARTING_STATES = ("preparing", "pulling", "creating")
+ENDED_STATES = ("terminated", "failed", "lost")
 
 
 @click.command()
@@ -105,7 +105,7 @@ def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
     "target",
     default="ended",
     show_default=True,
-    type=click.Choice(["ended", "running", "removed", *ENDED]),
+    type=click.Choice(["ended", "running", "removed", *ENDED_STATES]),
     help="State to wait for.",
 )
 @click.option("--timeout", type=click.FloatRange(min=0), help="Seconds; then exit status 3.")
@@ -127,7 +127,7 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
     def check(kernel: str) -> None:
         if _has_reached(client, kernel, target):
             del pending[kernel]
-            say(kernel)
+            print_text(kernel)
 
     while pending:
         for kernel in tuple(pending):
@@ -135,7 +135,7 @@ def wait(client: Client, kernels: Sequence[str], target: str, timeout: float | N
                 del pending[kernel]
                 failed = True
         if pending and time.monotonic() > deadline:
-            say(f"agentctl: not {target}: {', '.join(pending)}", err=True)
+            print_text(f"agentctl: not {target}: {', '.join(pending)}", err=True)
             sys.exit(ExitStatus.TIMED_OUT)
         if pending:
             time.sleep(_POLL_S)
@@ -155,9 +155,9 @@ def _has_reached(client: Client, kernel: str, target: str) -> bool:
         if target == "removed":
             return True
         raise
-    if state in ENDED and target not in ("removed", "ended", state):
+    if state in ENDED_STATES and target not in ("removed", "ended", state):
         raise CommandError(f"{kernel} is {state}, and will not be {target} any more")
-    return target == state or (target == "ended" and state in ENDED)
+    return target == state or (target == "ended" and state in ENDED_STATES)
 
 
 @click.command()

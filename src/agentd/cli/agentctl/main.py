@@ -18,8 +18,8 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.added import added_command, added_commands
 from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
-from agentd.cli.agentctl.doctor import check_row, print_checks, print_named, runtimes_row
-from agentd.cli.agentctl.exec import run_inside
+from agentd.cli.agentctl.doctor import check_row, print_checks, print_named_claims, runtimes_row
+from agentd.cli.agentctl.exec import exec_in_kernel
 from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
 from agentd.cli.agentctl.follow import logs, rm, stop, wait
 from agentd.cli.agentctl.options import (
@@ -45,14 +45,14 @@ from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
 from agentd.cli.output import (
-    encoded,
+    encode,
     is_data,
     is_table,
     output_format,
     output_option,
     print_answer,
-    printed,
-    say,
+    print_data,
+    print_text,
 )
 from agentd.client import Client
 from agentd.errors import AgentdError
@@ -162,17 +162,17 @@ def agentctl(
 def status(client: Client) -> None:
     """Show the node, its runtimes and its plugins."""
     node = client.node()
-    if printed(node, [node["id"]]):
+    if print_data(node, [node["id"]]):
         return
     from agentd.cli.tables import print_rows
 
-    say(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
+    print_text(f"node {node['id']}, agentd {node['version']}, generation {node['generation']}")
     for runtime in (node["runtime"], *node["other_runtimes"]):
         reason = f": {runtime['reason']}" if runtime["reason"] else ""
-        say(f"runtime {runtime['name']}: {runtime['state']}{reason}")
+        print_text(f"runtime {runtime['name']}: {runtime['state']}{reason}")
     print_rows(node["plugins"], PLUGIN_COLUMNS)
     for warning in node["warnings"]:
-        say(f"warning: {warning}")
+        print_text(f"warning: {warning}")
 
 
 @agentctl.command()
@@ -192,9 +192,9 @@ def doctor(client: Client) -> None:
         rows += node["checks"]
     except AgentdError as error:
         rows.append(check_row("books", "the ledger can be compared", str(error)))
-    if not printed(rows, (row["check"] for row in rows)):
+    if not print_data(rows, (row["check"] for row in rows)):
         print_checks(rows, node["warnings"])
-        print_named(client.claims())
+        print_named_claims(client.claims())
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 
 
@@ -220,15 +220,15 @@ def agents(client: Client) -> None:
 
 
 def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    from agentd.cli.tables import compact, limit_line
+    from agentd.cli.tables import compact_ids, limit_text
 
     return {
         "agent": row["agent_id"],
-        "devices": [f"{name} {compact(ids)}" for name, ids in row["devices"].items()],
+        "devices": [f"{name} {compact_ids(ids)}" for name, ids in row["devices"].items()],
         "free": {name: use["free"] for name, use in row["slots"].items()},
         "capacity": {name: use["capacity"] for name, use in row["slots"].items()},
         "scaling_factors": row["scaling_factors"],
-        "limits": [limit_line(name, limit) for name, limit in row["limits"].items()],
+        "limits": [limit_text(name, limit) for name, limit in row["limits"].items()],
     }
 
 
@@ -276,17 +276,17 @@ def inspect(client: Client, kernels: Sequence[str]) -> None:
     inspected: list[KernelView] = []
 
     def show(kernel: str) -> None:
-        from agentd.cli.tables import print_rows, shown_whole
+        from agentd.cli.tables import format_member, print_rows
 
         inspected.append(client.kernel(kernel))
         if is_table():
-            rows = [{"member": k, "value": shown_whole(k, v)} for k, v in inspected[-1].items()]
+            rows = [{"member": k, "value": format_member(k, v)} for k, v in inspected[-1].items()]
             print_rows(rows, ["member", "value"])
 
     failed = for_each(kernels, show)
     if inspected:
         content = inspected if len(kernels) > 1 else inspected[0]
-        printed(content, (kernel["kernel_id"] for kernel in inspected))
+        print_data(content, (kernel["kernel_id"] for kernel in inspected))
     sys.exit(failed)
 
 
@@ -304,11 +304,11 @@ def events(client: Client) -> None:
         if is_data():
             form = output_format()
             lead = "---\n" if form == "yaml" else ""
-            click.echo(lead + encoded(content, form, indent=None))
+            click.echo(lead + encode(content, form, indent=None))
         elif output_format() == "name":
-            say(event_subject(event.data))
+            print_text(event_subject(event.data))
         else:
-            say(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
+            print_text(f"{time.strftime('%H:%M:%S')} {event_line(event.kind, event.data)}")
 
 
 @agentctl.command()
@@ -398,7 +398,7 @@ def whoami(client: Client) -> None:
 
 
 for command in (
-    *(fleet_group, create, explain, run, run_inside, logs, wait, stop, rm, alias_of(ls, "ps")),
+    *(fleet_group, create, explain, run, exec_in_kernel, logs, wait, stop, rm, alias_of(ls, "ps")),
     *(claim, claims, renew, release, stats, top, token, ui),
 ):
     agentctl.add_command(command)

@@ -17,13 +17,13 @@ import click
 from click.core import ParameterSource
 
 from agentd.cli.output import (
-    DATA,
+    DATA_FORMATS,
     CommandError,
     choose_format,
-    encoded,
+    encode,
     is_data,
-    printed,
-    say,
+    print_data,
+    print_text,
 )
 from agentd.client import Client
 from agentd.client.defaults import DEFAULT_SOCKET
@@ -55,8 +55,8 @@ class RpcProblem(CommandError):
         return cls(content, [*remedies, *_remedies(error)])
 
     def show(self, file: Any = None) -> None:
-        if self._form in DATA:
-            click.echo(encoded(self.content, self._form, indent=None), err=True)
+        if self._form in DATA_FORMATS:
+            click.echo(encode(self.content, self._form, indent=None), err=True)
         else:
             super().show(file)
 
@@ -255,36 +255,39 @@ KERNEL_COLUMNS = ["kernel", "agent", "state", "slots", "devices", "exit_code", "
 
 def device_cell(allocation: Mapping[str, Any]) -> list[str]:
     """Return the devices of an allocation by device name, without memory."""
-    from agentd.cli.tables import compact
+    from agentd.cli.tables import compact_ids
 
-    return [
-        f"{name} {compact(list(dict.fromkeys(itertools.chain.from_iterable(by_slot.values()))))}"
+    ids_by_name = {
+        name: dict.fromkeys(itertools.chain.from_iterable(by_slot.values()))
         for name, by_slot in allocation.items()
         if name != "mem"
-    ]
+    }
+    return [f"{name} {compact_ids(list(ids))}" for name, ids in ids_by_name.items()]
 
 
 def kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     """Return a kernel with its columns for people."""
-    from agentd.cli.tables import age
+    from agentd.cli.tables import format_age
 
     return {
         **kernel,
         "kernel": kernel["kernel_id"],
         "agent": kernel["agent_id"],
         "devices": device_cell(kernel["allocation"]),
-        "age": age(kernel.get("created_at")),
+        "age": format_age(kernel.get("created_at")),
         "reason": "; ".join(filter(None, [kernel["reason"], *kernel["degraded"]])) or None,
     }
 
 
 def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
     """Return a device of a node or of a fleet with its columns for people."""
-    from agentd.cli.tables import amount, held_amounts
+    from agentd.cli.tables import holder_amounts, human_amount
 
     slot = device["slot"]
     sizes = {
-        key: amount(slot, device[key]) for key in ("capacity", "allocated", "free") if key in device
+        key: human_amount(slot, device[key])
+        for key in ("capacity", "allocated", "free")
+        if key in device
     }
     return {
         **device,
@@ -292,11 +295,12 @@ def device_row(device: Mapping[str, Any]) -> dict[str, Any]:
         "device": f"{device['device_name']}/{device['id']}",
         "node": device.get("node_id"),
         "slots": [
-            f"{name} {amount(name, use['free'])} of {amount(name, use['capacity'])} free"
+            f"{name} {human_amount(name, use['free'])} of"
+            f" {human_amount(name, use['capacity'])} free"
             for name, use in device["slots"].items()
         ],
         "holders": [
-            f"{holder_name(holder)}={held_amounts(slot, holder)}" for holder in device["holders"]
+            f"{holder_name(holder)}={holder_amounts(slot, holder)}" for holder in device["holders"]
         ],
     }
 
@@ -332,11 +336,11 @@ def remove_each(kernels: Sequence[str], remove: Callable[[str], object]) -> NoRe
         remove(kernel)
         removed.append(kernel)
         if not is_data():
-            say(kernel)
+            print_text(kernel)
 
     failed = for_each(kernels, act)
     if is_data():
-        printed({"removed": removed}, ())
+        print_data({"removed": removed}, ())
     sys.exit(failed)
 
 

@@ -23,9 +23,9 @@ from agentd.cli.agentctl.create import (
     kernel_options,
     print_decision,
 )
-from agentd.cli.agentctl.follow import ENDED, STARTING
+from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
 from agentd.cli.agentctl.options import RpcProblem, member_option, suggesting_agents
-from agentd.cli.output import say
+from agentd.cli.output import print_text
 from agentd.client import Client
 from agentd.errors import (
     AgentdError,
@@ -134,13 +134,17 @@ class Run:
                     is_gone = isinstance(error, UnknownKernel) or not self._is_created
                     if signals and is_gone:  # the signal cancelled its create
                         if isinstance(error, Unavailable):
-                            say(f"agentctl: kernel {self._kernel_id} may exist: {error}", err=True)
+                            print_text(
+                                f"agentctl: kernel {self._kernel_id} may exist: {error}", err=True
+                            )
                         return SIGNALLED + signals[0]
                     RpcProblem.of(error).show()
                     return _status_of(error)
                 case kernel:
                     if kernel["exit_code"] is None:
-                        say(f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True)
+                        print_text(
+                            f"agentctl: kernel {self._kernel_id} is {kernel['state']}", err=True
+                        )
                         return ExitStatus.NOT_CREATED
                     return kernel["exit_code"]
 
@@ -198,7 +202,7 @@ class Run:
                 if not self._is_signalled:
                     self._client.create_kernel(self._agent, self._body)
                     return
-                if self._own_kernel()["state"] not in STARTING:
+                if self._own_kernel()["state"] not in STARTING_STATES:
                     return
             except Unavailable:
                 end = min(end, time.monotonic() + CREATE_PATIENCE_S)
@@ -226,7 +230,7 @@ class Run:
         while True:
             with suppress(Unavailable):
                 kernel = self._own_kernel()
-                if kernel["state"] in ENDED:
+                if kernel["state"] in ENDED_STATES:
                     return kernel
             time.sleep(PAUSE_S)
 
@@ -242,7 +246,7 @@ class Run:
                     printed += len(rest)
                     output.write(rest)
                     output.flush()
-                if self._own_kernel()["state"] in ENDED:
+                if self._own_kernel()["state"] in ENDED_STATES:
                     return
             except Unavailable:
                 pass
@@ -254,7 +258,7 @@ class Run:
         """Stop the kernel, or cancel its create; one that is not there yet is waited for."""
         while True:
             try:
-                if self._own_kernel()["state"] in STARTING:
+                if self._own_kernel()["state"] in STARTING_STATES:
                     self._client.delete_kernel(self._kernel_id, timeout)
                 else:
                     self._client.stop_kernel(self._kernel_id, timeout)
@@ -281,7 +285,7 @@ class Run:
                 return
             else:
                 return
-        say(f"agentctl: kernel {self._kernel_id} was not removed", err=True)
+        print_text(f"agentctl: kernel {self._kernel_id} was not removed", err=True)
 
 
 def _status_of(error: AgentdError) -> int:

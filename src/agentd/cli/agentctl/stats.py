@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from agentd.cli.agentctl import completion
-from agentd.cli.agentctl.follow import ENDED
+from agentd.cli.agentctl.follow import ENDED_STATES
 from agentd.cli.output import is_table, output_option, print_answer
 from agentd.client import Client
 from agentd.views import DeviceUseView, KernelUseView
@@ -62,7 +62,7 @@ def print_usage(read_usage: Callable[[], list[KernelUseView]]) -> None:
 
 
 def _is_live(row: KernelUseView) -> bool:
-    return row.get("state") not in ENDED
+    return row.get("state") not in ENDED_STATES
 
 
 def _by_kernel(rows: Sequence[KernelUseView]) -> dict[str, KernelUseView]:
@@ -71,7 +71,7 @@ def _by_kernel(rows: Sequence[KernelUseView]) -> dict[str, KernelUseView]:
 
 def _usage_row(before: KernelUseView | None, now: KernelUseView) -> dict[str, Any]:
     """Return the cells of a kernel's usage; rates are those since an earlier look."""
-    from agentd.cli.tables import byte_size
+    from agentd.cli.tables import format_bytes
 
     load = _rate(before, now, "cpu_seconds") if _is_live(now) else None
     return {
@@ -81,21 +81,21 @@ def _usage_row(before: KernelUseView | None, now: KernelUseView) -> dict[str, An
         "cpu": None if load is None else f"{100 * load:.0f}%",
         "cpu_seconds": _decimals(now["cpu_seconds"]),
         "throttled": _decimals(now["cpu_throttled_seconds"]),
-        "memory": byte_size(now["memory_bytes"]),
-        "peak": byte_size(now["memory_peak_bytes"]),
-        "limit": byte_size(now["memory_limit_bytes"]),
-        "read": byte_size(now["io_read_bytes"]),
-        "written": byte_size(now["io_write_bytes"]),
-        "read_s": byte_size(_rate(before, now, "io_read_bytes")),
-        "written_s": byte_size(_rate(before, now, "io_write_bytes")),
-        "received": byte_size(now["network_rx_bytes"]),
-        "sent": byte_size(now["network_tx_bytes"]),
+        "memory": format_bytes(now["memory_bytes"]),
+        "peak": format_bytes(now["memory_peak_bytes"]),
+        "limit": format_bytes(now["memory_limit_bytes"]),
+        "read": format_bytes(now["io_read_bytes"]),
+        "written": format_bytes(now["io_write_bytes"]),
+        "read_s": format_bytes(_rate(before, now, "io_read_bytes")),
+        "written_s": format_bytes(_rate(before, now, "io_write_bytes")),
+        "received": format_bytes(now["network_rx_bytes"]),
+        "sent": format_bytes(now["network_tx_bytes"]),
         "processes": now["processes"],
         "devices": [_device_text(device) for device in now["devices"]],
     }
 
 
-def watching(command: Callable[..., None]) -> Callable[..., None]:
+def watch_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of a live table."""
     for option in (
         click.option(
@@ -119,14 +119,14 @@ def watching(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command()
-@watching
+@watch_options
 @click.pass_obj
 def top(client: Client, agent: str | None, interval: float, count: int | None) -> None:
     """Show current usage, the busiest first."""
-    watch(client.stats, agent, interval, count)
+    print_live_usage(client.stats, agent, interval, count)
 
 
-def watch(
+def print_live_usage(
     read_usage: Callable[[], Sequence[KernelUseView]],
     agent: str | None,
     interval: float,
@@ -135,7 +135,7 @@ def watch(
     """Show the usage between every two looks, until the count or Ctrl-C."""
     from rich.live import Live
 
-    from agentd.cli.tables import console, table_of
+    from agentd.cli.tables import build_table, console
 
     before: dict[str, KernelUseView] | None = None
     screen = console()
@@ -152,7 +152,7 @@ def watch(
                     if agent in (None, row["agent_id"])
                 ]
                 rows.sort(key=lambda row: -(row["load"] or 0))
-                live.update(table_of(rows, TOP, screen.width), refresh=True)
+                live.update(build_table(rows, TOP, screen.width), refresh=True)
             before = now
 
 
@@ -176,12 +176,12 @@ def _decimals(value: float | None) -> str | None:
 
 
 def _device_text(device: DeviceUseView) -> str:
-    from agentd.cli.tables import byte_size
+    from agentd.cli.tables import format_bytes
 
     words = [device["id"]]
     if device["utilization"] is not None:
         words.append(f"{100 * device['utilization']:.0f}%")
     memory = device["used_by_kernel_bytes"]
     if memory is not None:
-        words.append(str(byte_size(memory)))
+        words.append(str(format_bytes(memory)))
     return " ".join(words)

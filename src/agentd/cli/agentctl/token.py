@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import tomlkit
 
-from agentd.cli.output import CommandError, say
+from agentd.cli.output import CommandError, print_text
 from agentd.client import Client
-from agentd.core.names import is_name, shortened
+from agentd.core.names import is_name, quote_untrusted
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
 
 FOLDER = Path("/etc/agentd/tokens")
@@ -47,7 +47,7 @@ def create_token(
     Writes a new file with mode 0600 and prints the entry for agent.toml. No daemon is asked.
     """
     if invalid := [word for word in (name, *agents) if not is_name(word)]:
-        raise click.UsageError(f"invalid name {shortened(invalid[0])}")
+        raise click.UsageError(f"invalid name {quote_untrusted(invalid[0])}")
     chosen_role = role or ("admin" if gateway else "agent")
     if gateway and chosen_role != "admin":
         raise click.UsageError(
@@ -73,7 +73,7 @@ def create_token(
     settings |= {"agents": list(agents)} if agents else {}
     settings |= {"gateway": True} if gateway else {}
     entry = tomlkit.dumps(settings)
-    say(f"[[rpc.tokens]]\n{entry}", nl=False)
+    print_text(f"[[rpc.tokens]]\n{entry}", nl=False)
 
 
 @token.command("revoke")
@@ -91,7 +91,7 @@ def revoke_token(name: str, config_file: str | None) -> None:
     """
     from agentd.config.document import without_token, write_file
     from agentd.config.loading import find_config, load_text
-    from agentd.state.locks import holder
+    from agentd.state.locks import lock_holder
     from agentd.tomlfile.regular_files import read_regular
 
     path = find_config(config_file, os.environ)
@@ -101,14 +101,14 @@ def revoke_token(name: str, config_file: str | None) -> None:
         text, file = without_token(read_regular(path).text, name, path)
         settings = load_text(text, path, os.environ).settings
         write_file(path, text)
-        say(f"removed {name} from {path}")
+        print_text(f"removed {name} from {path}")
         try:
             needs_restart = Client(str(settings.rpc.socket), retry_s=0).reload()["needs_restart"]
         except Unreachable as error:
-            if (pid := holder(settings.node.state_dir)) is not None:
+            if (pid := lock_holder(settings.node.state_dir)) is not None:
                 reason = f"process {pid} holds {settings.node.state_dir}, and {error}"
                 raise CommandError(f"{name} is still valid: {reason}") from None
-            say(f"not reloaded: no daemon runs: {error}")
+            print_text(f"not reloaded: no daemon runs: {error}")
         except AgentdError as error:
             reason = f"{name} is still valid: not reloaded: {error}"
             raise CommandError(reason) from None
@@ -116,9 +116,9 @@ def revoke_token(name: str, config_file: str | None) -> None:
             if pending := [key for key in needs_restart if key.startswith("rpc.")]:
                 reason = f"{name} is valid until agentd restarts: {', '.join(pending)} differ"
                 raise CommandError(reason)
-            say("reloaded agentd")
+            print_text("reloaded agentd")
         file.unlink(missing_ok=True)
-        say(f"deleted {file}")
+        print_text(f"deleted {file}")
     except ConfigRefused as error:
         raise CommandError("; ".join(error.lines())) from None
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agentd.cli.output import CommandError, say
+from agentd.cli.output import CommandError, print_text
 from agentd.client import Client
 from agentd.errors import Unreachable
 
@@ -83,7 +83,7 @@ async def _serve(client: AsyncClient, port: int, *, is_printed: bool) -> None:
             raise CommandError(f"127.0.0.1:{port}: {error.strerror}") from None
         relay.host = f"127.0.0.1:{runner.addresses[0][1]}"
         address = f"http://{relay.host}/ui/#token={relay.token}"
-        say(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
+        print_text(address if is_printed else f"http://{relay.host}/ui/ (Ctrl-C ends it)")
         if not is_printed:
             page = stack.enter_context(_redirect_file(address))
             # Some browsers run in the terminal, until they are left.
@@ -113,38 +113,42 @@ class Relay:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        from agentd.http.problems import problem
+        from agentd.http.problems import problem_response
         from agentd.http.static import is_foreign
 
         port = self.host.rpartition(":")[2]
         if request.headers.get("Host") not in (self.host, f"localhost:{port}"):
-            return problem("Forbidden", f"unknown host; expected {self.host}")
+            return problem_response("Forbidden", f"unknown host; expected {self.host}")
         if is_foreign(request):
-            return problem("Forbidden", "cross-origin requests are refused")
+            return problem_response("Forbidden", "cross-origin requests are refused")
         path, is_file = request.raw_path, False
         if not path.startswith("/"):
-            return problem("BadRequest", "invalid request target; expected a path")
+            return problem_response("BadRequest", "invalid request target; expected a path")
         if request.method == "GET" and _FILE_PATHS.fullmatch(name := path.partition("?")[0]):
             path, is_file = name, True
         credential = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not is_file and not secrets.compare_digest(credential, f"Bearer {self.token}".encode()):
-            return problem("Unauthorized", "missing or invalid token of this `agentctl ui`")
+            return problem_response(
+                "Unauthorized", "missing or invalid token of this `agentctl ui`"
+            )
         return await self._forward(request, path)
 
     async def _forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         from aiohttp import web
 
-        from agentd.http.problems import problem
+        from agentd.http.problems import problem_response
 
         headers = {n: request.headers[n] for n in _FORWARDED_HEADERS if n in request.headers}
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read() or None
         except TimeoutError:
-            return problem("RequestTimeout", f"no complete body within {BODY_TIMEOUT_S:g} s")
+            return problem_response(
+                "RequestTimeout", f"no complete body within {BODY_TIMEOUT_S:g} s"
+            )
         response: web.StreamResponse | None = None
         try:
-            async with self._client.passing(
+            async with self._client.forward(
                 request.method, path, headers=headers, body=body
             ) as daemon_response:
                 forwarded = {
@@ -160,6 +164,6 @@ class Relay:
                 return response
         except Unreachable as error:
             if response is None:
-                return problem("RuntimeFailure", str(error))
+                return problem_response("RuntimeFailure", str(error))
             request.protocol.force_close()  # too late for a problem
             return response

@@ -8,8 +8,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from agentd.cli.output import say
-from agentd.cli.tables import amount, compact, limit_line, print_rows
+from agentd.cli.output import print_text
+from agentd.cli.tables import compact_ids, human_amount, limit_text, print_rows
 from agentd.client import Client
 from agentd.core.devices import DeviceId
 from agentd.core.partition.split import Split
@@ -17,7 +17,7 @@ from agentd.core.slots import MEM, device_name_of
 from agentd.views import ClaimView, KernelView
 
 
-def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
+def holdings_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
     """Return the devices that kernels and claims would hold under another partition."""
     client = Client(socket_path, retry_s=0)
     devices = client.devices()
@@ -37,7 +37,7 @@ def held_under(split: Split, socket_path: Path) -> list[dict[str, Any]]:
                 continue
             allocated = owner["allocation"].get(view["device_name"], {})
             slot = next((s for s, ids in allocated.items() if view["id"] in ids), view["slot"])
-            agents = split.agents_of(device_id)
+            agents = split.owners(device_id)
             if device is None or device.gone:
                 reason = "the device is missing"
             elif device.slot != slot:
@@ -73,12 +73,12 @@ def _within_limits(planned: Mapping[str, Any]) -> dict[str, str]:
 
 def print_plan(plan: Mapping[str, Any]) -> None:
     """Print a partition: the devices and slots of each agent, and the unassigned rest."""
-    say(f"allocation mode: {plan['allocation_mode']}")
+    print_text(f"allocation mode: {plan['allocation_mode']}")
     names = list(next(iter(plan["agents"].values()))["devices"])
     rows = [
         {
             "agent": agent,
-            **{name: compact(planned["devices"][name]) for name in names},
+            **{name: compact_ids(planned["devices"][name]) for name in names},
             "slots": _within_limits(planned),
             "scaling_factors": planned["scaling_factors"],
         }
@@ -86,16 +86,18 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     ]
     print_rows(rows, ["agent", *names, "slots", "scaling_factors"])
     reserved = plan["reserved"]
-    say(f"reserved: cpu {compact(reserved['cpu'])}, mem {amount('mem', reserved['mem'])}")
+    print_text(
+        f"reserved: cpu {compact_ids(reserved['cpu'])}, mem {human_amount('mem', reserved['mem'])}"
+    )
     for name, unassigned in plan["unassigned"].items():
         is_amount = isinstance(unassigned, str)  # of memory; others are ids
-        text = amount(name, unassigned) if is_amount else compact(unassigned)
-        say(f"unassigned: {name} {text}")
+        text = human_amount(name, unassigned) if is_amount else compact_ids(unassigned)
+        print_text(f"unassigned: {name} {text}")
     for agent, planned in plan["agents"].items():
         for name, limit in planned.get("limits", {}).items():
-            say(f"limit: {agent} {limit_line(name, limit)}")
+            print_text(f"limit: {agent} {limit_text(name, limit)}")
     for warning in plan["warnings"]:
-        say(f"warning: {warning}")
+        print_text(f"warning: {warning}")
     for row in plan.get("held", ()):
         holder = row.get("kernel_id") or f"claim {row['claim_id']}"
-        say(f"held: {row['device']} by {holder} of {row['agent_id']}: {row['reason']}")
+        print_text(f"held: {row['device']} by {holder} of {row['agent_id']}: {row['reason']}")

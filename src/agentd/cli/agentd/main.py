@@ -19,11 +19,11 @@ from agentd.cli.output import (
     CommandError,
     output_option,
     print_answer,
-    printed,
-    say,
+    print_data,
+    print_text,
 )
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
-from agentd.service.exit_status import end_refused, print_problems
+from agentd.service.exit_status import exit_refused, print_problems
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ def agentd() -> None:
     """
 
 
-_exit_refused = partial(end_refused, "agentd")
+_exit_refused = partial(exit_refused, "agentd")
 
 
 def _settings(config_file: str | None) -> Any:
@@ -114,9 +114,9 @@ def reload(config_file: str | None) -> None:
         needs_restart = Client(str(loaded.settings.rpc.socket)).reload()["needs_restart"]
     except AgentdError as error:
         _exit_refused(error)
-    say("reloaded")
+    print_text("reloaded")
     for key in needs_restart:
-        say(f"{key} changed: restart agentd to apply it")
+        print_text(f"{key} changed: restart agentd to apply it")
 
 
 @agentd.command("check-config")
@@ -135,21 +135,21 @@ def check_config(config_file: str | None) -> None:
     import asyncio
 
     from agentd.config.loading import find_config
-    from agentd.daemon.config_check import check
+    from agentd.daemon.config_check import check_configuration
 
     _configure_log("error")
     try:
-        result = asyncio.run(check(find_config(config_file, os.environ)))
+        result = asyncio.run(check_configuration(find_config(config_file, os.environ)))
     except ConfigRefused as error:
         _exit_refused(error)
     if result.problems:
         print_problems("agentd", ConfigRefused(result.problems, result.source).lines())
         sys.exit(result.status)
-    if printed({"ok": True, "warnings": result.warnings}, ["ok"]):
+    if print_data({"ok": True, "warnings": result.warnings}, ["ok"]):
         return
     for warning in result.warnings:
-        say(f"warning: {warning}", err=True)
-    say("configuration OK")
+        print_text(f"warning: {warning}", err=True)
+    print_text("configuration OK")
 
 
 def _plan_split(config_file: str | None) -> Any:
@@ -165,8 +165,8 @@ def _plan_split(config_file: str | None) -> Any:
     async def discover_devices() -> Any:
         settings, problems = loaded.settings, Problems()
         folder = StateFolder(settings.node.state_dir)
-        async with discovery.opened_plugins(settings, folder) as plugins:
-            devices = await discovery.discover(
+        async with discovery.open_plugins(settings, folder) as plugins:
+            devices = await discovery.discover_devices(
                 settings, probe(), plugins, folder, EventLog(), problems
             )
             problems.refuse()
@@ -191,14 +191,14 @@ def plan(config_file: str | None, live: bool) -> None:
     split, warnings = _plan_split(config_file)
     held: dict[str, Any] = {}
     if live:
-        from agentd.cli.agentd.live_plan import held_under
+        from agentd.cli.agentd.live_plan import holdings_under
 
         try:
-            held["held"] = held_under(split, _settings(config_file).settings.rpc.socket)
+            held["held"] = holdings_under(split, _settings(config_file).settings.rpc.socket)
         except AgentdError as error:
             warnings.append(f"what kernels hold is not known: {error}")
     content = plan_view(split, warnings) | held
-    if printed(content, split.partitions):
+    if print_data(content, split.partitions):
         return
     from agentd.cli.agentd.live_plan import print_plan
 
@@ -217,7 +217,7 @@ def plugins(config_file: str | None) -> None:
 
     async def list_plugins() -> list[dict[str, Any]]:
         folder = StateFolder(loaded.settings.node.state_dir)
-        async with discovery.opened_plugins(loaded.settings, folder) as plugins:
+        async with discovery.open_plugins(loaded.settings, folder) as plugins:
             return [asdict(status) for status in plugins.statuses(everything=True)]
 
     rows = _run(list_plugins(), loaded.source)
@@ -247,12 +247,14 @@ def check(config_file: str | None, name: str) -> None:
     from agentd.state.folder import StateFolder
 
     folder = StateFolder(loaded.settings.node.state_dir)
-    host = discovery.plugin_host(loaded.settings, folder)
+    host = discovery.create_plugin_host(loaded.settings, folder)
     try:
-        spec = host.wanted(name)
+        spec = host.plugin_spec(name)
     except LookupError as error:
         raise CommandError(str(error)) from None
-    findings = _run(Conformance(spec, discovery.pace_of(loaded.settings)).run(), loaded.source)
+    findings = _run(
+        Conformance(spec, discovery.plugin_timeouts(loaded.settings)).run(), loaded.source
+    )
     rows = [asdict(finding) for finding in findings]
     print_answer(rows, ["check", "passed", "detail"], _finding_cells)
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
@@ -278,7 +280,7 @@ def show(config_file: str | None) -> None:
         ".".join(keys): {"value": value, "origin": loaded.origin(keys)}
         for keys, value in loaded.effective()
     }
-    if printed(content, content):
+    if print_data(content, content):
         return
     from agentd.cli.tables import print_rows
 
@@ -302,12 +304,12 @@ def init(file: str | None, force: bool) -> None:
     from agentd.config.document import write_file
     from agentd.config.runtimes import DockerSettings
     from agentd.config.schema import PACKAGED
-    from agentd.host.systemd.availability import why_no_systemd
+    from agentd.host.systemd.availability import systemd_problems
 
-    has_only_systemd = not DockerSettings().socket.exists() and not why_no_systemd()
+    has_only_systemd = not DockerSettings().socket.exists() and not systemd_problems()
     text = f"#:schema {PACKAGED}\n{default_text('systemd' if has_only_systemd else 'docker')}"
     if file is None:
-        say(text, nl=False)
+        print_text(text, nl=False)
         return
     path = Path(file)
     if path.exists() and not force:
@@ -329,9 +331,13 @@ def schema(is_path: bool) -> None:
     key.
     """
     from agentd.config.schema import PACKAGED, schema_text
-    from agentd.pluginhost.entry_points import installed, settings_schemas
+    from agentd.pluginhost.entry_points import installed_entry_points, settings_schemas
 
-    say(str(PACKAGED) if is_path else schema_text(settings_schemas(installed())).rstrip())
+    print_text(
+        str(PACKAGED)
+        if is_path
+        else schema_text(settings_schemas(installed_entry_points())).rstrip()
+    )
 
 
 @config.command("set")

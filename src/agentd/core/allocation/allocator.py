@@ -40,15 +40,15 @@ from agentd.core.allocation.candidates import (
     devices_with_room,
     find_candidates,
 )
-from agentd.core.allocation.explain import Question, refusal
-from agentd.core.allocation.ledger import Allocation, Ledger, Share, share_of
+from agentd.core.allocation.explain import ExplainContext, build_refusal
+from agentd.core.allocation.ledger import Allocation, Ledger, Share, build_share
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.allocation.steps import SlotStep, steps
+from agentd.core.allocation.steps import SlotStep, order_steps
 from agentd.core.devices import DeviceId, Inventory, group
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotName, device_name_of, is_divisible
 
-Nodes: TypeAlias = set[int | None]
+NumaNodes: TypeAlias = set[int | None]
 """NUMA nodes; None is the place of devices that are near everything."""
 
 
@@ -78,7 +78,7 @@ def allocate(
     shares: list[Share] = []
     usage_by_name: Counter[str] = Counter()
     placement = _Placement(inventory, policy, near=set())
-    for step in steps(slots, inventory.slot_types):
+    for step in order_steps(slots, inventory.slot_types):
         name = device_name_of(step.slot)
         candidates_by_slot = {
             slot: find_candidates(
@@ -87,23 +87,23 @@ def allocate(
             for slot in step.amounts
         }
         step_shares = _choose_shares(candidates_by_slot, step, placement)
-        step_usage = sum(share.counts for share in step_shares)
-        headroom = ledger.within_limit(partition, name)
+        step_usage = sum(share.limit_usage for share in step_shares)
+        headroom = ledger.limit_headroom(partition, name)
         if not step_shares or (
             headroom is not None and usage_by_name[name] + step_usage > headroom
         ):
-            context = Question(
+            context = ExplainContext(
                 ledger=ledger,
                 inventory=inventory,
                 partition=partition,
                 slot_type=inventory.slot_types[step.slot],
-                asked=step.amounts,
+                requested=step.amounts,
                 policy=policy,
                 only=only.get(name),
-                earlier=usage_by_name[name],
-                counts=step_usage,
+                earlier_usage=usage_by_name[name],
+                step_usage=step_usage,
             )
-            raise refusal(context)
+            raise build_refusal(context)
         usage_by_name[name] += step_usage
         shares += step_shares
         nodes = {inventory.by_id[share.device_id].numa_node for share in step_shares}
@@ -126,7 +126,7 @@ def _choose_shares(
         quanta_by_device = _divide_slot(candidates, slot, wanted[slot], placement)
         parts = {device_id: {slot: part} for device_id, part in quanta_by_device.items()}
     return [
-        share_of(
+        build_share(
             candidate.device,
             inventory,
             {slot: part * quanta[slot] for slot, part in parts[candidate.device_id].items()},
@@ -149,7 +149,7 @@ def _divide_slot(
     tiers = _numa_tiers(candidates, wanted, placement)
     are_shares = is_divisible(inventory.slot_types[slot])
     if are_shares and not policy.allow_fragmentation:
-        count = distribute.fewest(sorted(c.capacity for c in candidates), wanted)
+        count = distribute.fewest_devices(sorted(c.capacity for c in candidates), wanted)
         for nodes in _equal_part_groups(tiers, placement) if count else ():
             tier = _sort_by_room(candidates, nodes)
             if parts := distribute.equal_parts([c.room for c in tier], wanted, count):
@@ -177,7 +177,7 @@ def _divide_slots(
     capacities = {
         slot: {c.device_id: c.capacity for c in candidates_by_slot[slot]} for slot in wanted
     }
-    count = distribute.fewest_together(capacities, wanted)
+    count = distribute.fewest_devices_together(capacities, wanted)
     if not count:
         return {}
     deciding = next(iter(wanted))
@@ -199,7 +199,7 @@ def _divide_slots(
     return {}
 
 
-def _sort_by_room(candidates: Sequence[DeviceCandidate], nodes: Nodes) -> list[DeviceCandidate]:
+def _sort_by_room(candidates: Sequence[DeviceCandidate], nodes: NumaNodes) -> list[DeviceCandidate]:
     """Return the candidates on these NUMA nodes, those with least room first."""
     on_nodes = [candidate for candidate in candidates if candidate.device.numa_node in nodes]
     return sorted(on_nodes, key=attrgetter("room"))
@@ -224,7 +224,7 @@ def _assign(
     return part_by_device
 
 
-def _equal_part_groups(tiers: Sequence[Nodes], placement: _Placement) -> list[Nodes]:
+def _equal_part_groups(tiers: Sequence[NumaNodes], placement: _Placement) -> list[NumaNodes]:
     """Return the groups of NUMA nodes among which equal parts are sought, in order."""
     alone = tiers[:1] if placement.near else [tier | {None} for tier in tiers]
     return [*alone, *accumulate(tiers, or_)]
@@ -232,7 +232,7 @@ def _equal_part_groups(tiers: Sequence[Nodes], placement: _Placement) -> list[No
 
 def _numa_tiers(
     candidates: Sequence[DeviceCandidate], wanted: int, placement: _Placement
-) -> list[Nodes]:
+) -> list[NumaNodes]:
     """Return groups of NUMA nodes, each to be used up before the next is touched."""
     rooms: Counter[int | None] = Counter()
     for candidate in candidates:
@@ -250,7 +250,9 @@ def _numa_tiers(
     return [close, *_rank_nodes(far, remaining, policy.strategy)]
 
 
-def _rank_nodes(rooms: Mapping[int | None, int], wanted: int, strategy: Strategy) -> list[Nodes]:
+def _rank_nodes(
+    rooms: Mapping[int | None, int], wanted: int, strategy: Strategy
+) -> list[NumaNodes]:
     """Order NUMA nodes; what is near everything joins the first.
 
     With `fill`, nodes that hold all that is wanted come first, the one with least room before the
@@ -263,7 +265,7 @@ def _rank_nodes(rooms: Mapping[int | None, int], wanted: int, strategy: Strategy
         return not is_snug, rooms[node] if is_snug else -rooms[node], node
 
     nodes = sorted((node for node in rooms if node is not None), key=order)
-    tiers: list[Nodes] = [{node} for node in nodes] or [set()]
+    tiers: list[NumaNodes] = [{node} for node in nodes] or [set()]
     if None in rooms:
         tiers[0].add(None)
     return tiers

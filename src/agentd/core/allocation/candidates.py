@@ -13,7 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
-from agentd.core.allocation.derivation import room
+from agentd.core.allocation.derivation import available_quanta
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.devices import Device, DeviceId, Inventory, group
 from agentd.core.partition.split import Partition
@@ -51,11 +51,13 @@ def find_candidates(
     for device in inventory.by_slot.get(slot, ()):
         measures = inventory.measures[device.device_id]
         may_give = only is None or device.device_id in only
-        if not (may_give and device.usable and measures.keys() >= needed):
+        if not (may_give and device.is_usable and measures.keys() >= needed):
             continue
         underived = named if is_deciding else measures
-        if capacity := room(partition.limits_of(device), measures, slot, underived):
-            free_room = room(ledger.left(device, partition), measures, slot, underived)
+        if capacity := available_quanta(partition.slot_limits(device), measures, slot, underived):
+            free_room = available_quanta(
+                ledger.free_amounts(device, partition), measures, slot, underived
+            )
             candidates.append(DeviceCandidate(device, free_room, capacity))
     return candidates
 

@@ -13,7 +13,7 @@ from agentd.core.devices import SlotMeasure
 from agentd.core.slots import SlotName
 
 
-def room(
+def available_quanta(
     free_amounts: Sequence[int],
     measures: Mapping[SlotName, SlotMeasure],
     slot: SlotName,
@@ -40,7 +40,7 @@ def room(
     return quanta
 
 
-def beyond_primary(amounts: Sequence[int], usable: Sequence[int]) -> int:
+def compute_limit_excess(amounts: Sequence[int], usable: Sequence[int]) -> int:
     """Return how much more a share counts towards a limit than its amount of the primary slot.
 
     A share counts with the largest of its fractions of the usable capacities, in base units of the

@@ -55,7 +55,7 @@ def equal_parts(rooms: Sequence[int], amount: int, count: int) -> list[int]:
     return [0] * start + [part] * (count - larger) + [part + 1] * larger + [0] * after
 
 
-def fewest(capacities: Sequence[int], amount: int) -> int:
+def fewest_devices(capacities: Sequence[int], amount: int) -> int:
     """Return how few devices could hold the amount in equal parts; 0 if all cannot.
 
     `capacities` are what the devices could give if they were empty, smallest first.
@@ -64,7 +64,7 @@ def fewest(capacities: Sequence[int], amount: int) -> int:
     return next((count for count in counts if equal_parts(capacities, amount, count)), 0)
 
 
-def fewest_together(
+def fewest_devices_together(
     capacities: Mapping[str, Mapping[_Device, int]], amounts: Mapping[str, int]
 ) -> int:
     """Return how few empty devices could hold amounts of several slots in equal parts; 0 if none.

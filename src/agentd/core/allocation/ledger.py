@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.allocation.derivation import beyond_primary
+from agentd.core.allocation.derivation import compute_limit_excess
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, natural_key
 from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotKind, SlotName, derived_amount, format_amount
@@ -61,7 +61,7 @@ class Share(msgspec.Struct, frozen=True):
         return self.slot, *[other.slot for other in self.secondary]
 
     @property
-    def counts(self) -> int:
+    def limit_usage(self) -> int:
         """The base units of the primary slot that it counts towards an agent's limit."""
         return self.amount + self.limit_excess
 
@@ -75,7 +75,7 @@ class Share(msgspec.Struct, frozen=True):
         return 0
 
 
-def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, int]) -> Share:
+def build_share(device: Device, inventory: Inventory, amounts: Mapping[SlotName, int]) -> Share:
     """Return a share with these amounts of a device, in base units by slot.
 
     Amounts of its other slots are derived from the first one. Those of slots that the device does
@@ -95,12 +95,12 @@ def share_of(device: Device, inventory: Inventory, amounts: Mapping[SlotName, in
         for offer in device.slots
     ]
     usable = [measures[entry.slot].usable for entry in slot_amounts]
-    excess = beyond_primary([entry.amount for entry in slot_amounts], usable)
+    excess = compute_limit_excess([entry.amount for entry in slot_amounts], usable)
     primary, *secondary = slot_amounts
     return Share(device.device_id, device.stable_id, *primary, tuple(secondary), excess)
 
 
-def completed(share: Share, device: Device, inventory: Inventory) -> Share:
+def complete_share(share: Share, device: Device, inventory: Inventory) -> Share:
     """Return a recorded share with an amount of each slot that its device offers now.
 
     Recorded amounts stay as they are. A slot that the share lacks is derived from the primary one,
@@ -113,12 +113,12 @@ def completed(share: Share, device: Device, inventory: Inventory) -> Share:
     unknown = [entry for entry in share.secondary if entry.slot not in device.slot_names]
     if unknown and not recorded.keys() >= set(device.slot_names):
         return replace(share, limit_excess=0)
-    current = share_of(device, inventory, recorded)
+    current = build_share(device, inventory, recorded)
     secondary = sorted((*current.secondary, *unknown), key=lambda entry: natural_key(entry.slot))
     return replace(share, secondary=tuple(secondary), limit_excess=current.limit_excess)
 
 
-def charged(share: Share, device: Device, inventory: Inventory) -> Share:
+def without_unoffered_slots(share: Share, device: Device, inventory: Inventory) -> Share:
     """Return a share without the slots that its device does not offer now: they are not charged.
 
     A remembered device may have slots that no plugin offers any more. A share that holds the device
@@ -157,17 +157,17 @@ class Allocation(msgspec.Struct, frozen=True):
                 sums[slot] = SlotAmount(slot, kind, sum_so_far + amount)
         return sums
 
-    def written(self) -> dict[SlotName, str]:
+    def wire_totals(self) -> dict[SlotName, str]:
         """Return the plain decimals of each slot, by its name."""
         totals = sorted(self.totals().values())
         return {slot: format_amount(amount, kind) for slot, kind, amount in totals}
 
-    def devices_of(self, name: str) -> tuple[Share, ...]:
+    def shares_by_device_name(self, name: str) -> tuple[Share, ...]:
         """Return the shares of devices under one device name."""
         return tuple(share for share in self.shares if share.device_id.name == name)
 
 
-class ClaimHolder(msgspec.Struct, frozen=True):
+class ClaimRef(msgspec.Struct, frozen=True):
     """A claim as a holder of devices."""
 
     claim_id: str
@@ -176,13 +176,13 @@ class ClaimHolder(msgspec.Struct, frozen=True):
         return f"claim {self.claim_id}"
 
 
-Holder: TypeAlias = str | ClaimHolder
+Holder: TypeAlias = str | ClaimRef
 """A kernel, by its id, or a claim: the ids of both are separate name spaces."""
 
 
 def holder_text(holder: Holder) -> str:
     """Return a holder as a message names it: its kind and its id."""
-    return str(holder) if isinstance(holder, ClaimHolder) else f"kernel {holder}"
+    return str(holder) if isinstance(holder, ClaimRef) else f"kernel {holder}"
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -199,12 +199,12 @@ class Ledger(msgspec.Struct, frozen=True):
     """
 
     holdings: Mapping[Holder, Holding] = {}
-    held: Mapping[DeviceId, Mapping[Holder, Share]] = {}
+    shares_by_device: Mapping[DeviceId, Mapping[Holder, Share]] = {}
 
-    def with_held(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
+    def with_holding(self, holder: Holder, agent_id: str, allocation: Allocation) -> Ledger:
         """Return a ledger in which the holder has exactly this allocation."""
         others = self.without(holder)
-        held = dict(others.held)
+        held = dict(others.shares_by_device)
         for share in allocation.shares:
             held[share.device_id] = {**others.holders(share.device_id), holder: share}
         return Ledger({**others.holdings, holder: Holding(agent_id, allocation)}, held)
@@ -213,7 +213,7 @@ class Ledger(msgspec.Struct, frozen=True):
         """Return a ledger in which the holder has nothing; the same one if it had nothing."""
         if holder not in self.holdings:
             return self
-        holdings, held = dict(self.holdings), dict(self.held)
+        holdings, held = dict(self.holdings), dict(self.shares_by_device)
         for share in holdings.pop(holder).allocation.shares:
             holders = dict(held.pop(share.device_id))
             del holders[holder]
@@ -223,7 +223,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
     def holders(self, device_id: DeviceId) -> Mapping[Holder, Share]:
         """Return the holders of a device with their shares."""
-        return self.held.get(device_id, {})
+        return self.shares_by_device.get(device_id, {})
 
     def used(self, device_id: DeviceId, slot: SlotName | None = None) -> int:
         """Return how much of a slot of a device is held.
@@ -247,25 +247,25 @@ class Ledger(msgspec.Struct, frozen=True):
         """Yield the shares that an agent's holders have of a device name."""
         for holding in self.holdings.values():
             if holding.agent_id == agent_id:
-                yield from holding.allocation.devices_of(name)
+                yield from holding.allocation.shares_by_device_name(name)
 
-    def held_of(self, agent_id: str, name: str) -> int:
+    def agent_limit_usage(self, agent_id: str, name: str) -> int:
         """Return what an agent's holders have of a device name, as it counts towards a limit."""
-        return sum(share.counts for share in self.shares_of(agent_id, name))
+        return sum(share.limit_usage for share in self.shares_of(agent_id, name))
 
-    def within_limit(self, partition: Partition, name: str) -> int | None:
+    def limit_headroom(self, partition: Partition, name: str) -> int | None:
         """Return how much more of a device name an agent may hold; None without a limit."""
         if (limit := partition.limits.get(name)) is None:
             return None
-        return max(0, limit.amount - self.held_of(partition.agent_id, name))
+        return max(0, limit.amount - self.agent_limit_usage(partition.agent_id, name))
 
-    def kept_back_by(self, device: Device) -> list[Holder]:
+    def whole_device_holders(self, device: Device) -> list[Holder]:
         """Return the holders of this device whole: not by the slots that it offers now."""
         names = device.slot_names
         holders = self.holders(device.device_id).items()
         return [holder for holder, share in holders if not _is_held_by(names, share.slot_names)]
 
-    def strangers(self, device: Device, partition: Partition) -> list[Holder]:
+    def foreign_holders(self, device: Device, partition: Partition) -> list[Holder]:
         """Return holders of other agents that have something of a device, memory apart."""
         if device.device_id == MEMORY:
             return []
@@ -281,12 +281,12 @@ class Ledger(msgspec.Struct, frozen=True):
         names = device.slot_names
         if slot is not None and slot not in names:
             return 0
-        return self.left(device, partition)[0 if slot is None else names.index(slot)]
+        return self.free_amounts(device, partition)[0 if slot is None else names.index(slot)]
 
-    def left(self, device: Device, partition: Partition) -> tuple[int, ...]:
+    def free_amounts(self, device: Device, partition: Partition) -> tuple[int, ...]:
         """Return what is free for an agent of each slot of this device, the primary one first."""
-        limits, names = partition.limits_of(device), device.slot_names
-        if not device.usable or not limits[0]:
+        limits, names = partition.slot_limits(device), device.slot_names
+        if not device.is_usable or not limits[0]:
             return (0,) * len(limits)
         is_memory = device.device_id == MEMORY
         is_exclusive = partition.is_exclusive and not is_memory

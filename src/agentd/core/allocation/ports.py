@@ -47,7 +47,7 @@ class PortRange(msgspec.Struct, frozen=True):
         return chain(range(start, self.last + 1), range(self.first, start))
 
 
-def hand_out(
+def assign_ports(
     requested: Sequence[Port],
     holders: Mapping[HostPort, str],
     busy: Collection[HostPort],

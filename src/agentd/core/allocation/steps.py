@@ -25,7 +25,7 @@ class SlotStep(msgspec.Struct, frozen=True):
     amounts: Mapping[SlotName, int]
 
 
-def steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
+def order_steps(slots: ResourceSlots, types: Mapping[SlotName, SlotType]) -> list[SlotStep]:
     """Return the steps of a request in the order in which they are decided."""
     families = group((types[slot].family, slot) for slot in slots)
     slot_steps = []

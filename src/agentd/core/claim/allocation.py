@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from agentd.core.allocation.allocator import allocate
-from agentd.core.allocation.ledger import Allocation, Ledger, Share, completed
+from agentd.core.allocation.ledger import Allocation, Ledger, Share, complete_share
 from agentd.core.allocation.policy import AllocationPolicy
-from agentd.core.claim.claim import amounts_of
+from agentd.core.claim.claim import total_amounts
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
 from agentd.core.slots import MEM, ResourceSlots, device_name_of
 
 
-def names_of(claimed: Allocation) -> frozenset[str]:
+def claimed_names(claimed: Allocation) -> frozenset[str]:
     """Return the device names that a claim holds devices under."""
     return frozenset(share.device_id.name for share in claimed.shares)
 
@@ -30,10 +30,10 @@ def default_amounts(claimed: Allocation, named: frozenset[str]) -> dict[str, int
     They are amounts of primary slots, from which the others follow.
     """
     unnamed = (share for share in claimed.shares if share.device_id.name not in named)
-    return amounts_of(replace(share, secondary=()) for share in unnamed)
+    return total_amounts(replace(share, secondary=()) for share in unnamed)
 
 
-def allocate_from(
+def allocate_from_claim(
     claimed: Allocation,
     inventory: Inventory,
     agent_id: str,
@@ -58,20 +58,20 @@ def allocate_from(
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
     ]
     whole_shares = _shares_taken_whole(
-        claimed, slots, {d.device_id for d in devices if d.usable}, only
+        claimed, slots, {d.device_id for d in devices if d.is_usable}, only
     )
     names = {share.device_id.name for share in whole_shares}
     slots = ResourceSlots(
         {s: amount for s, amount in slots.items() if device_name_of(s) not in names}
     )
-    amounts = amounts_of(claimed.shares)
+    amounts = total_amounts(claimed.shares)
     partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
     claim_inventory = Inventory.of(inventory.slot_types.values(), devices)
     chosen = allocate(Ledger(), claim_inventory, partition, slots, policy, only)
     by_id = inventory.by_id
     return Allocation(
         tuple(
-            completed(share, by_id[share.device_id], inventory)
+            complete_share(share, by_id[share.device_id], inventory)
             for share in (*whole_shares, *chosen.shares)
         )
     )
@@ -88,11 +88,11 @@ def _shares_taken_whole(
     They are taken as they are: the rests of a claim that kernels use need not be equal parts.
     """
     whole_shares: list[Share] = []
-    for name in names_of(claimed):
-        shares = claimed.devices_of(name)
+    for name in claimed_names(claimed):
+        shares = claimed.shares_by_device_name(name)
         wanted = {slot: amount for slot, amount in slots.items() if device_name_of(slot) == name}
         device_ids = {share.device_id for share in shares}
-        is_all = wanted == amounts_of(replace(share, secondary=()) for share in shares)
+        is_all = wanted == total_amounts(replace(share, secondary=()) for share in shares)
         if is_all and device_ids <= set(usable) and device_ids <= only.get(name, device_ids):
             whole_shares += shares
     return whole_shares
@@ -118,7 +118,7 @@ def allocate_observed(
     return allocate(Ledger(), healthy, partition, slots, policy, only)
 
 
-def with_claimed(inventory: Inventory, claimed: Allocation) -> Inventory:
+def with_claimed_usable(inventory: Inventory, claimed: Allocation) -> Inventory:
     """Return the inventory as creates from a claim see it: nothing withholds its devices."""
     claimed_ids = {share.device_id for share in claimed.shares}
     if not claimed_ids:

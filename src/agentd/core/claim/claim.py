@@ -21,7 +21,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import ClaimConflict
 
-MOST_CLAIMS = 4096
+MAX_CLAIMS = 4096
 """Maximum claims of a node."""
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 
@@ -119,7 +119,7 @@ class Claim(msgspec.Struct, frozen=True):
     is_observed: bool = False
     problem: str = ""
 
-    def ends_with(self, boot_id: str) -> bool:
+    def is_ended_by_reboot(self, boot_id: str) -> bool:
         """Return whether a reboot has ended it, given the id of the current boot."""
         survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot
         return not (survives or self.problem or self.boot_id == boot_id)
@@ -167,7 +167,7 @@ class EndedClaim(msgspec.Struct, frozen=True):
     reason: EndReason
 
 
-def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation:
+def subtract_allocations(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation:
     """Return an allocation without the shares that others hold of the same devices.
 
     Each slot has its own rest. A device that is held whole of an unreadable record stays.
@@ -188,7 +188,7 @@ def remaining(allocation: Allocation, taken: Iterable[Allocation]) -> Allocation
 
 def _subtract_share(share: Share, taken: Share) -> Share:
     amount = max(0, share.amount - taken.amount)
-    usage = max(0, share.counts - taken.counts)
+    usage = max(0, share.limit_usage - taken.limit_usage)
     return replace(
         share,
         amount=amount,
@@ -200,7 +200,7 @@ def _subtract_share(share: Share, taken: Share) -> Share:
     )
 
 
-def united(allocations: Iterable[Allocation]) -> Allocation:
+def merge_allocations(allocations: Iterable[Allocation]) -> Allocation:
     """Return several allocations as one, with one share of each device and primary slot."""
     share_by_key: dict[tuple[str, str], Share] = {}
     for allocation in allocations:
@@ -224,7 +224,7 @@ def _add_shares(first: Share, second: Share) -> Share:
     )
 
 
-def amounts_of(shares: Iterable[Share]) -> dict[str, int]:
+def total_amounts(shares: Iterable[Share]) -> dict[str, int]:
     """Return the amounts of shares together, in base units by slot."""
     totals = Allocation(tuple(shares)).totals()
     return {slot: entry.amount for slot, entry in totals.items()}

@@ -14,11 +14,11 @@ from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.kernel.record import (
     MissingRecordError,
     RecordError,
+    decode_allocation,
+    encode_allocation,
     malformed_as_record_error,
     parse_members,
     parse_time,
-    read_allocation,
-    written_allocation,
 )
 from agentd.core.names import is_name
 
@@ -30,7 +30,7 @@ def encode(claim: Claim, node_id: str) -> str:
     content = msgspec.to_builtins(claim)
     del content["problem"]
     content |= {"schema": SCHEMA, "node_id": node_id, "observed": content.pop("is_observed")}
-    content["allocation"] = written_allocation(claim.allocation)
+    content["allocation"] = encode_allocation(claim.allocation)
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -47,7 +47,7 @@ def decode(claim_id: str, text: str) -> Claim:
         raw = parse_members(text, SCHEMA)
         members = {
             "created_at": parse_time(raw["created_at"]),
-            "allocation": read_allocation(raw["allocation"]),
+            "allocation": decode_allocation(raw["allocation"]),
             "is_observed": raw.get("observed", False),
             "problem": "",
         }
@@ -57,7 +57,7 @@ def decode(claim_id: str, text: str) -> Claim:
         return claim
 
 
-def unreadable(claim_id: str, reason: str, held: Allocation, now: float) -> Claim:
+def unreadable_claim(claim_id: str, reason: str, held: Allocation, now: float) -> Claim:
     """Return the claim of a record that cannot be read: it may hold any device."""
     return Claim(
         claim_id=claim_id,

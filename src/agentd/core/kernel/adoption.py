@@ -28,18 +28,18 @@ from agentd.core.allocation.ledger import (
     Allocation,
     Share,
     SlotAmount,
-    completed,
+    complete_share,
 )
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, SecondarySlot
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.record import (
-    STATEMENT,
+    DEVICE_LABEL,
     MissingRecordError,
     NewerRecordError,
     RecordError,
     decode,
-    parse_statement,
-    statement,
+    decode_device_label,
+    encode_device_label,
 )
 from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from agentd.core.slots import CPU, MEM, ONE, SlotKind
@@ -105,24 +105,27 @@ def _merge_with_label(
     recorded: Kernel, item: ObservedKernel, inventory: Inventory
 ) -> tuple[Allocation, tuple[Device, ...], str]:
     """Return the devices of a record and of the device label, and the difference as text."""
-    allocation, missing = located(recorded.allocation, inventory)
-    in_record = statement(recorded.allocation)
-    if in_record == item.statement:
+    allocation, missing = resolve_devices(recorded.allocation, inventory)
+    in_record = encode_device_label(recorded.allocation)
+    if in_record == item.device_label:
         return allocation, missing, ""
-    if not item.statement and (not item.is_alive or STATEMENT in recorded.not_enforced):
+    if not item.device_label and (not item.is_alive or DEVICE_LABEL in recorded.not_enforced):
         return allocation, missing, ""
-    if not item.statement:
+    if not item.device_label:
         difference = f"its device label is missing; its record says {in_record}"
         return allocation, missing, difference
     try:
-        label_allocation = parse_statement(item.statement)
+        label_allocation = decode_device_label(item.device_label)
     except RecordError as error:
         difference = f"its device label is unreadable ({error}); its record says {in_record}"
         return allocation, missing, difference
     for device in missing:
         inventory = inventory.with_device(device)
-    label_devices, unknown = located(label_allocation, inventory)
-    recorded_words, label_words = set(in_record.split()), set(statement(label_allocation).split())
+    label_devices, unknown = resolve_devices(label_allocation, inventory)
+    recorded_words, label_words = (
+        set(in_record.split()),
+        set(encode_device_label(label_allocation).split()),
+    )
     if recorded_words == label_words:
         return allocation, missing, ""
     difference = (
@@ -171,7 +174,7 @@ def _merge_shares(first: Share, second: Share, device: Device, merge: Merge) -> 
 def _observe(kernel: Kernel, item: ObservedKernel) -> Kernel:
     if item.state is ObservedState.CREATED:
         return kernel
-    return kernel.observed(item.state, degraded=changed_limits(kernel, item))
+    return kernel.with_observation(item.state, degraded=changed_limits(kernel, item))
 
 
 def changed_limits(kernel: Kernel, item: ObservedKernel) -> tuple[str, ...]:
@@ -217,7 +220,7 @@ def _adopt_without_record(
     is_missing = isinstance(record_error, MissingRecordError)
     record = "its record is missing" if is_missing else f"unreadable record ({record_error})"
     try:
-        label_allocation = parse_statement(item.statement)
+        label_allocation = decode_device_label(item.device_label)
         if not label_allocation.shares:
             raise RecordError("the device label is empty")
     except RecordError as error:
@@ -226,8 +229,8 @@ def _adopt_without_record(
         return Adoption(
             _mark_unreadable(replace(observed, reason=reason, allocation=possible), item)
         )
-    allocation, missing = located(label_allocation, inventory)
-    kernel = replace(observed, slots=label_allocation.written(), allocation=allocation)
+    allocation, missing = resolve_devices(label_allocation, inventory)
+    kernel = replace(observed, slots=label_allocation.wire_totals(), allocation=allocation)
     if isinstance(record_error, NewerRecordError):
         reason = f"its record is of a newer agentd ({record_error}); its devices are charged"
         return Adoption(_mark_unreadable(replace(kernel, reason=reason), item), missing)
@@ -236,10 +239,16 @@ def _adopt_without_record(
 
 
 def _mark_unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
-    return kernel.observed(ObservedState.UNREADABLE) if item.is_alive else _observe(kernel, item)
+    return (
+        kernel.with_observation(ObservedState.UNREADABLE)
+        if item.is_alive
+        else _observe(kernel, item)
+    )
 
 
-def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float) -> Adoption:
+def adopt_record(
+    kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float
+) -> Adoption:
     """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
 
     One whose record cannot be read quarantines every device.
@@ -254,15 +263,17 @@ def recalled(kernel_id: str, text: str, runtime: str, inventory: Inventory, now:
             spec_hash="",
             created_at=now,
             runtime=runtime,
-            allocation=kept_back(inventory),
+            allocation=quarantine_allocation(inventory),
             reason="its record cannot be read" + (f": {error}" if text else ""),
         )
         return Adoption(kernel)
-    allocation, missing = located(recorded.allocation, inventory)
+    allocation, missing = resolve_devices(recorded.allocation, inventory)
     return Adoption(replace(recorded, kernel_id=kernel_id, allocation=allocation), missing)
 
 
-def located(recorded: Allocation, inventory: Inventory) -> tuple[Allocation, tuple[Device, ...]]:
+def resolve_devices(
+    recorded: Allocation, inventory: Inventory
+) -> tuple[Allocation, tuple[Device, ...]]:
     """Charge recorded shares to the physical devices, by stable id.
 
     Devices that the inventory does not know come back beside the allocation, as gone. A device
@@ -305,7 +316,7 @@ def _merge_by_device(
         else:
             by_device[device_id] = _choose_whole(other, share, inventory.by_id[device_id])
     return tuple(
-        completed(share, inventory.by_id[device_id], inventory)
+        complete_share(share, inventory.by_id[device_id], inventory)
         for device_id, share in by_device.items()
     )
 
@@ -343,7 +354,7 @@ def _missing_device(share: Share, inventory: Inventory) -> Device:
     )
 
 
-def kept_back(inventory: Inventory) -> Allocation:
+def quarantine_allocation(inventory: Inventory) -> Allocation:
     """Return the allocation that quarantines every device, for an unreadable record."""
     return Allocation(tuple(_whole_share(device) for device in inventory.devices))
 

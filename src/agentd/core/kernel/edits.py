@@ -51,7 +51,7 @@ class ContainerEdits:
     groups: tuple[str, ...] = ()
 
 
-def merged(
+def merge_edits(
     hiding: Iterable[ContainerEdits], giving: Mapping[str, ContainerEdits]
 ) -> ContainerEdits:
     """Merge the edits of all plugins; those that give a device override those that hide others.

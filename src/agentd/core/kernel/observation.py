@@ -6,7 +6,7 @@ import msgspec
 
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.states import Ending, KernelRef, ObservedState
-from agentd.core.names import checked
+from agentd.core.names import validate_name
 
 
 class ObservedKernel(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     handle: str
     state: ObservedState
     record: str
-    statement: str
+    device_label: str
     started_at: float | None = None
     ending: Ending = msgspec.field(default_factory=Ending)
     cores: tuple[str, ...] | None = None
@@ -38,9 +38,9 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     is_unreadable: bool = False
 
     def __post_init__(self) -> None:
-        checked(self.kernel_id)
+        validate_name(self.kernel_id)
         if self.agent_id:
-            checked(self.agent_id)
+            validate_name(self.agent_id)
 
     @property
     def ref(self) -> KernelRef:
@@ -57,7 +57,7 @@ class Leftover(msgspec.Struct, frozen=True):
     """The remains of a kernel that is not listed, such as a folder or a cgroup, in words."""
 
     kernel_id: str
-    what: str
+    description: str
 
 
 class Listing(msgspec.Struct, frozen=True):

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import ContainerEdits
-from agentd.core.kernel.record import encode, statement
+from agentd.core.kernel.record import encode, encode_device_label
 from agentd.core.kernel.states import Kernel, KernelSpec
-from agentd.core.names import checked
+from agentd.core.names import validate_name
 from agentd.core.slots import CPU, MEM
 from agentd.errors import InvalidRequest, Problem
 
@@ -40,7 +40,7 @@ An image may request all devices with them; only a plugin's edits decide, also w
 """
 
 
-class Fence(msgspec.Struct, frozen=True):
+class AgentResourceCap(msgspec.Struct, frozen=True):
     """The maximum for all kernels of an agent together; 0 and none mean no limit.
 
     It covers the agent's partition and the shares of its live kernels, some from an older
@@ -53,13 +53,15 @@ class Fence(msgspec.Struct, frozen=True):
 
 def fence_of(
     agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
-) -> Fence:
+) -> AgentResourceCap:
     """Return the fence of an agent: its pinnable cores, its memory, and its kernels' shares."""
     held = (share.device_id.id for share in ledger.shares_of(agent_id, CPU))
     all_cores = {*cores, *held}
     if not real or not all_cores <= real:
         all_cores = set()
-    return Fence(tuple(sorted(all_cores)), memory_bytes + ledger.held_of(agent_id, MEM))
+    return AgentResourceCap(
+        tuple(sorted(all_cores)), memory_bytes + ledger.agent_limit_usage(agent_id, MEM)
+    )
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     agent_cores: tuple[str, ...]
     real_cores: frozenset[str]
     not_enforced: frozenset[str] = frozenset()
-    fence: Fence = msgspec.field(default_factory=Fence)
+    fence: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
 
 
 class KernelPlan(msgspec.Struct, frozen=True):
@@ -90,9 +92,9 @@ class KernelPlan(msgspec.Struct, frozen=True):
     memory_bytes: int
     edits: ContainerEdits
     record: str
-    statement: str
+    device_label: str
     ports: tuple[Port, ...] = ()
-    fence: Fence = msgspec.field(default_factory=Fence)
+    fence: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
 
 
 def name_prefix(node_id: str) -> str:
@@ -110,7 +112,7 @@ def kernel_name(node_id: str, kernel_id: str) -> str:
     Raises:
         ValueError: the kernel id is not a name.
     """
-    return f"{name_prefix(node_id)}{checked(kernel_id)}"
+    return f"{name_prefix(node_id)}{validate_name(kernel_id)}"
 
 
 def reserved_problems(spec: KernelSpec) -> list[Problem]:
@@ -155,7 +157,10 @@ def build_plan(
     if problems := overridden_variables(spec.env, edits):
         raise InvalidRequest(problems)
     allocation = kernel.allocation
-    cores = tuple(share.device_id.id for share in allocation.devices_of(CPU)) or node.agent_cores
+    cores = (
+        tuple(share.device_id.id for share in allocation.shares_by_device_name(CPU))
+        or node.agent_cores
+    )
     pinned = tuple(core for core in cores if core in node.real_cores)
     missing = set(node.not_enforced)
     if len(pinned) < len(cores):
@@ -166,10 +171,10 @@ def build_plan(
         node_id=node.node_id,
         env={**_hooks(spec, edits), **spec.env, **edits.env},
         cpus=pinned,
-        memory_bytes=sum(share.amount for share in allocation.devices_of(MEM)),
+        memory_bytes=sum(share.amount for share in allocation.shares_by_device_name(MEM)),
         edits=edits,
         record=encode(replace(kernel, not_enforced=tuple(sorted(missing))), node.node_id),
-        statement=statement(allocation),
+        device_label=encode_device_label(allocation),
         ports=kernel.ports,
         fence=node.fence,
     )

@@ -32,7 +32,7 @@ from agentd.core.kernel.states import (
 class RemoveNeverRan(msgspec.Struct, frozen=True):
     """Remove a kernel that was created and never started."""
 
-    found: ObservedKernel
+    observed: ObservedKernel
 
 
 class MarkAbsent(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ def reconcile(
     actions: list[Action] = []
     for kernel_id, item in by_id.items():
         before = known.get(kernel_id)
-        corrected = as_seen_before(before, item) if before else item
+        corrected = correct_by_history(before, item) if before else item
         if corrected.state is ObservedState.CREATED:
             actions.append(RemoveNeverRan(corrected))
         elif item.is_unreadable and (before or not item.handle):
@@ -83,14 +83,14 @@ def _readopt_unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator
         return
     state = ObservedState.UNREADABLE if item.is_alive else ObservedState.EXITED
     handle, pid = item.handle or before.handle, item.pid or _first_pid(before, item)
-    now = before.observed(
+    now = before.with_observation(
         state, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
     )
     if now != before:
         yield Adoption(now)
 
 
-def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
+def correct_by_history(before: Kernel, item: ObservedKernel) -> ObservedKernel:
     """Return the observation; a kernel that was seen running did run, whatever its remains show."""
     is_same = before.state in PRESENT and item.handle in ("", before.handle or "")
     if item.state is not ObservedState.CREATED or not is_same:
@@ -102,14 +102,14 @@ def as_seen_before(before: Kernel, item: ObservedKernel) -> ObservedKernel:
     )
 
 
-def stopped(before: Kernel, item: ObservedKernel | None) -> Kernel:
+def kernel_after_stop(before: Kernel, item: ObservedKernel | None) -> Kernel:
     """Return a kernel after a stop, from its last observation."""
     if item is None:
-        return before.observed(
+        return before.with_observation(
             ObservedState.ABSENT, reason="removed outside of agentd during the stop"
         )
-    corrected = as_seen_before(before, item)
-    return before.observed(
+    corrected = correct_by_history(before, item)
+    return before.with_observation(
         corrected.state, ending=corrected.ending, pid=_first_pid(before, corrected)
     )
 
@@ -124,7 +124,7 @@ def _adopt_if_changed(
         return None if adoption.kernel == before else adoption
     is_unreadable = before.state is KernelState.UNREADABLE and item.is_alive
     state = ObservedState.UNREADABLE if is_unreadable else item.state
-    after = before.observed(state, degraded=changed_limits(before, item))
+    after = before.with_observation(state, degraded=changed_limits(before, item))
     ending = item.ending if after.state in ENDED else Ending()
     is_same = (after.state, after.degraded) == (before.state, before.degraded)
     if is_same and (

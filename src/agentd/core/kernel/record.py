@@ -27,11 +27,11 @@ from agentd.core.allocation.ports import Port
 from agentd.core.devices import ID_PATTERN, DeviceId
 from agentd.core.kernel.edits import Mount
 from agentd.core.kernel.states import Kernel, KernelState
-from agentd.core.names import is_name, shortened
+from agentd.core.names import is_name, quote_untrusted
 from agentd.core.slots import AmountError, SlotKind, format_amount, is_slot_name, parse_base_units
 
 SCHEMA = 1
-STATEMENT = "statement"
+DEVICE_LABEL = "statement"
 """Stands in `not_enforced` where the device label cannot be written."""
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors of reading JSON of any shape into values of ours."""
@@ -67,7 +67,7 @@ def encode(kernel: Kernel, node_id: str) -> str:
             "spec_hash": kernel.spec_hash,
             "created_at": kernel.created_at,
             "slots": dict(kernel.slots),
-            "allocation": written_allocation(kernel.allocation),
+            "allocation": encode_allocation(kernel.allocation),
             "not_enforced": list(kernel.not_enforced),
             "ports": msgspec.to_builtins(list(kernel.ports)),
             "created_by": kernel.created_by,
@@ -83,13 +83,13 @@ def encode(kernel: Kernel, node_id: str) -> str:
     )
 
 
-def written_allocation(allocation: Allocation) -> list[dict[str, str]]:
+def encode_allocation(allocation: Allocation) -> list[dict[str, str]]:
     """Return an allocation as it stands in a record."""
     return [entry for share in allocation.shares for entry in _encode_share(share)]
 
 
-def read_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
-    """Read the allocation of a record; inverse of `written_allocation`.
+def decode_allocation(raw: Iterable[Mapping[str, object]]) -> Allocation:
+    """Read the allocation of a record; inverse of `encode_allocation`.
 
     Raises:
         RecordError: a share is malformed, or a slot of a device is there twice.
@@ -137,7 +137,7 @@ def decode(text: str) -> Kernel:
             created_at=parse_time(raw["created_at"]),
             runtime=_parse_text(raw["runtime"]),
             slots={_parse_text(name): _parse_text(amount) for name, amount in raw["slots"].items()},
-            allocation=read_allocation(raw["allocation"]),
+            allocation=decode_allocation(raw["allocation"]),
             not_enforced=tuple(_parse_text(item) for item in raw["not_enforced"]),
             ports=tuple(_decode_port(item) for item in raw["ports"]),
             created_by=_parse_text(raw.get("created_by", "")),
@@ -181,7 +181,7 @@ def parse_members(text: str, known_schema: int) -> dict[str, Any]:
     return raw
 
 
-def required_record(text: str | None) -> str:
+def require_record(text: str | None) -> str:
     """Return the text of a record's file: None if there is no file, empty if it cannot be read.
 
     Raises:
@@ -206,7 +206,7 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
         raw = json.loads(text)
         node, kernel = raw["node_id"], raw["kernel_id"]
     if (node, kernel) != (node_id, kernel_id):
-        node, kernel = (name if is_name(name) else shortened(name) for name in (node, kernel))
+        node, kernel = (name if is_name(name) else quote_untrusted(name) for name in (node, kernel))
         raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
 
 
@@ -251,10 +251,10 @@ def _validate_share(share: Share) -> Share:
     """
     for name in (*share.device_id, share.stable_id):
         if not ID_PATTERN.fullmatch(name):
-            raise RecordError(f"invalid device id {shortened(name)}")
+            raise RecordError(f"invalid device id {quote_untrusted(name)}")
     is_whole = share.slot == UNREADABLE_SLOT and share.amount == 0
     if not is_whole and not is_slot_name(share.slot):
-        raise RecordError(f"invalid slot {shortened(share.slot)}")
+        raise RecordError(f"invalid slot {quote_untrusted(share.slot)}")
     if not is_whole and share.amount <= 0:
         amount = format_amount(share.amount, share.kind)
         raise RecordError(f"invalid amount of {share.device_id}: got {amount}, expected more")
@@ -296,11 +296,11 @@ def _parse_text(raw: object) -> str:
 
 def _parse_name(raw: object) -> str:
     if not is_name(raw):
-        raise RecordError(f"invalid name {shortened(raw)}")
+        raise RecordError(f"invalid name {quote_untrusted(raw)}")
     return raw
 
 
-def statement(allocation: Allocation) -> str:
+def encode_device_label(allocation: Allocation) -> str:
     """Return the device label: `name/id/slot=amount@stable-id`, separated by blanks."""
     return " ".join(
         f"{share.device_id}/{slot}={format_amount(amount, kind)}"
@@ -310,7 +310,7 @@ def statement(allocation: Allocation) -> str:
     )
 
 
-def parse_statement(text: str) -> Allocation:
+def decode_device_label(text: str) -> Allocation:
     """Decode a device label; inverse of `statement`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Two tables are the state machine, and every change of a kernel goes through one of them: `MOVES` is
 for agentd's own actions (`Kernel.moved_to`), `OBSERVATIONS` for observed states
-(`Kernel.observed`). An illegal change is refused before anything changes. The drawing in
+(`Kernel.with_observation`). An illegal change is refused before anything changes. The drawing in
 docs/reference/states.md is generated from the two tables.
 """
 
@@ -200,7 +200,7 @@ class Kernel(msgspec.Struct, frozen=True):
     keeps_claim: bool = False
 
     @property
-    def holds(self) -> bool:
+    def holds_devices(self) -> bool:
         """Whether its devices are charged to it."""
         return self.state not in ENDED
 
@@ -219,7 +219,7 @@ class Kernel(msgspec.Struct, frozen=True):
             raise ValueError(f"kernel {self.kernel_id} cannot move from {self.state} to {state}")
         return replace(self, state=state, **changes)
 
-    def observed(self, state: ObservedState, **changes: Any) -> Kernel:
+    def with_observation(self, state: ObservedState, **changes: Any) -> Kernel:
         """Return the kernel after an observation.
 
         Raises:
@@ -230,7 +230,7 @@ class Kernel(msgspec.Struct, frozen=True):
         return replace(self, state=OBSERVATIONS[self.state][state], **changes)
 
 
-def step_between(before: Kernel | None, now: Kernel | None) -> str | None:
+def lifecycle_step(before: Kernel | None, now: Kernel | None) -> str | None:
     """Return the step in a kernel's life between two of its states, if there is one.
 
     `before-create`, `after-start`, `before-stop` or `after-stop`; an adopted kernel took its

@@ -24,11 +24,11 @@ class Usage(msgspec.Struct, frozen=True):
     network_tx_bytes: int | None = None
 
 
-UNKNOWN = Usage()
+UNKNOWN_USAGE = Usage()
 
 
 class UsageReading(msgspec.Struct, frozen=True):
     """The usage of a kernel, and its cgroups: hierarchy and path as in `/proc/PID/cgroup`."""
 
-    usage: Usage = UNKNOWN
+    usage: Usage = UNKNOWN_USAGE
     groups: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from agentd.core.devices import Device, DeviceId, group, natural_key
-from agentd.core.partition.dealing import Dealing
+from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.partition.rules import SplitOrder
 from agentd.core.slots import CPU
 
@@ -36,11 +36,11 @@ def split_units(total: int, parts: int) -> list[int]:
     return [share + 1] * remainder + [share] * (parts - remainder)
 
 
-def deal(
+def deal_devices(
     by_name: Mapping[str, Sequence[Device]],
     agents: Sequence[str],
     order: SplitOrder,
-    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
+    dealings: Mapping[str, PluginAssignment | None] = MappingProxyType({}),
 ) -> dict[str, list[DeviceId]]:
     """Return each agent's devices; `by_name` are in natural order, memory apart.
 
@@ -146,7 +146,9 @@ def _deal_near_devices(
     return shares
 
 
-def torn_cores(dealt: Mapping[str, Iterable[DeviceId]], cores: Iterable[Device]) -> Iterator[str]:
+def split_core_warnings(
+    dealt: Mapping[str, Iterable[DeviceId]], cores: Iterable[Device]
+) -> Iterator[str]:
     """Yield the physical cores whose threads two agents have, with these agents."""
     owners = {device_id: agent for agent, ids in dealt.items() for device_id in ids}
     physical = group((core.parent, core) for core in cores if core.parent)

@@ -14,7 +14,7 @@ from agentd.core.devices import Device
 from agentd.core.slots import SlotName
 
 
-class Dealing(msgspec.Struct, frozen=True):
+class PluginAssignment(msgspec.Struct, frozen=True):
     """Each agent's devices, by stable id, and the devices that the plugin was asked about.
 
     `slots` has the slots of every known device, also of those that no agent gets. `reason` is
@@ -28,7 +28,7 @@ class Dealing(msgspec.Struct, frozen=True):
     @classmethod
     def of(
         cls, shares: Mapping[str, Iterable[Device]], known: Iterable[Device], reason: str = ""
-    ) -> Dealing:
+    ) -> PluginAssignment:
         """Return the dealing that gives each agent its share of the known devices."""
         return cls(
             {agent: tuple(d.stable_id for d in share) for agent, share in shares.items()},

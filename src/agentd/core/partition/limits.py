@@ -42,7 +42,7 @@ class Limit(msgspec.Struct, frozen=True):
         return format_amount(self.amount, self.kind)
 
 
-class Limitable(msgspec.Struct, frozen=True):
+class DeviceNameCapacity(msgspec.Struct, frozen=True):
     """The capacity of one device name: its amount, kind and quantum."""
 
     name: str
@@ -54,7 +54,7 @@ class Limitable(msgspec.Struct, frozen=True):
     is_mixed: bool
 
     @classmethod
-    def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> Limitable:
+    def of(cls, name: str, devices: Iterable[Device], inventory: Inventory) -> DeviceNameCapacity:
         """Return the capacity of these devices of one name."""
         devices = tuple(devices)
         types = [
@@ -78,11 +78,11 @@ class Limitable(msgspec.Struct, frozen=True):
 def _whole_quanta(device: Device, inventory: Inventory) -> int:
     """Return the allocatable capacity of a device, in whole quanta of its slot."""
     slot = inventory.slot_types.get(device.slot)
-    return device.offered // slot.quantum * slot.quantum if slot else 0
+    return device.offered_capacity // slot.quantum * slot.quantum if slot else 0
 
 
-def resolved(
-    rules: Iterable[AgentRule], available: Mapping[str, Limitable], align: int
+def resolve_limits(
+    rules: Iterable[AgentRule], available: Mapping[str, DeviceNameCapacity], align: int
 ) -> tuple[dict[str, dict[str, Limit]], list[Problem]]:
     """Return each agent's limits by device name, and the problem of each impossible one.
 
@@ -103,8 +103,8 @@ def resolved(
     return limits, problems
 
 
-def guaranteed(
-    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+def guaranteed_names(
+    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, DeviceNameCapacity]
 ) -> set[str]:
     """Return the device names whose limits can all be reached at once."""
     names = set()
@@ -115,15 +115,15 @@ def guaranteed(
     return names
 
 
-def _limit_amount(limit: LimitRule, capacity: Limitable, align: int) -> int:
+def _limit_amount(limit: LimitRule, capacity: DeviceNameCapacity, align: int) -> int:
     if capacity.is_mixed:
         raise AmountError(
             f"slots of {capacity.name} are in units and in bytes; one limit has one unit"
         )
     if isinstance(limit, Amount):
-        amount = parse_base_units(limit.written, capacity.kind)
+        amount = parse_base_units(limit.text, capacity.kind)
         if capacity.is_whole and amount % ONE:
-            raise AmountError(f"{limit.written} {capacity.name}: these devices are given whole")
+            raise AmountError(f"{limit.text} {capacity.name}: these devices are given whole")
         return amount
     exact = capacity.total * limit.percent / 100
     if capacity.name == MEM:
@@ -139,16 +139,16 @@ def _limit_amount(limit: LimitRule, capacity: Limitable, align: int) -> int:
     return int(exact)
 
 
-def _with_percent(amount: int, capacity: Limitable) -> str:
+def _with_percent(amount: int, capacity: DeviceNameCapacity) -> str:
     percent = float(Fraction(100 * amount, capacity.total)) if capacity.total else 0.0
     return f"{format_amount(amount, capacity.kind)} ({percent:g}%)"
 
 
-def remarks(
-    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, Limitable]
+def limit_warnings(
+    limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, DeviceNameCapacity]
 ) -> Iterator[str]:
     """Yield warnings about the configured limits."""
-    safe = guaranteed(limits, available)
+    safe = guaranteed_names(limits, available)
     for name, capacity in available.items():
         by_agent = {agent: by_name[name] for agent, by_name in limits.items() if name in by_name}
         if not by_agent:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import msgspec
 
-from agentd.core.devices import Device, DeviceId, by_name
+from agentd.core.devices import Device, DeviceId, group_by_name
 from agentd.core.partition.rules import (
     AgentRule,
     Count,
@@ -41,7 +41,7 @@ class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
-        return by_name(self.devices)
+        return group_by_name(self.devices)
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class _ManualAssignment:
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
         for wanted in rule.names:
-            device = next((d for d in self._devices(name) if d.answers_to(wanted)), None)
+            device = next((d for d in self._devices(name) if d.has_name(wanted)), None)
             if device is None:
                 self._add_problem(path, self._unassigned_reason(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:

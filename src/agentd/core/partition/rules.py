@@ -67,7 +67,7 @@ class Size(msgspec.Struct, frozen=True):
 class Amount(msgspec.Struct, frozen=True):
     """An amount as it was written; its unit is that of the device name it is for."""
 
-    written: str
+    text: str
 
 
 DeviceRule: TypeAlias = Ids | Count | Percent
@@ -105,7 +105,7 @@ class SplitRules(msgspec.Struct, frozen=True):
     order: SplitOrder = SplitOrder.ID
 
     @property
-    def are_plugins_asked(self) -> bool:
+    def uses_plugin_order(self) -> bool:
         """Whether plugins may deal their devices themselves."""
         is_split = self.mode is AllocationMode.AUTO_SPLIT and bool(self.agents)
         return is_split and self.order is SplitOrder.PLUGIN

@@ -23,13 +23,19 @@ from agentd.core.devices import (
     Device,
     DeviceId,
     Inventory,
-    first_of,
     group,
+    join_first,
     warnings_by_name,
 )
-from agentd.core.partition.auto_split import deal, split_units, torn_cores
-from agentd.core.partition.dealing import Dealing
-from agentd.core.partition.limits import Limit, Limitable, guaranteed, remarks, resolved
+from agentd.core.partition.auto_split import deal_devices, split_core_warnings, split_units
+from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.limits import (
+    DeviceNameCapacity,
+    Limit,
+    guaranteed_names,
+    limit_warnings,
+    resolve_limits,
+)
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.partition.rules import AllocationMode, SplitRules
 from agentd.core.printable import printable_line
@@ -58,17 +64,17 @@ class Partition(msgspec.Struct, frozen=True, eq=False, dict=True):
         """The devices, for look-ups."""
         return frozenset(self.devices)
 
-    def limit(self, device: Device) -> int:
+    def primary_limit(self, device: Device) -> int:
         """Return the most that this agent may hold of `device`, in base units."""
-        return self.limits_of(device)[0]
+        return self.slot_limits(device)[0]
 
-    def limits_of(self, device: Device) -> tuple[int, ...]:
+    def slot_limits(self, device: Device) -> tuple[int, ...]:
         """Return the same for each slot of `device`, the primary one first."""
         if device.device_id not in self.members:
             return (0,) * len(device.slot_names)
         if device.device_id == MEMORY:
-            return (min(device.offered, self.memory_bytes),)
-        return device.offers
+            return (min(device.offered_capacity, self.memory_bytes),)
+        return device.offered_capacities
 
     def potential(self, device: Device, slot: SlotName) -> int:
         """Return the most of a slot of `device`, if the device were there and healthy."""
@@ -95,21 +101,21 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         """The devices that at least one agent has."""
         return frozenset().union(*(part.members for part in self.partitions.values()))
 
-    def agents_of(self, device_id: DeviceId) -> list[str]:
+    def owners(self, device_id: DeviceId) -> list[str]:
         """Return the agents whose partition holds this device."""
         return [agent for agent, part in self.partitions.items() if device_id in part.members]
 
-    def slots_of(self, agent_id: str) -> ResourceSlots:
+    def agent_slots(self, agent_id: str) -> ResourceSlots:
         """Return the amounts that an agent's healthy devices offer; never configured."""
         part = self.partitions[agent_id]
-        return _sum_slots(self.inventory.devices, part.limits_of)
+        return _sum_slots(self.inventory.devices, part.slot_limits)
 
     def node_slots(self) -> ResourceSlots:
         """Return what the whole node offers after the reservation."""
         withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
         return _sum_slots(
             (d for d in self.inventory.devices if d.device_id not in withheld),
-            lambda device: device.offers,
+            lambda device: device.offered_capacities,
         )
 
     @cached_property
@@ -118,10 +124,12 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         limits = {agent: part.limits for agent, part in self.partitions.items()}
         members = next(iter(self.partitions.values())).members
         by_name = {
-            name: Limitable.of(name, [d for d in devices if d.device_id in members], self.inventory)
+            name: DeviceNameCapacity.of(
+                name, [d for d in devices if d.device_id in members], self.inventory
+            )
             for name, devices in self.inventory.by_name.items()
         }
-        return frozenset(guaranteed(limits, by_name))
+        return frozenset(guaranteed_names(limits, by_name))
 
     def scaling_factors(self, agent_id: str) -> dict[SlotName, Decimal]:
         """Return, for each known slot, the agent's part of the node's amount.
@@ -129,7 +137,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         Between 0 and 1, with six decimals at most; 1 with a single agent, 0 where the node
         has none.
         """
-        owned, total = self.slots_of(agent_id), self.node_slots()
+        owned, total = self.agent_slots(agent_id), self.node_slots()
         if len(self.partitions) == 1:
             owned = total
         return {
@@ -161,17 +169,17 @@ class Split(msgspec.Struct, frozen=True, dict=True):
             unassigned[name] = (*unassigned.get(name, ()), *ids)
             texts = [f"{CPU}/{core}" for core in ids] if name == CPU else ids
             are, them = ("is", "it") if len(ids) == 1 else ("are", "them")
-            warnings.append(f"{first_of(texts)} {are} new; restart agentd to assign {them}")
+            warnings.append(f"{join_first(texts)} {are} new; restart agentd to assign {them}")
         return replace(self, inventory=inventory, unassigned=unassigned, warnings=tuple(warnings))
 
 
-def joined(
+def split_late_devices(
     before: Split,
     names: Collection[str],
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
-    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
+    dealings: Mapping[str, PluginAssignment | None] = MappingProxyType({}),
 ) -> Split:
     """Divide device names that came late; everything else stays where it is.
 
@@ -216,7 +224,7 @@ def split(
     inventory: Inventory,
     rules: SplitRules,
     unlisted: Mapping[str, str] = MappingProxyType({}),
-    dealings: Mapping[str, Dealing | None] = MappingProxyType({}),
+    dealings: Mapping[str, PluginAssignment | None] = MappingProxyType({}),
 ) -> Split:
     """Divide the node; `unlisted` holds device names whose plugin listed nothing, and why.
 
@@ -258,22 +266,24 @@ def split(
         assignment, more_problems = assign_manually(pool, rules)
         problems += more_problems
     available = _limitable_by_name(pool, inventory)
-    limits, more_problems = resolved(rules.agents, available, rules.align)
+    limits, more_problems = resolve_limits(rules.agents, available, rules.align)
     problems += [*more_problems, *_unknown_limit_problems(rules, pool)]
     if problems:
         raise ConfigRefused(problems)
     if rules.mode is AllocationMode.SHARED:
-        warnings += remarks(limits, available)
+        warnings += limit_warnings(limits, available)
     else:
         limits = {}
     return _build_split(inventory, rules, pool, assignment, limits, warnings)
 
 
-def _limitable_by_name(pool: AssignableDevices, inventory: Inventory) -> dict[str, Limitable]:
+def _limitable_by_name(
+    pool: AssignableDevices, inventory: Inventory
+) -> dict[str, DeviceNameCapacity]:
     """Return the capacity of each device name with known slots; other plugins may still open."""
     names = {**pool.by_name, MEM: [inventory.by_id[MEMORY]]}
     return {
-        name: Limitable.of(name, devices, inventory)
+        name: DeviceNameCapacity.of(name, devices, inventory)
         for name, devices in names.items()
         if name in pool.known_names
     }
@@ -314,10 +324,10 @@ def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[Device
 
 
 def _split_automatically(
-    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, PluginAssignment | None]
 ) -> Assignment:
     agents = [rule.agent_id for rule in rules.agents]
-    dealt = deal(pool.by_name, agents, rules.order, dealings)
+    dealt = deal_devices(pool.by_name, agents, rules.order, dealings)
     if len(agents) == 1:
         return Assignment(dealt, {agents[0]: pool.memory_bytes})
     units = split_units(pool.memory_bytes // rules.align, len(agents))
@@ -326,9 +336,9 @@ def _split_automatically(
 
 
 def _dealing_warnings(
-    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, Dealing | None]
+    pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, PluginAssignment | None]
 ) -> Iterator[str]:
-    if rules.are_plugins_asked and not dealings and not pool.unlisted:
+    if rules.uses_plugin_order and not dealings and not pool.unlisted:
         yield (
             'auto-split-order is "plugin", but no plugin of this node deals its devices;'
             ' they are dealt as with "id"'
@@ -379,7 +389,11 @@ def _build_split(
             *(_unassigned_warning(name, ids) for name, ids in unassigned.items()),
             *_ignored_rule_warnings(rules),
             *_idle_agent_warnings(assignment),
-            *(() if is_shared else torn_cores(assignment.devices, pool.by_name.get(CPU, ()))),
+            *(
+                ()
+                if is_shared
+                else split_core_warnings(assignment.devices, pool.by_name.get(CPU, ()))
+            ),
             *warnings,
         ),
     )
@@ -393,7 +407,7 @@ def _gone_warnings(inventory: Inventory) -> Iterator[str]:
 
 def _unassigned_warning(name: str, ids: tuple[str, ...]) -> str:
     lead = f"{name} " if name == CPU else ""
-    return f"{lead}{first_of(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+    return f"{lead}{join_first(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
 
 
 def _ignored_rule_warnings(rules: SplitRules) -> Iterator[str]:

@@ -30,7 +30,7 @@ _REMOVE_TRIES, _REMOVE_PAUSE_S = 40, 0.025
 MEMORY, PIDS = "memory", "pids"
 """The controllers with limits: bytes of memory and number of processes."""
 
-COUNTED = frozenset({"cpuacct", "blkio", "io"})
+COUNTING_CONTROLLERS = frozenset({"cpuacct", "blkio", "io"})
 """Controllers that only count: processor time of v1 (v2 always counts it), and blocks."""
 
 _LIMIT_FILES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
@@ -134,7 +134,7 @@ class Cgroups(msgspec.Struct, frozen=True):
         """Return a group, which need not exist."""
         return Cgroup(tuple(item.folder / name for item in self.hierarchies))
 
-    def account(self, name: str) -> CgroupCounters:
+    def counters(self, name: str) -> CgroupCounters:
         """Return the counters of a group."""
         return CgroupCounters(
             {
@@ -178,7 +178,7 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
         file.write_text(text, encoding="ascii")
 
 
-def existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
+def find_existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
     """Return the hierarchies with existing groups, without creating anything; None if none."""
     folders = [(mount / _PARENT, version) for mount, version, _ in _find_mounts(root)]
     hierarchies = [
@@ -194,7 +194,7 @@ def find_cgroups(root: Path = Path("/")) -> Cgroups | None:
         _prepare_hierarchy(top, version, controllers) for top, version, controllers in mounts
     ]
     hierarchies = tuple(item for item in candidates if item is not None and item.controllers)
-    has_limits = any(item.controllers - COUNTED for item in hierarchies)
+    has_limits = any(item.controllers - COUNTING_CONTROLLERS for item in hierarchies)
     return Cgroups(hierarchies) if has_limits else None
 
 
@@ -206,10 +206,10 @@ def _find_mounts(root: Path) -> list[tuple[Path, int, frozenset[str]]]:
         return []
     mount = root / "sys/fs/cgroup"
     on_v1 = {name for line in lines for name in line.split(":", 2)[1].split(",")}
-    names = [name for name in (MEMORY, PIDS, *sorted(COUNTED)) if name in on_v1]
+    names = [name for name in (MEMORY, PIDS, *sorted(COUNTING_CONTROLLERS)) if name in on_v1]
     if on_v1 & {MEMORY, PIDS}:
         return [(mount / name, 1, frozenset({name})) for name in names]
-    return [(mount, 2, frozenset({MEMORY, PIDS, *COUNTED}))]
+    return [(mount, 2, frozenset({MEMORY, PIDS, *COUNTING_CONTROLLERS}))]
 
 
 def _prepare_hierarchy(top: Path, version: int, controllers: frozenset[str]) -> Hierarchy | None:
@@ -227,7 +227,7 @@ def _prepare_hierarchy(top: Path, version: int, controllers: frozenset[str]) -> 
         probe = parent / f"probe-{os.getpid()}"
         probe.mkdir(exist_ok=True)
         try:
-            for controller in controllers - COUNTED:
+            for controller in controllers - COUNTING_CONTROLLERS:
                 _write(probe / _LIMIT_FILES[version][controller][0], str(2**20))
             keeps_attributes = _supports_attributes(probe)
         finally:
@@ -249,12 +249,12 @@ def _delegate(group: Path, controllers: frozenset[str]) -> frozenset[str]:
     """Delegate controllers to the groups below, even if a counting one fails; return them."""
     control = group / "cgroup.subtree_control"
     missing = controllers - set(control.read_text(errors="replace").split())
-    for part in (missing - COUNTED, missing & COUNTED):
+    for part in (missing - COUNTING_CONTROLLERS, missing & COUNTING_CONTROLLERS):
         try:
             if part:
                 control.write_text(" ".join(f"+{name}" for name in sorted(part)), encoding="ascii")
         except OSError:
-            if not part <= COUNTED:
+            if not part <= COUNTING_CONTROLLERS:
                 raise
             controllers -= part
     return controllers

@@ -20,7 +20,7 @@ from agentd.procfs import read_lines
 MOUNT = Path("/sys/fs/cgroup")
 UNIFIED = ""
 """The name of v2's single hierarchy; v1 has one for each controller."""
-COUNTED_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
+COUNTING_CONTROLLERS_V1 = ("memory", "cpuacct", "cpu", "blkio", "pids")
 """The counting controllers of v1; the first one lists the members."""
 _NOWHERE = "/nonexistent"
 _NO_LIMIT = 1 << 60
@@ -49,9 +49,9 @@ class CgroupCounters(msgspec.Struct, frozen=True):
         )
 
 
-def counted(counters_by_kernel: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
+def read_usages(counters_by_kernel: Mapping[str, CgroupCounters]) -> dict[str, UsageReading]:
     """Return the current counters and cgroups of each kernel."""
-    has_blocks = counts_blocks()
+    has_blocks = has_block_counters()
     return {
         name: _read_usage(counters, has_blocks) for name, counters in counters_by_kernel.items()
     }
@@ -72,7 +72,7 @@ def _read_usage(counters: CgroupCounters, has_blocks: bool) -> UsageReading:  # 
     return UsageReading(usage, counters.groups)
 
 
-def counted_in(text: str) -> Usage:
+def parse_usage_files(text: str) -> Usage:
     """Parse the concatenated files `cpu.stat`, `io.stat` and `memory.peak` (v2)."""
     lines = text.splitlines()
     cpu = _parse_pairs(lines)
@@ -86,7 +86,7 @@ def counted_in(text: str) -> Usage:
     )
 
 
-def groups_of(pid: int) -> set[str]:
+def read_cgroups(pid: int) -> set[str]:
     """Return the cgroups of a process as hierarchies and paths, none if it has ended.
 
     Names are bytes, chosen by the owner of a group.
@@ -101,11 +101,11 @@ def groups_of(pid: int) -> set[str]:
     return groups
 
 
-def counters_of(pid: int, mark: str) -> CgroupCounters:
+def find_counters(pid: int, mark: str) -> CgroupCounters:
     """Return the counters of a process, only of groups whose path contains `mark`."""
-    parts = (group.partition(":") for group in groups_of(pid))
+    parts = (group.partition(":") for group in read_cgroups(pid))
     groups = {name: path for name, _, path in parts}
-    names = (UNIFIED,) if (MOUNT / "cgroup.controllers").exists() else COUNTED_V1
+    names = (UNIFIED,) if (MOUNT / "cgroup.controllers").exists() else COUNTING_CONTROLLERS_V1
     return CgroupCounters(
         {
             name: f"{MOUNT / name / groups[name].lstrip('/')}"
@@ -168,7 +168,7 @@ def _read_blocks_v1(folder: str) -> tuple[int | None, int | None]:
     )
 
 
-def counts_blocks() -> bool:
+def has_block_counters() -> bool:
     """Return whether this host counts blocks at all: every host with a disk has read some."""
     v2 = _read_lines(f"{MOUNT}/io.stat") or ()
     v1 = _read_lines(f"{MOUNT}/blkio/blkio.throttle.io_service_bytes") or ()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from agentd.host.systemd.unit_paths import user_runtime_folder
 
-OLDEST = 250
+MIN_VERSION = 250
 """The oldest supported version, which introduced `ExitType=cgroup` (systemd.service(5))."""
-CALL_S = 10.0
+CALL_TIMEOUT_S = 10.0
 
 
 def is_booted(root: Path = Path("/")) -> bool:
@@ -26,7 +26,7 @@ def has_manager(root: Path = Path("/")) -> bool:
     return is_booted(root) and _bus_socket(root).exists()
 
 
-def lingers(uid: int, root: Path = Path("/")) -> bool:
+def is_lingering(uid: int, root: Path = Path("/")) -> bool:
     """Return whether a user's manager stays after the user has logged out (loginctl(1))."""
     try:
         name = pwd.getpwuid(uid).pw_name
@@ -35,7 +35,7 @@ def lingers(uid: int, root: Path = Path("/")) -> bool:
     return (root / "var/lib/systemd/linger" / name).exists()
 
 
-def why_no_systemd(root: Path = Path("/")) -> list[str]:
+def systemd_problems(root: Path = Path("/")) -> list[str]:
     """Return why this user cannot run units here, nothing if it can."""
     return list(_find_problems(root))
 
@@ -52,9 +52,9 @@ def _find_problems(root: Path) -> Iterator[str]:
             "limits require cgroup v2 (systemd.unified_cgroup_hierarchy=1 on the kernel's"
             " command line); this host has v1"
         )
-    version = version_of(_run_systemctl("--version"))
-    if version is not None and version < OLDEST:
-        yield f"systemd {version} is too old: got {version}, expected {OLDEST} or later"
+    version = parse_version(_run_systemctl("--version"))
+    if version is not None and version < MIN_VERSION:
+        yield f"systemd {version} is too old: got {version}, expected {MIN_VERSION} or later"
 
 
 def _bus_socket(root: Path) -> Path:
@@ -77,7 +77,7 @@ def _run_systemctl(*arguments: str) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=CALL_S,
+            timeout=CALL_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -85,7 +85,7 @@ def _run_systemctl(*arguments: str) -> str:
     return process.stdout
 
 
-def version_of(text: str) -> int | None:
+def parse_version(text: str) -> int | None:
     """Return the version in the first line of `systemctl --version`, None if there is none."""
     match = re.match(r"systemd (\d+)", text)
     return int(match[1]) if match else None

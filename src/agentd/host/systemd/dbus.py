@@ -19,7 +19,7 @@ from dbus_fast import BusType, Message, MessageType, Variant
 from dbus_fast.aio import MessageBus
 
 from agentd.errors import AgentdError, RuntimeUnavailable
-from agentd.host.systemd.unit_paths import UNIT_PATH, is_there, unit_of, user_runtime_folder
+from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path, user_runtime_folder
 
 _NAME = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
@@ -28,14 +28,14 @@ _PROPERTIES = "org.freedesktop.DBus.Properties"
 _BUS, _BUS_PATH = "org.freedesktop.DBus", "/org/freedesktop/DBus"
 _LOST_ERRORS = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
 _ABSENT_ERRORS = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
-AT_ONCE = 64
+MAX_CALLS = 64
 """Maximum calls in progress; a system bus allows 128 for each connection."""
-CALL_S = 30.0
+CALL_TIMEOUT_S = 30.0
 """Seconds that one call may take; a start has its own limit."""
-JOB_S = 120.0
+JOB_TIMEOUT_S = 120.0
 """Seconds that the start or stop of a unit may take."""
 
-Property = tuple[str, str, Any]
+UnitProperty = tuple[str, str, Any]
 """A property of a unit: its name, D-Bus type and value."""
 
 
@@ -77,7 +77,7 @@ class _BusConnection:
     def __init__(self, bus: MessageBus) -> None:
         self.bus = bus
         self.owner = ""
-        self.places = asyncio.Semaphore(AT_ONCE)
+        self.places = asyncio.Semaphore(MAX_CALLS)
         self.queues: set[asyncio.Queue[_Signal | None]] = set()
         self.lost = asyncio.create_task(self._wait_lost())
 
@@ -100,7 +100,7 @@ class _BusConnection:
             self.queues.discard(queue)
 
 
-class Manager:
+class SystemdManager:
     """The system manager, or with `is_user` the manager of this user."""
 
     def __init__(self, *, is_user: bool) -> None:
@@ -116,7 +116,7 @@ class Manager:
             await asyncio.wait([self._connection.lost])
 
     async def start(
-        self, unit: str, properties: Iterable[Property], descriptors: Sequence[int] = ()
+        self, unit: str, properties: Iterable[UnitProperty], descriptors: Sequence[int] = ()
     ) -> str:
         """Start a transient unit and return the result of the job, such as `done` or `failed`.
 
@@ -130,7 +130,7 @@ class Manager:
         body = [unit, "fail", _to_variants(properties), []]
         return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
 
-    async def set(self, unit: str, properties: Iterable[Property]) -> None:
+    async def set_properties(self, unit: str, properties: Iterable[UnitProperty]) -> None:
         """Change properties of a unit until the next boot."""
         await self._call_manager(
             "SetUnitProperties", "sba(sv)", [unit, True, _to_variants(properties)]
@@ -141,25 +141,25 @@ class Manager:
         with suppress(UnitRefused):
             await self._call_manager("KillUnit", "ssi", [unit, "all", number])
 
-    async def drop(self, unit: str) -> None:
+    async def unload(self, unit: str) -> None:
         """Stop a unit, failed or not, and wait until the manager has unloaded it.
 
         Raises:
             RuntimeUnavailable: the unit is still loaded.
         """
-        changes = self.changes()
+        changes = self.watch_units()
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 async for changed in changes:
                     if changed in ("", unit) and await self._is_dropped(unit):
                         return
         except TimeoutError:
-            raise RuntimeUnavailable(f"{unit} is still loaded after {CALL_S:g} s") from None
+            raise RuntimeUnavailable(f"{unit} is still loaded after {CALL_TIMEOUT_S:g} s") from None
         finally:
             await changes.aclose()
 
     async def _is_dropped(self, unit: str) -> bool:
-        unit_state = await self.properties(unit, ("Unit.ActiveState",))
+        unit_state = await self.get_properties(unit, ("Unit.ActiveState",))
         if unit_state is None:
             return True
         with suppress(UnitRefused):
@@ -169,12 +169,12 @@ class Manager:
                 await self._run_job("StopUnit", "ss", [unit, "replace"])
         return False
 
-    async def units(self, pattern: str) -> list[Unit]:
+    async def list_units(self, pattern: str) -> list[Unit]:
         """Return all units whose names match a pattern."""
         (rows,) = await self._call_manager("ListUnitsByPatterns", "asas", [[], [pattern]])
-        return [Unit(row[0], row[3], row[4]) for row in rows if is_there(row[2], row[3])]
+        return [Unit(row[0], row[3], row[4]) for row in rows if unit_exists(row[2], row[3])]
 
-    async def properties(
+    async def get_properties(
         self, unit: str, names: Sequence[str], *, loading: bool = False
     ) -> Mapping[str, Any] | None:
         """Return the current properties of a unit, None if it does not exist.
@@ -196,13 +196,13 @@ class Manager:
         except UnitRefused as error:  # proves nothing about the unit
             raise RuntimeUnavailable(f"systemd does not describe {unit}: {error}") from None
         load, active, *values = (answer[0].value for answer in answers)
-        return dict(zip(names, values, strict=True)) if is_there(load, active) else None
+        return dict(zip(names, values, strict=True)) if unit_exists(load, active) else None
 
     async def reload(self) -> None:
         """Reload unit files and drop-ins."""
         await self._call_manager("Reload", "", [])
 
-    async def changes(self) -> AsyncGenerator[str]:
+    async def watch_units(self) -> AsyncGenerator[str]:
         """Yield the name of each unit with an event; "" once the subscription works.
 
         Raises:
@@ -227,12 +227,12 @@ class Manager:
         with connection.signals() as signals:  # the signal may precede the answer
             (path,) = await self._call_manager(member, signature, body, descriptors)
             try:
-                async with asyncio.timeout(JOB_S):
+                async with asyncio.timeout(JOB_TIMEOUT_S):
                     while (signal := await signals.get()) is not None:
                         if signal.job == path:
                             return signal.result
             except TimeoutError:
-                raise CallLost(f"a job of systemd did not end within {JOB_S:g} s") from None
+                raise CallLost(f"a job of systemd did not end within {JOB_TIMEOUT_S:g} s") from None
         raise CallLost("the connection to systemd broke during a job")
 
     async def _call_manager(
@@ -265,7 +265,9 @@ class Manager:
             call = asyncio.ensure_future(connection.bus.call(message))
             call.add_done_callback(_retrieve_error)
             outcomes: set[asyncio.Future[Any]] = {call, connection.lost}
-            await asyncio.wait(outcomes, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                outcomes, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
         if not call.done() or call.cancelled() or call.exception() or not (reply := call.result()):
             call.cancel()
             raise CallLost(f"systemd did not answer {member}")
@@ -289,7 +291,7 @@ class Manager:
         try:
             address = _user_bus_address() if self.is_user else None
             bus = MessageBus(bus_address=address, bus_type=bus_type, negotiate_unix_fd=True)
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 await bus.connect()
         except Exception as error:  # noqa: BLE001 - the library raises any error of a socket
             raise RuntimeUnavailable(f"cannot connect to systemd over D-Bus: {error}") from None
@@ -301,7 +303,7 @@ class Manager:
 
         bus.add_message_handler(on_message)
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(CALL_TIMEOUT_S):
                 for rule in _MATCH_RULES:
                     await self._call(connection, (_BUS_PATH, _BUS), "AddMatch", "s", [rule])
                 (connection.owner,) = await self._call(
@@ -328,7 +330,7 @@ class Manager:
         elif message.member == "UnitRemoved":
             signal = _Signal(message.body[0])
         elif (path := message.path or "").startswith(UNIT_PATH):
-            signal = _Signal(unit_of(path))
+            signal = _Signal(unit_of_path(path))
         else:
             return
         for queue in connection.queues:
@@ -354,7 +356,7 @@ def _user_bus_address() -> str:
     return os.environ.get("DBUS_SESSION_BUS_ADDRESS") or f"unix:path={user_runtime_folder()}/bus"
 
 
-def _to_variants(properties: Iterable[Property]) -> list[list[Any]]:
+def _to_variants(properties: Iterable[UnitProperty]) -> list[list[Any]]:
     return [[name, Variant(signature, value)] for name, signature, value in properties]
 
 

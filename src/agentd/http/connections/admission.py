@@ -11,7 +11,7 @@ TCP_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.
 """Seconds of silence before the first probe, seconds between probes, and probes until the end."""
 
 
-class Limits:
+class ConnectionLimit:
     """A limit on connections of one kind, at most a fraction of all file descriptors."""
 
     def __init__(self, maximum: int, fraction: float) -> None:
@@ -19,7 +19,7 @@ class Limits:
         self._maximum = min(maximum, int(descriptors * fraction))
         self._open = 0
 
-    def admit(self) -> bool:
+    def try_acquire(self) -> bool:
         """Count a connection unless the limit is reached; return whether it may stay."""
         if self._open >= self._maximum:
             warn_of_client("connection.refused", most=self._maximum)

@@ -18,10 +18,10 @@ from typing import cast
 from aiohttp import web
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
-from agentd.http.connections.admission import Limits, enable_keepalive
+from agentd.http.connections.admission import ConnectionLimit, enable_keepalive
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.connections.handler import Handler
-from agentd.http.connections.unix_sockets import SocketPeer, peer_of
+from agentd.http.connections.handler import ConnectionHandler
+from agentd.http.connections.unix_sockets import SocketPeer, read_peer
 
 HEADER_TIMEOUT_S = 10.0
 """Seconds for a TLS handshake, and for a header that has begun."""
@@ -40,14 +40,14 @@ class Connection(asyncio.BufferedProtocol):
         self,
         server: web.Server,
         pending: set[Connection],
-        limits: Limits | None,
+        limits: ConnectionLimit | None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         self.peer: SocketPeer | None = None
         """The client, if the connection is one of a unix socket."""
         self.may_pause = False
         """Whether the client may stop reading for a while."""
-        self._handler = Handler(server, self)
+        self._handler = ConnectionHandler(server, self)
         self._pending = pending
         self._limits = limits
         self._tls = tls
@@ -64,12 +64,12 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._plain_transport = self._transport = cast("asyncio.Transport", transport)
         self._socket = transport.get_extra_info("socket")  # over TLS unknown at the end
-        if self._limits is not None and not self._limits.admit():
+        if self._limits is not None and not self._limits.try_acquire():
             self.close()
             return
         self._is_open = True
         self._pending.add(self)
-        self.peer = peer_of(transport)
+        self.peer = read_peer(transport)
         enable_keepalive(self._socket)
         if (context := self._tls()) is None:
             self._serve()
@@ -138,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> None:
         self._handler.eof_received()
 
-    def begin(self, request: web.BaseRequest) -> None:
+    def begin_request(self, request: web.BaseRequest) -> None:
         """Begin a request: its header is complete."""
         self._pending.discard(self)
         self._is_in_request, self._body = True, request.content
@@ -146,7 +146,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_paused:
             self._cancel_reading_timer()
 
-    def end(self) -> None:
+    def finish_request(self) -> None:
         """End a request: its response will be written, and the next header may take its time."""
         self._is_in_request = False
         self._start_reading_timer()
@@ -199,6 +199,6 @@ class Connection(asyncio.BufferedProtocol):
 
 def connection_of(request: web.BaseRequest) -> Connection:
     """Return the connection of a request."""
-    if not isinstance(request.protocol, Handler):
+    if not isinstance(request.protocol, ConnectionHandler):
         raise TypeError("expected a request of a Connection")
     return request.protocol.connection

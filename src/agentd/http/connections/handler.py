@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.problems import problem
+from agentd.http.problems import problem_response
 
 if TYPE_CHECKING:
     from agentd.http.connections.connection import Connection
@@ -23,7 +23,7 @@ _disabled_log = logging.getLogger("agentd.http.aiohttp")
 _disabled_log.disabled = True
 
 
-class Handler(web.RequestHandler):
+class ConnectionHandler(web.RequestHandler):
     """The handler of one connection."""
 
     def __init__(self, server: web.Server, connection: Connection) -> None:
@@ -49,6 +49,6 @@ class Handler(web.RequestHandler):
         lines = (message or str(exc) or "not HTTP").splitlines()
         warn_of_client("request.rejected", status=status, reason=lines[0][:200])
         reason = " ".join(line.strip() for line in lines)[:500]
-        response = problem("BadRequest", f"malformed HTTP/1.1 request: {reason}")
+        response = problem_response("BadRequest", f"malformed HTTP/1.1 request: {reason}")
         response.force_close()
         return response

@@ -57,7 +57,7 @@ def _reading_paused(request: web.Request) -> Iterator[None]:
 
 
 @contextmanager
-def turn_limited(request: web.Request) -> Iterator[None]:
+def limit_turn(request: web.Request) -> Iterator[None]:
     """End the turn of a request that takes longer than `MAX_TURN_S`."""
     timer = asyncio.get_running_loop().call_later(MAX_TURN_S, end_turn, request)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.errors import StartRefused
-from agentd.tomlfile.folders import refusal
+from agentd.tomlfile.folders import write_problem
 from agentd.tomlfile.regular_files import kind_of
 
 SOCKET_MODE = 0o660
@@ -30,7 +30,7 @@ class SocketPeer(msgspec.Struct, frozen=True):
     uid: int
 
 
-def peer_of(transport: asyncio.BaseTransport) -> SocketPeer | None:
+def read_peer(transport: asyncio.BaseTransport) -> SocketPeer | None:
     """Return the client of a unix socket, None over TCP."""
     path = transport.get_extra_info("sockname")
     if not isinstance(path, str):
@@ -41,18 +41,18 @@ def peer_of(transport: asyncio.BaseTransport) -> SocketPeer | None:
     return SocketPeer(path, pid, uid)
 
 
-def path_refusal(path: Path) -> str:
+def socket_path_problem(path: Path) -> str:
     """Return why a socket cannot be created at a path, empty if it can; changes nothing.
 
     An existing socket is fine: a daemon may be listening on it, or have left it behind.
     """
-    if error := refusal(path.parent):
+    if error := write_problem(path.parent):
         return f"{path}: {error.strerror}"
     kind = _non_socket_kind(path)
     return f"{path} is {kind}, expected a socket or nothing" if kind else ""
 
 
-def group_refusal(group: str) -> str:
+def socket_group_problem(group: str) -> str:
     """Return why a socket cannot be given to a group, empty if it can."""
     try:
         gid = grp.getgrnam(group).gr_gid
@@ -74,7 +74,7 @@ def _non_socket_kind(path: Path) -> str:
     return "" if stat.S_ISSOCK(mode) else kind_of(mode)
 
 
-def unix_socket(path: Path, group: str | None) -> socket.socket:
+def bind_unix_socket(path: Path, group: str | None) -> socket.socket:
     """Bind a unix socket with mode 0660, replacing one without a listener.
 
     Raises:

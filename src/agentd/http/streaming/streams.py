@@ -25,11 +25,11 @@ from agentd.http.connections.request_turns import end_turn
 
 log = structlog.get_logger()
 
-LOG_PATIENCE_S = 1.0
+FIRST_CHUNK_TIMEOUT_S = 1.0
 """Seconds that a follower waits for the first bytes before the response begins."""
 KEEP_ALIVE_S = 15.0
 HANG_UP_POLL_S = 0.5
-MOST_STREAMS = 64
+MAX_STREAMS = 64
 """Maximum open streams of one caller."""
 
 
@@ -40,7 +40,7 @@ class Streams:
         self._open: dict[asyncio.Task[object], Caller] = {}
 
     @contextmanager
-    def opened(self, request: web.Request, *, may_pause: bool = False) -> Iterator[None]:
+    def register(self, request: web.Request, *, may_pause: bool = False) -> Iterator[None]:
         """Register a stream while it is open; it ends when the client hangs up.
 
         With `may_pause` it survives a client that stops reading.
@@ -50,7 +50,7 @@ class Streams:
         """
         caller, task, transport = caller_of(request), asyncio.current_task(), request.transport
         open_count = sum(1 for other in self._open.values() if other.name == caller.name)
-        if open_count >= MOST_STREAMS:
+        if open_count >= MAX_STREAMS:
             raise TooManyStreams(f"{caller.name} has {open_count} open streams, the maximum")
         if task is None or transport is None:
             raise ConnectionResetError("the client has hung up")
@@ -64,13 +64,13 @@ class Streams:
             watch.cancel()
             del self._open[task]
 
-    def cut(self, name: str) -> None:
+    def end_caller(self, name: str) -> None:
         """End every stream of a caller, including those that it opened for others."""
         for task, caller in self._open.items():
             if name in (caller.name, caller.via):
                 task.cancel()
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """End every stream, because the server stops."""
         for task in self._open:
             task.cancel()
@@ -92,7 +92,7 @@ async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web
     """Stream the bytes of a log."""
     next_chunk = asyncio.ensure_future(anext(chunks, b""))
     try:
-        await asyncio.wait([next_chunk], timeout=LOG_PATIENCE_S)
+        await asyncio.wait([next_chunk], timeout=FIRST_CHUNK_TIMEOUT_S)
         if next_chunk.done():
             next_chunk.result()  # a runtime that does not answer is still a problem response here
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
@@ -122,7 +122,7 @@ async def stream_events(
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
     response = web.StreamResponse(headers=headers)
-    with events.listener(last_id) as listener:
+    with events.subscribe(last_id) as listener:
         await response.prepare(request)
         await response.write(b": agentd\n\n")
         try:

@@ -15,7 +15,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 MAX_FRAME = 1 << 20
 """Maximum bytes of a frame."""
-FAREWELL_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 """Seconds that a client may take to close its side after the last frame."""
 MAX_CONTROL = 256
 """Maximum control frames in `CONTROL_WINDOW_S`."""
@@ -35,7 +35,9 @@ class LimitedSocket(web.WebSocketResponse):
     """A WebSocket with limits for the size of frames and the number of control frames."""
 
     def __init__(self) -> None:
-        super().__init__(max_msg_size=MAX_FRAME, timeout=FAREWELL_S, compress=False, autoping=False)
+        super().__init__(
+            max_msg_size=MAX_FRAME, timeout=CLOSE_TIMEOUT_S, compress=False, autoping=False
+        )
         self._window_ends = 0.0
         self._controls = 0
 
@@ -74,11 +76,11 @@ class LimitedSocket(web.WebSocketResponse):
             raise TooManyControlFrames
 
 
-PROBE_S = 1.0
+HEARTBEAT_S = 1.0
 """Seconds between heartbeats."""
 
 
-async def probe(wire: web.WebSocketResponse) -> None:
+async def send_heartbeats(wire: web.WebSocketResponse) -> None:
     """Send heartbeats to a client until its connection fails.
 
     A client that closes a TCP connection while its input is not read goes unnoticed, because the
@@ -87,5 +89,5 @@ async def probe(wire: web.WebSocketResponse) -> None:
     input is not read could not answer a ping.
     """
     while True:
-        await asyncio.sleep(PROBE_S)
+        await asyncio.sleep(HEARTBEAT_S)
         await wire.pong()

@@ -20,9 +20,9 @@ from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceili
 from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.errors import Problem
-from agentd.runtimes.docker.engine_facts import EngineFacts
+from agentd.runtimes.docker.engine_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
 
 SCHEMA_LABEL = f"{LABEL_PREFIX}schema"
@@ -37,7 +37,7 @@ LOG_DRIVER = "local"
 
 _OWN = ("/proc", "/sys", "/dev", "/dev/null")
 """Paths that the engine fills itself, without which no container starts."""
-_MOST_ID = 2**31 - 1
+_MAX_ID = 2**31 - 1
 """The largest user or group id that an engine accepts."""
 
 UNPUBLISHED = ("none", "host")
@@ -80,19 +80,19 @@ CONTAINER_MEMBERS = frozenset(
 """Members of a request that this runtime carries out."""
 
 
-def options_of(spec: KernelSpec) -> ContainerOptions:
+def container_options(spec: KernelSpec) -> ContainerOptions:
     """Return the options of a request."""
     return msgspec.convert(spec.options, ContainerOptions)
 
 
 def network_of(spec: KernelSpec, settings: DockerSettings) -> str:
     """Return the network of a container."""
-    return options_of(spec).network or settings.network
+    return container_options(spec).network or settings.network
 
 
 def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Problem]:
     """Yield the problems of a request under these settings, or on any engine."""
-    options = options_of(spec)
+    options = container_options(spec)
     if not spec.image:
         yield Problem("image", "is missing; the docker runtime requires an image")
     networks = (settings.network, *settings.allowed_networks)
@@ -109,7 +109,7 @@ def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Pro
         yield Problem("working_dir", TOO_LONG)
     if spec.user and not _has_ids(spec.user):
         yield Problem(
-            "user", f"invalid user {shortened(spec.user)}: expected ids from 0 to {_MOST_ID}"
+            "user", f"invalid user {quote_untrusted(spec.user)}: expected ids from 0 to {_MAX_ID}"
         )
     targets = [target for _, target in targets_of(spec)]
     for target in sorted({target for target in targets if targets.count(target) > 1}):
@@ -120,7 +120,7 @@ def targets_of(spec: KernelSpec) -> Iterator[tuple[str, str]]:
     """Yield the place of each mount and tmpfs in a request, and its target."""
     for number, mount in enumerate(spec.mounts):
         yield f"mounts.{number}.target", mount.target
-    for number, tmpfs in enumerate(options_of(spec).tmpfs):
+    for number, tmpfs in enumerate(container_options(spec).tmpfs):
         yield f"tmpfs.{number}.target", tmpfs.target
 
 
@@ -139,11 +139,11 @@ def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
 def _has_ids(user: str) -> bool:
     """Return whether an engine accepts the numeric ids in a user (`1000:100`)."""
     ids = [part for part in user.split(":") if part.removeprefix("-").isdecimal()]
-    return all(len(part) <= len(str(_MOST_ID)) and 0 <= int(part) <= _MOST_ID for part in ids)
+    return all(len(part) <= len(str(_MAX_ID)) and 0 <= int(part) <= _MAX_ID for part in ids)
 
 
 def container_config(
-    plan: KernelPlan, settings: DockerSettings, sources: Sequence[MountSource], engine: EngineFacts
+    plan: KernelPlan, settings: DockerSettings, sources: Sequence[MountSource], engine: DockerFacts
 ) -> dict[str, Any]:
     """Return the body of the engine's create call; `sources` belong to the spec's mounts."""
     spec = plan.spec
@@ -157,7 +157,7 @@ def container_config(
             AGENT_LABEL: spec.agent_id,
             KERNEL_LABEL: spec.kernel_id,
             RECORD_LABEL: plan.record,
-            DEVICES_LABEL: plan.statement,
+            DEVICES_LABEL: plan.device_label,
         },
         "ExposedPorts": {_port(port): {} for port in plan.ports},
         "HostConfig": {
@@ -192,7 +192,7 @@ def container_config(
 
 
 def _limits(plan: KernelPlan, settings: DockerSettings) -> dict[str, Any]:
-    options = options_of(plan.spec)
+    options = container_options(plan.spec)
     limits: dict[str, Any] = {
         "CpusetCpus": ",".join(plan.cpus),
         "Memory": plan.memory_bytes,
@@ -235,7 +235,7 @@ def _devices(plan: KernelPlan) -> dict[str, Any]:
 
 
 def _mounts(
-    plan: KernelPlan, sources: Sequence[MountSource], engine: EngineFacts
+    plan: KernelPlan, sources: Sequence[MountSource], engine: DockerFacts
 ) -> list[dict[str, Any]]:
     wanted = [
         *zip((source.path for source in sources), plan.spec.mounts, strict=True),
@@ -249,12 +249,12 @@ def _mounts(
                 "Target": tmpfs.target,
                 "TmpfsOptions": {"SizeBytes": tmpfs.size} if tmpfs.size else {},
             }
-            for tmpfs in options_of(plan.spec).tmpfs
+            for tmpfs in container_options(plan.spec).tmpfs
         ),
     ]
 
 
-def _bind(source: str, mount: Mount, engine: EngineFacts) -> dict[str, Any]:
+def _bind(source: str, mount: Mount, engine: DockerFacts) -> dict[str, Any]:
     """Return a bind mount; submounts of a read-only one are read-only, or left out."""
     bound: dict[str, Any] = {
         "Type": "bind",

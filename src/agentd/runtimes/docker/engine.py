@@ -21,12 +21,12 @@ import aiohttp
 import msgspec
 from aiohttp.http import HttpProcessingError
 
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.runtimes.docker.engine_errors import (
-    EngineAnswerLost,
-    EngineError,
-    EngineUnreachable,
-    shortly,
+    DockerError,
+    DockerResponseLost,
+    DockerUnreachable,
+    truncate_message,
 )
 
 CALL_TIMEOUT_S = 120.0
@@ -45,7 +45,7 @@ MAX_LIST = 256 << 20
 """Maximum bytes of a list; a thousand containers take 2 MB, with the longest labels 200 MB."""
 
 
-class EngineClient:
+class DockerClient:
     """A client of one engine. Its calls raise the errors of `engine_errors`."""
 
     def __init__(self, socket: Path) -> None:
@@ -55,7 +55,7 @@ class EngineClient:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Close all connections; every later call raises `EngineUnreachable`."""
+        """Close all connections; every later call raises `DockerUnreachable`."""
         self._is_closed = True
         if self._session is not None:
             await self._session.close()
@@ -64,12 +64,12 @@ class EngineClient:
         """Request the API version again before the next call: a restarted engine may differ."""
         self._prefix = ""
 
-    async def version(self, timeout_s: float = CALL_TIMEOUT_S) -> Mapping[str, Any]:
+    async def fetch_version(self, timeout_s: float = CALL_TIMEOUT_S) -> Mapping[str, Any]:
         """Return the engine's version, and use its API version from now on."""
         async with self._response("GET", "/version", timeout_s=timeout_s) as response:
             version = await _read_json(response)
         if not isinstance(version, dict) or "ApiVersion" not in version:
-            raise EngineAnswerLost("the engine's version response has no API version")
+            raise DockerResponseLost("the engine's version response has no API version")
         self._prefix = f"/v{version['ApiVersion']}"
         return version
 
@@ -102,7 +102,7 @@ class EngineClient:
         async with self._response(method, path, params=params, headers=headers) as response:
             yield response.content
 
-    async def items(
+    async def iterate_list(
         self, path: str, params: Mapping[str, str]
     ) -> AsyncGenerator[Mapping[str, Any]]:
         """Yield the objects of a list as they arrive."""
@@ -112,7 +112,7 @@ class EngineClient:
 
     async def _versioned_path(self, path: str) -> str:
         if not self._prefix:
-            await self.version()
+            await self.fetch_version()
         return self._prefix + path
 
     @asynccontextmanager
@@ -131,24 +131,24 @@ class EngineClient:
                 method, _BASE + path, timeout=timeout, **content
             ) as response:
                 if response.status >= _REFUSED:
-                    raise EngineError(
+                    raise DockerError(
                         response.status, _error_message(await _read(response.content))
                     )
                 yield response
         except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
+            raise DockerUnreachable(f"{self._socket}: {error.os_error.strerror}") from error
         except aiohttp.ConnectionTimeoutError as error:
-            raise EngineUnreachable(f"{self._socket}: {error}") from error
+            raise DockerUnreachable(f"{self._socket}: {error}") from error
         except aiohttp.SocketTimeoutError as error:
             reason = f"no response from the engine within {timeout_s:g} s"
-            raise EngineAnswerLost(f"{self._socket}: {reason}") from error
+            raise DockerResponseLost(f"{self._socket}: {reason}") from error
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
-            reason = shortly(f"{type(error).__name__}: {error}")
-            raise EngineAnswerLost(f"{self._socket}: {reason}") from error
+            reason = truncate_message(f"{type(error).__name__}: {error}")
+            raise DockerResponseLost(f"{self._socket}: {reason}") from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise EngineUnreachable(f"{self._socket}: agentd closed the connection")
+            raise DockerUnreachable(f"{self._socket}: agentd closed the connection")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(str(self._socket), limit=0),
@@ -176,11 +176,11 @@ async def _read_json(response: aiohttp.ClientResponse) -> Any:
     """
     content = await _read(response.content)
     if len(content) > MAX_RESPONSE:
-        raise EngineAnswerLost(f"the engine's response exceeds {MAX_RESPONSE >> 20} MiB")
+        raise DockerResponseLost(f"the engine's response exceeds {MAX_RESPONSE >> 20} MiB")
     try:
         return msgspec.json.decode(content) if content else None
     except ValueError as error:
-        raise EngineAnswerLost(f"the engine's response is not JSON: {error}") from error
+        raise DockerResponseLost(f"the engine's response is not JSON: {error}") from error
 
 
 async def _read_objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[str, Any]]:
@@ -206,9 +206,9 @@ async def _read_objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[
         if text.startswith("]") and is_open:
             return
         if not chunk or not is_open:
-            raise EngineAnswerLost("the engine's list is malformed or was cut")
+            raise DockerResponseLost("the engine's list is malformed or was cut")
         if len(text) > MAX_RESPONSE or size > MAX_LIST:
-            raise EngineAnswerLost("the engine's list is too large")
+            raise DockerResponseLost("the engine's list is too large")
 
 
 def _parse_objects(text: str) -> tuple[list[Mapping[str, Any]], str]:
@@ -227,7 +227,7 @@ _OBJECT_START = re.compile(rf"[{_SEPARATORS}]*(?={{)")
 _JSON = json.JSONDecoder()
 
 
-def container_id(raw: object) -> str:
+def parse_container_id(raw: object) -> str:
     """Return a container id, which becomes part of paths.
 
     Raises:
@@ -235,7 +235,9 @@ def container_id(raw: object) -> str:
     """
     if isinstance(raw, str) and CONTAINER_ID.fullmatch(raw):
         return raw
-    raise EngineAnswerLost(f"the engine's response has an invalid container id: {shortened(raw)}")
+    raise DockerResponseLost(
+        f"the engine's response has an invalid container id: {quote_untrusted(raw)}"
+    )
 
 
 def _error_message(content: bytes) -> str:

@@ -18,29 +18,29 @@ _STORAGE_PATH = re.compile(
 """Paths of the engine's storage, which no caller may learn."""
 
 
-class EngineError(Exception):
+class DockerError(Exception):
     """The engine returned an error; `message` is safe to show to clients."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
         self.detail = _STORAGE_PATH.sub("", text[:MOST_DETAIL])
-        self.message = shortly(self.detail)
+        self.message = truncate_message(self.detail)
         super().__init__(self.message)
 
 
-class EngineUnreachable(Exception):
+class DockerUnreachable(Exception):
     """No connection could be made, so the engine did nothing."""
 
 
-class EngineAnswerLost(Exception):
+class DockerResponseLost(Exception):
     """The engine may have acted, but its response is missing."""
 
 
-def shortly(text: str) -> str:
+def truncate_message(text: str) -> str:
     """Cut a long message."""
     return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
 
 
-def presentable(text: str) -> str:
+def clean_message(text: str) -> str:
     """Return an engine's message without storage paths, cut if it is long."""
-    return shortly(_STORAGE_PATH.sub("", text[:MOST_DETAIL]))
+    return truncate_message(_STORAGE_PATH.sub("", text[:MOST_DETAIL]))

@@ -15,7 +15,7 @@ _SLOT_BY_LIMIT = {"MemoryLimit": "mem", "CPUSet": "cpu", "PidsLimit": "pids_limi
 _DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
+class DockerFacts(msgspec.Struct, frozen=True):
     """Features for plugins, the platform of images, and limits that the engine cannot enforce."""
 
     features: Features
@@ -26,7 +26,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     reads_recursively: bool = False
     """Whether a read-only mount can cover its submounts, too."""
 
-    def refuse_what_it_cannot(self, edits: ContainerEdits) -> None:
+    def refuse_unsupported(self, edits: ContainerEdits) -> None:
         """Refuse edits that this engine does not support, before anything is created.
 
         Raises:
@@ -43,7 +43,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
             raise RuntimeFailure(f"this engine does not support device requests ({drivers})")
 
 
-def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+def parse_docker_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> DockerFacts:
     """Parse the responses of `/info` and `/version`."""
     cdi_spec_dirs = tuple(map(str, info.get("CDISpecDirs") or ()))
     api = tuple(int(part) for part in str(version.get("ApiVersion", "1.40")).split("."))
@@ -55,7 +55,7 @@ def engine_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineF
     )
     platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
     not_enforced = {slot for member, slot in _SLOT_BY_LIMIT.items() if info.get(member) is False}
-    return EngineFacts(
+    return DockerFacts(
         features,
         platform,
         frozenset(not_enforced),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.errors import (
     CommandNotFound,
     InvalidRequest,
@@ -16,9 +16,9 @@ from agentd.errors import (
     RuntimeUnavailable,
 )
 from agentd.runtimes.docker.engine_errors import (
-    EngineAnswerLost,
-    EngineError,
-    EngineUnreachable,
+    DockerError,
+    DockerResponseLost,
+    DockerUnreachable,
 )
 from agentd.runtimes.docker.request_errors import request_problem
 
@@ -32,34 +32,34 @@ _NO_COMMAND_CODES = (126, 127)
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 
-def unknown(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
+def unknown_outcome_error(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
     """Return the error that keeps a kernel's share held until the outcome is known."""
     kernel_id = plan.spec.kernel_id
     return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
 
 
-def translated(
+def translate_error(
     error: BaseException, plan: KernelPlan | None = None, exit_code: int = 0
 ) -> BaseException:
     """Translate an error of the engine; other errors are returned unchanged.
 
     `exit_code` is that of a container whose start was refused.
     """
-    if isinstance(error, EngineError):
+    if isinstance(error, DockerError):
         return _translate_refusal(error, plan, exit_code)
-    if isinstance(error, (EngineUnreachable, EngineAnswerLost, OSError, TimeoutError)):
+    if isinstance(error, (DockerUnreachable, DockerResponseLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
 def _translate_refusal(
-    error: EngineError, plan: KernelPlan | None, exit_code: int
+    error: DockerError, plan: KernelPlan | None, exit_code: int
 ) -> BaseException:
     if plan is not None and (problem := request_problem(error.detail, plan.spec)):
         return InvalidRequest([problem])
     if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
-            command = shortened(plan.spec.command[0]) if plan.spec.command else "of the image"
+            command = quote_untrusted(plan.spec.command[0]) if plan.spec.command else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
@@ -69,19 +69,19 @@ def _translate_refusal(
 
 
 @contextmanager
-def translating() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Translate the engine's errors to those of agentd."""
     try:
         yield
-    except (EngineError, EngineUnreachable, EngineAnswerLost, OSError, TimeoutError) as error:
-        raise translated(error) from error
+    except (DockerError, DockerUnreachable, DockerResponseLost, OSError, TimeoutError) as error:
+        raise translate_error(error) from error
 
 
 @contextmanager
-def proving() -> Iterator[None]:
+def errors_as_unavailable() -> Iterator[None]:
     """Translate every error except "not found" to `RuntimeUnavailable`: it proves nothing."""
     try:
-        with translating():
+        with translate_errors():
             yield
     except RuntimeFailure as error:
         raise RuntimeUnavailable(f"the engine failed: {error}") from error
@@ -90,10 +90,10 @@ def proving() -> Iterator[None]:
 
 
 @contextmanager
-def absent_is_fine() -> Iterator[None]:
+def suppress_not_found() -> Iterator[None]:
     """Suppress "not found"."""
     try:
         yield
-    except EngineError as error:
+    except DockerError as error:
         if error.status != NOT_FOUND:
             raise

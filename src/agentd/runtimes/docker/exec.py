@@ -17,29 +17,29 @@ from typing import Any
 
 import msgspec
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
-from agentd.host.cgroups.usage import groups_of
-from agentd.host.processes import all_processes, read_env, strike
-from agentd.runtimes.docker.engine import CONTAINER_ID, EngineClient
+from agentd.host.cgroups.usage import read_cgroups
+from agentd.host.processes import all_processes, kill_matching, read_env
+from agentd.runtimes.docker.engine import CONTAINER_ID, DockerClient
 from agentd.runtimes.docker.engine_errors import (
-    EngineAnswerLost,
-    EngineError,
-    EngineUnreachable,
-    presentable,
+    DockerError,
+    DockerResponseLost,
+    DockerUnreachable,
+    clean_message,
 )
-from agentd.runtimes.docker.error_translation import translating
-from agentd.runtimes.docker.streams import frames
-from agentd.runtimes.host.exec import CHUNK, END_OF_INPUT, START_TIMEOUT_S, feed
+from agentd.runtimes.docker.error_translation import translate_errors
+from agentd.runtimes.docker.streams import read_frames
+from agentd.runtimes.host.exec import CHUNK_BYTES, END_OF_INPUT, START_TIMEOUT_S, write_slices
 
-_FAILURES = (EngineError, EngineUnreachable, EngineAnswerLost)
+_FAILURES = (DockerError, DockerUnreachable, DockerResponseLost)
 _SWITCHING_PROTOCOLS = b" 101 "
 _NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine uses for a command that is missing or not executable."""
-LOOK_S, SLOWEST_LOOK_S = 0.02, 1.0
+POLL_S, MAX_POLL_S = 0.02, 1.0
 """Seconds between polls for the end, at first and at most; the engine has no notification."""
-CLOSE_TRIES = 50
+MAX_CLOSE_POLLS = 50
 DETACH_KEYS = "ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-],ctrl-_,ctrl-^,ctrl-]"
 """Keys that nobody types; the engine's default is used by shells and editors (ctrl-p, ctrl-q)."""
 MARK = "AGENTD_EXEC"
@@ -49,7 +49,7 @@ MARK = "AGENTD_EXEC"
 class DockerExec:
     """One exec in a container; see `Session`."""
 
-    def __init__(self, docker: EngineClient, exec_id: str, spec: ExecSpec) -> None:
+    def __init__(self, docker: DockerClient, exec_id: str, spec: ExecSpec) -> None:
         self._docker = docker
         self._exec_id = exec_id
         self._spec = spec
@@ -57,7 +57,7 @@ class DockerExec:
         self._writer: asyncio.StreamWriter | None = None
         self._is_over = False
 
-    async def begin(self, socket: Path) -> None:
+    async def start(self, socket: Path) -> None:
         """Start the command on a connection of its own.
 
         Raises:
@@ -78,7 +78,7 @@ class DockerExec:
         except asyncio.IncompleteReadError as error:
             raise RuntimeFailure("the Docker Engine closed the connection") from error
         if _SWITCHING_PROTOCOLS not in head.split(b"\r\n")[0]:
-            content = await self._reader.read(CHUNK)
+            content = await self._reader.read(CHUNK_BYTES)
             raise RuntimeFailure(f"the Docker Engine: {_output_text(content)}")
         async for inspection in self._poll_state():
             if inspection.get("Pid"):
@@ -91,11 +91,11 @@ class DockerExec:
 
     async def _poll_state(self) -> AsyncGenerator[Mapping[str, Any]]:
         """Poll the state of the exec at growing intervals."""
-        pause_s = LOOK_S
+        pause_s = POLL_S
         while True:
             yield await self._inspect()
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.2, SLOWEST_LOOK_S)
+            pause_s = min(pause_s * 1.2, MAX_POLL_S)
 
     async def _start_error(self, exit_code: object) -> AgentdError:
         """Return why there is no process; the engine prints the reason as output."""
@@ -103,7 +103,7 @@ class DockerExec:
         async with aclosing(self.output()) as chunks:
             async for _, chunk in chunks:
                 output += chunk
-                if len(output) > CHUNK:
+                if len(output) > CHUNK_BYTES:
                     break
         reason = _output_text(output)
         if "chdir to cwd" in reason:
@@ -114,15 +114,15 @@ class DockerExec:
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         if self._spec.tty:
-            while chunk := await self._reader.read(CHUNK):
+            while chunk := await self._reader.read(CHUNK_BYTES):
                 yield STDOUT, chunk
             return
-        async for stream, chunk in frames(self._reader):
+        async for stream, chunk in read_frames(self._reader):
             yield (STDERR if stream == STDERR else STDOUT), chunk
 
     async def write(self, data: bytes) -> None:
         if self._writer is not None:
-            await feed(self._writer, data)
+            await write_slices(self._writer, data)
 
     async def close_input(self) -> None:
         if self._spec.tty:
@@ -137,13 +137,13 @@ class DockerExec:
             await self._docker.call("POST", f"/exec/{self._exec_id}/resize", size)
 
     async def send_signal(self, number: int) -> None:
-        with translating():
+        with translate_errors():
             process = _running_process(await self._inspect())
         if process is not None:
             await asyncio.to_thread(_signal_group, *process, number)
 
-    async def ended(self) -> int:
-        with translating():
+    async def wait(self) -> int:
+        with translate_errors():
             async for inspection in self._poll_state():
                 if not inspection.get("Running") and inspection.get("ExitCode") is not None:
                     self._is_over = True
@@ -166,7 +166,7 @@ class DockerExec:
             polls += 1
             if (process := _running_process(inspection)) is not None:
                 await asyncio.to_thread(_kill_session, *process)
-            elif inspection.get("ExitCode") is not None or polls == CLOSE_TRIES:
+            elif inspection.get("ExitCode") is not None or polls == MAX_CLOSE_POLLS:
                 return
 
 
@@ -178,7 +178,7 @@ def _running_process(inspection: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 def _output_text(output: bytes) -> str:
-    return presentable(output.decode(errors="replace").strip()) or "no reason given"
+    return clean_message(output.decode(errors="replace").strip()) or "no reason given"
 
 
 def _signal_group(leader: int, container: str, number: int) -> None:
@@ -189,7 +189,7 @@ def _signal_group(leader: int, container: str, number: int) -> None:
 
 
 def _is_in_container(pid: int, container: str) -> bool:
-    return any(container in group for group in groups_of(pid))
+    return any(container in group for group in read_cgroups(pid))
 
 
 def _kill_session(leader: int, container: str) -> None:
@@ -203,7 +203,7 @@ def _kill_session(leader: int, container: str) -> None:
     )
 
 
-def end_left_behind(node_id: str, containers: Collection[str]) -> None:
+def kill_orphaned_execs(node_id: str, containers: Collection[str]) -> None:
     """Kill the commands that an earlier daemon of this node left in containers.
 
     Each pass reads the environment of every process once, and the cgroups of the marked ones.
@@ -214,7 +214,7 @@ def end_left_behind(node_id: str, containers: Collection[str]) -> None:
             process.pid
             for process in all_processes()
             if read_env(process.pid).get(MARK) == node_id
-            and not ids.isdisjoint(CONTAINER_ID.findall("\n".join(groups_of(process.pid))))
+            and not ids.isdisjoint(CONTAINER_ID.findall("\n".join(read_cgroups(process.pid))))
         }
     )
 
@@ -222,12 +222,12 @@ def end_left_behind(node_id: str, containers: Collection[str]) -> None:
 def _kill_processes(find_pids: Callable[[], set[int]]) -> None:
     killed: set[int] = set()
     with suppress(OSError):
-        while strike(find_pids, killed):
+        while kill_matching(find_pids, killed):
             pass
 
 
-async def start_exec(
-    docker: EngineClient, socket: Path, node_id: str, container: str, spec: ExecSpec
+async def start_docker_exec(
+    docker: DockerClient, socket: Path, node_id: str, container: str, spec: ExecSpec
 ) -> DockerExec:
     """Start a command in a container of a node."""
     env = {**spec.env, MARK: node_id}
@@ -245,8 +245,8 @@ async def start_exec(
     session = DockerExec(docker, response["Id"], spec)
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            await session.begin(socket)
+            await session.start(socket)
     except BaseException:
-        await to_the_end(session.close())
+        await complete_shielded(session.close())
         raise
     return session

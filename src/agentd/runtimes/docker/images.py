@@ -23,12 +23,12 @@ import structlog
 from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.runtimes.docker.engine import EngineClient
+from agentd.runtimes.docker.engine import DockerClient
 from agentd.runtimes.docker.engine_errors import (
-    EngineAnswerLost,
-    EngineError,
-    EngineUnreachable,
-    presentable,
+    DockerError,
+    DockerResponseLost,
+    DockerUnreachable,
+    clean_message,
 )
 from agentd.tomlfile.regular_files import read_regular
 
@@ -57,13 +57,13 @@ class _SharedPull(msgspec.Struct):
 class Images:
     """The images of an engine."""
 
-    def __init__(self, docker: EngineClient, registry_auth: Path | None) -> None:
+    def __init__(self, docker: DockerClient, registry_auth: Path | None) -> None:
         self._docker = docker
         self._registry_auth = registry_auth
         self._lookups = Lookups()
         self._pulls: dict[_Key, _SharedPull] = {}
 
-    def renew(self, registry_auth: Path | None) -> None:
+    def set_registry_auth(self, registry_auth: Path | None) -> None:
         """Use another credentials file from now on."""
         self._registry_auth = registry_auth
 
@@ -101,17 +101,17 @@ class Images:
             async with aclosing(self._read_progress(image, platform)) as lines:
                 async for line in lines:
                     if "error" in line:
-                        raise ImageNotFound(f"image {image}: {presentable(str(line['error']))}")
+                        raise ImageNotFound(f"image {image}: {clean_message(str(line['error']))}")
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
                     if _update_layer(layers, line):
                         self._notify((image, platform), layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
-        except EngineError as error:
+        except DockerError as error:
             raise ImageNotFound(f"image {image}: {error.message}") from error
-        except EngineUnreachable as error:
+        except DockerUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
-        except (EngineAnswerLost, OSError, ValueError) as error:
+        except (DockerResponseLost, OSError, ValueError) as error:
             raise RuntimeUnavailable(f"the pull of {image} was interrupted: {error}") from error
         log.info("image.pulled", image=image)
 
@@ -123,7 +123,7 @@ class Images:
         if platform:
             params["platform"] = platform
         read_credentials = partial(self._read_credentials, image)
-        credentials = await self._lookups.look("the credentials of registries", read_credentials)
+        credentials = await self._lookups.call("the credentials of registries", read_credentials)
         encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
         headers = {"X-Registry-Auth": encoded} if credentials else {}
         async with self._docker.stream("POST", "/images/create", params, headers) as stream:

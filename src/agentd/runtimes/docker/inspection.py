@@ -23,9 +23,9 @@ from agentd.runtimes.docker.container_config import (
     NODE_LABEL,
     RECORD_LABEL,
 )
-from agentd.runtimes.docker.engine import container_id
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost, presentable
-from agentd.runtimes.docker.mounts import MountSource, refuse_exchanged, verify_mounts
+from agentd.runtimes.docker.engine import parse_container_id
+from agentd.runtimes.docker.engine_errors import DockerResponseLost, clean_message
+from agentd.runtimes.docker.mounts import MountSource, refuse_replaced, verify_mounts
 
 _OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)
 _REQUIRED_MEMBERS = {"Id", "Name", "State", "Config", "HostConfig"}
@@ -37,26 +37,26 @@ _STATES = {
 }
 
 
-def inspected(inspection: object) -> Mapping[str, Any]:
+def validate_inspection(inspection: object) -> Mapping[str, Any]:
     """Validate an inspection of a container.
 
     Raises:
         EngineAnswerLost: the response is malformed.
     """
     if isinstance(inspection, dict) and inspection.keys() >= _REQUIRED_MEMBERS:
-        container_id(inspection["Id"])
+        parse_container_id(inspection["Id"])
         return inspection
-    raise EngineAnswerLost("malformed container inspection of the engine")
+    raise DockerResponseLost("malformed container inspection of the engine")
 
 
-def summarized(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+def inspection_of_summary(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert an element of a list to the form of an inspection, with agentd's labels only.
 
     A thousand are kept at a time, and the labels of callers may be long.
     """
     labels = summary.get("Labels") or {}
     return {
-        "Id": container_id(summary.get("Id")),
+        "Id": parse_container_id(summary.get("Id")),
         "Name": (summary.get("Names") or [""])[0],
         "Image": summary.get("ImageID"),
         "State": {"Status": summary.get("State", "running")},
@@ -64,20 +64,20 @@ def summarized(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def labels_of(inspection: Mapping[str, Any]) -> Mapping[str, str]:
+def container_labels(inspection: Mapping[str, Any]) -> Mapping[str, str]:
     """Return a container's labels."""
     return inspection["Config"].get("Labels") or {}
 
 
-def kernel_of(inspection: Mapping[str, Any]) -> str | None:
+def container_kernel_id(inspection: Mapping[str, Any]) -> str | None:
     """Return the kernel id in a container's labels, None without a valid one."""
-    kernel_id = labels_of(inspection).get(KERNEL_LABEL)
+    kernel_id = container_labels(inspection).get(KERNEL_LABEL)
     return kernel_id if is_name(kernel_id) else None
 
 
-def observed_kernel(inspection: Mapping[str, Any]) -> ObservedKernel:
+def parse_inspection(inspection: Mapping[str, Any]) -> ObservedKernel:
     """Return the kernel of a container."""
-    labels, state = labels_of(inspection), inspection["State"]
+    labels, state = container_labels(inspection), inspection["State"]
     started_at, finished_at = (
         _seconds(state.get("StartedAt")),
         _seconds(state.get("FinishedAt")),
@@ -93,13 +93,13 @@ def observed_kernel(inspection: Mapping[str, Any]) -> ObservedKernel:
         handle=inspection["Id"],
         state=_STATES.get(state["Status"], ObservedState.EXITED),
         record=labels.get(RECORD_LABEL, ""),
-        statement=labels.get(DEVICES_LABEL, ""),
+        device_label=labels.get(DEVICES_LABEL, ""),
         started_at=started_at,
         ending=Ending(
             exit_code=state.get("ExitCode"),
             oom_killed=bool(state.get("OOMKilled")),
             finished_at=finished_at,
-            reason=presentable(state.get("Error") or ""),
+            reason=clean_message(state.get("Error") or ""),
         ),
         cores=tuple(map(str, parse_cpu_list(cores))) if cores else None,
         memory_bytes=limits.get("Memory"),
@@ -125,7 +125,7 @@ def _seconds(text: str | None) -> float | None:
     return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
 
 
-def verify(
+def verify_container(
     inspection: Mapping[str, Any],
     requested: Mapping[str, Any],
     plan: KernelPlan,
@@ -158,7 +158,7 @@ def verify(
         for device_node in plan.edits.device_nodes:
             with suppress(PermissionError, ProcessLookupError):
                 _verify_device_node(pid, device_node)
-    refuse_exchanged(plan.spec.mounts, sources)
+    refuse_replaced(plan.spec.mounts, sources)
 
 
 def _device_paths(node: Mapping[str, Any]) -> tuple[str, str]:

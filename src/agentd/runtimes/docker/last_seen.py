@@ -93,7 +93,7 @@ class LastSeen:
     def _has_rebooted(self) -> bool:
         return self._state.boot_id != self._boot_id
 
-    def explain(self, ending: Ending) -> Ending:
+    def explain_ending(self, ending: Ending) -> Ending:
         """Return the ending of a container, with a reason if it ended in an outage."""
         is_explained = bool(ending.reason) or ending.oom_killed
         if is_explained or ending.exit_code not in _ENDED_BY_OTHERS:

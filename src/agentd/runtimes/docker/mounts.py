@@ -33,7 +33,7 @@ class MountSource(msgspec.Struct, frozen=True):
     inode: int
 
 
-def resolved(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSource]:
+def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[MountSource]:
     """Resolve the sources of a request's mounts.
 
     Raises:
@@ -102,7 +102,7 @@ def _resolve_source(path: str) -> MountSource:
         os.close(descriptor)
 
 
-def refuse_exchanged(mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
+def refuse_replaced(mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
     """Check that every path still leads to the same file.
 
     Raises:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
-from agentd.runtimes.docker.container_config import options_of, targets_of
-from agentd.runtimes.docker.engine_errors import shortly
+from agentd.runtimes.docker.container_config import container_options, targets_of
+from agentd.runtimes.docker.engine_errors import truncate_message
 
 _USER = ("unable to find user ", "unable to find group ", "uids and gids must be in range ")
 _FOLDER = ("chdir to cwd ", "Cannot mkdir: ", "container init: mkdir /")
@@ -28,7 +28,7 @@ def request_problem(message: str, spec: KernelSpec) -> Problem | None:
     """Return the problem of a request behind the engine's refusal, None if there is none."""
     for where, text in _texts(message, spec):
         if text in message:
-            return Problem(where, shortly(message[message.index(text) :]))
+            return Problem(where, truncate_message(message[message.index(text) :]))
     return None
 
 
@@ -41,7 +41,7 @@ def _texts(message: str, spec: KernelSpec) -> Iterator[tuple[str, str]]:
         yield "working_dir" if spec.working_dir else "image", text
     for where, target in targets_of(spec):
         yield where, f'to rootfs at "{os.path.normpath(target)}"'
-    for name in options_of(spec).ulimits:
+    for name in container_options(spec).ulimits:
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)
         yield f"ulimits.{name}", f"setting rlimit type {number}:"
         if name in _LOW_LIMITS and "container process" in message:

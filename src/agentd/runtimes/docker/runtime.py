@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.config.runtimes import DockerSettings
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
@@ -23,7 +23,7 @@ from agentd.core.kernel.options import TOO_LONG, is_too_long
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.errors import (
     CommandNotFound,
     ImageNotFound,
@@ -31,44 +31,44 @@ from agentd.errors import (
     Problem,
     RuntimeUnavailable,
 )
-from agentd.failpoints import reach
-from agentd.host.cgroups.usage import counted
+from agentd.failpoints import hit_async
+from agentd.host.cgroups.usage import read_usages
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.container_config import (
     CONTAINER_MEMBERS,
     UNPUBLISHED,
     PullPolicy,
     container_config,
+    container_options,
     network_of,
-    options_of,
     request_problems,
 )
-from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, EngineClient, container_id
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost, EngineError, EngineUnreachable
-from agentd.runtimes.docker.engine_facts import EngineFacts, engine_facts
+from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, DockerClient, parse_container_id
+from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, DockerUnreachable
+from agentd.runtimes.docker.engine_facts import DockerFacts, parse_docker_facts
 from agentd.runtimes.docker.error_translation import (
     CONFLICT,
     NOT_FOUND,
-    absent_is_fine,
-    proving,
-    translated,
-    translating,
-    unknown,
+    errors_as_unavailable,
+    suppress_not_found,
+    translate_error,
+    translate_errors,
+    unknown_outcome_error,
 )
-from agentd.runtimes.docker.exec import end_left_behind, start_exec
+from agentd.runtimes.docker.exec import kill_orphaned_execs, start_docker_exec
 from agentd.runtimes.docker.images import Images
-from agentd.runtimes.docker.inspection import verify
+from agentd.runtimes.docker.inspection import verify_container
 from agentd.runtimes.docker.last_seen import LastSeen
-from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolved
-from agentd.runtimes.docker.observer import ASK_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
+from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
+from agentd.runtimes.docker.observer import INSPECT_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
 from agentd.runtimes.docker.streams import (
     CONNECTED,
     CREATE_ACTIONS,
     DESTROY,
-    events,
-    printed,
+    read_container_log,
+    watch_container_events,
 )
-from agentd.services.protocols import CreateProgress, LogQuery, Session, Support, Undone
+from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
 
 
 class _Attempt:
@@ -77,9 +77,9 @@ class _Attempt:
     Its container `may_exist` from the first request until the engine refuses or removes it.
     """
 
-    def __init__(self, plan: KernelPlan, facts: EngineFacts, settings: DockerSettings) -> None:
+    def __init__(self, plan: KernelPlan, facts: DockerFacts, settings: DockerSettings) -> None:
         self.plan = plan
-        self.options = options_of(plan.spec)
+        self.options = container_options(plan.spec)
         self.platform = self.options.platform or facts.platform
         self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
@@ -112,9 +112,9 @@ class DockerRuntime:
         self._node_id = node_id
         self._settings = settings
         self._socket = settings.socket
-        self._docker = EngineClient(settings.socket)
+        self._docker = DockerClient(settings.socket)
         self._images = Images(self._docker, settings.registry_auth)
-        self._facts: EngineFacts | None = None
+        self._facts: DockerFacts | None = None
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
@@ -125,7 +125,7 @@ class DockerRuntime:
     def renew(self, settings: DockerSettings) -> None:
         """Replace the settings, except the engine's socket; existing kernels keep theirs."""
         self._settings = settings
-        self._images.renew(settings.registry_auth)
+        self._images.set_registry_auth(settings.registry_auth)
 
     async def close(self) -> None:
         self._last_seen.save()
@@ -139,17 +139,17 @@ class DockerRuntime:
             not_enforced |= {"ports"}
         return Support(facts.features, not_enforced)
 
-    async def _fetch_facts(self) -> EngineFacts:
+    async def _fetch_facts(self) -> DockerFacts:
         """Return the engine's capabilities, requested once for each connection to its events."""
         if self._facts is None:
-            with proving():
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    version = await self._docker.version()
+            with errors_as_unavailable():
+                async with asyncio.timeout(INSPECT_TIMEOUT_S):
+                    version = await self._docker.fetch_version()
                     info = await self._docker.call("GET", "/info")
-            self._facts = engine_facts(info, version)
+            self._facts = parse_docker_facts(info, version)
         return self._facts
 
-    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
+    async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(request_problems(spec, self._settings))
         try:
             await self._resolve_sources(spec)
@@ -167,35 +167,35 @@ class DockerRuntime:
         if not spec.mounts:
             return []
         allowed = self._settings.allowed_mounts
-        return await self._lookups.look(_SOURCES, lambda: resolved(spec.mounts, allowed))
+        return await self._lookups.call(_SOURCES, lambda: resolve_sources(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         command = plan.spec.command[0] if plan.spec.command else ""
         if is_too_long(command):
-            raise CommandNotFound(f"command {shortened(command)}: {TOO_LONG}")
+            raise CommandNotFound(f"command {quote_untrusted(command)}: {TOO_LONG}")
         facts = await self._fetch_facts()
-        facts.refuse_what_it_cannot(plan.edits)
+        facts.refuse_unsupported(plan.edits)
         refuse_missing(plan.edits)
         attempt = _Attempt(plan, facts, self._settings)
         self._creating.add(plan.name)
         try:
             await self._create_or_pull(attempt, progress)
-            await reach("create.after_engine_create")
+            await hit_async("create.after_engine_create")
             await self._start(attempt)
-            await reach("create.after_engine_start")
-            inspection = await self._observer.inspection(attempt.container)
+            await hit_async("create.after_engine_start")
+            inspection = await self._observer.inspect_container(attempt.container)
             await self._verify(inspection, attempt)
         except BaseException as error:
             if attempt.container:
                 await self._undo(attempt, error)
             if attempt.may_exist:
-                raise unknown(plan, error) from error
+                raise unknown_outcome_error(plan, error) from error
             if isinstance(error, asyncio.CancelledError):
-                raise Undone from error
-            raise translated(error, plan) from error
+                raise CreateUndone from error
+            raise translate_error(error, plan) from error
         finally:
             self._creating.discard(plan.name)
-        return self._observer.observed(inspection)
+        return self._observer.observe_inspection(inspection)
 
     async def _start(self, attempt: _Attempt) -> None:
         """Start a container.
@@ -206,19 +206,19 @@ class DockerRuntime:
         """
         path = f"/containers/{attempt.container}"
         try:
-            await to_the_end(self._docker.call("POST", f"{path}/start"))
-        except EngineError as error:
+            await complete_shielded(self._docker.call("POST", f"{path}/start"))
+        except DockerError as error:
             exit_code = 0
-            with suppress(EngineError, EngineUnreachable, EngineAnswerLost):
-                inspection = await self._observer.inspection(attempt.container)
+            with suppress(DockerError, DockerUnreachable, DockerResponseLost):
+                inspection = await self._observer.inspect_container(attempt.container)
                 exit_code = inspection["State"].get("ExitCode", 0)
-            raise translated(error, attempt.plan, exit_code) from error
+            raise translate_error(error, attempt.plan, exit_code) from error
 
     async def _verify(self, inspection: Mapping[str, Any], attempt: _Attempt) -> None:
         host = attempt.config["HostConfig"]
-        check = partial(verify, inspection, host, attempt.plan, attempt.sources)
+        check = partial(verify_container, inspection, host, attempt.plan, attempt.sources)
         if attempt.sources:
-            await self._lookups.look(_SOURCES, check)
+            await self._lookups.call(_SOURCES, check)
         else:
             check()
 
@@ -237,30 +237,30 @@ class DockerRuntime:
         await self._images.pull(
             image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
-        await reach("create.after_pull")
+        await hit_async("create.after_pull")
         await self._create_container(attempt, progress)
 
     async def _create_container(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container, and report `creating` before."""
         attempt.take(await self._resolve_sources(attempt.plan.spec))
-        await reach("create.before_engine_create")
+        await hit_async("create.before_engine_create")
         progress(KernelState.CREATING)
-        await to_the_end(self._request_container(attempt))
+        await complete_shielded(self._request_container(attempt))
 
     async def _request_container(self, attempt: _Attempt) -> None:
         params = {"name": attempt.plan.name, "platform": attempt.platform}
         attempt.may_exist = True
         try:
             response = await self._docker.call("POST", "/containers/create", params, attempt.config)
-        except EngineUnreachable:
+        except DockerUnreachable:
             attempt.may_exist = False
             raise
-        except EngineError as error:
+        except DockerError as error:
             attempt.may_exist = False
             if error.status == NOT_FOUND:  # the image, or its platform
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
-        attempt.container = container_id(response.get("Id"))
+        attempt.container = parse_container_id(response.get("Id"))
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove the container of a failed create, by id and never by name.
@@ -269,13 +269,13 @@ class DockerRuntime:
             OutcomeUnknown: the engine does not confirm the removal.
         """
         try:
-            await reach("create.before_undo")
-            with absent_is_fine():
-                await to_the_end(self._delete(attempt.container, force=True))
+            await hit_async("create.before_undo")
+            with suppress_not_found():
+                await complete_shielded(self._delete(attempt.container, force=True))
             attempt.may_exist = False
-            await reach("create.after_undo")
+            await hit_async("create.after_undo")
         except BaseException as cleanup_error:
-            raise unknown(attempt.plan, error) from cleanup_error
+            raise unknown_outcome_error(attempt.plan, error) from cleanup_error
 
     async def _delete(self, container: str, *, force: bool) -> None:
         path, params = f"/containers/{container}", {"v": "1", "force": str(int(force))}
@@ -291,17 +291,17 @@ class DockerRuntime:
             f"/containers/{self._container(ref)}/stop",
             {"t": str(math.ceil(grace_s))},
         )
-        with translating(), absent_is_fine():
+        with translate_errors(), suppress_not_found():
             timeout_s = CALL_TIMEOUT_S + grace_s
             await self._docker.call("POST", path, params, timeout_s=timeout_s)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
         container = self._container(ref)
-        with translating(), absent_is_fine():
+        with translate_errors(), suppress_not_found():
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
                     await self._delete(container, force=not unless_alive)
-            except EngineError as error:
+            except DockerError as error:
                 if error.status != CONFLICT:
                     raise
                 if unless_alive:
@@ -311,22 +311,24 @@ class DockerRuntime:
         return True
 
     async def list(self) -> Listing:
-        listing = await self._observer.listing()
+        listing = await self._observer.list_kernels()
         self._last_seen.update()
         if not self._is_swept:
             containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
-            await asyncio.to_thread(end_left_behind, self._node_id, containers)
+            await asyncio.to_thread(kill_orphaned_execs, self._node_id, containers)
             self._is_swept = True
         return listing
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         return await self._observer.find(ref)
 
-    async def follow(self) -> AsyncIterator[str]:
+    async def watch_events(self) -> AsyncIterator[str]:
         self._facts = None  # a restarted engine may differ
         self._docker.forget_version()
         try:
-            async with aclosing(events(self._docker, self._node_id)) as container_events:
+            async with aclosing(
+                watch_container_events(self._docker, self._node_id)
+            ) as container_events:
                 async for event in container_events:
                     if event is CONNECTED:
                         await self._on_connected()
@@ -337,7 +339,7 @@ class DockerRuntime:
                         if event.action in ("create", DESTROY):
                             yield ""
                     elif event.action not in CREATE_ACTIONS or event.name not in self._creating:
-                        self._observer.heard(event)
+                        self._observer.record_event(event)
                         yield event.kernel_id
             self._last_seen.mark_lost()
         except RuntimeUnavailable:
@@ -353,11 +355,13 @@ class DockerRuntime:
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         container = self._container(kernel.ref)
-        with translating():
-            return await start_exec(self._docker, self._socket, self._node_id, container, spec)
+        with translate_errors():
+            return await start_docker_exec(
+                self._docker, self._socket, self._node_id, container, spec
+            )
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
-        return await asyncio.to_thread(lambda: counted(self._observer.counters(kernels)))
+        return await asyncio.to_thread(lambda: read_usages(self._observer.find_counters(kernels)))
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        return printed(self._docker, self._container(ref), query)
+        return read_container_log(self._docker, self._container(ref), query)

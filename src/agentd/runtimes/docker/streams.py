@@ -11,9 +11,9 @@ import msgspec
 
 from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
-from agentd.runtimes.docker.engine import EngineClient, container_id
-from agentd.runtimes.docker.engine_errors import EngineAnswerLost
-from agentd.runtimes.docker.error_translation import proving, translating
+from agentd.runtimes.docker.engine import DockerClient, parse_container_id
+from agentd.runtimes.docker.engine_errors import DockerResponseLost
+from agentd.runtimes.docker.error_translation import errors_as_unavailable, translate_errors
 from agentd.services.protocols import LogQuery, LogStream
 
 SILENCE_S = 10.0
@@ -38,7 +38,9 @@ class ContainerEvent(msgspec.Struct, frozen=True):
 CONNECTED = ContainerEvent("", "", "", "")
 
 
-async def events(docker: EngineClient, node_id: str) -> AsyncGenerator[ContainerEvent]:
+async def watch_container_events(
+    docker: DockerClient, node_id: str
+) -> AsyncGenerator[ContainerEvent]:
     """Yield the events of a node's containers; `CONNECTED` first.
 
     Raises:
@@ -46,7 +48,7 @@ async def events(docker: EngineClient, node_id: str) -> AsyncGenerator[Container
     """
     filters = {"type": ["container"], "label": [f"{NODE_LABEL}={node_id}"]}
     params = {"filters": msgspec.json.encode(filters).decode()}
-    with proving():
+    with errors_as_unavailable():
         async with docker.stream("GET", "/events", params) as stream:
             yield CONNECTED
             async for line in _read_lines(stream, docker):
@@ -54,7 +56,7 @@ async def events(docker: EngineClient, node_id: str) -> AsyncGenerator[Container
                     yield event
 
 
-async def _read_lines(stream: aiohttp.StreamReader, docker: EngineClient) -> AsyncGenerator[bytes]:
+async def _read_lines(stream: aiohttp.StreamReader, docker: DockerClient) -> AsyncGenerator[bytes]:
     """Yield lines, which may be long: an event carries all labels and a command line.
 
     Raises:
@@ -66,10 +68,10 @@ async def _read_lines(stream: aiohttp.StreamReader, docker: EngineClient) -> Asy
         for line in lines:
             yield line
         if len(unread) > _MAX_LINE_BYTES:
-            raise EngineAnswerLost("endless event of the engine")
+            raise DockerResponseLost("endless event of the engine")
 
 
-async def _read_and_probe(stream: aiohttp.StreamReader, docker: EngineClient) -> bytes:
+async def _read_and_probe(stream: aiohttp.StreamReader, docker: DockerClient) -> bytes:
     """Return the next bytes, empty at the end; probe the engine during long silences.
 
     Raises:
@@ -80,9 +82,9 @@ async def _read_and_probe(stream: aiohttp.StreamReader, docker: EngineClient) ->
             async with asyncio.timeout(SILENCE_S):
                 return await stream.readany()
         try:
-            await docker.version(SILENCE_S)
-        except EngineAnswerLost as error:
-            raise EngineAnswerLost(f"the engine is frozen: {error}") from error
+            await docker.fetch_version(SILENCE_S)
+        except DockerResponseLost as error:
+            raise DockerResponseLost(f"the engine is frozen: {error}") from error
 
 
 class _Actor(msgspec.Struct):
@@ -111,11 +113,13 @@ def _parse_event(line: bytes) -> ContainerEvent | None:
     if event.Action not in _OBSERVED_ACTIONS or KERNEL_LABEL not in attributes:
         return None
     kernel_id = name_or_empty(attributes[KERNEL_LABEL])
-    container = container_id(event.Actor.ID)
+    container = parse_container_id(event.Actor.ID)
     return ContainerEvent(event.Action, container, attributes.get("name", ""), kernel_id)
 
 
-async def printed(docker: EngineClient, container: str, query: LogQuery) -> AsyncGenerator[bytes]:
+async def read_container_log(
+    docker: DockerClient, container: str, query: LogQuery
+) -> AsyncGenerator[bytes]:
     """Yield a container's output, byte for byte.
 
     Raises:
@@ -128,13 +132,13 @@ async def printed(docker: EngineClient, container: str, query: LogQuery) -> Asyn
         "timestamps": str(int(query.timestamps)),
         "since": f"{query.since_ns // 10**9}.{query.since_ns % 10**9:09d}",
     }
-    with translating():
+    with translate_errors():
         async with docker.stream("GET", f"/containers/{container}/logs", params) as stream:
-            async for _, chunk in frames(stream):
+            async for _, chunk in read_frames(stream):
                 yield chunk
 
 
-async def frames(
+async def read_frames(
     stream: aiohttp.StreamReader | asyncio.StreamReader,
 ) -> AsyncGenerator[tuple[int, bytes]]:
     """Yield the output in frames, each with its stream.

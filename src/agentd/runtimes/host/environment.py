@@ -7,16 +7,16 @@ from agentd.core.kernel.plan import KernelPlan
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def own_variables(plan: KernelPlan) -> dict[str, str]:
+def kernel_variables(plan: KernelPlan) -> dict[str, str]:
     """Return the variables that describe a kernel to itself."""
     return {
         "AGENTD_NODE": plan.node_id,
         "AGENTD_KERNEL": plan.spec.kernel_id,
         "AGENTD_AGENT": plan.spec.agent_id,
-        "AGENTD_DEVICES": plan.statement,
+        "AGENTD_DEVICES": plan.device_label,
     }
 
 
-def environment(plan: KernelPlan) -> dict[str, str]:
+def kernel_environment(plan: KernelPlan) -> dict[str, str]:
     """Return all variables of a kernel; agentd's own take precedence."""
-    return {"PATH": PATH, **plan.env, **own_variables(plan)}
+    return {"PATH": PATH, **plan.env, **kernel_variables(plan)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
 from agentd.errors import (
     AgentdError,
@@ -31,18 +31,18 @@ from agentd.errors import (
 )
 from agentd.host.processes import Proc
 from agentd.runtimes.host import exec_program
-from agentd.runtimes.host.execve_errors import refusal_of
+from agentd.runtimes.host.execve_errors import command_refusal
 
 if TYPE_CHECKING:
-    from agentd.host.systemd.dbus import Manager, Property
+    from agentd.host.systemd.dbus import SystemdManager, UnitProperty
 
-CHUNK = 64 * 1024
+CHUNK_BYTES = 64 * 1024
 START_TIMEOUT_S = 30.0
 DRAIN_S = 0.2
 """Seconds of silence after which the streams of an ended command are closed."""
-MOST_DRAIN_S = 2.0
+MAX_DRAIN_S = 2.0
 """Total seconds to wait for those streams."""
-MOST_TARGETS = 16
+MAX_TARGETS = 16
 KILLED = 128 + signal.SIGKILL
 END_OF_INPUT = b"\x04"
 """The end of input for a terminal (termios(3), VEOF)."""
@@ -72,7 +72,7 @@ class HostExec:
         self._unread = b""
         self._watch_task: asyncio.Task[None] | None = None
 
-    async def begin(self, target: ExecTarget, manager: Manager | None, unit: str) -> None:
+    async def start(self, target: ExecTarget, manager: SystemdManager | None, unit: str) -> None:
         """Start the command.
 
         Raises:
@@ -101,7 +101,7 @@ class HostExec:
         loop = asyncio.get_running_loop()
         while b"\n" not in self._unread:
             try:
-                chunk = await loop.sock_recv(self._control, CHUNK)
+                chunk = await loop.sock_recv(self._control, CHUNK_BYTES)
             except OSError:
                 chunk = b""
             if not chunk:
@@ -117,7 +117,7 @@ class HostExec:
 
     async def _open_reader(self, stream: FileIO) -> asyncio.StreamReader:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=CHUNK)
+        reader = asyncio.StreamReader(limit=CHUNK_BYTES)
         transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), stream
         )
@@ -134,8 +134,10 @@ class HostExec:
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes]]:
         """Yield the output; once the command has ended, others may hold its streams for good."""
-        loop, remaining_s = asyncio.get_running_loop(), MOST_DRAIN_S
-        reads = {loop.create_task(reader.read(CHUNK)): (n, reader) for n, reader in self._outputs}
+        loop, remaining_s = asyncio.get_running_loop(), MAX_DRAIN_S
+        reads = {
+            loop.create_task(reader.read(CHUNK_BYTES)): (n, reader) for n, reader in self._outputs
+        }
         try:
             while reads:
                 events: set[asyncio.Future[Any]] = {*reads, self._exit_code}
@@ -154,14 +156,14 @@ class HostExec:
                     is_read = read.exception() is None  # else all have closed the terminal
                     if is_read and (chunk := read.result()):
                         yield number, chunk
-                        reads[loop.create_task(reader.read(CHUNK))] = number, reader
+                        reads[loop.create_task(reader.read(CHUNK_BYTES))] = number, reader
         finally:
             for read in reads:
                 read.cancel()
 
     async def write(self, data: bytes) -> None:
         if self._input is not None:
-            await feed(self._input, data)
+            await write_slices(self._input, data)
 
     async def close_input(self) -> None:
         if self._streams.terminal is not None:
@@ -181,7 +183,7 @@ class HostExec:
             with suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self._control, message)
 
-    async def ended(self) -> int:
+    async def wait(self) -> int:
         return await asyncio.shield(self._exit_code)
 
     async def close(self) -> None:
@@ -199,13 +201,13 @@ class HostExec:
             self._exit_code.set_result(KILLED)
 
 
-async def feed(writer: asyncio.StreamWriter, data: bytes) -> None:
+async def write_slices(writer: asyncio.StreamWriter, data: bytes) -> None:
     """Write in slices to limit the buffer; writes to a closed stream are dropped."""
     with suppress(OSError):
-        for start in range(0, len(data), CHUNK):
+        for start in range(0, len(data), CHUNK_BYTES):
             if writer.is_closing():
                 return
-            writer.write(data[start : start + CHUNK])
+            writer.write(data[start : start + CHUNK_BYTES])
             await writer.drain()
 
 
@@ -246,13 +248,13 @@ def _open_pipe() -> tuple[FileIO, FileIO]:
     return FileIO(read_end, "r"), FileIO(write_end, "w")
 
 
-def exec_unit(name: str) -> str:
+def exec_unit_name(name: str) -> str:
     """Return a unique unit name for an exec in a kernel's unit `name`."""
     return f"{name.replace('agentd-', 'agentd-exec-', 1)}-{uuid.uuid4().hex[:8]}.service"
 
 
-async def start_exec_beside(
-    target: ExecTarget, spec: ExecSpec, manager: Manager | None, unit: str
+async def start_host_exec(
+    target: ExecTarget, spec: ExecSpec, manager: SystemdManager | None, unit: str
 ) -> HostExec:
     """Start a command in a kernel, as a unit if there is a manager.
 
@@ -263,9 +265,9 @@ async def start_exec_beside(
         session = HostExec(spec)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await session.begin(target, manager, unit)
+                await session.start(target, manager, unit)
         except BaseException:
-            await to_the_end(session.close())
+            await complete_shielded(session.close())
             raise
     except (OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
@@ -277,7 +279,7 @@ def _exec_request(target: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
     """Return the request for the helper program."""
     oldest = sorted(target.members, key=lambda process: process.start_time)
     return {
-        "targets": [[process.pid, process.start_time] for process in oldest[:MOST_TARGETS]],
+        "targets": [[process.pid, process.start_time] for process in oldest[:MAX_TARGETS]],
         "cgroup_procs": [str(file) for file in target.cgroup_procs],
         "command": list(spec.command),
         "tty": spec.tty,
@@ -286,7 +288,7 @@ def _exec_request(target: ExecTarget, spec: ExecSpec) -> dict[str, Any]:
     }
 
 
-async def _start_helper(control: socket.socket, manager: Manager | None, unit: str) -> None:
+async def _start_helper(control: socket.socket, manager: SystemdManager | None, unit: str) -> None:
     if manager is None:
         await asyncio.create_subprocess_exec(
             *_COMMAND,
@@ -299,7 +301,7 @@ async def _start_helper(control: socket.socket, manager: Manager | None, unit: s
         return
     from agentd.host.systemd.dbus import UnitExists, UnitRefused  # noqa: PLC0415 - where D-Bus is used
 
-    properties: list[Property] = [
+    properties: list[UnitProperty] = [
         ("Description", "s", "exec in a kernel (agentd)"),
         ("Slice", "s", SLICE),
         ("Type", "s", "exec"),
@@ -311,7 +313,7 @@ async def _start_helper(control: socket.socket, manager: Manager | None, unit: s
     ]
     try:
         # Keep the descriptor open until it is sent.
-        await to_the_end(manager.start(unit, properties, [control.fileno()]))
+        await complete_shielded(manager.start(unit, properties, [control.fileno()]))
     except (UnitExists, UnitRefused) as error:
         raise RuntimeFailure(f"systemd: {error}") from error
 
@@ -320,7 +322,10 @@ def _start_error(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
     number = int(answer.get("errno", 0))
     reason = os.strerror(number) if number else str(answer.get("why", "it was killed"))
     step = answer.get("step")
-    if step == "command" and (refusal := refusal_of(spec.command[0], number, reason)) is not None:
+    if (
+        step == "command"
+        and (refusal := command_refusal(spec.command[0], number, reason)) is not None
+    ):
         return refusal
     match step:
         case "working_dir":

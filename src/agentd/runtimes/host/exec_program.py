@@ -23,7 +23,14 @@ import socket
 import sys
 from typing import Any
 
-from agentd.runtimes.host.exec_target import READY, become, lend, reason, stat_of, target_of
+from agentd.runtimes.host.exec_target import (
+    READY,
+    describe_failure,
+    exec_as_target,
+    find_target,
+    lend_streams,
+    read_stat_fields,
+)
 
 CHUNK = 64 * 1024
 KILL_ROUNDS = 100
@@ -32,14 +39,14 @@ KILL_ROUNDS = 100
 def main() -> None:
     """Start the command of the request and stay until it has ended."""
     control = socket.socket(fileno=os.dup(0))
-    request, streams = received(control)
+    request, streams = receive_request(control)
     libc = ctypes.CDLL(None, use_errno=True)
     try:
-        target = target_of(request)
-        lend(streams, target, is_terminal=request["tty"])
+        target = find_target(request)
+        lend_streams(streams, target, is_terminal=request["tty"])
         groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in request["cgroup_procs"]]
     except OSError as error:
-        tell(control, reason("kernel", error))
+        send_answer(control, describe_failure("kernel", error))
         return
     wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
@@ -51,13 +58,13 @@ def main() -> None:
     if pid == 0:
         for descriptor in (control.detach(), messages, go_write, *groups):
             os.close(descriptor)
-        become(request, target, streams, libc, (messages_write, go_read, parent))
+        exec_as_target(request, target, streams, libc, (messages_write, go_read, parent))
     for descriptor in (messages_write, go_read, 0, *streams):
         os.close(descriptor)
-    ExecParent(control, pid, groups, go_write, target.pidfd).stay(messages, wakeup)
+    ExecParent(control, pid, groups, go_write, target.pidfd).supervise(messages, wakeup)
 
 
-def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive the request and the three streams."""
     data, streams, _, _ = socket.recv_fds(control, CHUNK, 3)
     while not data.endswith(b"\n"):
@@ -69,7 +76,7 @@ def received(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(data), streams
 
 
-def tell(control: socket.socket, answer: dict[str, Any]) -> None:
+def send_answer(control: socket.socket, answer: dict[str, Any]) -> None:
     """Send an answer to the client, if it is still connected."""
     try:
         control.sendall(json.dumps(answer).encode() + b"\n")
@@ -96,44 +103,44 @@ class ExecParent:
         self._failure: dict[str, Any] = {}
         self._is_reported = False
 
-    def stay(self, messages: int, wakeup: int) -> None:
+    def supervise(self, messages: int, wakeup: int) -> None:
         """Serve until the command has ended, and report the exit code."""
         poll = select.poll()
         for source in (self._control.fileno(), messages, wakeup, self._target):
             poll.register(source, select.POLLIN)
         while True:
             ready = dict(poll.poll())
-            if messages in ready and not self.hear(os.read(messages, CHUNK)):
+            if messages in ready and not self.handle_child_message(os.read(messages, CHUNK)):
                 poll.unregister(messages)
-            if self._control.fileno() in ready and not self.obey():
+            if self._control.fileno() in ready and not self.forward_signals():
                 poll.unregister(self._control)
-                end_session(self._pid)
+                kill_session(self._pid)
             if self._target in ready:  # the reference process of the kernel has ended
                 poll.unregister(self._target)
-                end_session(self._pid)
+                kill_session(self._pid)
             if wakeup in ready:
                 os.read(wakeup, 4096)
                 ended_pid, status = os.waitpid(self._pid, os.WNOHANG)
                 if ended_pid:
                     break
         if (message := os.read(messages, CHUNK)) != READY:
-            self.hear(message)
+            self.handle_child_message(message)
         code = os.waitstatus_to_exitcode(status)
         exit_status = {"exit_code": code if code >= 0 else 128 - code}
-        tell(self._control, self._failure or exit_status)
+        send_answer(self._control, self._failure or exit_status)
 
-    def hear(self, message: bytes) -> bool:
+    def handle_child_message(self, message: bytes) -> bool:
         """Handle a message of the command: it is ready, failed, or was executed."""
         if message == READY:
-            self.let_in()
+            self.admit_child()
         elif message:
             self._failure = json.loads(message)
         elif not self._failure and not self._is_reported:
-            tell(self._control, {"pid": self._pid})
+            send_answer(self._control, {"pid": self._pid})
             self._is_reported = True
         return bool(message)
 
-    def let_in(self) -> None:
+    def admit_child(self) -> None:
         """Add the command to the kernel's cgroups and let it continue."""
         try:
             for group in self._groups:
@@ -142,10 +149,10 @@ class ExecParent:
                 raise ProcessLookupError(3, "its process has ended")
             os.write(self._go_write, READY)
         except OSError as error:
-            self._failure = reason("kernel", error)
+            self._failure = describe_failure("kernel", error)
             os.kill(self._pid, signal.SIGKILL)
 
-    def obey(self) -> bool:
+    def forward_signals(self) -> bool:
         """Deliver the requested signals; return False once the client has disconnected."""
         try:
             chunk = self._control.recv(CHUNK)
@@ -160,12 +167,14 @@ class ExecParent:
         return bool(chunk)
 
 
-def end_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
     """Kill a session; its leader is not reaped yet, so its id cannot be reused."""
     os.kill(leader, signal.SIGKILL)
     for _ in range(KILL_ROUNDS):
         alive = [
-            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_in(pid, leader)
+            pid
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+            if is_in_session(pid, leader)
         ]
         if not alive:
             return
@@ -174,7 +183,7 @@ def end_session(leader: int) -> None:
                 descriptor = os.pidfd_open(pid)
             except OSError:
                 continue
-            if is_in(pid, leader):
+            if is_in_session(pid, leader):
                 try:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 except ProcessLookupError:
@@ -189,10 +198,10 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def is_in(pid: int, session: int) -> bool:
+def is_in_session(pid: int, session: int) -> bool:
     """Return whether a process belongs to a session and has not ended."""
     try:
-        fields = stat_of(pid)
+        fields = read_stat_fields(pid)
     except (OSError, IndexError):
         return False
     return fields[0] not in "ZX" and int(fields[3]) == session

@@ -46,12 +46,12 @@ LIMITS = {
 }
 """Names of limits in `/proc/PID/limits` (proc(5)) and in `resource`."""
 LIMIT_COLUMN = 26
-MOST_ENV = 4 << 20
+MAX_ENV = 4 << 20
 READY = b"r"
 """The message for "root's rights are dropped" and "the command was let in"."""
 
 
-def reason(step: str, error: Exception) -> dict[str, Any]:
+def describe_failure(step: str, error: Exception) -> dict[str, Any]:
     """Return the failure of a step as JSON."""
     return {"step": step, "errno": getattr(error, "errno", 0) or 0, "why": str(error)}
 
@@ -72,20 +72,20 @@ class Target:
             with open(path, "rb") as file:
                 if pid not in map(int, file):
                     raise ProcessLookupError(3, "its process has left it")
-        if status_of(pid)["NoNewPrivs"] != "1":
+        if read_status(pid)["NoNewPrivs"] != "1":
             raise PermissionError(1, "its process could gain privileges")
-        self.status = status_of(pid)  # it could not gain privileges before
+        self.status = read_status(pid)  # it could not gain privileges before
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
         with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
             self.last_capability = int(file.read())
         self.cores = os.sched_getaffinity(pid)
-        self.namespaces = other_namespaces(pid)
-        self.limits = limits_of(pid)
+        self.namespaces = differing_namespaces(pid)
+        self.limits = read_limits(pid)
         self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
         with open(f"/proc/{pid}/oom_score_adj", errors="replace") as file:
             self.oom_score_adj = file.read()
         with open(f"/proc/{pid}/environ", "rb") as file:
-            pairs = [p.partition(b"=") for p in file.read(MOST_ENV).split(b"\0") if b"=" in p]
+            pairs = [p.partition(b"=") for p in file.read(MAX_ENV).split(b"\0") if b"=" in p]
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         self.env |= {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
         self.folder = os.readlink(f"/proc/{pid}/cwd")
@@ -99,7 +99,7 @@ class Target:
         signal.pidfd_send_signal(self.pidfd, 0)  # still the same process
 
 
-def target_of(request: dict[str, Any]) -> Target:
+def find_target(request: dict[str, Any]) -> Target:
     """Return the first process of the kernel whose rights a command can take over.
 
     Raises:
@@ -114,7 +114,7 @@ def target_of(request: dict[str, Any]) -> Target:
     raise failure
 
 
-def lend(streams: list[int], target: Target, *, is_terminal: bool) -> None:
+def lend_streams(streams: list[int], target: Target, *, is_terminal: bool) -> None:
     """Allow the kernel's user to open the streams by name (/dev/stdout, /dev/tty)."""
     if os.geteuid() != 0:
         return
@@ -124,7 +124,7 @@ def lend(streams: list[int], target: Target, *, is_terminal: bool) -> None:
             os.fchmod(stream, 0o620)
 
 
-def become(
+def exec_as_target(
     request: dict[str, Any],
     target: Target,
     streams: list[int],
@@ -150,26 +150,26 @@ def become(
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         step = "user"
-        drop(target, libc)
+        drop_rights(target, libc)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.write(messages, READY)
         if not os.read(go, 1) or os.getppid() != parent_pid:
             os._exit(127)
         step = "cpus"
         os.sched_setaffinity(0, target.cores)
-        take_limits(target.limits)
+        set_limits(target.limits)
         step = "working_dir"
-        go_to(request["working_dir"], target.folder)
+        change_folder(request["working_dir"], target.folder)
         reset_signals()
         step = "command"
         execute(request["command"], target.env | request["env"])
     except Exception as error:
-        os.write(messages, json.dumps(reason(step, error)).encode())
+        os.write(messages, json.dumps(describe_failure(step, error)).encode())
     finally:
         os._exit(127)
 
 
-def limits_of(pid: int) -> dict[int, tuple[int, int]]:
+def read_limits(pid: int) -> dict[int, tuple[int, int]]:
     """Return a process's soft and hard limits, by resource number."""
     limits = {}
     with open(f"/proc/{pid}/limits", errors="replace") as file:
@@ -183,19 +183,19 @@ def limits_of(pid: int) -> dict[int, tuple[int, int]]:
     return limits
 
 
-def take_limits(limits: dict[int, tuple[int, int]]) -> None:
+def set_limits(limits: dict[int, tuple[int, int]]) -> None:
     """Set limits; lower limits of this process stay, since only root could raise them."""
     for number, limit in limits.items():
-        hard = lower(limit[1], resource.getrlimit(number)[1])
-        resource.setrlimit(number, (lower(limit[0], hard), hard))
+        hard = lower_limit(limit[1], resource.getrlimit(number)[1])
+        resource.setrlimit(number, (lower_limit(limit[0], hard), hard))
 
 
-def lower(limit: int, other_limit: int) -> int:
+def lower_limit(limit: int, other_limit: int) -> int:
     """Return the lower of two limits; either may be infinite."""
     return min(limit, other_limit, key=lambda value: (value == resource.RLIM_INFINITY, value))
 
 
-def go_to(requested: str | None, folder: str) -> None:
+def change_folder(requested: str | None, folder: str) -> None:
     """Change to the requested folder, or to the kernel's own, which may be gone."""
     if requested:
         os.chdir(requested)
@@ -206,7 +206,7 @@ def go_to(requested: str | None, folder: str) -> None:
         os.chdir("/")
 
 
-def other_namespaces(target: int) -> int:
+def differing_namespaces(target: int) -> int:
     """Return the namespaces of a process that differ from ours, as flags of setns(2)."""
     flags = 0
     for name, flag in NAMESPACES.items():
@@ -215,7 +215,7 @@ def other_namespaces(target: int) -> int:
     return flags
 
 
-def drop(target: Target, libc: ctypes.CDLL) -> None:
+def drop_rights(target: Target, libc: ctypes.CDLL) -> None:
     """Switch to the user and bounds of a process; no right of root's remains."""
     if os.geteuid() == 0:
         bounds = int(target.status["CapBnd"], 16)
@@ -233,14 +233,14 @@ def drop(target: Target, libc: ctypes.CDLL) -> None:
         raise PermissionError(1, f"cannot become user {target.uid}")
 
 
-def status_of(pid: int) -> dict[str, str]:
+def read_status(pid: int) -> dict[str, str]:
     """Return the fields of `/proc/PID/status`."""
     with open(f"/proc/{pid}/status", errors="replace", newline="\n") as file:
         pairs = [line.partition(":") for line in file]
     return {name: value.strip() for name, _, value in pairs}
 
 
-def stat_of(pid: int) -> list[str]:
+def read_stat_fields(pid: int) -> list[str]:
     """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
     with open(f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
 
 _NOT_FOUND = frozenset(
@@ -21,10 +21,10 @@ _NOT_FOUND = frozenset(
 )
 
 
-def refusal_of(command: str, number: int, reason: str) -> RequestError | None:
+def command_refusal(command: str, number: int, reason: str) -> RequestError | None:
     """Return the refusal of a command that could not be executed, None for other causes."""
     if number in _NOT_FOUND:
-        return CommandNotFound(f"command {shortened(command)}: {reason}")
+        return CommandNotFound(f"command {quote_untrusted(command)}: {reason}")
     if number == errno.E2BIG:
         return InvalidRequest([Problem("command", f"too long with its environment: {reason}")])
     return None

@@ -20,8 +20,8 @@ import msgspec
 
 from agentd.errors import RuntimeUnavailable
 
-_MOST_BYTES = 1 << 20
-PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+_MAX_BYTES = 1 << 20
+TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 """Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
@@ -53,16 +53,16 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             return False
         return True
 
-    def exposure(self) -> str:
+    def exposure_problem(self) -> str:
         """Return why others can look into the folder, empty if they cannot."""
         mode = stat.S_IMODE(self.path.lstat().st_mode)
         return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
 
-    def is_taken(self) -> bool:
+    def path_exists(self) -> bool:
         """Return whether anything exists at its path."""
         return os.path.lexists(self.path)
 
-    def opened(self, name: str, flags: int) -> int:
+    def open_file(self, name: str, flags: int) -> int:
         """Open a file of the folder.
 
         Raises:
@@ -99,7 +99,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
 
     def write(self, name: str, text: str) -> None:
         """Create a file."""
-        descriptor = self.opened(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        descriptor = self.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -117,11 +117,11 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             OSError: a temporary failure.
         """
         try:
-            return self.content(name)
+            return self.read_strict(name)
         except Unreadable:
             return ""
 
-    def content(self, name: str) -> str | None:
+    def read_strict(self, name: str) -> str | None:
         """Return a file's text, None if it does not exist.
 
         Raises:
@@ -129,7 +129,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             OSError: a temporary failure.
         """
         try:
-            descriptor = self.opened(name, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = self.open_file(name, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         path = self.path / name
@@ -138,7 +138,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             if not stat.S_ISREG(status.st_mode):
                 raise Unreadable(errno.EINVAL, "is not a regular file", str(path))
             with _errors_as_unreadable(path):
-                raw = os.read(descriptor, min(status.st_size, _MOST_BYTES))
+                raw = os.read(descriptor, min(status.st_size, _MAX_BYTES))
         finally:
             os.close(descriptor)
         return raw.decode(errors="replace")
@@ -166,12 +166,12 @@ def _errors_as_unreadable(path: Path) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        if error.errno in PASSING:
+        if error.errno in TEMPORARY_ERRORS:
             raise
         raise Unreadable(error.errno, error.strerror, str(path)) from None
 
 
-def names_in(folder: Path) -> set[str]:
+def list_names(folder: Path) -> set[str]:
     """Return the names in a folder, none if it does not exist."""
     try:
         return {path.name for path in folder.iterdir()}
@@ -180,7 +180,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def looking() -> Iterator[None]:
+def os_errors_as_unavailable() -> Iterator[None]:
     """Raise `RuntimeUnavailable` if processes or folders cannot be inspected."""
     try:
         yield

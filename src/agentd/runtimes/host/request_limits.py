@@ -24,7 +24,7 @@ HOST_MEMBERS = frozenset(
 """Members that these runtimes carry out; `image` is ignored and in `not_enforced`."""
 
 
-def options_of(spec: KernelSpec) -> HostOptions:
+def host_options(spec: KernelSpec) -> HostOptions:
     """Return the options of a request."""
     return msgspec.convert(spec.options, HostOptions)
 
@@ -33,7 +33,7 @@ def host_problems(
     spec: KernelSpec, runtime: str, user: str | None, pids_limit: int, ceilings: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the problems of a request; without a `user` each kernel has a user of its own."""
-    options = options_of(spec)
+    options = host_options(spec)
     if not spec.command:
         yield Problem("command", f"is empty; the {runtime} runtime requires a command")
     if (options.pids_limit or 0) > pids_limit:

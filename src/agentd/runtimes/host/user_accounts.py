@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agentd.concurrency import asking
+from agentd.concurrency import thread_waiting_for
 from agentd.errors import InvalidRequest, Problem
 
 
@@ -33,16 +33,16 @@ class UserAccounts(msgspec.Struct, frozen=True):
     own: Mapping[str, UserAccount] = {}
     is_user: bool = False
 
-    def of_agent(self, agent_id: str) -> UserAccount | None:
+    def account_for(self, agent_id: str) -> UserAccount | None:
         """Return the user account of an agent's kernels."""
         return self.own.get(agent_id, self.default)
 
-    def name_of_agent(self, agent_id: str) -> str | None:
+    def user_for(self, agent_id: str) -> str | None:
         """Return the name of the user account of an agent's kernels."""
-        account = self.of_agent(agent_id)
+        account = self.account_for(agent_id)
         return account.name if account is not None else None
 
-    def has_own(self, agent_id: str) -> bool:
+    def has_own_account(self, agent_id: str) -> bool:
         """Return whether no other agent's kernels run as this agent's user."""
         account = self.own.get(agent_id)
         others = [other.uid for agent, other in self.own.items() if agent != agent_id]
@@ -56,7 +56,7 @@ def find_account(user: str, where: str) -> UserAccount:
     Raises:
         InvalidRequest: the account does not exist.
     """
-    with asking(f"user {user!r} of {where}"):
+    with thread_waiting_for(f"user {user!r} of {where}"):
         try:
             entry = pwd.getpwnam(user)
         except KeyError:

@@ -18,10 +18,10 @@ from typing import Annotated
 
 import msgspec
 
-from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, required_record
+from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, require_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.host.private_folder import PrivateFolder, names_in
+from agentd.runtimes.host.private_folder import PrivateFolder, list_names
 from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
@@ -60,7 +60,7 @@ class Bundle(PrivateFolder, frozen=True):
     """One bundle; `path` may have been renamed or removed."""
 
     @contextmanager
-    def made(self, record: str) -> Iterator[int]:
+    def create(self, record: str) -> Iterator[int]:
         """Create the bundle and hold its lock, which a shim inherits.
 
         Raises:
@@ -69,7 +69,7 @@ class Bundle(PrivateFolder, frozen=True):
         """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)  # removed while agentd runs
         self.path.mkdir(mode=0o700)
-        descriptor = self.opened(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
             fcntl.fcntl(descriptor, F_OFD_SETLK, request)
@@ -88,7 +88,7 @@ class Bundle(PrivateFolder, frozen=True):
             OSError: a temporary failure.
         """
         try:
-            descriptor = self.opened(LOCK, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = self.open_file(LOCK, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         try:
@@ -98,12 +98,12 @@ class Bundle(PrivateFolder, frozen=True):
         finally:
             os.close(descriptor)
 
-    def has_strangers(self) -> bool:
+    def has_foreign_files(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
         own_names = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
-        return any(not name.startswith(f"{LOG}.") for name in names_in(self.path) - own_names)
+        return any(not name.startswith(f"{LOG}.") for name in list_names(self.path) - own_names)
 
-    def record(self) -> str:
+    def read_record(self) -> str:
         """Return the record.
 
         Raises:
@@ -111,15 +111,15 @@ class Bundle(PrivateFolder, frozen=True):
             Unreadable: it is there and cannot be read.
             OSError: a temporary failure.
         """
-        return required_record(self.content(RECORD))
+        return require_record(self.read_strict(RECORD))
 
-    def identity(self) -> ShimIdentity | None:
+    def read_identity(self) -> ShimIdentity | None:
         """Return the identity of the kernel, None if it is missing or unreadable."""
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(self.read(IDENTITY) or "", type=ShimIdentity)
         return None
 
-    def ending(self) -> Ending | None:
+    def read_ending(self) -> Ending | None:
         """Return how the kernel ended, None if that is missing or unreadable."""
         with suppress(msgspec.DecodeError, RecordError):
             ending = msgspec.json.decode(self.read(EXIT) or "", type=Ending)

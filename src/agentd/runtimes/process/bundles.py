@@ -16,17 +16,17 @@ from agentd.core.kernel.record import (
     MissingRecordError,
     RecordError,
     require_owner,
-    required_record,
+    require_record,
 )
 from agentd.core.kernel.states import Ending, ObservedState
-from agentd.core.names import checked, is_name, name_or_empty
+from agentd.core.names import is_name, name_or_empty, validate_name
 from agentd.errors import RuntimeFailure
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
-from agentd.runtimes.host.private_folder import TRASH, Unreadable, names_in
+from agentd.runtimes.host.private_folder import TRASH, Unreadable, list_names
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
-from agentd.runtimes.process.proof import Proof
+from agentd.runtimes.process.proof import KernelProcesses
 from agentd.runtimes.process.shim import SHIM_BYTE
 
 log = structlog.get_logger()
@@ -50,7 +50,7 @@ class Bundles(msgspec.Struct, frozen=True):
 
     def bundle(self, kernel_id: str) -> Bundle:
         """Return a kernel's bundle, which need not exist."""
-        return Bundle(self.folder / checked(kernel_id))
+        return Bundle(self.folder / validate_name(kernel_id))
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
         """Return a kernel's cgroup, which need not exist; None without cgroups."""
@@ -58,26 +58,26 @@ class Bundles(msgspec.Struct, frozen=True):
             return None
         return self.cgroups.group(kernel_name(self.node_id, kernel_id))
 
-    def proof(self, kernel_id: str) -> Proof:
+    def proof(self, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel."""
         return self._inspect(self.bundle(kernel_id), kernel_id)
 
-    def _inspect(self, bundle: Bundle, kernel_id: str) -> Proof:
+    def _inspect(self, bundle: Bundle, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel whose bundle may be set aside."""
         last = self.identities.get(kernel_id)
-        return Proof(bundle, self.cgroup(kernel_id), self.boot_id, last)
+        return KernelProcesses(bundle, self.cgroup(kernel_id), self.boot_id, last)
 
-    def account(self, kernel_id: str) -> CgroupCounters:
+    def counters(self, kernel_id: str) -> CgroupCounters:
         """Return the counters of a kernel's cgroup, empty without one."""
         if self.cgroups is None:
             return CgroupCounters()
-        return self.cgroups.account(kernel_name(self.node_id, kernel_id))
+        return self.cgroups.counters(kernel_name(self.node_id, kernel_id))
 
-    def listing(self) -> Listing:
+    def list_kernels(self) -> Listing:
         """Return every kernel, and the remains of others."""
-        names = {name for name in names_in(self.folder) if is_name(name)}
+        names = {name for name in list_names(self.folder) if is_name(name)}
         names |= self._kernel_cgroups().keys() | self.identities.keys()
-        observed = [self.observed(name) for name in sorted(names)]
+        observed = [self.observe(name) for name in sorted(names)]
         kernels = tuple(item for item in observed if item is not None)
         proved_ids = {i.kernel_id for i in kernels if i.handle or not i.is_unreadable}
         return Listing(kernels, tuple(self._find_leftovers(proved_ids)))
@@ -92,14 +92,14 @@ class Bundles(msgspec.Struct, frozen=True):
         return {name: group for name, group in group_by_kernel.items() if is_name(name)}
 
     def _find_leftovers(self, listed: set[str]) -> Iterator[Leftover]:
-        for name in sorted(names_in(self.folder)):
+        for name in sorted(list_names(self.folder)):
             kernel_id = name.removeprefix(TRASH)
             if kernel_id not in listed:
                 yield Leftover(kernel_id, f"folder {name}")
         for kernel_id in sorted(self._kernel_cgroups().keys() - listed):
             yield Leftover(kernel_id, f"cgroup of kernel {kernel_id}")
 
-    def observed(self, kernel_id: str) -> ObservedKernel | None:
+    def observe(self, kernel_id: str) -> ObservedKernel | None:
         """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
         proof, unreadable_reason = self.proof(kernel_id), ""
@@ -118,7 +118,7 @@ class Bundles(msgspec.Struct, frozen=True):
             except Unreadable as error:
                 problem, is_own = str(error), self._is_own(bundle)
                 unreadable_reason = "" if statement else problem  # the label has its devices
-        if not is_own and not proof.is_grouped:
+        if not is_own and not proof.has_cgroup_members:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
             self.identities.pop(kernel_id, None)
@@ -133,7 +133,7 @@ class Bundles(msgspec.Struct, frozen=True):
             handle=handle,
             state=state,
             record=record,
-            statement=statement,
+            device_label=statement,
             started_at=proof.started_at(),
             ending=ending,
             pid=int(handle) if handle else None,
@@ -151,7 +151,7 @@ class Bundles(msgspec.Struct, frozen=True):
         """
         bundle = self.bundle(kernel_id)
         try:
-            record = bundle.record() if is_bundle else required_record(None)
+            record = bundle.read_record() if is_bundle else require_record(None)
             require_owner(record, self.node_id, kernel_id)
         except MissingRecordError:
             return "", "", self._is_own(bundle)
@@ -159,7 +159,7 @@ class Bundles(msgspec.Struct, frozen=True):
             return "", str(error), False
         except RecordError as error:
             return "", str(error), self._is_own(bundle)
-        return record, bundle.exposure(), True
+        return record, bundle.exposure_problem(), True
 
     def _is_own(self, bundle: Bundle) -> bool:
         """Return whether a bundle without a readable record is the kernel's own.
@@ -167,59 +167,59 @@ class Bundles(msgspec.Struct, frozen=True):
         A shim holds its lock, or may do so, which is true of no copy, or it has no foreign files.
         """
         try:
-            return bundle.is_locked(SHIM_BYTE) or not bundle.has_strangers()
+            return bundle.is_locked(SHIM_BYTE) or not bundle.has_foreign_files()
         except Unreadable:
             return True
 
-    async def take_away(self, kernel_id: str) -> bool:
+    async def remove_bundle(self, kernel_id: str) -> bool:
         """Remove the bundle of a dead kernel; return False if the kernel has come alive."""
         bundle = self.bundle(kernel_id)
         trash = Bundle(self.folder / f"{TRASH}{kernel_id}")
-        await self.clear(trash)
+        await self.remove_trash(trash)
         try:
             bundle.path.rename(trash.path)
         except FileNotFoundError:
-            await self.clear(trash)
+            await self.remove_trash(trash)
             return True
         except OSError as error:
             raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
         with suppress(Unreadable):  # it was proved to have ended before
-            if self._inspect(trash, kernel_id).lives:
+            if self._inspect(trash, kernel_id).is_running:
                 trash.path.rename(bundle.path)
                 return False
         self.identities.pop(kernel_id, None)
-        await reach("delete.after_rename")
-        await self.clear(trash)
+        await hit_async("delete.after_rename")
+        await self.remove_trash(trash)
         return True
 
-    async def clear_all(self) -> None:
+    async def recover_trash(self) -> None:
         """Remove bundles that a daemon set aside before it died; restore those of live kernels."""
-        for name in names_in(self.folder):
+        for name in list_names(self.folder):
             kernel_id = name.removeprefix(TRASH)
             if name == kernel_id or not is_name(kernel_id):
                 continue
             trash = Bundle(self.folder / name)
             try:
-                lives = self._inspect(trash, kernel_id).lives
+                lives = self._inspect(trash, kernel_id).is_running
             except Unreadable as error:
                 log.warning("runtime.leftover_unreadable", reason=str(error))
                 continue
-            if lives and not self.bundle(kernel_id).is_taken():
+            if lives and not self.bundle(kernel_id).path_exists():
                 trash.path.rename(self.folder / kernel_id)
             elif not lives:
-                await self.clear(trash)
+                await self.remove_trash(trash)
 
-    async def clear(self, trash: Bundle) -> None:
+    async def remove_trash(self, trash: Bundle) -> None:
         """Remove the remains of a kernel whose bundle was set aside."""
         if (cgroup := self.cgroup(trash.path.name.removeprefix(TRASH))) is not None:
             await cgroup.remove()
-            await reach("delete.after_group")
+            await hit_async("delete.after_group")
         trash.remove()
 
 
-def _unreadable_state(proof: Proof, reason: str) -> tuple[ObservedState, Ending]:
+def _unreadable_state(proof: KernelProcesses, reason: str) -> tuple[ObservedState, Ending]:
     """Return the state of a kernel with an unreadable bundle: running, unless its end is proved."""
     with suppress(Unreadable):
-        if not proof.lives:
+        if not proof.is_running:
             return ObservedState.EXITED, Ending(reason=f"its exit status cannot be read: {reason}")
     return ObservedState.RUNNING, Ending()

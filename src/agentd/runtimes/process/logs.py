@@ -13,13 +13,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.errors import Problem
 from agentd.runtimes.process.bundle import Bundle
 from agentd.services.protocols import LogQuery, LogStream
 
 _CHUNK_BYTES = 64 * 1024
-PAUSE_S = 0.2
+POLL_S = 0.2
 """Seconds between polls of a followed file."""
 TAIL_BYTES = 16 << 20
 """Maximum bytes searched for the last lines; earlier output counts as old."""
@@ -172,24 +172,24 @@ async def read_log(
     reader = LogReader(path)
     try:
         follows = is_alive = await asyncio.to_thread(is_running)
-        remaining = await to_the_end(
+        remaining = await complete_shielded(
             asyncio.to_thread(reader.open, tail)
         )  # all of it if nothing runs
         while True:
-            while chunk := await to_the_end(asyncio.to_thread(reader.read)):
+            while chunk := await complete_shielded(asyncio.to_thread(reader.read)):
                 yield chunk if follows else chunk[:remaining]
                 remaining -= len(chunk)
                 if remaining <= 0 and not follows:
                     return
             if not is_alive:
                 return
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(POLL_S)
             is_alive = await asyncio.to_thread(is_running)
     finally:
         reader.close()
 
 
-def unkept(query: LogQuery) -> Iterator[Problem]:
+def query_problems(query: LogQuery) -> Iterator[Problem]:
     """Yield the parts of a query that this runtime cannot answer."""
     if query.since_ns:
         yield Problem("since", "the process runtime does not record times")

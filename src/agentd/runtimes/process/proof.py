@@ -32,11 +32,11 @@ from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import (
     Proc,
     all_processes,
-    children,
-    descendants,
+    find_descendants,
+    kill_matching,
+    process_started_at,
+    read_children,
     read_stat,
-    started_at,
-    strike,
 )
 from agentd.runtimes.host.private_folder import Unreadable
 from agentd.runtimes.process.bundle import IDENTITY, LOCK, Bundle, ShimIdentity
@@ -52,7 +52,7 @@ _MAX_PASSES_ALONE = 20
 """Passes in a row that may find a shim without a kernel: about two seconds."""
 
 
-class Proof:
+class KernelProcesses:
     """The evidence about one kernel; `boot_id` is the current boot.
 
     `last` is the identity by which the kernel was last proved to live.
@@ -74,17 +74,17 @@ class Proof:
     @cached_property
     def identity(self) -> ShimIdentity | None:
         """The shim's record, of any boot."""
-        return self._bundle.identity() or self._last
+        return self._bundle.read_identity() or self._last
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """Whether anything proves that the kernel lives at this moment.
 
         Raises:
             Unreadable: that is unknown, because its bundle cannot be used.
             OSError: a temporary failure.
         """
-        return self.is_grouped or self._leader is not None or self._is_locked(COMMAND_BYTE)
+        return self.has_cgroup_members or self._leader is not None or self._is_locked(COMMAND_BYTE)
 
     def _is_locked(self, byte: int) -> bool:
         try:
@@ -101,7 +101,7 @@ class Proof:
         return identity if identity is not None and identity.shim == self._shim else None
 
     @property
-    def is_grouped(self) -> bool:
+    def has_cgroup_members(self) -> bool:
         """Whether the kernel's cgroup, which bears this node's name, has members."""
         return bool(self._cgroup_members())
 
@@ -164,13 +164,13 @@ class Proof:
         if self.identity is not None:
             return self.identity.started_at
         handle = self.handle()
-        return started_at(int(handle)) if handle else None
+        return process_started_at(int(handle)) if handle else None
 
     def state(self) -> tuple[ObservedState, Ending]:
         """Return the state of the kernel, and its ending if it has ended."""
-        if self.lives:
+        if self.is_running:
             return ObservedState.RUNNING, Ending()
-        if (ending := self._bundle.ending()) is not None:
+        if (ending := self._bundle.read_ending()) is not None:
             identity = self.identity
             if ending.reason and identity is not None and identity.boot_id != self._boot_id:
                 ending = replace(ending, reason="the node restarted")
@@ -194,7 +194,7 @@ class Proof:
         """
         processes = list(all_processes())
         shim, leader = self._shim, self._leader
-        pids = descendants([shim.pid], processes) if shim else set[int]()
+        pids = find_descendants([shim.pid], processes) if shim else set[int]()
         pids |= self._cgroup_members()
         return [
             Proc(stat.pid, stat.start_time)
@@ -202,12 +202,12 @@ class Proof:
             if stat.pid in pids or (leader is not None and stat.session == leader.pid)
         ]
 
-    async def all_ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until nothing proves that the kernel lives."""
-        async for _ in self.looks():
+        async for _ in self.poll_members():
             pass
 
-    async def looks(self) -> AsyncIterator[Sequence[Proc]]:
+    async def poll_members(self) -> AsyncIterator[Sequence[Proc]]:
         """Yield the live processes whenever the previous ones have ended, until none is left.
 
         A kernel that forks and exits without pause has new processes on every pass, or seems to
@@ -215,15 +215,15 @@ class Proof:
         """
         for pause_s in chain(_PASS_PAUSES_S, repeat(_PASS_PAUSES_S[-1])):
             alive = await asyncio.to_thread(self.members)
-            if not alive and not self.lives:
+            if not alive and not self.is_running:
                 return
             yield alive
             for process in alive:
-                await process.ended()
+                await process.wait()
             if (shim := self._shim) is not None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s + _SHIM_ENDS_WITHIN_S):
-                        await shim.ended()
+                        await shim.wait()
             else:
                 await asyncio.sleep(pause_s)
 
@@ -253,14 +253,14 @@ class Proof:
             await asyncio.sleep(0)
         killed: set[int] = set()
         for _ in range(_MAX_KILL_PASSES):
-            if not strike(self._quick_members, killed):
+            if not kill_matching(self._quick_members, killed):
                 return
             await asyncio.sleep(0)
 
     def _quick_members(self) -> set[int]:
         """Return the processes that are known without scanning the whole host."""
         shim = self._shim
-        return self._cgroup_members() | (children(shim.pid) if shim else set())
+        return self._cgroup_members() | (read_children(shim.pid) if shim else set())
 
 
 def _has_open(pid: int, file: Path) -> bool:

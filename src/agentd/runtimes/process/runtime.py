@@ -21,7 +21,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, kernel_name
-from agentd.core.kernel.record import STATEMENT
+from agentd.core.kernel.record import DEVICE_LABEL
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
@@ -32,32 +32,32 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
-from agentd.host.cgroups.usage import counted
+from agentd.host.cgroups.usage import read_usages
 from agentd.host.lookups import Lookups
-from agentd.host.systemd.dbus import Manager
+from agentd.host.systemd.dbus import SystemdManager
 from agentd.plugin_api import Features
-from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
-from agentd.runtimes.host.private_folder import Unreadable, looking
-from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_problems, options_of
+from agentd.runtimes.host.exec import ExecTarget, exec_unit_name, start_host_exec
+from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
+from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_options, host_problems
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
-from agentd.runtimes.process.logs import read_log, unkept
+from agentd.runtimes.process.logs import query_problems, read_log
 from agentd.runtimes.process.spawn import (
-    failure,
-    group_ids,
-    order_of,
-    own_name,
-    spawn,
-    spawn_unit,
+    daemon_user_name,
+    resolve_group_ids,
+    shim_request,
+    spawn_shim,
+    spawn_shim_unit,
+    start_error,
 )
-from agentd.services.protocols import CreateProgress, LogQuery, Session, Support, Undone
+from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
 
 log = structlog.get_logger()
 
-REMOVE_TRIES = 10
+MAX_REMOVE_ATTEMPTS = 10
 WATCH_PAUSE_S = 1.0
 
 
@@ -77,7 +77,7 @@ class ProcessRuntime:
         settings: ProcessSettings,
         accounts: UserAccounts,
         cgroups: Cgroups | None,
-        manager: Manager | None = None,
+        manager: SystemdManager | None = None,
     ) -> None:
         """Create the runtime; `manager` starts shims as units, and is closed with this."""
         self._manager = manager
@@ -103,10 +103,10 @@ class ProcessRuntime:
         if self._manager is not None:
             await self._manager.close()
 
-    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        settings, user = self._settings, self._user_accounts.name_of_agent(spec.agent_id) or ""
+    async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
+        settings, user = self._settings, self._user_accounts.user_for(spec.agent_id) or ""
         if spec.user is not None and not user:
-            user = await self._lookups.look("the user database", own_name)
+            user = await self._lookups.call("the user database", daemon_user_name)
         ceilings = settings.pids_limit, settings.ulimits
         return list(host_problems(spec, "process", user, *ceilings))
 
@@ -116,8 +116,8 @@ class ProcessRuntime:
             "image": spec.image is not None,
             "mem": MEMORY not in controllers,
             "pids_limit": PIDS not in controllers,
-            "separation": not self._user_accounts.has_own(spec.agent_id),
-            STATEMENT: self._cgroups is None or not self._cgroups.keeps_attributes,
+            "separation": not self._user_accounts.has_own_account(spec.agent_id),
+            DEVICE_LABEL: self._cgroups is None or not self._cgroups.keeps_attributes,
         }
         return Support(
             Features(self.name),
@@ -129,7 +129,7 @@ class ProcessRuntime:
         bundle = self._bundles.bundle(ref.kernel_id)
         _refuse_unsupported_edits(plan.edits)
         progress(KernelState.CREATING)
-        if bundle.is_taken():
+        if bundle.path_exists():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
             return await self._start(plan, bundle)
@@ -139,21 +139,21 @@ class ProcessRuntime:
                 reason = f"{error.filename or bundle.path}: {error.strerror}"
                 raise RuntimeFailure(reason) from error
             if isinstance(error, asyncio.CancelledError):
-                raise Undone from error
+                raise CreateUndone from error
             raise
 
     async def _start(self, plan: KernelPlan, bundle: Bundle) -> ObservedKernel:
-        with bundle.made(plan.record) as lock:
-            await reach("create.after_record")
+        with bundle.create(plan.record) as lock:
+            await hit_async("create.after_record")
             cgroup = self._create_cgroup(plan)
-            await reach("create.after_group")
+            await hit_async("create.after_group")
             groups = await self._group_ids(plan)
-            request = order_of(
+            request = shim_request(
                 plan,
                 folder=bundle.path,
                 boot_id=self._boot_id,
                 settings=self._settings,
-                account=self._user_accounts.of_agent(plan.spec.agent_id),
+                account=self._user_accounts.account_for(plan.spec.agent_id),
                 cgroup=cgroup,
                 groups=groups,
             )
@@ -163,9 +163,9 @@ class ProcessRuntime:
             except asyncio.CancelledError:
                 await asyncio.wait([spawn_task])
                 raise
-        await reach("create.after_spawn")
+        await hit_async("create.after_spawn")
         if "pid" not in answer:
-            raise failure(plan, answer)
+            raise start_error(plan, answer)
         self._watch(plan.spec.kernel_id)
         if (kernel := await self.find(KernelRef(plan.spec.kernel_id))) is None:
             raise RuntimeFailure(f"{bundle.path} was removed during the start of its kernel")
@@ -177,21 +177,21 @@ class ProcessRuntime:
         Raises:
             RuntimeUnavailable: the lookup does not finish in time.
         """
-        if not plan.edits.groups or self._user_accounts.of_agent(plan.spec.agent_id) is None:
+        if not plan.edits.groups or self._user_accounts.account_for(plan.spec.agent_id) is None:
             return ()
         names = plan.edits.groups
-        return await self._lookups.look("the group database", partial(group_ids, names))
+        return await self._lookups.call("the group database", partial(resolve_group_ids, names))
 
     async def _spawn_shim(
         self, plan: KernelPlan, request: Mapping[str, Any], lock: int
     ) -> dict[str, Any]:
         if self._manager is None:
             try:
-                return await asyncio.to_thread(spawn, request, lock)
+                return await asyncio.to_thread(spawn_shim, request, lock)
             except RuntimeError as error:  # no free process id for a thread
                 raise RuntimeUnavailable(f"the kernel did not start: {error}") from error
         unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
-        return await spawn_unit(self._manager, unit, request, lock)
+        return await spawn_shim_unit(self._manager, unit, request, lock)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
@@ -208,57 +208,57 @@ class ProcessRuntime:
         if self._cgroups is None:
             return None
         cgroup = self._cgroups.group(plan.name)
-        pids = options_of(plan.spec).pids_limit or self._settings.pids_limit
-        attributes = {AGENT: plan.spec.agent_id, DEVICES: plan.statement}
+        pids = host_options(plan.spec).pids_limit or self._settings.pids_limit
+        attributes = {AGENT: plan.spec.agent_id, DEVICES: plan.device_label}
         self._cgroups.create(cgroup, {MEMORY: plan.memory_bytes, PIDS: pids}, attributes)
         return cgroup
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
-        with looking():
+        with os_errors_as_unavailable():
             proof = self._bundles.proof(ref.kernel_id)
-            if not proof.lives:
+            if not proof.is_running:
                 return
             grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
             if grace_s > 0:
                 proof.terminate()
-                await reach("stop.after_term")
+                await hit_async("stop.after_term")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
-                        await proof.all_ended()
-            async for alive in proof.looks():
+                        await proof.wait_ended()
+            async for alive in proof.poll_members():
                 await proof.kill(alive)
-                await reach("stop.after_kill")
+                await hit_async("stop.after_kill")
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
-        for _ in range(REMOVE_TRIES):
+        for _ in range(MAX_REMOVE_ATTEMPTS):
             if unless_alive:
-                with looking():
-                    if self._bundles.proof(ref.kernel_id).lives:
+                with os_errors_as_unavailable():
+                    if self._bundles.proof(ref.kernel_id).is_running:
                         return False
             else:
                 await self.stop(ref, 0)
-            with looking():
-                is_gone = await self._bundles.take_away(ref.kernel_id)
+            with os_errors_as_unavailable():
+                is_gone = await self._bundles.remove_bundle(ref.kernel_id)
             if is_gone:
                 return True  # otherwise its shim was faster
         raise RuntimeFailure(f"kernel {ref.kernel_id} keeps restarting")
 
     async def list(self) -> Listing:
-        with looking():
-            listing = self._bundles.listing()
+        with os_errors_as_unavailable():
+            listing = self._bundles.list_kernels()
         for kernel in listing.kernels:
             self._watch_if_alive(kernel)
         return listing
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
-        with looking():
-            kernel = self._bundles.observed(ref.kernel_id)
+        with os_errors_as_unavailable():
+            kernel = self._bundles.observe(ref.kernel_id)
         self._watch_if_alive(kernel)
         return kernel
 
-    async def follow(self) -> AsyncIterator[str]:
-        with looking():
-            await self._bundles.clear_all()
+    async def watch_events(self) -> AsyncIterator[str]:
+        with os_errors_as_unavailable():
+            await self._bundles.recover_trash()
         self._is_followed = True
         await self.list()
         yield ""
@@ -266,33 +266,33 @@ class ProcessRuntime:
             yield await self._events.get()
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
-        with looking():
+        with os_errors_as_unavailable():
             proof = self._bundles.proof(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
         files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
         target = ExecTarget(members, files)
-        return await start_exec_beside(
-            target, spec, self._manager, exec_unit(self._kernel_name(kernel))
+        return await start_host_exec(
+            target, spec, self._manager, exec_unit_name(self._kernel_name(kernel))
         )
 
     def _kernel_name(self, kernel: Kernel) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
-        accounts = {k.kernel_id: self._bundles.account(k.kernel_id) for k in kernels}
-        return await asyncio.to_thread(counted, accounts)
+        accounts = {k.kernel_id: self._bundles.counters(k.kernel_id) for k in kernels}
+        return await asyncio.to_thread(read_usages, accounts)
 
     async def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        if problems := list(unkept(query)):
+        if problems := list(query_problems(query)):
             raise InvalidRequest(problems)
 
         def is_running() -> bool:
-            return query.follow and self._bundles.proof(ref.kernel_id).lives
+            return query.follow and self._bundles.proof(ref.kernel_id).is_running
 
         path = self._bundles.bundle(ref.kernel_id).path / LOG
         chunks = read_log(path, query.tail, is_running)
         try:
-            with looking():
+            with os_errors_as_unavailable():
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -315,8 +315,8 @@ class ProcessRuntime:
             try:
                 proof = self._bundles.proof(kernel_id)
                 if proof.identity is not None:
-                    await proof.identity.shim.ended()
-                await proof.all_ended()
+                    await proof.identity.shim.wait()
+                await proof.wait_ended()
                 break
             except Unreadable:
                 if not is_reported:  # the reconciler looks at it again by itself

@@ -29,7 +29,7 @@ import time
 SOURCE = os.path.abspath(__file__).rsplit("/", 4)[0]
 if __name__ == "__main__":
     sys.path.append(SOURCE)  # `-I` leaves no path of ours
-from agentd.runtimes.process.shim_output import CHUNK, Output  # noqa: E402 - it needs the line above
+from agentd.runtimes.process.shim_output import CHUNK, KernelOutput  # noqa: E402 - it needs the line above
 
 TYPE_CHECKING = False  # type checkers know this name; importing typing takes 5 ms
 if TYPE_CHECKING:
@@ -44,44 +44,46 @@ SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: the shim lives; its command may run."""
 ENDING_BYTES = 4096
 """Bytes reserved for the exit status before the command runs."""
-STOPPED = "systemd stopped its unit"
+STOPPED_REASON = "systemd stopped its unit"
 PIPE_BYTES = 1 << 20
 """Linux's default for fs.pipe-max-size: the maximum content of a pipe."""
 
 
 def main() -> None:
     """Start the kernel of the request and stay until it has ended."""
-    request = received() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
-    hit = failpoints()
+    request = receive_request() if stat.S_ISSOCK(os.fstat(0).st_mode) else json.load(sys.stdin)
+    hit = load_failpoints()
     os.set_inheritable(request["lock"], False)
-    answer = detached()
+    answer = detach()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
     if request["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
-        signal.signal(signal.SIGTERM, Stop.ask)
+        signal.signal(signal.SIGTERM, Stop.request)
     try:
-        output = Output(request)
-        ending = reserved(request["folder"], "exit.json")
+        output = KernelOutput(request)
+        ending = reserve_file(request["folder"], "exit.json")
     except OSError as error:
-        refuse(answer, "bundle", error)
+        refuse_start(answer, "bundle", error)
     go_read, go_write = os.pipe()
     error_read, error_write = os.pipe()
     try:
         pid = os.fork()
     except OSError as error:
-        refuse(answer, "fork", error)
+        refuse_start(answer, "fork", error)
     if pid == 0:
         os.close(go_write)
-        run(request, libc, output, go_read, error_write)
+        run_command(request, libc, output, go_read, error_write)
     for descriptor in (go_read, error_write, output.writer):
         os.close(descriptor)
     hit("shim.after_fork")
-    identity = described(request, pid)
+    identity = describe_identity(request, pid)
     try:
-        publish(request["folder"], "identity.json", identity, lambda: hit("shim.before_identity"))
+        publish_file(
+            request["folder"], "identity.json", identity, lambda: hit("shim.before_identity")
+        )
         hit("shim.after_identity")
-        lock(request["lock"], COMMAND_BYTE)
+        lock_byte(request["lock"], COMMAND_BYTE)
         os.write(go_write, b"g")
         os.close(go_write)
         hit("shim.after_go")
@@ -91,15 +93,15 @@ def main() -> None:
         failure = json.dumps({"step": "identity", "errno": error.errno}).encode()
     if failure:
         os.waitpid(pid, 0)
-        withdraw(request["folder"], "identity.json")
-        tell(answer, failure)
+        withdraw_file(request["folder"], "identity.json")
+        send_answer(answer, failure)
         os._exit(1)
     hit("shim.before_answer")
-    tell(answer, json.dumps(identity).encode())
-    stay(request, pid, output, ending, wakeup, hit)
+    send_answer(answer, json.dumps(identity).encode())
+    supervise(request, pid, output, ending, wakeup, hit)
 
 
-def received() -> dict[str, Any]:
+def receive_request() -> dict[str, Any]:
     """Receive the request and the lock over a socket, as a unit of systemd must.
 
     systemd would keep a descriptor that is passed as a stream, and with it the lock.
@@ -115,7 +117,7 @@ def received() -> dict[str, Any]:
     return {**json.loads(data), "lock": descriptors[0]}
 
 
-def described(request: dict[str, Any], pid: int) -> dict[str, Any]:
+def describe_identity(request: dict[str, Any], pid: int) -> dict[str, Any]:
     """Return the identity of the kernel: its command, which waits to run, and this shim."""
     return {
         "pid": pid,
@@ -128,13 +130,13 @@ def described(request: dict[str, Any], pid: int) -> dict[str, Any]:
     }
 
 
-def detached() -> int:
+def detach() -> int:
     """Detach from the daemon, which may die at any time; return the descriptor for the answer."""
     try:
         if os.fork():
             os._exit(0)
     except OSError as error:
-        refuse(1, "fork", error)
+        refuse_start(1, "fork", error)
     os.setsid()
     answer = os.dup(1)
     os.set_inheritable(answer, False)
@@ -146,7 +148,7 @@ def detached() -> int:
     return answer
 
 
-def failpoints() -> Callable[[str], None]:
+def load_failpoints() -> Callable[[str], None]:
     """Return a function that visits a failpoint; it does nothing unless a test sets some."""
     if "AGENTD_FAILPOINTS" not in os.environ:
         return lambda _: None
@@ -156,7 +158,7 @@ def failpoints() -> Callable[[str], None]:
     return failpoints.hit
 
 
-def lock(descriptor: int, byte: int) -> None:
+def lock_byte(descriptor: int, byte: int) -> None:
     """Lock one byte of a file for this open file description (struct flock of fcntl(2))."""
     flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     fcntl.fcntl(descriptor, F_OFD_SETLK, flock)
@@ -165,22 +167,22 @@ def lock(descriptor: int, byte: int) -> None:
 class Stop:
     """The stop of the kernel by systemd: TERM, then KILL after the timeout."""
 
-    asked_at = 0.0
+    requested_at = 0.0
 
     @classmethod
-    def ask(cls, *_: object) -> None:
+    def request(cls, *_: object) -> None:
         """Record that systemd stops the shim's unit, for example at shutdown."""
-        cls.asked_at = cls.asked_at or time.monotonic()
+        cls.requested_at = cls.requested_at or time.monotonic()
 
     def __init__(self, request: dict[str, Any], leader: int) -> None:
         self._request, self.leader = request, leader
         self._is_term_sent = False
 
-    def look(self) -> int | None:
+    def send_due_signal(self) -> int | None:
         """Send a signal that is due; return the milliseconds until the next check."""
-        if not self.asked_at:
+        if not self.requested_at:
             return None
-        remaining_s = self.asked_at + self._request["stop_timeout"] - time.monotonic()
+        remaining_s = self.requested_at + self._request["stop_timeout"] - time.monotonic()
         if not self._is_term_sent:
             self._is_term_sent = True
             self._send(signal.SIGTERM)
@@ -213,7 +215,9 @@ def child_signals() -> int:
     return reader
 
 
-def run(request: dict[str, Any], libc: ctypes.CDLL, output: Output, go: int, failure: int) -> None:
+def run_command(
+    request: dict[str, Any], libc: ctypes.CDLL, output: KernelOutput, go: int, failure: int
+) -> None:
     """Become the command in the child, once the shim allows it."""
     step = "start"
     try:
@@ -277,10 +281,10 @@ def execute(command: list[str], env: dict[str, str]) -> None:
     raise failure
 
 
-def stay(
+def supervise(
     request: dict[str, Any],
     leader: int,
-    output: Output,
+    output: KernelOutput,
     ending: int,
     wakeup: int,
     hit: Callable[[str], None],
@@ -292,8 +296,12 @@ def stay(
     poll.register(output.reader, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
     while True:
-        ready = dict(poll.poll(stop.look()))
-        if output.reader in ready and not output.take() and ready[output.reader] & select.POLLHUP:
+        ready = dict(poll.poll(stop.send_due_signal()))
+        if (
+            output.reader in ready
+            and not output.copy_chunk()
+            and ready[output.reader] & select.POLLHUP
+        ):
             poll.unregister(output.reader)
         if wakeup not in ready:
             continue
@@ -305,7 +313,7 @@ def stay(
         except ChildProcessError:
             break
     remaining = PIPE_BYTES
-    while remaining > 0 and (copied := output.take()):  # another process may keep writing
+    while remaining > 0 and (copied := output.copy_chunk()):  # another process may keep writing
         remaining -= copied
     write_ending(request, status, ending, hit)
 
@@ -319,7 +327,7 @@ def write_ending(
         "exit_code": code if code >= 0 else 128 - code,
         "oom_killed": oom_kills(request["oom_file"]) > 0,
         "finished_at": time.time(),
-        "reason": STOPPED if Stop.asked_at else "",
+        "reason": STOPPED_REASON if Stop.requested_at else "",
     }
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)
@@ -331,7 +339,7 @@ def write_ending(
         os._exit(0)
 
 
-def reserved(folder: str, name: str) -> int:
+def reserve_file(folder: str, name: str) -> int:
     """Reserve space for a small hidden file and return its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(os.path.join(folder, "." + name), flags, 0o600)
@@ -356,7 +364,7 @@ def start_time(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def publish(folder: str, name: str, value: object, on_written: Callable[[], None]) -> None:
+def publish_file(folder: str, name: str, value: object, on_written: Callable[[], None]) -> None:
     """Put a complete file into a folder; fails if the folder is gone."""
     temporary = os.path.join(folder, "." + name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -370,7 +378,7 @@ def publish(folder: str, name: str, value: object, on_written: Callable[[], None
         os.unlink(temporary)
 
 
-def withdraw(folder: str, name: str) -> None:
+def withdraw_file(folder: str, name: str) -> None:
     """Remove a published file, if it exists."""
     try:
         os.unlink(os.path.join(folder, name))
@@ -387,13 +395,13 @@ def read_all(descriptor: int) -> bytes:
     return data
 
 
-def refuse(answer: int, step: str, error: OSError) -> NoReturn:
+def refuse_start(answer: int, step: str, error: OSError) -> NoReturn:
     """Report why nothing was started, and exit."""
-    tell(answer, json.dumps({"step": step, "errno": error.errno}).encode())
+    send_answer(answer, json.dumps({"step": step, "errno": error.errno}).encode())
     os._exit(1)
 
 
-def tell(answer: int, line: bytes) -> None:
+def send_answer(answer: int, line: bytes) -> None:
     """Answer the daemon, if it still lives."""
     try:
         os.write(answer, line + b"\n")

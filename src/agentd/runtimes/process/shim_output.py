@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 CHUNK = 64 * 1024
 
 
-class Output:
+class KernelOutput:
     """A pipe for the kernel's output, and log files of bounded size.
 
     The kernel has no file of its log, so it cannot make one sparse or endless. Output that cannot
@@ -32,7 +32,7 @@ class Output:
         self._file = os.open(self._path, flags, 0o600)
         self._size = os.fstat(self._file).st_size
 
-    def take(self) -> int:
+    def copy_chunk(self) -> int:
         """Copy the pipe's content to the files; return the bytes copied, 0 if empty or closed."""
         try:
             chunk = os.read(self.reader, CHUNK)

@@ -26,31 +26,31 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.failpoints import inherited
+from agentd.failpoints import inherited_environment
 from agentd.host.cgroups.hierarchies import Cgroup
-from agentd.host.systemd.dbus import Manager, Property, UnitExists, UnitRefused
-from agentd.runtimes.host.environment import environment
-from agentd.runtimes.host.execve_errors import refusal_of
-from agentd.runtimes.host.request_limits import options_of
+from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitProperty, UnitRefused
+from agentd.runtimes.host.environment import kernel_environment
+from agentd.runtimes.host.execve_errors import command_refusal
+from agentd.runtimes.host.request_limits import host_options
 from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
 SPAWN_TIMEOUT_S = 30.0
-STOP_MORE_S = 5.0
+STOP_MARGIN_S = 5.0
 """Seconds beyond the kernel's stop timeout before systemd kills its shim."""
 SLICE = "agentd.slice"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
-def own_name() -> str:
+def daemon_user_name() -> str:
     """Return the name of the daemon's user, its number if it has none; may block, as NSS does."""
     with suppress(KeyError):
         return pwd.getpwuid(os.geteuid()).pw_name
     return str(os.geteuid())
 
 
-def group_ids(names: Sequence[str]) -> list[int]:
+def resolve_group_ids(names: Sequence[str]) -> list[int]:
     """Return the ids of the groups that exist on this host.
 
     Names are looked up by NSS (nsswitch.conf(5)), which may query a server and block.
@@ -66,7 +66,7 @@ def _find_group_id(name: str) -> int | None:
         return None
 
 
-def order_of(
+def shim_request(
     plan: KernelPlan,
     *,
     folder: Path,
@@ -81,12 +81,12 @@ def order_of(
     `groups` are added to those of the account; without an account they are ignored.
     """
     spec = plan.spec
-    limits = options_of(spec).ulimits.items()
+    limits = host_options(spec).ulimits.items()
     return {
         "folder": str(folder),
         "boot_id": boot_id,
         "command": list(spec.command),
-        "env": environment(plan),
+        "env": kernel_environment(plan),
         "cpus": [int(core) for core in plan.cpus],
         "working_dir": spec.working_dir or "/",
         "user": None
@@ -102,7 +102,7 @@ def order_of(
     }
 
 
-def spawn(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
+def spawn_shim(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
     """Start a shim that inherits a lock, and return its answer.
 
     The answer is the kernel's identity, or why it did not start.
@@ -114,7 +114,7 @@ def spawn(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
             input=json.dumps(content).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=inherited(),
+            env=inherited_environment(),
             pass_fds=(lock,),
             start_new_session=True,
             timeout=SPAWN_TIMEOUT_S,
@@ -127,8 +127,8 @@ def spawn(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
         return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
 
 
-async def spawn_unit(
-    manager: Manager, unit: str, request: Mapping[str, Any], lock: int
+async def spawn_shim_unit(
+    manager: SystemdManager, unit: str, request: Mapping[str, Any], lock: int
 ) -> dict[str, Any]:
     """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
@@ -162,8 +162,8 @@ async def spawn_unit(
         return _parse_answer(await asyncio.to_thread(ask))
 
 
-def _shim_unit_properties(request: Mapping[str, Any]) -> list[Property]:
-    grace_us = round((request["stop_timeout"] + STOP_MORE_S) * 1_000_000)
+def _shim_unit_properties(request: Mapping[str, Any]) -> list[UnitProperty]:
+    grace_us = round((request["stop_timeout"] + STOP_MARGIN_S) * 1_000_000)
     return [
         ("Description", "s", f"shim of the kernel in {request['folder']}"),
         ("Slice", "s", SLICE),
@@ -171,7 +171,11 @@ def _shim_unit_properties(request: Mapping[str, Any]) -> list[Property]:
         ("ExitType", "s", "cgroup"),
         ("CollectMode", "s", "inactive-or-failed"),
         ("ExecStart", "a(sasb)", [[_COMMAND[0], _COMMAND, False]]),
-        ("Environment", "as", [f"{name}={value}" for name, value in inherited().items()]),
+        (
+            "Environment",
+            "as",
+            [f"{name}={value}" for name, value in inherited_environment().items()],
+        ),
         ("StandardInputFileDescriptor", "h", 0),
         ("StandardOutputFileDescriptor", "h", 1),
         ("StandardError", "s", "null"),
@@ -189,20 +193,20 @@ def _parse_answer(line: bytes) -> dict[str, Any]:
     return answer
 
 
-def failure(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
+def start_error(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     """Return the error for a kernel that its shim did not start."""
     number = int(answer.get("errno", 0))
     reason = os.strerror(number) if number else str(answer.get("why", "no reason given"))
     step = str(answer.get("step"))
     if step == "command":
-        refusal = refusal_of(plan.spec.command[0], number, reason)
+        refusal = command_refusal(plan.spec.command[0], number, reason)
         if refusal is not None:
             return refusal
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
     if step.startswith("ulimits."):
         return InvalidRequest([Problem(step, f"cannot be set on this node: {reason}")])
-    if number == errno.EAGAIN and "nproc" in options_of(plan.spec).ulimits:
+    if number == errno.EAGAIN and "nproc" in host_options(plan.spec).ulimits:
         return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {reason}")])
     is_temporary = number in (errno.EAGAIN, errno.ENOMEM)
     error_class = RuntimeUnavailable if is_temporary else RuntimeFailure

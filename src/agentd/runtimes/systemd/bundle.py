@@ -23,10 +23,10 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import asdict, replace
 
-from agentd.core.kernel.record import LAST_SECOND, MALFORMED, parse_time, required_record
+from agentd.core.kernel.record import LAST_SECOND, MALFORMED, parse_time, require_record
 from agentd.core.kernel.states import Ending
-from agentd.core.kernel.usage import UNKNOWN, Usage
-from agentd.host.cgroups.usage import counted_in
+from agentd.core.kernel.usage import UNKNOWN_USAGE, Usage
+from agentd.host.cgroups.usage import parse_usage_files
 from agentd.runtimes.host.private_folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
@@ -85,7 +85,7 @@ class UnitIdentity(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-class End(msgspec.Struct, frozen=True):
+class UnitEnd(msgspec.Struct, frozen=True):
     """The end of a unit according to systemd: `result`, and its process's `code` and `status`.
 
     `code` is `exited`, `killed` or `dumped`; `status` is a number or the name of a signal
@@ -116,7 +116,7 @@ class End(msgspec.Struct, frozen=True):
 class UnitBundle(PrivateFolder, frozen=True):
     """The folder beside one kernel's unit."""
 
-    def make(self, record: str, env: Mapping[str, str]) -> None:
+    def create(self, record: str, env: Mapping[str, str]) -> None:
         """Create the folder.
 
         Raises:
@@ -126,21 +126,21 @@ class UnitBundle(PrivateFolder, frozen=True):
         self.path.parent.mkdir(mode=0o700, exist_ok=True)  # removed while agentd runs
         self.path.mkdir(mode=0o700)
         self.write(RECORD, record)
-        self.write(ENVIRONMENT, "".join(f"{name}={quoted(env[name])}\n" for name in env))
+        self.write(ENVIRONMENT, "".join(f"{name}={quote_value(env[name])}\n" for name in env))
 
-    def record(self) -> str:
+    def read_record(self) -> str:
         """Return the record.
 
         Raises:
             RecordError: it is missing (`MissingRecordError`), empty or unreadable.
         """
-        return required_record(self.read(RECORD))
+        return require_record(self.read(RECORD))
 
-    def identify(self, identity: UnitIdentity) -> None:
+    def save_identity(self, identity: UnitIdentity) -> None:
         """Save which run of the unit is the kernel's."""
         self.replace(IDENTITY, msgspec.json.encode(identity).decode())
 
-    def identity(self) -> UnitIdentity | None:
+    def read_identity(self) -> UnitIdentity | None:
         """Return the run that is the kernel's, None if it is missing or unreadable."""
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(self.read(IDENTITY) or "", type=UnitIdentity)
@@ -156,23 +156,23 @@ class UnitBundle(PrivateFolder, frozen=True):
             if self.read(GROUP) is None:
                 self.replace(GROUP, f"{group.stat().st_ino}\n")
 
-    def finish(self, end: End) -> None:
+    def save_end(self, end: UnitEnd) -> None:
         """Save how the kernel ended, unless it is saved."""
         if self.read(EXIT) is None:
             with suppress(OSError):  # systemd keeps it for the rest of this boot
                 self.replace(EXIT, end.to_text())
 
-    def end(self) -> End | None:
+    def read_end(self) -> UnitEnd | None:
         """Return how the kernel ended, None if that is missing or unreadable."""
         try:
             result, code, status, finished_at, manager = (
                 (self.read(EXIT) or "").rstrip("\n").split(" ")
             )
-            return End(result, code, status, parse_time(float(finished_at)), manager)
+            return UnitEnd(result, code, status, parse_time(float(finished_at)), manager)
         except MALFORMED:
             return None
 
-    def used(self, usage: Usage) -> None:
+    def save_usage(self, usage: Usage) -> None:
         """Save the usage at the end, unless it is saved."""
         if self.read(USAGE) is None:
             with suppress(OSError):
@@ -182,17 +182,17 @@ class UnitBundle(PrivateFolder, frozen=True):
         """Return whether the usage is saved."""
         return any(self.read(name) is not None for name in (USAGE, COUNTED))
 
-    def usage(self) -> Usage:
+    def read_usage(self) -> Usage:
         """Return the usage at the end, as far as it is known."""
-        reported = UNKNOWN
+        reported = UNKNOWN_USAGE
         with suppress(msgspec.DecodeError):
             reported = msgspec.json.decode(self.read(USAGE) or "", type=Usage)
-        counters = asdict(counted_in(self.read(COUNTED) or ""))
+        counters = asdict(parse_usage_files(self.read(COUNTED) or ""))
         known_counters = {name: value for name, value in counters.items() if value is not None}
         return replace(reported, **known_counters)
 
 
-def quoted(value: str) -> str:
+def quote_value(value: str) -> str:
     """Quote a value for an EnvironmentFile=."""
     return '"' + "".join(f"\\{c}" if c in '\\"$`' else c for c in value) + '"'
 

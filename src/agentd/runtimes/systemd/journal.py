@@ -21,8 +21,8 @@ from agentd.errors import RuntimeUnavailable
 from agentd.runtimes.systemd.unit import namespace_name
 from agentd.services.protocols import LogQuery
 
-_MOST_BYTES = 16 << 20
-SYNC_S = 5.0
+_MAX_BYTES = 16 << 20
+SYNC_TIMEOUT_S = 5.0
 
 
 class JournalSource(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class JournalSource(msgspec.Struct, frozen=True):
         return [f"{field}={self.unit}", f"_SYSTEMD_INVOCATION_ID={self.invocation_id}"]
 
 
-async def read_lines(
+async def read_journal(
     source: JournalSource, query: LogQuery, wait_ended: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
     """Yield the requested lines; a followed log ends after `wait_ended` returns."""
@@ -96,7 +96,7 @@ async def _read_entries(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=_MOST_BYTES,
+            limit=_MAX_BYTES,
         )
     except OSError as error:
         raise RuntimeUnavailable(f"journalctl: {error.strerror}") from error
@@ -140,7 +140,7 @@ async def _flush(source: JournalSource) -> None:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(SYNC_S):
+            async with asyncio.timeout(SYNC_TIMEOUT_S):
                 await process.wait()
         finally:
             if process.returncode is None:

@@ -19,36 +19,48 @@ from agentd.core.kernel.record import (
     RecordError,
     decode,
     require_owner,
-    required_record,
+    require_record,
 )
 from agentd.core.kernel.states import ENDED, Ending, Kernel, KernelRef, ObservedState
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.names import checked, is_name, name_or_empty
+from agentd.core.names import is_name, name_or_empty, validate_name
 from agentd.errors import RuntimeUnavailable
-from agentd.host.cgroups.usage import MOUNT, UNIFIED, CgroupCounters, counted
-from agentd.host.systemd.dbus import Manager, Unit
-from agentd.runtimes.host.private_folder import TRASH, Unreadable, looking, names_in
+from agentd.host.cgroups.usage import MOUNT, UNIFIED, CgroupCounters, read_usages
+from agentd.host.systemd.dbus import SystemdManager, Unit
+from agentd.runtimes.host.private_folder import (
+    TRASH,
+    Unreadable,
+    list_names,
+    os_errors_as_unavailable,
+)
 from agentd.runtimes.systemd.bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
-from agentd.runtimes.systemd.unit import kernel_of, slice_name, unit_name
-from agentd.runtimes.systemd.unit_state import LIVING, SEEN, end_of, fields_of, state_of, usage_of
+from agentd.runtimes.systemd.unit import kernel_id_of_unit, slice_name, unit_name
+from agentd.runtimes.systemd.unit_state import (
+    LIVE_STATES,
+    OBSERVED_PROPERTIES,
+    parse_end,
+    parse_log_fields,
+    parse_usage,
+    state_of,
+)
 
 RUNTIME = "systemd"
 
 
-async def live_units(manager: Manager, node_id: str) -> list[str]:
+async def list_live_kernels(manager: SystemdManager, node_id: str) -> list[str]:
     """Return the kernels whose units live, without writing, unlike `UnitObserver`.
 
     Raises:
         RuntimeUnavailable: the manager does not answer.
     """
     kernel_ids = []
-    for unit in await manager.units(f"{name_prefix(node_id)}*.service"):
-        kernel_id = kernel_of(node_id, unit.name)
+    for unit in await manager.list_units(f"{name_prefix(node_id)}*.service"):
+        kernel_id = kernel_id_of_unit(node_id, unit.name)
         if kernel_id is None:
             continue
-        properties = await manager.properties(unit.name, ("ControlGroup",))
+        properties = await manager.get_properties(unit.name, ("ControlGroup",))
         group = str(properties["ControlGroup"]) if properties else ""
-        if state_of(unit.active, unit.sub, group) in LIVING:
+        if state_of(unit.active, unit.sub, group) in LIVE_STATES:
             kernel_ids.append(kernel_id)
     return kernel_ids
 
@@ -65,7 +77,7 @@ class OwnRecord(msgspec.Struct, frozen=True):
 class UnitObserver:
     """Observes the kernels of one node in one boot."""
 
-    def __init__(self, folder: Path, node_id: str, boot_id: str, manager: Manager) -> None:
+    def __init__(self, folder: Path, node_id: str, boot_id: str, manager: SystemdManager) -> None:
         self._folder = folder
         self._node_id = node_id
         self._boot_id = boot_id
@@ -74,16 +86,16 @@ class UnitObserver:
         self._cgroups: dict[KernelRef, str] = {}
         self._ended: set[str] = set()
 
-    async def listing(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         """Return every kernel, with one query for all units."""
         pattern = f"{name_prefix(self._node_id)}*.service"
         units: dict[str, Unit] = {}
-        for unit in await self._manager.units(pattern):
-            kernel_id = kernel_of(self._node_id, unit.name)
+        for unit in await self._manager.list_units(pattern):
+            kernel_id = kernel_id_of_unit(self._node_id, unit.name)
             if kernel_id is not None:
                 units[kernel_id] = unit
-        with looking():
-            names = names_in(self._folder)
+        with os_errors_as_unavailable():
+            names = list_names(self._folder)
             kernel_ids = {name for name in names if is_name(name)}
             observed = [
                 await self._observe_listed(name, units.get(name))
@@ -103,14 +115,14 @@ class UnitObserver:
         if unit is None:
             return self._observe_missing_unit(kernel_id, bundle)
         record = self._read_own_record(bundle)
-        identity, agent_id = bundle.identity(), self._read_agent(record.text)
+        identity, agent_id = bundle.read_identity(), self._read_agent(record.text)
         if agent_id is None or identity is None:
             return await self.find(kernel_id)  # the manager knows what the record lacks
         slice_ = "" if self._is_user else f"/agentd.slice/{slice_name(agent_id)}/"
         state = state_of(unit.active, unit.sub, slice_ and f"{slice_}{unit.name}")
         if state is not ObservedState.EXITED and identity.pid:
             return self._to_observed(kernel_id, state, record, identity)
-        if (end := bundle.end()) is None:  # check whether its processes are gone
+        if (end := bundle.read_end()) is None:  # check whether its processes are gone
             return await self.find(kernel_id)
         return self._to_observed(kernel_id, state, record, identity, ending=end.ending)
 
@@ -118,8 +130,8 @@ class UnitObserver:
         """Return one kernel, None if nothing of it exists."""
         unit = unit_name(self._node_id, kernel_id)
         bundle = self.bundle(kernel_id)
-        properties = await self._manager.properties(unit, SEEN)
-        with looking():
+        properties = await self._manager.get_properties(unit, OBSERVED_PROPERTIES)
+        with os_errors_as_unavailable():
             if properties is None:
                 return self._observe_missing_unit(kernel_id, bundle)
             state = state_of(
@@ -134,26 +146,26 @@ class UnitObserver:
                 properties["ExecMainStartTimestamp"] / 1e6,
                 properties["MainPID"],
             )
-            if record.text and identity.started_at and bundle.identity() != identity:
+            if record.text and identity.started_at and bundle.read_identity() != identity:
                 with suppress(OSError):  # a full disk; the next observation tries again
-                    bundle.identify(identity)
+                    bundle.save_identity(identity)
             if record.text and properties["Unit.SubState"] == "running":
                 bundle.save_group(MOUNT / str(properties["ControlGroup"]).lstrip("/"))
             if state is ObservedState.EXITED:
-                bundle.finish(end_of(properties))
-                bundle.used(usage_of(properties))
+                bundle.save_end(parse_end(properties))
+                bundle.save_usage(parse_usage(properties))
         return self._to_observed(
             kernel_id,
             state,
             record,
             identity,
-            ending=end_of(properties).ending if state is ObservedState.EXITED else Ending(),
-            log_fields=fields_of(properties["LogExtraFields"]),
+            ending=parse_end(properties).ending if state is ObservedState.EXITED else Ending(),
+            log_fields=parse_log_fields(properties["LogExtraFields"]),
         )
 
     async def usages(self, kernels: Sequence[Kernel]) -> dict[str, UsageReading]:
         """Return the usage of kernels; of ended ones, the usage at their end."""
-        with looking():
+        with os_errors_as_unavailable():
             ended_ids = {k.kernel_id for k in kernels if k.state in ENDED}
             for kernel_id in (
                 ended_ids - self._ended
@@ -172,9 +184,9 @@ class UnitObserver:
             if group
         }
         usages = {
-            kernel_id: UsageReading(self.bundle(kernel_id).usage()) for kernel_id in ended_ids
+            kernel_id: UsageReading(self.bundle(kernel_id).read_usage()) for kernel_id in ended_ids
         }
-        return usages | counted(counters)
+        return usages | read_usages(counters)
 
     async def _find_cgroup(self, ref: KernelRef) -> str:
         """Return the path of a kernel's cgroup from the manager, cached."""
@@ -182,7 +194,7 @@ class UnitObserver:
             return cached
         with suppress(RuntimeUnavailable):
             unit = unit_name(self._node_id, ref.kernel_id)
-            properties = await self._manager.properties(unit, ("ControlGroup",))
+            properties = await self._manager.get_properties(unit, ("ControlGroup",))
             return str(properties["ControlGroup"]).lstrip("/") if properties else ""
         return ""
 
@@ -191,7 +203,7 @@ class UnitObserver:
         record = self._read_own_record(bundle)
         if not record.is_own:
             return None
-        identity, end = bundle.identity(), bundle.end()
+        identity, end = bundle.read_identity(), bundle.read_end()
         if record.is_unreadable:
             ending = Ending(reason=f"its exit status cannot be read: {record.problem}")
         elif end is not None:
@@ -222,10 +234,10 @@ class UnitObserver:
             handle=identity.invocation_id if identity else "",
             state=state,
             record=record.text,
-            statement=log_fields.get("AGENTD_DEVICES", ""),
+            device_label=log_fields.get("AGENTD_DEVICES", ""),
             started_at=identity.started_at if identity else None,
             ending=ending or Ending(),
-            pid=(identity.pid or None) if identity and state in LIVING else None,
+            pid=(identity.pid or None) if identity and state in LIVE_STATES else None,
             unit=unit_name(self._node_id, kernel_id),
             record_problem=record.problem,
             is_unreadable=record.is_unreadable,
@@ -233,7 +245,7 @@ class UnitObserver:
 
     def bundle(self, kernel_id: str) -> UnitBundle:
         """Return the bundle of a kernel, which need not exist."""
-        return UnitBundle(self._folder / checked(kernel_id))
+        return UnitBundle(self._folder / validate_name(kernel_id))
 
     def _read_agent(self, record: str) -> str | None:
         """Return the agent of a record, None if it is unreadable."""
@@ -247,7 +259,7 @@ class UnitObserver:
         A bundle without a record, or with that of another kernel, is not.
         """
         try:
-            record = bundle.record() if bundle.exists() else required_record(None)
+            record = bundle.read_record() if bundle.exists() else require_record(None)
             require_owner(record, self._node_id, bundle.path.name)
         except MissingRecordError:
             return OwnRecord("", "", is_own=False)
@@ -257,10 +269,10 @@ class UnitObserver:
             return OwnRecord("", str(error))
         except Unreadable as error:
             return OwnRecord("", str(error), is_unreadable=True)
-        return OwnRecord(record, bundle.exposure())
+        return OwnRecord(record, bundle.exposure_problem())
 
 
-def agent_of(record: str) -> str:
+def agent_of_record(record: str) -> str:
     """Return the agent that a record of any schema names, empty if it is unreadable."""
     with suppress(*MALFORMED):
         return name_or_empty(json.loads(record)["agent_id"])

@@ -19,7 +19,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.names import shortened
+from agentd.core.names import quote_untrusted
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -30,33 +30,40 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
-from agentd.host.probe import numa_nodes_of
+from agentd.host.probe import numa_nodes
 from agentd.host.processes import Proc, read_stat
-from agentd.host.systemd.dbus import Manager, UnitExists, UnitRefused
+from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
-from agentd.runtimes.host.environment import environment
-from agentd.runtimes.host.exec import ExecTarget, exec_unit, start_exec_beside
-from agentd.runtimes.host.private_folder import TRASH, looking, names_in
+from agentd.runtimes.host.environment import kernel_environment
+from agentd.runtimes.host.exec import ExecTarget, exec_unit_name, start_host_exec
+from agentd.runtimes.host.private_folder import TRASH, list_names, os_errors_as_unavailable
 from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import UnitBundle
-from agentd.runtimes.systemd.journal import JournalSource, read_lines
-from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of
-from agentd.runtimes.systemd.slices import Ends, Slices
+from agentd.runtimes.systemd.journal import JournalSource, read_journal
+from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of_record
+from agentd.runtimes.systemd.slices import ExitDropIn, Slices
 from agentd.runtimes.systemd.unit import (
-    kernel_of,
+    kernel_id_of_unit,
     properties,
     request_problems,
     unit_name,
 )
-from agentd.runtimes.systemd.unit_state import LIVING, state_of
-from agentd.services.protocols import CreateProgress, LogQuery, LogStream, Session, Support, Undone
+from agentd.runtimes.systemd.unit_state import LIVE_STATES, state_of
+from agentd.services.protocols import (
+    CreateProgress,
+    CreateUndone,
+    LogQuery,
+    LogStream,
+    Session,
+    Support,
+)
 
-ENDING = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
+ENDING_SUBSTATES = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command has ended and whose `ExecStopPost=` may be running."""
-LOOK_S = 1.0
+POLL_S = 1.0
 """Maximum seconds between observations of a unit that is about to end."""
 _EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
 """Exit codes of systemd's own child if it cannot change the folder, execute, or set a limit.
@@ -84,10 +91,10 @@ class SystemdRuntime:
         self._node_id = node_id
         self._settings = settings
         self._accounts = accounts
-        self._manager = Manager(is_user=accounts.is_user)
+        self._manager = SystemdManager(is_user=accounts.is_user)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
-        self._ends = Ends(self._manager, node_id, folder)
+        self._ends = ExitDropIn(self._manager, node_id, folder)
 
     def renew(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
         """Replace the settings; existing kernels keep theirs."""
@@ -97,15 +104,15 @@ class SystemdRuntime:
     async def close(self) -> None:
         await self._manager.close()
 
-    async def problems(self, spec: KernelSpec) -> Sequence[Problem]:
-        user = self._accounts.name_of_agent(spec.agent_id)
+    async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
+        user = self._accounts.user_for(spec.agent_id)
         return list(request_problems(spec, self._settings, user))
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._accounts.is_user
         unsupported = {
             "image": spec.image is not None,
-            "separation": is_user or self._accounts.of_agent(spec.agent_id) is not None,
+            "separation": is_user or self._accounts.account_for(spec.agent_id) is not None,
             "cpu": is_user,
             "devices": is_user,
             "logs": is_user,
@@ -118,21 +125,21 @@ class SystemdRuntime:
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         kernel_id = plan.spec.kernel_id
         bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
-        nodes = numa_nodes_of(plan.cpus)
+        nodes = numa_nodes(plan.cpus)
         unit_properties = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
-        if bundle.is_taken():
+        if bundle.path_exists():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
-            with looking():
-                bundle.make(plan.record, environment(plan))
-            await reach("create.after_record")
-            await self._ends.prepare()
+            with os_errors_as_unavailable():
+                bundle.create(plan.record, kernel_environment(plan))
+            await hit_async("create.after_record")
+            await self._ends.install()
             if not self._accounts.is_user:
-                await self._slices.fence(plan)
-            await reach("create.after_group")
+                await self._slices.apply_cap(plan)
+            await hit_async("create.after_group")
             result = await self._manager.start(unit, unit_properties)
-            await reach("create.after_spawn")
+            await hit_async("create.after_spawn")
             if result != "done":
                 raise await self._start_error(plan, unit, result)
             kernel = await self.find(KernelRef(kernel_id))
@@ -144,7 +151,7 @@ class SystemdRuntime:
             if isinstance(error, (UnitRefused, OSError)):
                 raise RuntimeFailure(f"systemd: {error}") from error
             if isinstance(error, asyncio.CancelledError):
-                raise Undone from error
+                raise CreateUndone from error
             raise
         if kernel is None:
             raise RuntimeFailure(f"{unit} was removed during the start of its kernel")
@@ -152,10 +159,12 @@ class SystemdRuntime:
 
     async def _start_error(self, plan: KernelPlan, unit: str, result: str) -> AgentdError:
         """Return the error for a unit that did not start."""
-        unit_state = await self._manager.properties(unit, ("Result", "ExecMainStatus")) or {}
+        unit_state = await self._manager.get_properties(unit, ("Result", "ExecMainStatus")) or {}
         status = unit_state.get("ExecMainStatus", 0)
         if status == _EXIT_EXEC:
-            return CommandNotFound(f"command {shortened(plan.spec.command[0])}: not executable")
+            return CommandNotFound(
+                f"command {quote_untrusted(plan.spec.command[0])}: not executable"
+            )
         if status == _EXIT_LIMITS:
             return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_CHDIR:
@@ -182,28 +191,28 @@ class SystemdRuntime:
         grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         if grace_s > 0:
             await self._manager.kill(unit, signal.SIGTERM)
-            await reach("stop.after_term")
+            await hit_async("stop.after_term")
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._wait_ended(unit)
         while (sub := await self._live_substate(unit)) is not None:
-            if sub not in ENDING:  # otherwise ExecStopPost= would be killed, too
+            if sub not in ENDING_SUBSTATES:  # otherwise ExecStopPost= would be killed, too
                 await self._manager.kill(unit, signal.SIGKILL)
-            await reach("stop.after_kill")
+            await hit_async("stop.after_kill")
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self._wait_ended(unit)
 
     async def _live_substate(self, unit: str) -> str | None:
         """Return the sub-state of a live unit, None otherwise."""
         names = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
-        unit_state = await self._manager.properties(unit, names)
-        if unit_state is None or state_of(*unit_state.values()) not in LIVING:
+        unit_state = await self._manager.get_properties(unit, names)
+        if unit_state is None or state_of(*unit_state.values()) not in LIVE_STATES:
             return None
         return str(unit_state["Unit.SubState"])
 
     async def _wait_ended(self, unit: str) -> None:
-        changes = self._manager.changes()
+        changes = self._manager.watch_units()
         try:
             async for changed_unit in changes:
                 if changed_unit in ("", unit) and await self._live_substate(unit) is None:
@@ -216,49 +225,49 @@ class SystemdRuntime:
         if unless_alive and await self._live_substate(unit) is not None:
             return False
         await self.stop(ref, 0)
-        await self._manager.drop(unit)
-        await reach("delete.after_group")
-        with looking():
+        await self._manager.unload(unit)
+        await hit_async("delete.after_group")
+        with os_errors_as_unavailable():
             bundle = self._observer.bundle(ref.kernel_id)
             trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
             trash.remove()
             with suppress(FileNotFoundError):
                 bundle.path.rename(trash.path)
-            await reach("delete.after_rename")
+            await hit_async("delete.after_rename")
             trash.remove()
         return True
 
     async def list(self) -> Listing:
-        return await self._observer.listing()
+        return await self._observer.list_kernels()
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
         return await self._observer.find(ref.kernel_id)
 
-    async def follow(self) -> AsyncIterator[str]:
-        with looking():
-            for name in names_in(self._folder):
+    async def watch_events(self) -> AsyncIterator[str]:
+        with os_errors_as_unavailable():
+            for name in list_names(self._folder):
                 if name.startswith(TRASH):
                     UnitBundle(self._folder / name).remove()
-        changes = self._manager.changes()
+        changes = self._manager.watch_units()
         try:
             async for unit in changes:
                 if not unit:
                     yield ""
-                elif (kernel_id := kernel_of(self._node_id, unit)) is not None:
+                elif (kernel_id := kernel_id_of_unit(self._node_id, unit)) is not None:
                     yield kernel_id
         finally:
             await changes.aclose()
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         unit = unit_name(self._node_id, kernel.kernel_id)
-        unit_state = await self._manager.properties(unit, ("ControlGroup",))
+        unit_state = await self._manager.get_properties(unit, ("ControlGroup",))
         if unit_state is None or not unit_state["ControlGroup"]:
             raise KernelConflict(f"kernel {kernel.kernel_id} is not running")
         procs = MOUNT / str(unit_state["ControlGroup"])[1:] / "cgroup.procs"
-        with looking():
+        with os_errors_as_unavailable():
             members = await asyncio.to_thread(_read_members, procs)
-        name = exec_unit(kernel_name(self._node_id, kernel.kernel_id))
-        return await start_exec_beside(ExecTarget(members, [procs]), spec, self._manager, name)
+        name = exec_unit_name(kernel_name(self._node_id, kernel.kernel_id))
+        return await start_host_exec(ExecTarget(members, [procs]), spec, self._manager, name)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
         return await self._observer.usages(kernels)
@@ -271,9 +280,11 @@ class SystemdRuntime:
         if kernel is None or not kernel.handle:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
-        agent_id = None if self._accounts.is_user else agent_of(kernel.record) or kernel.agent_id
+        agent_id = (
+            None if self._accounts.is_user else agent_of_record(kernel.record) or kernel.agent_id
+        )
         source = JournalSource(unit, kernel.handle, agent_id)
-        lines = read_lines(source, query, lambda: self._wait_ended(unit))
+        lines = read_journal(source, query, lambda: self._wait_ended(unit))
         try:
             async for line in lines:
                 yield line

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from agentd.core.kernel.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
-from agentd.host.systemd.dbus import Manager, Property, UnitRefused
+from agentd.host.systemd.dbus import SystemdManager, UnitProperty, UnitRefused
 from agentd.host.systemd.unit_paths import user_runtime_folder
 from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
-from agentd.runtimes.systemd.unit import mask, namespace_name, slice_name
+from agentd.runtimes.systemd.unit import core_mask, namespace_name, slice_name
 
 _RUNTIME = Path("/run/systemd")
 JOURNAL_LIMITS = """\
@@ -35,16 +35,16 @@ RateLimitBurst=0
 class Slices:
     """Keeps the slices of agents as large as their kernels need."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: SystemdManager) -> None:
         self._manager = manager
-        self._limits: dict[str, list[Property]] = {}
+        self._limits: dict[str, list[UnitProperty]] = {}
 
-    async def fence(self, plan: KernelPlan) -> None:
+    async def apply_cap(self, plan: KernelPlan) -> None:
         """Create a kernel's slice and journal, or enlarge the slice."""
         agent_id = plan.spec.agent_id
-        limits: list[Property] = []
+        limits: list[UnitProperty] = []
         if plan.fence.cores:
-            limits.append(("AllowedCPUs", "ay", mask(map(int, plan.fence.cores))))
+            limits.append(("AllowedCPUs", "ay", core_mask(map(int, plan.fence.cores))))
         if plan.fence.memory_bytes:
             limits.append(("MemoryMax", "t", plan.fence.memory_bytes))
         if self._limits.get(agent_id) == limits:
@@ -54,14 +54,14 @@ class Slices:
         operator_properties = await self._operator_properties(name)
         changes = [prop for prop in limits if prop[0] not in operator_properties]
         if changes:
-            await self._manager.set(name, changes)
+            await self._manager.set_properties(name, changes)
         self._limits[agent_id] = limits
 
     async def _operator_properties(self, name: str) -> set[str]:
         """Return the properties that an operator's drop-ins of a slice set."""
         with suppress(UnitRefused):
             unit_state = (
-                await self._manager.properties(name, ("Unit.DropInPaths",), loading=True) or {}
+                await self._manager.get_properties(name, ("Unit.DropInPaths",), loading=True) or {}
             )
             paths = (Path(path) for path in unit_state.get("Unit.DropInPaths", ()))
             texts = [_read_text(path) for path in paths if not path.is_relative_to(_RUNTIME)]
@@ -69,21 +69,21 @@ class Slices:
         return set()
 
 
-class Ends:
+class ExitDropIn:
     """Makes systemd record how kernels of a node end, by a drop-in for all of their units.
 
     A property of the units cannot do it: `ExecStopPost=` with all rights (`+`) is only available to
     a transient unit as `ExecStopPostEx`, which up to version 253 is lost in a `daemon-reload`.
     """
 
-    def __init__(self, manager: Manager, node_id: str, folder: Path) -> None:
+    def __init__(self, manager: SystemdManager, node_id: str, folder: Path) -> None:
         self._manager = manager
         self._node_id = node_id
         self._folder = folder.absolute()
         self._is_installed = False
         self._installing = asyncio.Lock()
 
-    async def prepare(self) -> None:
+    async def install(self) -> None:
         """Write the drop-in, once for each boot, since it requires a reload of the manager.
 
         Without a static BusyBox there is no drop-in. Then the exit status of a kernel is lost if

@@ -13,11 +13,11 @@ from agentd.config.runtimes import SystemdSettings
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
 from agentd.core.kernel.states import KernelSpec
-from agentd.core.names import checked, is_name
+from agentd.core.names import is_name, validate_name
 from agentd.errors import Problem, RuntimeFailure
-from agentd.host.systemd.dbus import Property
-from agentd.runtimes.host.environment import own_variables
-from agentd.runtimes.host.request_limits import host_problems, options_of
+from agentd.host.systemd.dbus import UnitProperty
+from agentd.runtimes.host.environment import kernel_variables
+from agentd.runtimes.host.request_limits import host_options, host_problems
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.bundle import RESERVED
 
@@ -34,7 +34,7 @@ def unit_name(node_id: str, kernel_id: str) -> str:
     return f"{kernel_name(node_id, kernel_id)}.service"
 
 
-def kernel_of(node_id: str, unit: str) -> str | None:
+def kernel_id_of_unit(node_id: str, unit: str) -> str | None:
     """Return the kernel of a unit, None if it does not belong to this node."""
     prefix = name_prefix(node_id)
     if not (unit.startswith(prefix) and unit.endswith(".service")):
@@ -51,10 +51,10 @@ def slice_name(agent_id: str) -> str:
 
 def namespace_name(agent_id: str) -> str:
     """Return the journal namespace of an agent's kernels."""
-    return f"agentd-{checked(agent_id)}"
+    return f"agentd-{validate_name(agent_id)}"
 
 
-def mask(numbers: Iterable[int]) -> bytes:
+def core_mask(numbers: Iterable[int]) -> bytes:
     """Encode core numbers as a bit mask, least significant first."""
     bits = sum(1 << number for number in set(numbers))
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
@@ -93,7 +93,7 @@ def properties(
     settings: SystemdSettings,
     accounts: UserAccounts,
     memory_nodes: Sequence[int],
-) -> list[Property]:
+) -> list[UnitProperty]:
     """Return the properties of a kernel's unit; `folder` is its bundle.
 
     Raises:
@@ -112,13 +112,13 @@ def properties(
 
 def _lifecycle_properties(
     plan: KernelPlan, folder: str, settings: SystemdSettings
-) -> Iterator[Property]:
+) -> Iterator[UnitProperty]:
     spec = plan.spec
     yield "Type", "s", "exec"
     yield "ExitType", "s", "cgroup"
     yield "RemainAfterExit", "b", True
     yield "CollectMode", "s", "inactive"
-    yield "ExecStart", "a(sasb)", [[spec.command[0], unexpanded(spec.command), False]]
+    yield "ExecStart", "a(sasb)", [[spec.command[0], escape_words(spec.command), False]]
     yield "KillMode", "s", "control-group"
     # When systemd reads the unit again, 0 would mean no limit at all (systemd.service(5)).
     yield "TimeoutStopUSec", "t", max(1, round(settings.stop_timeout * 1_000_000))
@@ -127,11 +127,11 @@ def _lifecycle_properties(
     yield "SyslogIdentifier", "s", spec.kernel_id
     yield "SyslogLevelPrefix", "b", False
     yield "LogRateLimitIntervalUSec", "t", 0
-    own = own_variables(plan)
+    own = kernel_variables(plan)
     yield "LogExtraFields", "aay", [f"{name}={value}".encode() for name, value in own.items()]
 
 
-def unexpanded(words: Iterable[str]) -> list[str]:
+def escape_words(words: Iterable[str]) -> list[str]:
     """Escape the words of a command, so that systemd leaves them alone: `$` becomes `$$`.
 
     `ExecStartEx` with `no-env-expand` cannot be used: up to version 253 such a transient unit
@@ -146,13 +146,13 @@ def _limit_properties(
     memory_nodes: Sequence[int],
     *,
     is_user: bool,
-) -> Iterator[Property]:
-    options = options_of(plan.spec)
-    cores = mask(map(int, plan.cpus))
+) -> Iterator[UnitProperty]:
+    options = host_options(plan.spec)
+    cores = core_mask(map(int, plan.cpus))
     if cores:
         yield ("CPUAffinity" if is_user else "AllowedCPUs"), "ay", cores
     if len(memory_nodes) == 1 and not is_user:
-        yield "AllowedMemoryNodes", "ay", mask(memory_nodes)
+        yield "AllowedMemoryNodes", "ay", core_mask(memory_nodes)
     if plan.memory_bytes:
         yield "MemoryMax", "t", plan.memory_bytes
         yield "MemorySwapMax", "t", 0
@@ -169,13 +169,13 @@ def _limit_value(value: int) -> int:
     return INFINITY if value < 0 else value
 
 
-def _sandbox_properties(plan: KernelPlan, accounts: UserAccounts) -> Iterator[Property]:
+def _sandbox_properties(plan: KernelPlan, accounts: UserAccounts) -> Iterator[UnitProperty]:
     edits = plan.edits
-    refuse_what_no_unit_has(edits, is_user=accounts.is_user)
+    refuse_unsupported_edits(edits, is_user=accounts.is_user)
     yield "NoNewPrivileges", "b", True
     if accounts.is_user:
         return
-    user = accounts.name_of_agent(plan.spec.agent_id)
+    user = accounts.user_for(plan.spec.agent_id)
     if user is None:
         yield "DynamicUser", "b", True
     else:
@@ -201,7 +201,7 @@ def _sandbox_properties(plan: KernelPlan, accounts: UserAccounts) -> Iterator[Pr
             yield name, "a(ssbt)", rows
 
 
-def refuse_what_no_unit_has(edits: ContainerEdits, *, is_user: bool) -> None:
+def refuse_unsupported_edits(edits: ContainerEdits, *, is_user: bool) -> None:
     """Refuse edits that only a container supports.
 
     Raises:

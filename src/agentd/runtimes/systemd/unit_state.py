@@ -10,17 +10,17 @@ from typing import Any
 
 from agentd.core.kernel.states import ObservedState
 from agentd.core.kernel.usage import Usage
-from agentd.host.cgroups.usage import MOUNT, counts_blocks
-from agentd.runtimes.systemd.bundle import End
+from agentd.host.cgroups.usage import MOUNT, has_block_counters
+from agentd.runtimes.systemd.bundle import UnitEnd
 
-SEEN = (
+OBSERVED_PROPERTIES = (
     "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",
     "Result", "ExecMainCode", "ExecMainStatus", "ExecMainStartTimestamp", "ExecMainExitTimestamp",
     "MainPID", "CPUUsageNSec", "IOReadBytes", "IOWriteBytes",
 )  # fmt: skip
 UNSET = 2**64 - 1
 """systemd's value for an unknown number."""
-LIVING = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
+LIVE_STATES = frozenset({ObservedState.RUNNING, ObservedState.PAUSED})
 _END_KINDS = {1: "exited", 2: "killed", 3: "dumped"}
 """Ends of a process, by the `CLD_` numbers of sigaction(2)."""
 
@@ -53,25 +53,25 @@ def _read_events(cgroup: str) -> bytes:
         raise
 
 
-def end_of(properties: Mapping[str, Any]) -> End:
+def parse_end(properties: Mapping[str, Any]) -> UnitEnd:
     """Return the end of a unit's process from its properties."""
     code = _END_KINDS.get(properties["ExecMainCode"], "")
     finished_at = properties["ExecMainExitTimestamp"] / 1e6 or time.time()
-    return End(properties["Result"], code, str(properties["ExecMainStatus"]), finished_at)
+    return UnitEnd(properties["Result"], code, str(properties["ExecMainStatus"]), finished_at)
 
 
-def usage_of(properties: Mapping[str, Any]) -> Usage:
+def parse_usage(properties: Mapping[str, Any]) -> Usage:
     """Return the usage of a unit whose cgroup is gone, as the manager reports it."""
     cpu, read, written = (
         None if properties[name] == UNSET else int(properties[name])
         for name in ("CPUUsageNSec", "IOReadBytes", "IOWriteBytes")
     )
-    if not counts_blocks():
+    if not has_block_counters():
         read = written = None
     return Usage(None if cpu is None else cpu / 1e9, io_read_bytes=read, io_write_bytes=written)
 
 
-def fields_of(raw: Sequence[bytes]) -> dict[str, str]:
+def parse_log_fields(raw: Sequence[bytes]) -> dict[str, str]:
     """Return the log fields that PID 1 adds to every line of a unit."""
     pairs = (bytes(item).decode(errors="replace").partition("=") for item in raw)
     return {name: value for name, _, value in pairs}

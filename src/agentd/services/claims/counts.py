@@ -21,7 +21,7 @@ class ClaimCounts:
         """Ended claims by agent and reason."""
 
     @contextmanager
-    def counted(self, agent_id: str) -> Iterator[None]:
+    def count_request(self, agent_id: str) -> Iterator[None]:
         """Count a request by how it ends: an error of the caller's is a refusal."""
         try:
             yield
@@ -31,6 +31,6 @@ class ClaimCounts:
             raise
         self.results[agent_id, CREATED] += 1
 
-    def ended(self, agent_id: str, reason: EndReason) -> None:
+    def count_end(self, agent_id: str, reason: EndReason) -> None:
         """Count the end of a claim."""
         self.ends[agent_id, reason] += 1

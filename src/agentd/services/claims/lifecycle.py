@@ -15,11 +15,11 @@ from weakref import WeakValueDictionary
 import structlog
 from msgspec.structs import replace
 
-from agentd.concurrency import is_set_within
+from agentd.concurrency import wait_event
 from agentd.core.access import Caller
 from agentd.core.allocation.ledger import holder_text
 from agentd.core.claim.claim import (
-    MOST_CLAIMS,
+    MAX_CLAIMS,
     CgroupHolder,
     Claim,
     ClaimSpec,
@@ -31,14 +31,14 @@ from agentd.core.claim.claim import (
     NameHolder,
     ProcessHolder,
     TimeHolder,
-    united,
+    merge_allocations,
 )
 from agentd.core.claim.record import encode
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
 from agentd.events import EventKind
-from agentd.failpoints import reach
+from agentd.failpoints import hit_async
 from agentd.host.claim_holders import HostHolders
 from agentd.plugin_api import Features
 from agentd.services.node import Node, NodeContext
@@ -48,7 +48,7 @@ from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
-IDLE_S, PERIOD_S = 3600.0, 0.5
+IDLE_PAUSE_S, POLL_PAUSE_S = 3600.0, 0.5
 """Pauses between two looks at claims; the shorter one while some have a time limit, could not be
 ended, or have a holder that cannot be observed. Timers of the loop stop in a suspend."""
 FEATURES: Mapping[EditsFor, Features] = {
@@ -100,7 +100,7 @@ class ClaimService:
             raise UnknownClaim(f"unknown claim {claim_id}")
         return self.status(claim)
 
-    def recorded(self) -> list[Claim]:
+    def recorded_claims(self) -> list[Claim]:
         """Return every claim whose create has finished."""
         return [c for c in self._state.claims.values() if c.claim_id not in self._pending]
 
@@ -110,9 +110,9 @@ class ClaimService:
         expires = None
         if deadline is not None:
             expires = self._clock.wall() + max(0.0, deadline - self._clock.uptime())
-        return ClaimStatus(claim, bool(self._state.users_of(claim.claim_id)), expires)
+        return ClaimStatus(claim, bool(self._state.claim_kernels(claim.claim_id)), expires)
 
-    def existing(self, spec: ClaimSpec) -> Claim | None:
+    def find_existing(self, spec: ClaimSpec) -> Claim | None:
         """Return the claim that the same request made before.
 
         Raises:
@@ -126,7 +126,7 @@ class ClaimService:
                 raise ClaimConflict(f"claim id {spec.claim_id} is taken")
             raise ClaimConflict(f"claim {spec.claim_id} exists, made by another request")
         if known is None:
-            for kernel in self._state.users_of(spec.claim_id).values():
+            for kernel in self._state.claim_kernels(spec.claim_id).values():
                 is_own = kernel.agent_id == spec.agent_id
                 user = f"kernel {kernel.kernel_id}" if is_own else "a kernel"
                 raise ClaimConflict(f"claim id {spec.claim_id} stays taken until {user} has ended")
@@ -140,9 +140,9 @@ class ClaimService:
             PluginUnavailable, StateUnavailable: nothing is held.
         """
         async with self._locks.setdefault(spec.claim_id, asyncio.Lock()):
-            if (known := self.existing(spec)) is not None:
+            if (known := self.find_existing(spec)) is not None:
                 return self.status(known), False
-            with self._counts.counted(spec.agent_id):
+            with self._counts.count_request(spec.agent_id):
                 claim = await self._charge_and_record(self._decide(spec))
         log.info("claim.created", claim_id=claim.claim_id, agent_id=claim.agent_id)
         self._publish_collisions(claim)
@@ -155,8 +155,8 @@ class ClaimService:
             RequestError: it cannot be granted.
         """
         request = self._planner.read_claim(spec)
-        if len(self._state.claims) >= MOST_CLAIMS:
-            raise TooManyClaims(f"this node has {MOST_CLAIMS} claims, the most it may have")
+        if len(self._state.claims) >= MAX_CLAIMS:
+            raise TooManyClaims(f"this node has {MAX_CLAIMS} claims, the most it may have")
         decision = self._planner.decide_claim(spec, request, self._state)
         return Claim(
             claim_id=spec.claim_id,
@@ -181,7 +181,7 @@ class ClaimService:
         self._state.close_claim(claim_id)
         self._state.put_claim(claim)
         try:
-            await reach("claim.after_commit")
+            await hit_async("claim.after_commit")
             features = FEATURES[claim.edits_for]
             edits = await self._plugins.container_edits(claim.allocation, features)
             claim = replace(self._state.claim(claim_id), edits=edits)
@@ -215,7 +215,7 @@ class ClaimService:
         claims = [self._get_owned(claim_id, caller) for claim_id in dict.fromkeys(claim_ids)]
         for claim in claims:
             claim.require_readable()
-        allocation = united([claim.allocation for claim in claims])
+        allocation = merge_allocations([claim.allocation for claim in claims])
         return await self._plugins.container_edits(allocation, FEATURES[edits_for])
 
     def renew(self, claim_id: str, ttl: int | None, caller: Caller) -> ClaimStatus:
@@ -249,7 +249,7 @@ class ClaimService:
             StateUnavailable: nothing changed.
         """
         self._get_owned(claim_id, caller)
-        if users := self._state.users_of(claim_id):
+        if users := self._state.claim_kernels(claim_id):
             raise ClaimConflict(f"claim {claim_id} is used by kernel {', '.join(users)}")
         self._end(claim_id, EndReason.RELEASED)
 
@@ -294,7 +294,7 @@ class ClaimService:
         A record that cannot be removed keeps the claim, and is tried again.
         """
         reason = self._ends.get(claim_id)
-        if reason is None or (reason is not EndReason.USED and self._state.users_of(claim_id)):
+        if reason is None or (reason is not EndReason.USED and self._state.claim_kernels(claim_id)):
             return
         try:
             self._end(claim_id, reason)
@@ -323,12 +323,12 @@ class ClaimService:
         self._failures.pop(claim_id, None)
         self._unwatched.discard(claim_id)
         self._state.drop_claim(claim_id)
-        self._counts.ended(claim.agent_id, reason)
+        self._counts.count_end(claim.agent_id, reason)
         log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
         ended_claim = EndedClaim(claim, reason)
         self._events.publish(EventKind.CLAIM_REMOVED, ended_claim, is_of_shares=True)
 
-    def note_kernel(self, before: Kernel | None, now: Kernel | None) -> None:
+    def on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         """Follow a kernel that takes its devices from a claim.
 
         One that begins to run takes them over, unless the claim outlives it. One that had ended is
@@ -341,12 +341,12 @@ class ClaimService:
         if claim is None or claim.claim_id in self._pending:
             return
         begins = before is None or before is now or before.state in STARTING
-        is_held = begins and (before or kernel).holds
+        is_held = begins and (before or kernel).holds_devices
         has_run = now is not None and now.state not in STARTING | {KernelState.FAILED}
         if is_held and has_run and not kernel.keeps_claim:
             self._ends[claim.claim_id] = EndReason.USED
             self._state.close_claim(claim.claim_id)
-        is_step = now is None or before is None or before.holds != now.holds
+        is_step = now is None or before is None or before.holds_devices != now.holds_devices
         self._try_end(claim.claim_id)
         if is_step and claim.claim_id in self._state.claims:
             self._publish(claim.claim_id)
@@ -357,12 +357,12 @@ class ClaimService:
         Each has its whole time again, since its holder could not renew it.
         """
         for claim in claims:
-            if claim.ends_with(self._boot_id):
+            if claim.is_ended_by_reboot(self._boot_id):
                 self._on_holder_end(claim.claim_id, EndReason.REBOOT)
             else:
                 self._start_watching(claim)
         for kernel in list(self._state):
-            self.note_kernel(kernel, kernel)
+            self.on_kernel_change(kernel, kernel)
 
     async def run(self) -> None:
         """End claims whose time is over, and retry failed steps, until cancelled."""
@@ -370,7 +370,7 @@ class ClaimService:
             self._end_due()
             self._woken.clear()
             is_idle = not (self._deadlines or self._ends or self._unwatched)
-            await is_set_within(self._woken, IDLE_S if is_idle else PERIOD_S)
+            await wait_event(self._woken, IDLE_PAUSE_S if is_idle else POLL_PAUSE_S)
 
     def _end_due(self) -> None:
         now = self._clock.uptime()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from agentd.core.claim.claim import Claim
-from agentd.core.claim.record import decode, unreadable
-from agentd.core.kernel.adoption import kept_back, located
+from agentd.core.claim.record import decode, unreadable_claim
+from agentd.core.kernel.adoption import quarantine_allocation, resolve_devices
 from agentd.core.kernel.record import RecordError
 from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
@@ -26,17 +26,19 @@ def recall_claims(
         try:
             claim = decode(claim_id, text)
         except RecordError as error:
-            quarantined = kept_back(devices.inventory)
-            claim = unreadable(claim_id, f"its record cannot be read: {error}", quarantined, now)
+            quarantined = quarantine_allocation(devices.inventory)
+            claim = unreadable_claim(
+                claim_id, f"its record cannot be read: {error}", quarantined, now
+            )
         else:
-            claim = located_claim(claim, devices)
+            claim = resolve_claim_devices(claim, devices)
         state.put_claim(claim)
         claims.append(claim)
     return claims
 
 
-def located_claim(claim: Claim, devices: NodeDevices) -> Claim:
+def resolve_claim_devices(claim: Claim, devices: NodeDevices) -> Claim:
     """Return a claim charged to the devices of now; missing ones join the inventory."""
-    allocation, missing = located(claim.allocation, devices.inventory)
+    allocation, missing = resolve_devices(claim.allocation, devices.inventory)
     devices.add_missing(missing)
     return claim if allocation == claim.allocation else replace(claim, allocation=allocation)

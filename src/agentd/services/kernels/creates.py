@@ -16,7 +16,7 @@ import structlog
 from agentd.concurrency import Deadline
 from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import AgentdError, Draining, KernelConflict, OutcomeUnknown
-from agentd.services.protocols import Clock, Undone
+from agentd.services.protocols import Clock, CreateUndone
 from agentd.services.state import NodeState
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ class Drained(NamedTuple):
     unresolved: list[str]
 
 
-class Creates:
+class PendingCreates:
     """The creates in progress, by kernel id."""
 
     def __init__(self, state: NodeState, clock: Clock) -> None:
@@ -57,7 +57,7 @@ class Creates:
         if self._is_draining:
             raise Draining("the daemon is stopping")
 
-    def begin(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
+    def start(self, kernel_id: str, create: Coroutine[Any, Any, Kernel]) -> None:
         """Run a create, independently of its caller."""
         task = asyncio.create_task(self._run(kernel_id, create))
         self._tasks[kernel_id] = task
@@ -108,7 +108,7 @@ class Creates:
             task.cancel()
         await asyncio.wait([task])
 
-    def note_failure(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
+    def mark_failed(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
         """Release the share of a failed create that left nothing; `keep` lists it as `failed`."""
         if keep and not isinstance(error, asyncio.CancelledError):
             kernel = self._state.get(kernel_id)
@@ -120,7 +120,9 @@ class Creates:
             reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
-    def left(self, kernel_id: str, error: BaseException, *, keep: bool) -> OutcomeUnknown:
+    def mark_unresolved(
+        self, kernel_id: str, error: BaseException, *, keep: bool
+    ) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
         self._mark_unresolved(kernel_id, keep=keep)
         reason = _public_reason(error) or type(error).__name__
@@ -132,7 +134,7 @@ class Creates:
 
     def _finish(self, kernel_id: str) -> None:
         del self._tasks[kernel_id]
-        if kernel_id in self._state.unsettled:
+        if kernel_id in self._state.unresolved:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
         if state is KernelState.PREPARING:
@@ -145,7 +147,7 @@ class Creates:
         if kernel.state in BEFORE_CREATE:
             self._state.put(kernel.moved_to(KernelState.CREATING))
         until = self._clock.steady() + GRACE_S
-        self._state.leave_unsettled(kernel_id, until, keep=keep)
+        self._state.mark_unresolved(kernel_id, until, keep=keep)
 
     async def drain(self, deadline: Deadline) -> Drained:
         """Refuse further creates and end those in progress.
@@ -160,18 +162,18 @@ class Creates:
             if not tasks[kernel_id].cancelling():
                 tasks[kernel_id].cancel()
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=deadline.left_s())
+            await asyncio.wait(tasks.values(), timeout=deadline.remaining_s())
         self._given_up.set_result(None)
-        unresolved = [k for k in tasks if k in self._tasks or k in self._state.unsettled]
+        unresolved = [k for k in tasks if k in self._tasks or k in self._state.unresolved]
         return Drained([k for k in cancellable if k not in unresolved], unresolved)
 
 
 def _public_reason(error: BaseException) -> str:
-    return error.published() if isinstance(error, AgentdError) else str(error)
+    return error.public_text() if isinstance(error, AgentdError) else str(error)
 
 
 def is_unresolved(error: BaseException, kernel: Kernel) -> bool:
     """Return whether a failed create may have left something: see `Runtime.create`."""
     if isinstance(error, OutcomeUnknown):
         return True
-    return kernel.state not in BEFORE_CREATE and not isinstance(error, (AgentdError, Undone))
+    return kernel.state not in BEFORE_CREATE and not isinstance(error, (AgentdError, CreateUndone))

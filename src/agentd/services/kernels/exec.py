@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentd.concurrency import to_the_end
+from agentd.concurrency import complete_shielded
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.plan import overridden_variables, reserved_variables
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
@@ -21,7 +21,7 @@ class Execs:
         self._runtimes = runtimes
         self._plugins = plugins
 
-    async def begin(self, kernel: Kernel, spec: ExecSpec) -> Session:
+    async def start(self, kernel: Kernel, spec: ExecSpec) -> Session:
         """Start a command in `kernel`, never in a later kernel with its id.
 
         Raises:
@@ -36,7 +36,7 @@ class Execs:
         try:
             self._require_running(kernel)
         except AgentdError:
-            await to_the_end(session.close())
+            await complete_shielded(session.close())
             raise
         return session
 

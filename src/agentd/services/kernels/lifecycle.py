@@ -15,7 +15,7 @@ import structlog
 
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.plan import reserved_problems
-from agentd.core.kernel.reconcile import stopped
+from agentd.core.kernel.reconcile import kernel_after_stop
 from agentd.core.kernel.states import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
 from agentd.errors import (
     KernelConflict,
@@ -23,16 +23,16 @@ from agentd.errors import (
     RuntimeUnavailable,
     UnknownKernel,
 )
-from agentd.failpoints import reach
-from agentd.services.kernels.creates import Creates, is_unresolved
+from agentd.failpoints import hit_async
+from agentd.services.kernels.creates import PendingCreates, is_unresolved
 from agentd.services.node import Node
-from agentd.services.planner import Asked, Decision, Planner
+from agentd.services.planner import Decision, ParsedRequest, Planner
 from agentd.services.protocols import Clock, LogQuery, Runtime
 from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
-MAX_KEPT = 32 * 1024
+MAX_SAVED_BYTES = 32 * 1024
 """Maximum bytes of a saved command, and of the names of variables and of mounts.
 
 Longer ones are not saved and not shown.
@@ -58,7 +58,7 @@ class KernelService:
         self._default = runtimes[default]
         self._store = store
         self._clock = clock
-        self.creates = Creates(node.state, clock)
+        self.creates = PendingCreates(node.state, clock)
 
     async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return the decision that a create would make now, with its explanation; changes nothing.
@@ -66,7 +66,7 @@ class KernelService:
         Raises:
             RequestError, Unavailable: the create would be refused.
         """
-        problems = await self._default.problems(spec)
+        problems = await self._default.validate_spec(spec)
         request = self._parse(spec, problems)
         decision = self.planner.decide(spec, request, self._state)
         await self.planner.plan(self._prepare(spec, decision), spec, self._state, self._default)
@@ -86,15 +86,15 @@ class KernelService:
                 after `OutcomeUnknown`.
         """
         problems: Sequence[Problem] = ()
-        if (known := self.existing(spec)) is None:
-            problems = await self._default.problems(spec)
-            known = self.existing(spec)  # a concurrent request may have created it
+        if (known := self.find_existing(spec)) is None:
+            problems = await self._default.validate_spec(spec)
+            known = self.find_existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._wait_existing(known, wait=wait), False
         decision = self.planner.decide(spec, self._parse(spec, problems), self._state)
         kernel = self._prepare(spec, decision)
         self._state.put(kernel)
-        self.creates.begin(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
+        self.creates.start(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
         return await self.creates.wait(spec.kernel_id) if wait else kernel, True
 
     async def _wait_existing(self, known: Kernel, *, wait: bool) -> Kernel:
@@ -107,7 +107,7 @@ class KernelService:
             )
         return known
 
-    def existing(self, spec: KernelSpec) -> Kernel | None:
+    def find_existing(self, spec: KernelSpec) -> Kernel | None:
         """Return the kernel that the same request created before, if any.
 
         Raises:
@@ -124,7 +124,7 @@ class KernelService:
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
         return known
 
-    def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> Asked:
+    def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
         request = self.planner.read(spec, self._default, problems, self._state)
@@ -133,23 +133,25 @@ class KernelService:
         return request
 
     def _prepare(self, spec: KernelSpec, decision: Decision) -> Kernel:
-        return prepared(spec, decision, self._default.name, self._clock.wall())
+        return prepare_kernel(spec, decision, self._default.name, self._clock.wall())
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
         kernel_id = kernel.kernel_id
         async with self._state.lock(kernel_id):
             try:
-                await reach("create.after_commit")
+                await hit_async("create.after_commit")
                 plan = await self.planner.plan(kernel, spec, self._state, self._default)
-                await reach("create.after_plan")
+                await hit_async("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
                 observed = await self._default.create(plan, partial(self._on_progress, kernel_id))
             except BaseException as error:
                 if is_unresolved(error, self._state.get(kernel_id)):
-                    raise self.creates.left(kernel_id, error, keep=keep_failure) from error
-                self.creates.note_failure(kernel_id, error, keep=keep_failure)
+                    raise self.creates.mark_unresolved(
+                        kernel_id, error, keep=keep_failure
+                    ) from error
+                self.creates.mark_failed(kernel_id, error, keep=keep_failure)
                 raise
-            await reach("create.after_runtime")
+            await hit_async("create.after_runtime")
             current = self._state.get(kernel_id)
             running = adopt(
                 observed, self._devices.inventory, current, now=self._clock.wall()
@@ -168,14 +170,14 @@ class KernelService:
             KernelConflict: the kernel has not started yet.
             RuntimeUnavailable: the runtime does not answer; the kernel is unchanged.
         """
-        await self._overtake(kernel_id, timeout_s)
+        await self._shorten_stop(kernel_id, timeout_s)
         async with self._state.lock(kernel_id):
             kernel = self._state.get(kernel_id)
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)
         return self._state.get(kernel_id)
 
-    async def _overtake(self, kernel_id: str, timeout_s: float | None) -> None:
+    async def _shorten_stop(self, kernel_id: str, timeout_s: float | None) -> None:
         """Shorten a stop in progress if the caller gives a timeout.
 
         Raises:
@@ -194,14 +196,14 @@ class KernelService:
         runtime = self._runtime_of(kernel)
         self._state.put(kernel.moved_to(KernelState.STOPPING))
         try:
-            await reach("stop.before_runtime")
+            await hit_async("stop.before_runtime")
             await runtime.stop(kernel.ref, timeout_s)
-            await reach("stop.after_runtime")
+            await hit_async("stop.after_runtime")
             observed = await runtime.find(kernel.ref)
         except BaseException:
             self._state.put(self._state.get(kernel.kernel_id).moved_to(kernel.state))
             raise
-        ended = stopped(self._state.get(kernel.kernel_id), observed)
+        ended = kernel_after_stop(self._state.get(kernel.kernel_id), observed)
         self._state.put(ended)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
@@ -223,21 +225,21 @@ class KernelService:
             await self.creates.cancel(kernel_id)
             if kernel_id not in self._state.kernels:
                 return
-        if kernel_id in self._state.unsettled:
+        if kernel_id in self._state.unresolved:
             raise KernelConflict(f"the create of {kernel_id} is unresolved; retry later")
-        await self._overtake(kernel_id, timeout_s)
+        await self._shorten_stop(kernel_id, timeout_s)
         async with self._state.lock(kernel_id):
             kernel = self._state.get(kernel_id)
             if only is not None and kernel is not only:
                 return
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)
-            await reach("delete.before_runtime")
+            await hit_async("delete.before_runtime")
             if kernel.state is not KernelState.FAILED:
                 await self._runtime_of(kernel).remove(kernel.ref)
-            await reach("delete.after_runtime")
+            await hit_async("delete.after_runtime")
             self._state.drop(kernel_id)
-        await reach("delete.before_answer")
+        await hit_async("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
     def logs(self, kernel_id: str, query: LogQuery) -> AsyncGenerator[bytes]:
@@ -262,7 +264,7 @@ class KernelService:
         return runtime
 
 
-def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
+def prepare_kernel(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> Kernel:
     """Return the kernel of a decided request, before its runtime is called."""
     return Kernel(
         kernel_id=spec.kernel_id,
@@ -286,4 +288,8 @@ def prepared(spec: KernelSpec, decision: Decision, runtime: str, now: float) -> 
 
 
 def _items_to_save(items: tuple[_T, ...], texts: Iterable[str]) -> tuple[_T, ...]:
-    return items if sum(len(text.encode(errors="replace")) for text in texts) <= MAX_KEPT else ()
+    return (
+        items
+        if sum(len(text.encode(errors="replace")) for text in texts) <= MAX_SAVED_BYTES
+        else ()
+    )

@@ -11,7 +11,7 @@ SIGNALLED = 128
 """The offset that a shell adds to a signal number in an exit code."""
 
 
-def log_found(before: Kernel | None, kernel: Kernel) -> None:
+def log_observation(before: Kernel | None, kernel: Kernel) -> None:
     """Log the change that an observation made, except for an end: see `log_end`."""
     event = "kernel.adopted"
     if before is not None and before.handle is not None:

@@ -16,15 +16,15 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.concurrency import is_being_cancelled
-from agentd.core.kernel.adoption import Adoption, adopt, located
+from agentd.core.kernel.adoption import Adoption, adopt, resolve_devices
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
-from agentd.failpoints import hit, reach
-from agentd.services.claims.records import located_claim
+from agentd.failpoints import hit, hit_async
+from agentd.services.claims.records import resolve_claim_devices
 from agentd.services.kernels.creates import GRACE_S
-from agentd.services.kernels.log import log_found
+from agentd.services.kernels.log import log_observation
 from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import RuntimeState
@@ -36,7 +36,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
 PARTIAL_PAUSE_S = 10.0
 """Seconds between observations of kernels that are unreadable, or listed with few details."""
-LOOKS_AT_ONCE = 16
+MAX_OBSERVATIONS = 16
 
 
 class Reconciler:
@@ -61,39 +61,39 @@ class Reconciler:
         self._queued: set[str] = set()
         self._queued_once: set[str] = set()
         """Kernels among them that were known when queued and have had no other event since."""
-        self._observation_slots = asyncio.Semaphore(LOOKS_AT_ONCE)
+        self._observation_slots = asyncio.Semaphore(MAX_OBSERVATIONS)
         self._partial: set[str] = set()
         self._partial_retry_at = 0.0
 
-    def relocate(self) -> None:
+    def reassign_devices(self) -> None:
         """Charge kernels and claims to devices that were known only from their records so far."""
         for claim in list(self._state.claims.values()):
-            if (relocated := located_claim(claim, self._devices)) is not claim:
+            if (relocated := resolve_claim_devices(claim, self._devices)) is not claim:
                 self._state.put_claim(relocated)
         for kernel in list(self._state):
-            allocation, missing = located(kernel.allocation, self._devices.inventory)
+            allocation, missing = resolve_devices(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
             if allocation != kernel.allocation:
                 self._state.put(replace(kernel, allocation=allocation))
 
-    async def first_try(self) -> None:
+    async def wait_first_lists(self) -> None:
         """Wait until every runtime has returned its first list or failed to."""
         for listed in self._first_lists.values():
             await listed.wait()
 
-    def give_up_waiting(self, reason: str) -> None:
+    def mark_unanswered(self, reason: str) -> None:
         """Mark runtimes that have not answered yet as unavailable."""
         for name, listed in self._first_lists.items():
             if not listed.is_set():
-                self.note_unavailable(name, reason)
+                self.mark_unavailable(name, reason)
 
-    def note_unavailable(self, name: str, reason: str) -> None:
+    def mark_unavailable(self, name: str, reason: str) -> None:
         """Mark a runtime as unavailable; its kernels stay as they are."""
         if name not in self._state.runtimes:
             return
         if self._state.runtime(name).state is not RuntimeState.UNAVAILABLE:
             log.warning("runtime.unavailable", runtime=name, reason=reason)
-        self._state.note_unavailable(name, reason)
+        self._state.mark_unavailable(name, reason)
         if name in self._first_lists:
             self._first_lists[name].set()
 
@@ -105,14 +105,14 @@ class Reconciler:
         """
         state = self._state
         snapshot = state.snapshot()
-        await reach("adopt.before_list")
+        await hit_async("adopt.before_list")
         try:
             listing = await runtime.list()
             kernels = [*listing.kernels, *await self._find_unlisted(runtime, listing.kernels)]
         except RuntimeUnavailable as error:
-            self.note_unavailable(runtime.name, str(error))
+            self.mark_unavailable(runtime.name, str(error))
             raise
-        await reach("adopt.after_list")
+        await hit_async("adopt.after_list")
         known = {kernel.kernel_id: kernel for kernel in state if kernel.runtime == runtime.name}
         observed = {item.kernel_id: item for item in kernels if not self._is_second(item)}
         changed = {k for k in known.keys() | observed if not state.is_unchanged(k, snapshot)}
@@ -121,7 +121,7 @@ class Reconciler:
             {kernel_id: known[kernel_id] for kernel_id in known.keys() - changed},
             [item for kernel_id, item in observed.items() if kernel_id not in changed],
             self._devices.inventory,
-            expired=[k for k, create in state.unsettled.items() if create.until <= now],
+            expired=[k for k, create in state.unresolved.items() if create.until <= now],
             now=self._clock.wall(),
         )
         await self._apply_actions(actions)
@@ -130,12 +130,12 @@ class Reconciler:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
             log.info("runtime.listed", runtime=runtime.name, kernels=len(kernels))
-        state.note_available(runtime.name, listing.ignored)
+        state.mark_available(runtime.name, listing.ignored)
         self._first_lists[runtime.name].set()
 
     def _is_second(self, item: ObservedKernel) -> bool:
         """Return whether another runtime has a kernel with this id; the observed one is ignored."""
-        is_second = self._state.is_second(item.kernel_id, item.runtime)
+        is_second = self._state.is_duplicate_id(item.kernel_id, item.runtime)
         if is_second:
             log.error("kernel.duplicate_id", kernel_id=item.kernel_id, handle=item.handle)
         return is_second
@@ -155,11 +155,11 @@ class Reconciler:
         ]
         return [item for ref in missing if (item := await runtime.find(ref)) is not None]
 
-    def note_following(self, name: str, *, is_following: bool) -> None:
+    def set_following(self, name: str, *, is_following: bool) -> None:
         """Record whether a runtime's events arrive; without them its list is not current."""
         (self._following.add if is_following else self._following.discard)(name)
 
-    async def next_queued(self) -> str:
+    async def wait_next(self) -> str:
         """Wait for the next kernel to observe."""
         return await self._queue.get()
 
@@ -190,13 +190,13 @@ class Reconciler:
                     await self._observe_on(self._runtimes[name], kernel_id, known)
 
     async def _observe_on(self, runtime: Runtime, kernel_id: str, known: Kernel | None) -> None:
-        await reach("reconcile.before_find")
+        await hit_async("reconcile.before_find")
         try:
             observed = await runtime.find(known.ref if known else KernelRef(kernel_id))
         except RuntimeUnavailable as error:
-            self.note_unavailable(runtime.name, str(error))
+            self.mark_unavailable(runtime.name, str(error))
             return
-        await reach("reconcile.after_find")
+        await hit_async("reconcile.after_find")
         if self._state.kernels.get(kernel_id) is not known:
             self.requeue(kernel_id)
             return
@@ -206,7 +206,7 @@ class Reconciler:
             self._partial.add(kernel_id)
         inventory, now = self._devices.inventory, self._clock.wall()
         await self._apply_actions(reconcile(before, items, inventory, now=now), is_locked=True)
-        await reach("reconcile.after_settle")
+        await hit_async("reconcile.after_settle")
 
     async def retry(self) -> None:
         """Retry unavailable runtimes and creates with an unknown outcome."""
@@ -221,7 +221,7 @@ class Reconciler:
 
     async def _retry_runtime(self, name: str) -> None:
         is_down = self._state.runtime(name).state is RuntimeState.UNAVAILABLE
-        if is_down or self._state.unsettled:
+        if is_down or self._state.unresolved:
             with suppress(RuntimeUnavailable):
                 await self.relist(self._runtimes[name])
 
@@ -240,7 +240,7 @@ class Reconciler:
                 await self._runtimes[name].list()
                 raise Conflict(f"runtime {name} is available; remove its kernels one by one")
         except RuntimeUnavailable as error:
-            self.note_unavailable(name, str(error))
+            self.mark_unavailable(name, str(error))
         kernels = [kernel.kernel_id for kernel in self._state if kernel.runtime == name]
         if busy := [kernel_id for kernel_id in kernels if self._state.is_busy(kernel_id)]:
             raise Conflict(f"operations in progress on {', '.join(busy)}; retry later")
@@ -260,7 +260,7 @@ class Reconciler:
                     self._devices.add_missing(missing)
                     self._state.put(kernel)
                     self._state.settle(kernel.kernel_id)
-                    log_found(before, kernel)
+                    log_observation(before, kernel)
                 case MarkAbsent(kernel_id):
                     self._mark_absent(self._state.get(kernel_id))
                 case RemoveNeverRan(observed):
@@ -273,15 +273,15 @@ class Reconciler:
                 await self.observe(observed.kernel_id)
 
     def _mark_absent(self, kernel: Kernel) -> None:
-        create = self._state.unsettled.get(kernel.kernel_id)
+        create = self._state.unresolved.get(kernel.kernel_id)
         if create is None:
             reason = "removed outside of agentd"
-            self._state.put(kernel.observed(ObservedState.ABSENT, reason=reason))
+            self._state.put(kernel.with_observation(ObservedState.ABSENT, reason=reason))
             log.warning("kernel.lost", kernel_id=kernel.kernel_id)
             return
         if create.keep:
             reason = "removed before it ran"
-            self._state.put(kernel.observed(ObservedState.ABSENT, reason=reason))
+            self._state.put(kernel.with_observation(ObservedState.ABSENT, reason=reason))
             self._state.settle(kernel.kernel_id)
         else:
             self._state.drop(kernel.kernel_id)
@@ -293,14 +293,14 @@ class Reconciler:
         adoption = adopt(observed, self._devices.inventory, now=self._clock.wall())
         self._devices.add_missing(adoption.missing)
         self._state.put(adoption.kernel)
-        self._state.leave_unsettled(kernel_id, self._clock.steady() + GRACE_S)
-        await reach("adopt.before_discard")
+        self._state.mark_unresolved(kernel_id, self._clock.steady() + GRACE_S)
+        await hit_async("adopt.before_discard")
         try:
             is_gone = await self._runtimes[observed.runtime].remove(observed.ref, unless_alive=True)
         except (RuntimeUnavailable, RuntimeFailure) as error:
             log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
-        await reach("adopt.after_discard")
+        await hit_async("adopt.after_discard")
         if is_gone:
             self._state.drop(kernel_id)
             log.info("kernel.orphan_removed", kernel_id=kernel_id)
@@ -326,7 +326,7 @@ class Loops:
     async def run(self) -> None:
         """Follow runtimes and plugins and process the queue, until cancelled."""
         for name in self._state.runtimes.keys() - self._runtimes.keys():
-            self._reconciler.note_unavailable(name, "the runtime is not configured")
+            self._reconciler.mark_unavailable(name, "the runtime is not configured")
         async with asyncio.TaskGroup() as group:
             for name, runtime in self._runtimes.items():
                 group.create_task(self._follow(runtime), name=f"follow-{name}")
@@ -338,7 +338,7 @@ class Loops:
     async def _watch_plugins(self) -> None:
         async for name in self._plugins.changes():
             if self._devices.refresh(name):
-                self._reconciler.relocate()
+                self._reconciler.reassign_devices()
 
     async def _run_forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -354,11 +354,11 @@ class Loops:
         pause_s = FIRST_PAUSE_S
         while runtime.name in self._state.runtimes:
             try:
-                async for kernel_id in runtime.follow():
+                async for kernel_id in runtime.watch_events():
                     if kernel_id:
                         self._reconciler.requeue(kernel_id)
                     else:
-                        self._reconciler.note_following(runtime.name, is_following=True)
+                        self._reconciler.set_following(runtime.name, is_following=True)
                         await self._reconciler.relist(runtime)
                         pause_s = FIRST_PAUSE_S
                 reason = "its event stream ended"
@@ -369,14 +369,14 @@ class Loops:
                     raise
                 log.exception("reconciler.failed", runtime=runtime.name)
                 reason = f"{type(error).__name__}: {error}"
-            self._reconciler.note_following(runtime.name, is_following=False)
-            self._reconciler.note_unavailable(runtime.name, reason)
+            self._reconciler.set_following(runtime.name, is_following=False)
+            self._reconciler.mark_unavailable(runtime.name, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _process_queue(self, group: asyncio.TaskGroup) -> None:
         while True:
-            group.create_task(self._observe_or_requeue(await self._reconciler.next_queued()))
+            group.create_task(self._observe_or_requeue(await self._reconciler.wait_next()))
 
     async def _observe_or_requeue(self, kernel_id: str) -> None:
         try:

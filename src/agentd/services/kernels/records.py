@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from agentd.core.kernel.adoption import recalled
+from agentd.core.kernel.adoption import adopt_record
 from agentd.core.kernel.record import RecordError, decode, encode
 from agentd.core.kernel.states import LIVE, Kernel, KernelState, ObservedState
 from agentd.services.devices import NodeDevices
@@ -21,7 +21,7 @@ from agentd.state.folder import StateFolder
 from agentd.state.schemas import Phase, SavedRecord
 
 
-def recall(
+def restore_kernels(
     state: NodeState,
     devices: NodeDevices,
     records: Iterable[SavedRecord],
@@ -34,7 +34,7 @@ def recall(
     runtime, and all devices are quarantined for it.
     """
     for saved in records:
-        adoption = recalled(
+        adoption = adopt_record(
             saved.kernel_id, saved.text, default_runtime, devices.inventory, clock.wall()
         )
         devices.add_missing(adoption.missing)
@@ -43,13 +43,13 @@ def recall(
             case Phase.INTENT:
                 reason = kernel.reason or "create interrupted by a restart; not resolved yet"
                 kernel = replace(kernel, reason=reason)
-                state.leave_unsettled(kernel.kernel_id, clock.steady() + GRACE_S)
-            case Phase.HELD:
-                kernel = kernel.observed(
+                state.mark_unresolved(kernel.kernel_id, clock.steady() + GRACE_S)
+            case Phase.LIVE:
+                kernel = kernel.with_observation(
                     ObservedState.UNREADABLE if kernel.reason else ObservedState.RUNNING
                 )
             case Phase.ENDED:
-                kernel = kernel.observed(ObservedState.EXITED)
+                kernel = kernel.with_observation(ObservedState.EXITED)
         state.put(kernel)
 
 
@@ -62,7 +62,7 @@ def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
     return names
 
 
-def remember(state: NodeState, store: StateFolder, node_id: str) -> None:
+def persist_changes(state: NodeState, store: StateFolder, node_id: str) -> None:
     """Save every change of a kernel to the state folder from now on."""
 
     def on_change(before: Kernel | None, now: Kernel | None) -> None:
@@ -78,11 +78,11 @@ def remember(state: NodeState, store: StateFolder, node_id: str) -> None:
             if before is not None and is_known and before.allocation != now.allocation:
                 store.save_record(now.kernel_id, encode(now, node_id))
 
-    state.listen(on_change)
+    state.subscribe(on_change)
 
 
 _PHASES = {
-    **dict.fromkeys(LIVE, Phase.HELD),
+    **dict.fromkeys(LIVE, Phase.LIVE),
     KernelState.TERMINATED: Phase.ENDED,
     KernelState.LOST: Phase.ENDED,
     KernelState.FAILED: Phase.ENDED,

@@ -32,7 +32,7 @@ class Retention:
         self._prune_event.set()
         for kernel in state:
             self._on_kernel_change(None, kernel)
-        state.listen(self._on_kernel_change)
+        state.subscribe(self._on_kernel_change)
 
     def _on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         if now is not None and now.state in ENDED:
@@ -48,11 +48,11 @@ class Retention:
             await self._prune_event.wait()
             self._prune_event.clear()
             try:
-                await self.once()
+                await self.prune()
             except Exception:
                 log.exception("retention.failed")
 
-    async def once(self) -> None:
+    async def prune(self) -> None:
         """Prune the oldest ended kernels beyond the maxima; the latest one to end has any size.
 
         A kernel that cannot be removed stays until the next kernel ends.

@@ -15,7 +15,7 @@ from agentd_slurm.node_client import NodeClient, socket_path
 def checks(node: str | None) -> Iterator[SlurmCheck]:
     """Yield everything that was checked; a part that cannot be read fails."""
     try:
-        yield from check_settings(controller.configuration())
+        yield from check_settings(controller.read_configuration())
     except SlurmFailed as error:
         yield SlurmCheck("slurmctld", passed=False, detail=str(error))
         return

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from agentd import stderr
 from agentd.errors import AgentdError
-from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
+from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, log_line
 from agentd_slurm.node_client import NodeClient, socket_path
 from agentd_slurm.processes import find_processes
 
@@ -36,12 +36,12 @@ def run_epilog(environ: Mapping[str, str]) -> int:
         if job.named_gpus or job.mark.exists():
             _release(job, NodeClient(socket_path()))
     except InvalidEnvironment as error:
-        note("epilog", str(error))
+        log_line("epilog", str(error))
         return 1
     except AgentdError as error:
-        note("epilog", f"left to agentd-slurm sync: {error.code}: {error}")
+        log_line("epilog", f"left to agentd-slurm sync: {error.code}: {error}")
     except OSError as error:
-        note("epilog", f"left to agentd-slurm sync: {error.filename or ''} {error.strerror}")
+        log_line("epilog", f"left to agentd-slurm sync: {error.filename or ''} {error.strerror}")
     return 0
 
 
@@ -57,7 +57,7 @@ def _release(job: JobEnvironment, node: NodeClient) -> None:
     if has_ended:
         job.mark.unlink(missing_ok=True)
     else:
-        note("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
+        log_line("epilog", f"job {job.job_id} left processes; agentd-slurm sync ends its claim")
 
 
 def _wait_ended(job: JobEnvironment) -> bool:

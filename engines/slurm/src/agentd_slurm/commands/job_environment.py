@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from agentd.stderr import LOST
 
-MOST_LINE = 2000
+MAX_LINE = 2000
 RUN_FOLDER = "/run/agentd-slurm"
 RUN_VARIABLE = "AGENTD_SLURM_RUN"
 
@@ -58,9 +58,9 @@ class JobEnvironment(NamedTuple):
             self.mark.touch(mode=0o600)
 
 
-def note(command: str, text: str) -> None:
+def log_line(command: str, text: str) -> None:
     """Write one line to standard error, which slurmd logs."""
-    line = " ".join(text.split())[:MOST_LINE]
+    line = " ".join(text.split())[:MAX_LINE]
     _write(command, line)
     LOST.report(lambda lines, why: _write(command, f"lines lost from this log: {lines} ({why})"))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from agentd import stderr
 from agentd.errors import AgentdError, Unavailable
 from agentd_slurm import controller
-from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, note
+from agentd_slurm.commands.job_environment import InvalidEnvironment, JobEnvironment, log_line
 from agentd_slurm.controller import SlurmFailed
 from agentd_slurm.decisions.prolog import (
     ClaimDevices,
@@ -47,17 +47,17 @@ def run_prolog(environ: Mapping[str, str]) -> int:
         environment.leave_mark()
         return _claim(environment, NodeClient(socket_path()))
     except (SlurmFailed, UnreadableAnswer, UnusableMap, InvalidEnvironment, Unavailable) as error:
-        note("prolog", str(error))
+        log_line("prolog", str(error))
     except OSError as error:
-        note("prolog", f"{error.filename or 'agentd-slurm'}: {error.strerror}")
+        log_line("prolog", f"{error.filename or 'agentd-slurm'}: {error.strerror}")
     except AgentdError as error:
-        note("prolog", f"{error.code}: {error}")
+        log_line("prolog", f"{error.code}: {error}")
     return FAILED
 
 
 def _claim(environment: JobEnvironment, node: NodeClient) -> int:
     try:
-        job = controller.job(environment.job_id)
+        job = controller.get_job(environment.job_id)
     except UnclearJob as error:  # its user's doing, and no reason to drain the node
         return _requeue(error.job, str(error))
     facts = PrologFacts(environment.job_id, environment.node, environment.user, job)
@@ -67,7 +67,7 @@ def _claim(environment: JobEnvironment, node: NodeClient) -> int:
     devices = node.devices()
     with node.locked(environment.job_id):
         has_claim = bool(node.claims_of(environment.job_id))
-        has_processes = has_claim and find_processes(environment.node).of(environment.job_id)
+        has_processes = has_claim and find_processes(environment.node).may_have(environment.job_id)
         facts = facts._replace(gres_map=gres_map, devices=devices, has_processes=has_processes)
         return _execute(facts, node)
 
@@ -78,7 +78,7 @@ def _execute(facts: PrologFacts, node: NodeClient) -> int:
         case NothingToClaim():
             return 0
         case FailProlog(reason):
-            note("prolog", reason)
+            log_line("prolog", reason)
             return FAILED
         case RefuseJob(reason):
             return _requeue(name, reason)
@@ -93,6 +93,6 @@ def _execute(facts: PrologFacts, node: NodeClient) -> int:
 
 
 def _requeue(name: str, reason: str) -> int:
-    note("prolog", f"job {name} is sent back: {reason}")
-    controller.send_back(name, reason)
+    log_line("prolog", f"job {name} is sent back: {reason}")
+    controller.requeue_with_reason(name, reason)
     return 0

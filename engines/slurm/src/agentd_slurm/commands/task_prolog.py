@@ -97,7 +97,7 @@ def _find_unclaimed(
         return None
     if not claims and job_id in jobs_of_kernels(node.kernels()):
         return None
-    job = controller.job(job_id)
+    job = controller.get_job(job_id)
     if job is None or job.state != "RUNNING":
         return None
     missing = _missing_names(
