@@ -21,9 +21,9 @@ from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
+from agentd.program.boot_id import boot_id
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.runtime import SystemdRuntime
-from agentd.service.boot_id import boot_id
 
 PROPERTIES = (
     "Type=exec", "ExitType=cgroup", "RemainAfterExit=yes", "DynamicUser=yes", "PrivateTmp=yes",

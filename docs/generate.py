@@ -31,10 +31,10 @@ from agentd.core.kernel.states import (
     KernelState,
 )
 from agentd.http.bodies import Body
-from agentd.http.problems import STATUSES
+from agentd.http.problem_responses import STATUSES
+from agentd.program.exit_status import MEANINGS
 from agentd.rpc.requests import ExecRequest
 from agentd.rpc.routes import ROUTES
-from agentd.service.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.placement.requests import Placement
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm
@@ -149,7 +149,7 @@ def exit_codes_page() -> str:
     lines = [
         "# Exit codes",
         "",
-        "Generated from `agentd.service.exit_status` by `docs/generate.py`.",
+        "Generated from `agentd.program.exit_status` by `docs/generate.py`.",
         "",
         "| program | status | meaning |",
         "|---|---|---|",

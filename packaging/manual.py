@@ -13,7 +13,7 @@ from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.config.default_file import default_text
 from agentd.config.settings import Settings
-from agentd.service.exit_status import MEANINGS
+from agentd.program.exit_status import MEANINGS
 from agentd_fleet.cli import agentd_fleet
 
 

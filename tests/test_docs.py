@@ -24,7 +24,7 @@ import lint
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
 from agentd.events import EventKind
-from agentd.http.problems import STATUSES
+from agentd.http.problem_responses import STATUSES
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.cli import agentd_fleet
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm

@@ -29,7 +29,7 @@ from agentd.errors import (
     Unreachable,
     UnsupportedResource,
 )
-from agentd.http.problems import STATUSES
+from agentd.http.problem_responses import STATUSES
 from agentd.rpc.routes import ROUTES
 from support.daemon import AGENTS, Daemon, gpus
 from support.fork_server import run

@@ -30,11 +30,11 @@ from agentd.host.cgroups.usage import read_cgroups
 from agentd.host.probe import probe
 from agentd.host.systemd.availability import has_manager
 from agentd.host.systemd.dbus import SystemdManager
+from agentd.program.boot_id import boot_id
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.systemd.runtime import SystemdRuntime
-from agentd.service.boot_id import boot_id
 from agentd.services.protocols import CreateUndone, LogQuery, Runtime
 from support.daemon import UNITS
 from support.engine import IMAGE

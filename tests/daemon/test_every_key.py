@@ -13,7 +13,7 @@ from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.daemon.reload import APPLIED, Reload, flatten_settings
-from agentd.service.weaknesses import Weaknesses
+from agentd.program.weaknesses import Weaknesses
 from support.certificates import certificate
 
 DOCKER = {

@@ -14,7 +14,7 @@ from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
-from agentd.service.weaknesses import Weaknesses
+from agentd.program.weaknesses import Weaknesses
 from support.certificates import certificate
 from support.waiting import until
 
@@ -198,7 +198,7 @@ async def test_weak_credentials_are_warned_of(
 ) -> None:
     day_s = 24 * 3600.0
     now = [time.time() + 21 * day_s]
-    monkeypatch.setattr("agentd.service.weaknesses.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("agentd.program.weaknesses.time", SimpleNamespace(time=lambda: now[0]))
     node = Node(tmp_path, has_tls=True)
     cert, key = certificate(tmp_path, "-days", "20")
     key.chmod(0o644)

@@ -12,7 +12,7 @@ import pytest
 
 from agentd.core.kernel.edits import ContainerEdits, DeviceRequest
 from agentd.errors import RuntimeFailure
-from agentd.runtimes.docker.engine_facts import parse_docker_facts
+from agentd.runtimes.docker.docker_facts import parse_docker_facts
 from end_to_end.containers import printed
 from native.libraries import nvml_library
 from support.daemon import AGENTS, Daemon

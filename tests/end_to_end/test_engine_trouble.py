@@ -14,7 +14,7 @@ from support.waiting import until
 
 pytestmark = pytest.mark.docker
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
-SILENCE = {"agentd.runtimes.docker.streams.SILENCE_S": 1.0}
+SILENCE = {"agentd.runtimes.docker.docker_streams.SILENCE_S": 1.0}
 
 
 async def settled(daemon: Daemon, engine: Engine, *, containers: int, free: str) -> None:

@@ -119,7 +119,7 @@ async def test_signal_arrives_after_repeated_input_closes(daemon, client) -> Non
 
 
 async def test_pings_do_not_replace_the_first_frame(plain: Daemon) -> None:
-    plain.deadlines = {"agentd.rpc.exec.FIRST_FRAME_S": 1.0}
+    plain.deadlines = {"agentd.rpc.exec_websocket.FIRST_FRAME_S": 1.0}
     await plain.start(AGENTS)
     await plain.running(kernel_id="k1", command=SLEEPER)
     async with websocket(plain, autoping=False) as wire, asyncio.timeout(30):

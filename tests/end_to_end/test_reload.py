@@ -8,7 +8,7 @@ import pytest
 
 from agentd.client import AsyncClient
 from agentd.errors import Forbidden
-from agentd.service.background import NOT_VITAL
+from agentd.program.background import NOT_VITAL
 from end_to_end.test_tokens import Tokens, tokens
 from support.certificates import certificate
 from support.daemon import Daemon
@@ -17,7 +17,7 @@ from support.fork_server import run
 __all__ = ["tokens"]
 
 WORK = {
-    "claims": "agentd.services.claims.lifecycle:ClaimService.run",
+    "claims": "agentd.services.claims.claim_service:ClaimService.run",
     "reconciler": "agentd.services.kernels.reconciler:Loops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",
     "retention": "agentd.services.kernels.retention:Retention.run",

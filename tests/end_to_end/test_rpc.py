@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentd.http.problems import STATUSES
+from agentd.http.problem_responses import STATUSES
 from support.daemon import AGENTS, BASE, Daemon, gpus
 from support.daemon_pool import Serving
 

@@ -16,7 +16,7 @@ from support.waiting import until
 
 ASK = {"kernel_id": "k1", "slots": {"cuda.device": 1}}
 SHORT = {
-    "agentd.service.shutdown.STOP_TIMEOUT_S": 2.0,
+    "agentd.program.shutdown.STOP_TIMEOUT_S": 2.0,
     "agentd.daemon.lifecycle.AFTER_DRAIN_S": 1.5,
     "agentd.daemon.lifecycle.AFTER_SERVER_S": 0.6,
     "agentd.http.server.CANCEL_TIMEOUT_S": 0.1,
@@ -109,7 +109,7 @@ async def test_a_stop_during_the_start_ends_it(plain: Daemon) -> None:
 
 async def test_a_stuck_event_loop_does_not_hold_up_a_stop(plain: Daemon) -> None:
     """A delay at `record.before_move` blocks the loop, as a state folder on a dead disk does."""
-    plain.deadlines = {"agentd.service.shutdown.LIMIT_S": 0.5}
+    plain.deadlines = {"agentd.program.shutdown.LIMIT_S": 0.5}
     await plain.start(ONE_GPU, AGENTD_FAILPOINTS="record.before_move=delay(600000)")
     caller = asyncio.create_task(plain.create(**ASK))
     await until((plain.folder / "state/kernels/k1/identity.json").exists)

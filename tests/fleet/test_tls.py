@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentd.http.credentials import key_pair_weaknesses
-from agentd.service.weaknesses import Weakness, Weaknesses
+from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet import daemon
 from agentd_fleet.cli import agentd_fleet
 from agentd_fleet.join import publisher

@@ -7,7 +7,7 @@ import pytest
 
 from agentd.errors import RequestError
 from agentd.http.openapi import build_document
-from agentd.http.problems import STATUSES
+from agentd.http.problem_responses import STATUSES
 from agentd.http.route import REST, parameter_schema, require_names
 from agentd.rpc.routes import ROUTES
 from agentd_fleet.gateway.routes import ROUTES as FLEET_ROUTES

@@ -12,7 +12,7 @@ from agentd.core.devices import DeviceId
 from agentd.core.slots import ONE, SlotKind
 from agentd.host.processes import all_processes
 from agentd.plugin_api import Features
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.services.protocols import PluginState

@@ -17,7 +17,7 @@ import pytest
 from agentd.core.devices import Device, Health
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.events import EventLog
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginState

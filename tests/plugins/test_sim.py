@@ -3,7 +3,7 @@ import pytest
 from agentd.config.plugins import PluginTable
 from agentd.core.slots import ONE
 from agentd.plugin_api import Features
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd_sim import SimPlugin
 from support.fakes import FakeMemory

@@ -8,7 +8,7 @@ from multidict import MultiDict
 from agentd.core.kernel.options import ULIMITS, Ulimit
 from agentd.errors import MAX_PROBLEMS, InvalidRequest
 from agentd.http.bodies import read_body
-from agentd.http.problems import problem_members
+from agentd.http.problem_responses import problem_members
 from agentd.http.queries import read_query
 from agentd.rpc.queries import LogsQuery
 from agentd.rpc.requests import CreateKernelRequest

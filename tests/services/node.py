@@ -10,12 +10,12 @@ from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.events import EventLog
+from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext

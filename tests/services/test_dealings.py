@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.services.protocols import PluginListing
 from core.machines import gpus

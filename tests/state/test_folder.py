@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from agentd import failpoints
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import Phase, SavedRecord

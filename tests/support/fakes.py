@@ -20,7 +20,7 @@ from agentd.core.kernel.states import (
     ObservedState,
 )
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
 from agentd.plugin_api import Features, Measurement
 from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS

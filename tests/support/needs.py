@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from agentd.host.cgroups.hierarchies import find_cgroups
-from agentd.runtimes.systemd.bundle import static_busybox
+from agentd.runtimes.systemd.unit_bundle import static_busybox
 
 ROOT = Path(__file__).parents[2]
 ENGINE_26 = Path(os.environ.get("AGENTD_ENGINE_26", "/opt/agentd-engine-26"))

@@ -13,7 +13,7 @@ import click
 
 from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
-from agentd.service.exit_status import exit_refused
+from agentd.program.exit_status import exit_refused
 
 config_option = click.option(
     "--config",

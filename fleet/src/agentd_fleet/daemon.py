@@ -29,10 +29,10 @@ from agentd.http.credentials import (
 from agentd.http.server import Server
 from agentd.http.settings import RpcSettings
 from agentd.http.static import HOME, NODE_HOME, Pages
-from agentd.service.background import Background
-from agentd.service.sd_notify import Notifier
-from agentd.service.shutdown import Shutdown
-from agentd.service.weaknesses import Weakness, Weaknesses
+from agentd.program.background import Background
+from agentd.program.sd_notify import Notifier
+from agentd.program.shutdown import Shutdown
+from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd.tomlfile.parsing import translate_error
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from agentd.core.printable import printable
-from agentd.service.exit_status import ExitStatus
+from agentd.program.exit_status import ExitStatus
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FORMAT = "agentd.output"

@@ -70,10 +70,14 @@ class Client(BlockingTransport):
         return self.execute(Call("GET", api_path("devices")))
 
     def drain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.execute(Call("POST", api_path("devices", device_name, device_id, "drain")))
+        return self.execute(
+            Call("POST", api_path("devices", device_name, device_id, "drain"))
+        )
 
     def undrain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.execute(Call("POST", api_path("devices", device_name, device_id, "undrain")))
+        return self.execute(
+            Call("POST", api_path("devices", device_name, device_id, "undrain"))
+        )
 
     def forget_device(self, device_name: str, device_id: str) -> None:
         self.execute(Call("DELETE", api_path("devices", device_name, device_id)))

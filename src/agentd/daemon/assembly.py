@@ -27,14 +27,14 @@ from agentd.rpc.routes import routes
 from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
+from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.lifecycle import ClaimService
 from agentd.services.claims.records import recall_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.engines import Engines
-from agentd.services.kernels.exec import Execs
-from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.exec_service import Execs
+from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.kernels.reconciler import Loops, Reconciler
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext

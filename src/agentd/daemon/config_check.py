@@ -28,8 +28,8 @@ from agentd.http.credentials import build_endpoint, credential_weaknesses, expir
 from agentd.http.server import address_problem
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
-from agentd.service.exit_status import ExitStatus
-from agentd.service.weaknesses import Weaknesses
+from agentd.program.exit_status import ExitStatus
+from agentd.program.weaknesses import Weaknesses
 from agentd.state.folder import StateFolder
 
 CALL_MARGIN_S = 5.0

@@ -14,10 +14,10 @@ from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.probe import Host, derive_node_id
 from agentd.plugin_api import NODE_ID_VARIABLE, Features
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
-from agentd.service.boot_id import boot_id
+from agentd.program.boot_id import boot_id
 from agentd.services.devices import NodeDevices
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import HostLock, run_folder

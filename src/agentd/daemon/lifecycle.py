@@ -42,14 +42,14 @@ from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
 from agentd.pluginhost.host import PluginHost
+from agentd.program.background import Background
+from agentd.program.boot_id import boot_id
+from agentd.program.sd_listen import inherited_sockets
+from agentd.program.sd_notify import Notifier
+from agentd.program.shutdown import Shutdown
+from agentd.program.weaknesses import Weaknesses
 from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
-from agentd.service.background import Background
-from agentd.service.boot_id import boot_id
-from agentd.service.sd_listen import inherited_sockets
-from agentd.service.sd_notify import Notifier
-from agentd.service.shutdown import Shutdown
-from agentd.service.weaknesses import Weaknesses
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
 from agentd.services.node import Node, NodeContext

@@ -23,7 +23,7 @@ from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.http.credentials import credential_weaknesses, read_configured_certificate, read_tokens
 from agentd.http.server import Server
-from agentd.service.weaknesses import Weaknesses
+from agentd.program.weaknesses import Weaknesses
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()

@@ -26,8 +26,8 @@ from agentd.host.systemd.availability import (
     systemd_problems,
 )
 from agentd.http.credentials import credential_weaknesses
+from agentd.program.boot_id import boot_id
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
-from agentd.service.boot_id import boot_id
 from agentd.services.protocols import Plugins, Runtime
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import run_folder
@@ -197,7 +197,7 @@ async def _live_kernels(
     """
     if name == "systemd":
         from agentd.host.systemd.dbus import SystemdManager
-        from agentd.runtimes.systemd.observer import list_live_kernels
+        from agentd.runtimes.systemd.unit_observer import list_live_kernels
 
         manager = SystemdManager(is_user=os.geteuid() != 0)
         try:
@@ -205,8 +205,8 @@ async def _live_kernels(
         finally:
             await manager.close()
     if name == "docker":
-        from agentd.runtimes.docker.engine import DockerClient
-        from agentd.runtimes.docker.observer import ContainerObserver
+        from agentd.runtimes.docker.container_observer import ContainerObserver
+        from agentd.runtimes.docker.docker_client import DockerClient
 
         engine = DockerClient(settings.runtime.docker.socket)
         try:
@@ -239,7 +239,7 @@ def settings_warnings(settings: Settings) -> list[str]:
 
 
 def _systemd_warnings() -> list[str]:
-    from agentd.runtimes.systemd.bundle import static_busybox
+    from agentd.runtimes.systemd.unit_bundle import static_busybox
 
     warnings = []
     if static_busybox() is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.service.weaknesses import Weakness
+from agentd.program.weaknesses import Weakness
 from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regular
 
 EXPIRY_WARNING_S = 14 * 24 * 3600.0

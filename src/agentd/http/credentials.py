@@ -20,7 +20,7 @@ from agentd.http.certificates import (
 )
 from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
-from agentd.service.weaknesses import Weakness
+from agentd.program.weaknesses import Weakness
 from agentd.tomlfile.regular_files import RegularFile, read_regular
 
 SECRET_MODE = 0o640

@@ -18,7 +18,7 @@ from agentd.core.access import Caller
 from agentd.errors import AgentdError, Unavailable
 from agentd.http.callers import NODE, Callers, attach_caller
 from agentd.http.connections.request_turns import end_turn, limit_turn
-from agentd.http.problems import HTTP_CODES, STANDARD_MEMBERS, problem_response
+from agentd.http.problem_responses import HTTP_CODES, STANDARD_MEMBERS, problem_response
 from agentd.http.queries import Query, attach_query, read_query, receive_body
 from agentd.http.route import OPEN_PATHS, Route, require_names
 from agentd.http.site import Site

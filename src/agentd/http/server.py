@@ -27,7 +27,7 @@ from agentd.http.connections.request_turns import RequestTurns, end_turn
 from agentd.http.connections.unix_sockets import bind_unix_socket
 from agentd.http.gate import MAX_BODY, Gate, RequestHandler, error_response
 from agentd.http.openapi import build_document
-from agentd.http.problems import problem_response
+from agentd.http.problem_responses import problem_response
 from agentd.http.route import PROBE_PATHS, Route
 from agentd.http.site import Site
 from agentd.http.static import Pages

@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from agentd.core.access import Caller, Right
-from agentd.http.answers import json_response
 from agentd.http.audit import AuditedCall
 from agentd.http.callers import caller_of, caller_view
-from agentd.http.streaming.streams import Streams
+from agentd.http.responses import json_response
+from agentd.http.streaming.streaming_responses import Streams
 
 
 class Site(ABC):

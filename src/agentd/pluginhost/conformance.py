@@ -16,10 +16,10 @@ import msgspec
 
 from agentd.core.devices import Device, Inventory
 from agentd.core.kernel.edits import ContainerEdits
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import format_amount
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
-from agentd.pluginhost.dealing import device_infos, validate_assignment
+from agentd.pluginhost.assignment import device_infos, validate_assignment
 from agentd.pluginhost.instance import (
     CLOSE_TIMEOUT_S,
     LOAD_TIMEOUT_S,

@@ -28,7 +28,7 @@ from agentd.plugin_api import (
     KernelEvent,
     Measurement,
 )
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.descendants import kill_orphans
 from agentd.pluginhost.entry_points import EntryPoints, installed_entry_points
 from agentd.pluginhost.instance import PluginInstance, PluginSpec, PluginTimeouts

@@ -26,7 +26,7 @@ from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import hit_async
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
-from agentd.pluginhost.dealing import AssignmentRules, device_infos, validate_assignment
+from agentd.pluginhost.assignment import AssignmentRules, device_infos, validate_assignment
 from agentd.pluginhost.output import one_line
 from agentd.pluginhost.process import PluginAbsent, PluginLost, PluginProcess, PluginRefused
 from agentd.pluginhost.protocol import DeviceListing, PluginFacts

@@ -17,10 +17,10 @@ from agentd.core.claim.claim import (
 )
 from agentd.errors import Forbidden, InvalidRequest, Problem
 from agentd.host.claim_holders import HostHolders, NoSuchHolder
-from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
 from agentd.http.callers import attach_id, caller_of, peer_of
 from agentd.http.queries import query_of, receive_body
+from agentd.http.responses import json_response
 from agentd.rpc import rendering
 from agentd.rpc.pages import page_response
 from agentd.rpc.queries import ClaimsQuery
@@ -30,7 +30,7 @@ from agentd.rpc.requests import (
     HolderRequest,
     RenewRequest,
 )
-from agentd.services.claims.lifecycle import ClaimService
+from agentd.services.claims.claim_service import ClaimService
 from agentd.services.node import Node
 from agentd.views import ClaimView
 

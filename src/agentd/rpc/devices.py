@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
 from agentd.http.callers import caller_of
 from agentd.http.queries import receive_body
+from agentd.http.responses import json_response
 from agentd.rpc import rendering
 from agentd.rpc.requests import EngineRequest
 from agentd.rpc.visibility import Visibility

@@ -6,9 +6,9 @@ import msgspec
 from aiohttp import web
 
 from agentd.events import Event, EventLog
-from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
-from agentd.http.streaming.streams import Streams, stream_events
+from agentd.http.responses import json_response
+from agentd.http.streaming.streaming_responses import Streams, stream_events
 from agentd.rpc import rendering
 from agentd.rpc.visibility import Visibility
 from agentd.services.refusals import Refusals

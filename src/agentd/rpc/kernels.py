@@ -8,20 +8,20 @@ from aiohttp import web
 from agentd.core.access import require_unreserved_id
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import Kernel
-from agentd.http.answers import json_response
 from agentd.http.bodies import read_body
 from agentd.http.callers import attach_id, caller_of
 from agentd.http.queries import prefers_async, query_of, receive_body
+from agentd.http.responses import json_response
 from agentd.http.site import Site
-from agentd.http.streaming.streams import stream_log
+from agentd.http.streaming.streaming_responses import stream_log
 from agentd.rpc import rendering
-from agentd.rpc.exec import run_exec
+from agentd.rpc.exec_websocket import run_exec
 from agentd.rpc.pages import page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.services.access import Access
-from agentd.services.kernels.exec import Execs
-from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.exec_service import Execs
+from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.node import Node
 from agentd.services.protocols import Session
 from agentd.services.statistics import Statistics

@@ -15,8 +15,8 @@ from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName
 from agentd.errors import InsufficientResource
-from agentd.http.metrics import counter, gauge, render_exposition
-from agentd.http.problems import CREATE_CODES
+from agentd.http.problem_responses import CREATE_CODES
+from agentd.http.prometheus import counter, gauge, render_exposition
 from agentd.rpc import rendering
 from agentd.services.access import Access
 from agentd.services.claims.counts import ClaimCounts

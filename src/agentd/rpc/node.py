@@ -10,10 +10,10 @@ from aiohttp import web
 from agentd.core.access import Caller
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
-from agentd.http.metrics import CONTENT_TYPE
+from agentd.http.prometheus import CONTENT_TYPE
 from agentd.http.queries import query_of
+from agentd.http.responses import json_response
 from agentd.rpc import rendering
 from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery

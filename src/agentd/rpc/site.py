@@ -11,8 +11,8 @@ from agentd.concurrency import wait_event
 from agentd.core.access import Caller, Right
 from agentd.core.devices import DeviceId
 from agentd.errors import NotReady
-from agentd.http.answers import json_response
 from agentd.http.audit import AuditedCall, audit_call
+from agentd.http.responses import json_response
 from agentd.http.site import Site
 from agentd.services.access import Access
 from agentd.services.node import Node

@@ -22,7 +22,7 @@ from agentd.core.devices import (
     with_shared_health,
     withheld_warnings,
 )
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
 from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts

@@ -18,7 +18,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
 from agentd.plugin_api import Features, Measurement

@@ -9,7 +9,7 @@
     ended/ID.json           the record of a kernel that has ended and is not removed yet
     claims/ID.json          the record of a claim
     kernels/ID/             the bundle of a process kernel (see `agentd.runtimes.process.bundle`)
-    units/ID/               the bundle of a systemd kernel (see `agentd.runtimes.systemd.bundle`)
+    units/ID/               the bundle of a systemd kernel (`agentd.runtimes.systemd.unit_bundle`)
     docker/last_seen.json   the time of the engine's last event (`agentd.runtimes.docker.last_seen`)
 
 Files are replaced atomically, from a file `.NAME.new` beside them, and only their owner can read
@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health
 from agentd.core.names import is_name, validate_name
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.state.locks import UNWRITABLE, Locks

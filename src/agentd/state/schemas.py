@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from agentd.core.devices import Device
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 
 SCHEMA = 1
 

@@ -8,8 +8,8 @@ from aiohttp.test_utils import make_mocked_request
 
 from agentd.core.access import Caller, Role
 from agentd.errors import KernelConflict
-from agentd.http.metrics import render_exposition
-from agentd.http.problems import CREATE_CODES
+from agentd.http.problem_responses import CREATE_CODES
+from agentd.http.prometheus import render_exposition
 from agentd_fleet.gateway import handlers
 from agentd_fleet.gateway.metrics import GatewayCounts, fleet_metrics
 from agentd_fleet.placement.backend import FleetBackend

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.runtimes.docker.engine import DockerClient
+from agentd.runtimes.docker.docker_client import DockerClient
 from runtimes.docker.fake_engine import FakeEngine
 
 

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.runtimes.docker import engine as module
-from agentd.runtimes.docker.engine import DockerClient
-from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, clean_message
+from agentd.runtimes.docker.docker_client import DockerClient
+from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, clean_message
 from agentd.runtimes.docker.images import Images
 from runtimes.docker.fake_engine import FakeEngine, says
 

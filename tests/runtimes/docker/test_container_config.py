@@ -11,7 +11,7 @@ from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelSpec
 from agentd.plugin_api import Features
 from agentd.runtimes.docker.container_config import container_config, request_problems
-from agentd.runtimes.docker.engine_facts import DockerFacts
+from agentd.runtimes.docker.docker_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
 from contracts.test_runtime import plan
 

@@ -9,7 +9,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine_errors import DockerError
+from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
 from contracts.test_runtime import plan
 

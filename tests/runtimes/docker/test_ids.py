@@ -7,11 +7,11 @@ import pytest
 
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import RuntimeUnavailable
-from agentd.runtimes.docker.engine import parse_container_id
-from agentd.runtimes.docker.engine_errors import DockerResponseLost
+from agentd.runtimes.docker.container_observer import ContainerObserver
+from agentd.runtimes.docker.docker_client import parse_container_id
+from agentd.runtimes.docker.docker_errors import DockerResponseLost
+from agentd.runtimes.docker.docker_streams import ContainerEvent, _parse_event
 from agentd.runtimes.docker.inspection import parse_inspection, validate_inspection
-from agentd.runtimes.docker.observer import ContainerObserver
-from agentd.runtimes.docker.streams import ContainerEvent, _parse_event
 
 HASH = "0123456789abcdef" * 4
 NO_IDS = ["../../images/agentd-test:1", "", "..", HASH[:-1], HASH + "0", HASH.upper(), f"{HASH}\n",

@@ -18,9 +18,9 @@ from agentd.core.kernel.states import ObservedState
 from agentd.errors import KernelConflict, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.processes import read_stat
+from agentd.program.boot_id import boot_id
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.service.boot_id import boot_id
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, SHARES, plan, process_runtime
 from native.libraries import built

@@ -24,8 +24,6 @@ from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
-from agentd.runtimes.systemd.bundle import DROP_IN, UnitBundle, UnitEnd, quote_value, static_busybox
-from agentd.runtimes.systemd.observer import UnitObserver
 from agentd.runtimes.systemd.slices import journal_warnings
 from agentd.runtimes.systemd.unit import (
     core_mask,
@@ -36,6 +34,14 @@ from agentd.runtimes.systemd.unit import (
     slice_name,
     unit_name,
 )
+from agentd.runtimes.systemd.unit_bundle import (
+    DROP_IN,
+    UnitBundle,
+    UnitEnd,
+    quote_value,
+    static_busybox,
+)
+from agentd.runtimes.systemd.unit_observer import UnitObserver
 from agentd.runtimes.systemd.unit_state import parse_end, state_of
 from support.needs import require
 

@@ -8,7 +8,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.states import KernelRef, KernelState, ObservedState
 from agentd.core.slots import ONE
 from agentd.errors import NotReady, OutcomeUnknown, RuntimeFailure, RuntimeUnavailable
-from agentd.services.kernels.creates import GRACE_S
+from agentd.services.kernels.pending_creates import GRACE_S
 from agentd.services.state import RuntimeState
 from services.node import Rig, running, settled
 from support.fakes import FakeRuntime

@@ -20,12 +20,12 @@ from agentd.errors import (
     UnknownSlotType,
 )
 from agentd.events import EventLog
-from agentd.http.answers import json_response
 from agentd.http.audit import AuditedCall, audit_call
 from agentd.http.bodies import read_body
 from agentd.http.callers import attach_id, caller_of
-from agentd.http.metrics import CONTENT_TYPE, render_exposition
+from agentd.http.prometheus import CONTENT_TYPE, render_exposition
 from agentd.http.queries import prefers_async, query_of, receive_body
+from agentd.http.responses import json_response
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
 from agentd.rpc.requests import StopRequest

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from agentd.core.access import Caller
 from agentd.errors import InvalidRequest, Problem, UnknownNode
-from agentd.http.answers import json_response
 from agentd.http.callers import caller_of
 from agentd.http.queries import MAX_PAGE_BYTES, query_of
+from agentd.http.responses import json_response
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.queries import FleetKernelsQuery, NodesQuery, StatsQuery
 from agentd_fleet.placement.kernels import (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from agentd.core.access import Caller
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import AgentdError
-from agentd.http.metrics import counter, gauge
-from agentd.http.problems import CREATE_CODES
+from agentd.http.problem_responses import CREATE_CODES
+from agentd.http.prometheus import counter, gauge
 from agentd.stderr import LOST
 from agentd_fleet.view.fleet_view import FleetView
 

@@ -26,11 +26,11 @@ from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
 from agentd.concurrency import wait_event
 from agentd.errors import AgentdError, DaemonFailed
-from agentd.service.background import Background
-from agentd.service.boot_id import boot_id
-from agentd.service.exit_status import exit_refused
-from agentd.service.sd_notify import Notifier
-from agentd.service.weaknesses import Weakness, Weaknesses
+from agentd.program.background import Background
+from agentd.program.boot_id import boot_id
+from agentd.program.exit_status import exit_refused
+from agentd.program.sd_notify import Notifier
+from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
 from agentd_fleet.store.etcd_client import EtcdClient
 from agentd_fleet.store.etcd_transport import EtcdCredentials, EtcdRefused, LeaseGone

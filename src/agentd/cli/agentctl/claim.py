@@ -23,7 +23,7 @@ from agentd.cli.agentctl.options import (
 from agentd.cli.output import output_option, print_answer, print_text
 from agentd.client import Client
 from agentd.procfs import read_lines
-from agentd.service.exit_status import ExitStatus
+from agentd.program.exit_status import ExitStatus
 
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""

@@ -21,7 +21,7 @@ from agentd.cli.agentctl.options import pairs
 from agentd.client import Client
 from agentd.client.defaults import CHUNK
 from agentd.core.kernel.exec_spec import STDERR
-from agentd.service.exit_status import ExitStatus
+from agentd.program.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from agentd.client.asynchronous import AsyncClient

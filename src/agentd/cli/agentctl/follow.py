@@ -17,7 +17,7 @@ from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, re
 from agentd.cli.output import CommandError, output_option, print_answer, print_text
 from agentd.client import Client
 from agentd.errors import AgentdError, UnknownKernel
-from agentd.service.exit_status import ExitStatus
+from agentd.program.exit_status import ExitStatus
 from agentd.views import KernelView
 
 _POLL_S = 0.2

@@ -36,7 +36,7 @@ from agentd.errors import (
     UnknownKernel,
     Unreachable,
 )
-from agentd.service.exit_status import ExitStatus
+from agentd.program.exit_status import ExitStatus
 from agentd.views import KernelView
 
 SIGNALLED = 128

@@ -113,7 +113,7 @@ class Relay:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        from agentd.http.problems import problem_response
+        from agentd.http.problem_responses import problem_response
         from agentd.http.static import is_foreign
 
         port = self.host.rpartition(":")[2]
@@ -136,7 +136,7 @@ class Relay:
     async def _forward(self, request: web.BaseRequest, path: str) -> web.StreamResponse:
         from aiohttp import web
 
-        from agentd.http.problems import problem_response
+        from agentd.http.problem_responses import problem_response
 
         headers = {n: request.headers[n] for n in _FORWARDED_HEADERS if n in request.headers}
         try:

@@ -23,7 +23,7 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
-from agentd.service.exit_status import exit_refused, print_problems
+from agentd.program.exit_status import exit_refused, print_problems
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -191,7 +191,7 @@ def plan(config_file: str | None, live: bool) -> None:
     split, warnings = _plan_split(config_file)
     held: dict[str, Any] = {}
     if live:
-        from agentd.cli.agentd.live_plan import holdings_under
+        from agentd.cli.agentd.plan_output import holdings_under
 
         try:
             held["held"] = holdings_under(split, _settings(config_file).settings.rpc.socket)
@@ -200,7 +200,7 @@ def plan(config_file: str | None, live: bool) -> None:
     content = plan_view(split, warnings) | held
     if print_data(content, split.partitions):
         return
-    from agentd.cli.agentd.live_plan import print_plan
+    from agentd.cli.agentd.plan_output import print_plan
 
     print_plan(content)
 

@@ -28,7 +28,6 @@ from agentd.core.devices import (
     warnings_by_name,
 )
 from agentd.core.partition.auto_split import deal_devices, split_core_warnings, split_units
-from agentd.core.partition.dealing import PluginAssignment
 from agentd.core.partition.limits import (
     DeviceNameCapacity,
     Limit,
@@ -37,6 +36,7 @@ from agentd.core.partition.limits import (
     resolve_limits,
 )
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import AllocationMode, SplitRules
 from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.problems import problem_response
+from agentd.http.problem_responses import problem_response
 
 if TYPE_CHECKING:
     from agentd.http.connections.connection import Connection

@@ -22,7 +22,7 @@ from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import quote_untrusted
 from agentd.errors import Problem
-from agentd.runtimes.docker.engine_facts import DockerFacts
+from agentd.runtimes.docker.docker_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
 
 SCHEMA_LABEL = f"{LABEL_PREFIX}schema"

@@ -15,7 +15,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
-from agentd.runtimes.docker.engine_errors import (
+from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
     DockerUnreachable,

@@ -23,8 +23,8 @@ import structlog
 from agentd.core.kernel.states import Pull
 from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.runtimes.docker.engine import DockerClient
-from agentd.runtimes.docker.engine_errors import (
+from agentd.runtimes.docker.docker_client import DockerClient
+from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
     DockerUnreachable,

@@ -23,8 +23,8 @@ from agentd.runtimes.docker.container_config import (
     NODE_LABEL,
     RECORD_LABEL,
 )
-from agentd.runtimes.docker.engine import parse_container_id
-from agentd.runtimes.docker.engine_errors import DockerResponseLost, clean_message
+from agentd.runtimes.docker.docker_client import parse_container_id
+from agentd.runtimes.docker.docker_errors import DockerResponseLost, clean_message
 from agentd.runtimes.docker.mounts import MountSource, refuse_replaced, verify_mounts
 
 _OWN_LABELS = (NODE_LABEL, KERNEL_LABEL, AGENT_LABEL, RECORD_LABEL, DEVICES_LABEL)

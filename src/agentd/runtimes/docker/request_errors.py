@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
 from agentd.runtimes.docker.container_config import container_options, targets_of
-from agentd.runtimes.docker.engine_errors import truncate_message
+from agentd.runtimes.docker.docker_errors import truncate_message
 
 _USER = ("unable to find user ", "unable to find group ", "uids and gids must be in range ")
 _FOLDER = ("chdir to cwd ", "Cannot mkdir: ", "container init: mkdir /")

@@ -43,9 +43,22 @@ from agentd.runtimes.docker.container_config import (
     network_of,
     request_problems,
 )
-from agentd.runtimes.docker.engine import CALL_TIMEOUT_S, DockerClient, parse_container_id
-from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, DockerUnreachable
-from agentd.runtimes.docker.engine_facts import DockerFacts, parse_docker_facts
+from agentd.runtimes.docker.container_observer import (
+    INSPECT_TIMEOUT_S,
+    LIST_TIMEOUT_S,
+    ContainerObserver,
+)
+from agentd.runtimes.docker.docker_client import CALL_TIMEOUT_S, DockerClient, parse_container_id
+from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, DockerUnreachable
+from agentd.runtimes.docker.docker_exec import kill_orphaned_execs, start_docker_exec
+from agentd.runtimes.docker.docker_facts import DockerFacts, parse_docker_facts
+from agentd.runtimes.docker.docker_streams import (
+    CONNECTED,
+    CREATE_ACTIONS,
+    DESTROY,
+    read_container_log,
+    watch_container_events,
+)
 from agentd.runtimes.docker.error_translation import (
     CONFLICT,
     NOT_FOUND,
@@ -55,19 +68,10 @@ from agentd.runtimes.docker.error_translation import (
     translate_errors,
     unknown_outcome_error,
 )
-from agentd.runtimes.docker.exec import kill_orphaned_execs, start_docker_exec
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify_container
 from agentd.runtimes.docker.last_seen import LastSeen
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
-from agentd.runtimes.docker.observer import INSPECT_TIMEOUT_S, LIST_TIMEOUT_S, ContainerObserver
-from agentd.runtimes.docker.streams import (
-    CONNECTED,
-    CREATE_ACTIONS,
-    DESTROY,
-    read_container_log,
-    watch_container_events,
-)
 from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
 
 

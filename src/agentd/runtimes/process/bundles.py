@@ -26,7 +26,7 @@ from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
 from agentd.runtimes.host.private_folder import TRASH, Unreadable, list_names
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
-from agentd.runtimes.process.proof import KernelProcesses
+from agentd.runtimes.process.kernel_processes import KernelProcesses
 from agentd.runtimes.process.shim import SHIM_BYTE
 
 log = structlog.get_logger()

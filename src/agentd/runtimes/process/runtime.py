@@ -38,7 +38,7 @@ from agentd.host.cgroups.usage import read_usages
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.plugin_api import Features
-from agentd.runtimes.host.exec import ExecTarget, exec_unit_name, start_host_exec
+from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
 from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_options, host_problems
 from agentd.runtimes.host.user_accounts import UserAccounts

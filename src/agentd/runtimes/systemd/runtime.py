@@ -37,13 +37,11 @@ from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import kernel_environment
-from agentd.runtimes.host.exec import ExecTarget, exec_unit_name, start_host_exec
+from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import TRASH, list_names, os_errors_as_unavailable
 from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd.runtimes.host.user_accounts import UserAccounts
-from agentd.runtimes.systemd.bundle import UnitBundle
 from agentd.runtimes.systemd.journal import JournalSource, read_journal
-from agentd.runtimes.systemd.observer import RUNTIME, UnitObserver, agent_of_record
 from agentd.runtimes.systemd.slices import ExitDropIn, Slices
 from agentd.runtimes.systemd.unit import (
     kernel_id_of_unit,
@@ -51,6 +49,8 @@ from agentd.runtimes.systemd.unit import (
     request_problems,
     unit_name,
 )
+from agentd.runtimes.systemd.unit_bundle import UnitBundle
+from agentd.runtimes.systemd.unit_observer import RUNTIME, UnitObserver, agent_of_record
 from agentd.runtimes.systemd.unit_state import LIVE_STATES, state_of
 from agentd.services.protocols import (
     CreateProgress,

@@ -17,8 +17,8 @@ from agentd.core.kernel.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd.dbus import SystemdManager, UnitProperty, UnitRefused
 from agentd.host.systemd.unit_paths import user_runtime_folder
-from agentd.runtimes.systemd.bundle import DROP_IN, static_busybox
 from agentd.runtimes.systemd.unit import core_mask, namespace_name, slice_name
+from agentd.runtimes.systemd.unit_bundle import DROP_IN, static_busybox
 
 _RUNTIME = Path("/run/systemd")
 JOURNAL_LIMITS = """\

@@ -19,7 +19,7 @@ from agentd.host.systemd.dbus import UnitProperty
 from agentd.runtimes.host.environment import kernel_variables
 from agentd.runtimes.host.request_limits import host_options, host_problems
 from agentd.runtimes.host.user_accounts import UserAccounts
-from agentd.runtimes.systemd.bundle import RESERVED
+from agentd.runtimes.systemd.unit_bundle import RESERVED
 
 INFINITY = 2**64 - 1
 _RECURSIVE = 16384

@@ -11,7 +11,7 @@ from typing import Any
 from agentd.core.kernel.states import ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.host.cgroups.usage import MOUNT, has_block_counters
-from agentd.runtimes.systemd.bundle import UnitEnd
+from agentd.runtimes.systemd.unit_bundle import UnitEnd
 
 OBSERVED_PROPERTIES = (
     "Unit.ActiveState", "Unit.SubState", "Unit.InvocationID", "ControlGroup", "LogExtraFields",

@@ -23,8 +23,8 @@ from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, hit_async
 from agentd.services.claims.records import resolve_claim_devices
-from agentd.services.kernels.creates import GRACE_S
 from agentd.services.kernels.log import log_observation
+from agentd.services.kernels.pending_creates import GRACE_S
 from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import RuntimeState

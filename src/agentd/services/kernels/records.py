@@ -14,7 +14,7 @@ from agentd.core.kernel.adoption import adopt_record
 from agentd.core.kernel.record import RecordError, decode, encode
 from agentd.core.kernel.states import LIVE, Kernel, KernelState, ObservedState
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.creates import GRACE_S
+from agentd.services.kernels.pending_creates import GRACE_S
 from agentd.services.protocols import Clock
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder

@@ -10,7 +10,7 @@ import structlog
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import ENDED, Kernel
 from agentd.errors import AgentdError
-from agentd.services.kernels.lifecycle import KernelService
+from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.state import NodeState
 
 log = structlog.get_logger()

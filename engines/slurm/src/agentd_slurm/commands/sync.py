@@ -10,7 +10,7 @@ from pwd import getpwuid
 from types import FrameType
 
 from agentd.errors import AgentdError
-from agentd.service.sd_notify import Notifier
+from agentd.program.sd_notify import Notifier
 from agentd_slurm import controller
 from agentd_slurm.claim_ids import job_of_claim
 from agentd_slurm.commands.job_environment import log_line

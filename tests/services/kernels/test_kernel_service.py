@@ -20,7 +20,7 @@ from agentd.errors import (
     UnknownAgent,
     UnsupportedResource,
 )
-from agentd.services.kernels.creates import GRACE_S
+from agentd.services.kernels.pending_creates import GRACE_S
 from agentd.state.schemas import Phase
 from services.node import Rig, running, settled
 

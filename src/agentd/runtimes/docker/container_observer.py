@@ -17,8 +17,9 @@ from agentd.core.kernel.states import LIVE, Kernel, KernelRef, ObservedState
 from agentd.core.names import quote_untrusted
 from agentd.host.cgroups.usage import CgroupCounters, find_counters
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
-from agentd.runtimes.docker.engine import DockerClient
-from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost
+from agentd.runtimes.docker.docker_client import DockerClient
+from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost
+from agentd.runtimes.docker.docker_streams import DESTROY, ContainerEvent
 from agentd.runtimes.docker.error_translation import (
     NOT_FOUND,
     errors_as_unavailable,
@@ -32,7 +33,6 @@ from agentd.runtimes.docker.inspection import (
     validate_inspection,
 )
 from agentd.runtimes.docker.last_seen import LastSeen
-from agentd.runtimes.docker.streams import DESTROY, ContainerEvent
 
 log = structlog.get_logger()
 

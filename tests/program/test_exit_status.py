@@ -8,7 +8,7 @@ import click
 
 from agentd.cli.agentctl.main import agentctl
 from agentd.cli.agentd.main import agentd
-from agentd.service.exit_status import MEANINGS, ExitStatus
+from agentd.program.exit_status import MEANINGS, ExitStatus
 from agentd_fleet.cli import agentd_fleet
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from agentd.errors import RuntimeUnavailable
-from agentd.runtimes.docker.engine import DockerClient
-from agentd.runtimes.docker.engine_errors import DockerError, DockerResponseLost, DockerUnreachable
-from agentd.runtimes.docker.streams import watch_container_events
+from agentd.runtimes.docker.docker_client import DockerClient
+from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, DockerUnreachable
+from agentd.runtimes.docker.docker_streams import watch_container_events
 from runtimes.docker.fake_engine import FakeEngine, says
 
 VERSION = b'HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n{"ApiVersion": "1.41"}'

@@ -6,8 +6,8 @@ from collections.abc import Coroutine
 import pytest
 from structlog.testing import capture_logs
 
-from agentd.service import background as module
-from agentd.service.background import NOT_VITAL, Background
+from agentd.program import background as module
+from agentd.program.background import NOT_VITAL, Background
 
 
 async def returns() -> None: ...

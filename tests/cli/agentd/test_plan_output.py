@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.cli.agentd import live_plan
+from agentd.cli.agentd import plan_output
 from core.machines import cores, gpus, machine, memory, shared
 
 
@@ -39,8 +39,8 @@ class Answers:
 
 
 def test_a_holder_that_has_ended_since_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_plan, "Client", Answers)
-    (held,) = live_plan.holdings_under(
+    monkeypatch.setattr(plan_output, "Client", Answers)
+    (held,) = plan_output.holdings_under(
         shared(machine(*cores(2), memory(), *gpus(1)), "a"), Path("/nowhere")
     )
     assert (held["claim_id"], held["reason"]) == ("c1", "the device would belong to a")

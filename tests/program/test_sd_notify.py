@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.service.sd_notify import Notifier
+from agentd.program.sd_notify import Notifier
 
 
 def test_a_manager_that_does_not_listen_is_no_harm(tmp_path: Path) -> None:
@@ -23,5 +23,5 @@ def test_a_notice_without_a_descriptor_is_no_harm(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("agentd.service.sd_notify.socket.socket", refuse)
+    monkeypatch.setattr("agentd.program.sd_notify.socket.socket", refuse)
     Notifier({"NOTIFY_SOCKET": "/run/none"}).alive()

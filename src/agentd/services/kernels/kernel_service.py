@@ -24,7 +24,7 @@ from agentd.errors import (
     UnknownKernel,
 )
 from agentd.failpoints import hit_async
-from agentd.services.kernels.creates import PendingCreates, is_unresolved
+from agentd.services.kernels.pending_creates import PendingCreates, is_unresolved
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
 from agentd.services.protocols import Clock, LogQuery, Runtime

@@ -25,7 +25,7 @@ from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import AgentdError, InvalidRequest, Problem
 from agentd.http.bodies import read_body
 from agentd.http.connections.client_warnings import warn_of_client
-from agentd.http.problems import problem_members
+from agentd.http.problem_responses import problem_members
 from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
 from agentd.rpc.requests import ExecRequest
 from agentd.services.protocols import Session

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp.http import HttpProcessingError
 
 from agentd.core.names import quote_untrusted
-from agentd.runtimes.docker.engine_errors import (
+from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
     DockerUnreachable,

@@ -22,16 +22,16 @@ from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
 from agentd.errors import AgentdError, CommandNotFound, InvalidRequest, Problem, RuntimeFailure
 from agentd.host.cgroups.usage import read_cgroups
 from agentd.host.processes import all_processes, kill_matching, read_env
-from agentd.runtimes.docker.engine import CONTAINER_ID, DockerClient
-from agentd.runtimes.docker.engine_errors import (
+from agentd.runtimes.docker.docker_client import CONTAINER_ID, DockerClient
+from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
     DockerUnreachable,
     clean_message,
 )
+from agentd.runtimes.docker.docker_streams import read_frames
 from agentd.runtimes.docker.error_translation import translate_errors
-from agentd.runtimes.docker.streams import read_frames
-from agentd.runtimes.host.exec import CHUNK_BYTES, END_OF_INPUT, START_TIMEOUT_S, write_slices
+from agentd.runtimes.host.host_exec import CHUNK_BYTES, END_OF_INPUT, START_TIMEOUT_S, write_slices
 
 _FAILURES = (DockerError, DockerUnreachable, DockerResponseLost)
 _SWITCHING_PROTOCOLS = b" 101 "

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from agentd.config.plugins import PluginTable
-from agentd.core.partition.dealing import PluginAssignment
-from agentd.pluginhost.dealing import AssignmentRules
+from agentd.core.partition.plugin_assignment import PluginAssignment
+from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.validation import validate_listing
 from agentd.services.protocols import PluginListing, PluginState
 from core.machines import gpus

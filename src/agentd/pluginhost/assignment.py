@@ -19,7 +19,7 @@ from agentd.core.devices import (
 )
 from agentd.core.names import quote_untrusted
 from agentd.core.partition.auto_split import shares_in_order
-from agentd.core.partition.dealing import PluginAssignment
+from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line

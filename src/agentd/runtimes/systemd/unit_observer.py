@@ -33,8 +33,8 @@ from agentd.runtimes.host.private_folder import (
     list_names,
     os_errors_as_unavailable,
 )
-from agentd.runtimes.systemd.bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
 from agentd.runtimes.systemd.unit import kernel_id_of_unit, slice_name, unit_name
+from agentd.runtimes.systemd.unit_bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
 from agentd.runtimes.systemd.unit_state import (
     LIVE_STATES,
     OBSERVED_PROPERTIES,

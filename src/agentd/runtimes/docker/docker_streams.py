@@ -11,8 +11,8 @@ import msgspec
 
 from agentd.core.names import name_or_empty
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL
-from agentd.runtimes.docker.engine import DockerClient, parse_container_id
-from agentd.runtimes.docker.engine_errors import DockerResponseLost
+from agentd.runtimes.docker.docker_client import DockerClient, parse_container_id
+from agentd.runtimes.docker.docker_errors import DockerResponseLost
 from agentd.runtimes.docker.error_translation import errors_as_unavailable, translate_errors
 from agentd.services.protocols import LogQuery, LogStream
 
