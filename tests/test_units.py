@@ -18,8 +18,8 @@ UNITS = {
         "SyslogIdentifier=agentd",
         "WatchdogSec=",
     ),
-    "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.program"),
-    "agentd-slurm": ("Type=notify", "Wants=agentd.program munge.service"),
+    "agentd-fleet-join": ("Type=notify", "RestartPreventExitStatus=78", "Wants=agentd.service"),
+    "agentd-slurm": ("Type=notify", "Wants=agentd.service munge.service"),
     "agentd-fleet-gateway": ("Type=notify", "RestartPreventExitStatus=78", "WatchdogSec=60"),
 }
 """Some required lines of each unit file."""

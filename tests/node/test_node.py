@@ -25,7 +25,7 @@ for number in range(3, 64):
 
 
 def test_the_package_starts_nothing_and_is_all_there(machine: Machine, node: Node) -> None:
-    assert machine.run("systemctl is-active agentd.program agentd.socket").output.split() == [
+    assert machine.run("systemctl is-active agentd.service agentd.socket").output.split() == [
         "inactive", "inactive",
     ]  # fmt: skip
     assert node.must("stat -c '%a %U:%G' /etc/agentd/agent.toml") == "640 root:agentd\n"
@@ -36,7 +36,7 @@ def test_the_package_starts_nothing_and_is_all_there(machine: Machine, node: Nod
     )
     refused = machine.run("agentctl ls")
     assert refused.status != 0
-    assert "systemctl start agentd.socket agentd.program" in refused.output
+    assert "systemctl start agentd.socket agentd.service" in refused.output
 
 
 def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
@@ -44,13 +44,13 @@ def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
     all_plugins = CONFIG.format(runtime="systemd").replace('allow = ["generic"]', "")
     node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{all_plugins}\nT")
     node.must("agentd check-config")
-    node.must("systemd-analyze verify agentd.program agentd.socket agentd.slice")
-    node.must("systemctl enable --now agentd.socket agentd.program", 300)
+    node.must("systemd-analyze verify agentd.service agentd.socket agentd.slice")
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
     assert node.printed("first", "sh", "-c", "echo hello from $AGENTD_KERNEL") == "hello from first"
     status = node.must("systemctl show agentd -p StatusText -p NRestarts")
     assert "kernels" in status
-    exposure = node.must("systemd-analyze security agentd.program --no-pager | tail -1")
-    assert float(re.search(r"level for agentd.program: ([0-9.]+)", exposure)[1]) <= 4.0
+    exposure = node.must("systemd-analyze security agentd.service --no-pager | tail -1")
+    assert float(re.search(r"level for agentd.service: ([0-9.]+)", exposure)[1]) <= 4.0
 
 
 def test_limits_of_kernels_hold(node: Node) -> None:
@@ -190,7 +190,7 @@ def main_pids(node: Node) -> list[str]:
 
 
 def test_hanging_daemon_is_restarted(node: Node) -> None:
-    drop_in = "/run/systemd/system/agentd.program.d"
+    drop_in = "/run/systemd/system/agentd.service.d"
     node.must(f"mkdir -p {drop_in} && printf '[Service]\\nWatchdogSec=8\\n' >{drop_in}/w.conf")
     node.must("systemctl daemon-reload && systemctl restart agentd", 300)
     node.must("systemctl kill -s STOP --kill-whom=main agentd")
@@ -303,7 +303,7 @@ def test_journal_separates_kernels_and_warnings(node: Node) -> None:
     assert "kernel.oom_killed" in {line.get("AGENTD_EVENT") for line in lines}
     assert "kernel.oom_killed" in node.must("journalctl AGENTD_KERNEL=big -p warning")
     assert "SYSLOG_IDENTIFIER=agentd" in node.must(
-        "journalctl _SYSTEMD_UNIT=agentd.program -n 1 -o export"
+        "journalctl _SYSTEMD_UNIT=agentd.service -n 1 -o export"
     )
 
 

@@ -24,7 +24,7 @@ LOAD = (
 @pytest.fixture(scope="module", autouse=True)
 def _enabled(node: Node) -> None:
     """The daemon starts with the first test's configuration."""
-    node.must("systemctl enable agentd.socket agentd.program; systemctl start agentd.socket", 300)
+    node.must("systemctl enable agentd.socket agentd.service; systemctl start agentd.socket", 300)
 
 
 def test_a_process_kernel_s_figures_are_its_load_s(node: Node) -> None:
@@ -95,10 +95,10 @@ def test_uncounted_usage_is_unknown(node: Node) -> None:
     busy = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"
     node.create("busy", "sh", "-c", busy)
     unit = node.unit("busy")
-    node.must("systemctl stop agentd.socket agentd.program", 300)
+    node.must("systemctl stop agentd.socket agentd.service", 300)
     show = f"systemctl show {unit} -p SubState --value"
     until_blocking(lambda: node.must(show).strip(), "exited", within_s=120)
-    node.must(f"systemctl stop {unit}; systemctl start agentd.socket agentd.program", 300)
+    node.must(f"systemctl stop {unit}; systemctl start agentd.socket agentd.service", 300)
     until_ready(node)
     assert node.until("busy", "terminated")["exit_code"] == 0
     assert node.ask("GET", "/v1/kernels/busy/stats")[1]["cpu_seconds"] is None

@@ -9,7 +9,7 @@ DEAF = "trap '' TERM; while :; do sleep 1; done"
 
 
 def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
-    node.must("systemctl enable --now agentd.socket agentd.program", 300)
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
     node.configure(CONFIG.format(runtime="systemd"))
     node.create("stopped", "sleep", "9999")
     node.must(f"systemctl stop {node.unit('stopped')}")
@@ -17,11 +17,11 @@ def test_units_that_are_stopped_by_hand_keep_how_they_ended(node: Node) -> None:
     for name in ("killed", "cleared", "deaf"):
         node.create(name, "sh", "-c", DEAF if name == "deaf" else "sleep 9999; exit 3")
     units = {name: node.unit(name) for name in ("killed", "cleared", "deaf")}
-    node.must("systemctl stop agentd.socket agentd.program", 300)
+    node.must("systemctl stop agentd.socket agentd.service", 300)
     node.must(f"systemctl kill -s KILL {units['killed']}")
     node.must(f"systemctl stop {units['cleared']}; systemctl reset-failed {units['cleared']} || :")
     node.must(f"systemctl stop {units['deaf']}", 60)
-    node.must("systemctl start agentd.socket agentd.program", 300)
+    node.must("systemctl start agentd.socket agentd.service", 300)
     until_ready(node)
     ended = {name: node.until(name, "terminated")["exit_code"] for name in units}
     assert ended == {"killed": 137, "cleared": 143, "deaf": 137}

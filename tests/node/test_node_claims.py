@@ -45,7 +45,7 @@ def test_a_cgroup_with_a_container_or_agentd_in_it_is_refused(node: Node) -> Non
     node.configure(CONFIG.format(runtime="systemd"))
     until_ready(node)
     node.create("unit", "sleep", "9999")
-    for cgroup in ("/agentd.slice", "/system.slice/agentd.program", "/system.slice"):
+    for cgroup in ("/agentd.slice", "/system.slice/agentd.service", "/system.slice"):
         body = {"slots": {"tpu.device": 1}, "holder": {"cgroup": cgroup}}
         status, answer = node.ask("POST", "/v1/agents/team-a/claims", body)
         assert (status, "holds agentd or a kernel" in answer["detail"]) == (422, True), answer

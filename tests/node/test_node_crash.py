@@ -10,7 +10,7 @@ from crash.points import POINTS
 from node.conftest import CONFIG, Node, until_ready
 from support.waiting import until_blocking
 
-DROP_IN = "/run/systemd/system/agentd.program.d"
+DROP_IN = "/run/systemd/system/agentd.service.d"
 FAILPOINTS = "/run/agentd-failpoints"
 """An environment file of the service that is there for one start alone."""
 OF_SYSTEMD = sorted(

@@ -25,7 +25,7 @@ def test_power_off_ends_kernels_of_every_runtime(machine: Machine, node: Node) -
         name, script = (f"deaf{number}", DEAF) if number < 4 else (f"polite{number}", POLITE)
         node.create(name, "sh", "-c", script, slots={"cpu": 0, "mem": "16m"})
     assert node.run("systemctl show agentd -p TasksCurrent --value").output.strip().isdecimal()
-    in_daemon = node.must("systemd-cgls -u agentd.program --no-pager")
+    in_daemon = node.must("systemd-cgls -u agentd.service --no-pager")
     assert "shim" not in in_daemon
     names = [kernel["kernel_id"] for kernel in node.ask("GET", "/v1/kernels")[1]]
     assert {"secret", "talks"} < set(names)
@@ -120,7 +120,7 @@ def test_stopping_takes_both_units_and_a_purge_keeps_what_lives(node: Node) -> N
     node.must("test -d /var/lib/agentd/units/stays && test ! -e /usr/bin/agentd")
     node.must("cd /payload && apt install -y ./agentd_*.deb", 300)
     node.must(f"cat >/etc/agentd/agent.toml <<'T'\n{CONFIG.format(runtime='systemd')}\nT")
-    node.must("systemctl enable --now agentd.socket agentd.program", 300)
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
     assert node.kernel("stays")["state"] == "running"
     node.remove("stays")
     node.must("dpkg --purge agentd", 300)

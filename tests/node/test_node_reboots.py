@@ -19,7 +19,7 @@ DOWN = ("reboot", "power-off", "power-cut")
 
 def test_no_kernel_is_unaccounted_for(machine: Machine, node: Node) -> None:
     chance = random.Random(int(os.environ.get("AGENTD_SEED", "1")))
-    node.must("systemctl enable --now agentd.socket agentd.program", 300)
+    node.must("systemctl enable --now agentd.socket agentd.service", 300)
     node.configure(CONFIG.format(runtime="systemd"))
     for number in range(ROUNDS):
         down = chance.choice(DOWN)

@@ -84,7 +84,7 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
     assert shutdown.failure == ("" if is_over else "start did not end within 0 s")
 
 
-@pytest.mark.parametrize("unit", ["agentd.program", "agentd-fleet-gateway.service"])
+@pytest.mark.parametrize("unit", ["agentd.service", "agentd-fleet-gateway.service"])
 def test_a_unit_leaves_a_stop_the_time_that_it_takes(unit: str) -> None:
     text = (Path(__file__).parents[2] / "systemd" / unit).read_text()
     (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)

@@ -1,11 +1,11 @@
 import pytest
-from services.claims.test_lifecycle import kernel, spec
 
 from agentd.core.claim.claim import NameHolder
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import Engines
 from agentd.services.unclaimed import MIN_USE_S, UnclaimedProcesses
+from services.claims.test_claim_service import kernel, spec
 from services.node import Rig
 from support.fakes import FakeMemory
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agentd.errors import ImageNotFound, RuntimeUnavailable
-from agentd.runtimes.docker import engine as module
+from agentd.runtimes.docker import docker_client as module
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, clean_message
 from agentd.runtimes.docker.images import Images

@@ -9,7 +9,7 @@ import pytest
 
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import CommandNotFound
-from agentd.runtimes.docker import exec as docker_exec
+from agentd.runtimes.docker import docker_exec
 
 NODE = "test-inside"
 CONTAINERS = [f"{number:064x}" for number in range(100)]

@@ -35,8 +35,8 @@ from agentd.tomlfile.regular_files import UnusableFile, read_regular
 _F = TypeVar("_F", bound=Callable[..., Any])
 DEFAULT_CONFIG = "/etc/agentd/agent.toml"
 IF_UNREACHABLE = (
-    "see whether the daemon runs: systemctl status agentd.socket agentd.program",
-    "start both: systemctl start agentd.socket agentd.program",
+    "see whether the daemon runs: systemctl status agentd.socket agentd.service",
+    "start both: systemctl start agentd.socket agentd.service",
 )
 
 
