@@ -74,14 +74,12 @@ class AsyncClient(StreamCalls):
         return await self.execute(Call("GET", api_path("devices")))
 
     async def drain(self, device_name: str, device_id: str) -> DeviceView:
-        return await self.execute(
-            Call("POST", api_path("devices", device_name, device_id, "drain"))
-        )
+        path = api_path("devices", device_name, device_id, "drain")
+        return await self.execute(Call("POST", path))
 
     async def undrain(self, device_name: str, device_id: str) -> DeviceView:
-        return await self.execute(
-            Call("POST", api_path("devices", device_name, device_id, "undrain"))
-        )
+        path = api_path("devices", device_name, device_id, "undrain")
+        return await self.execute(Call("POST", path))
 
     async def forget_device(self, device_name: str, device_id: str) -> None:
         await self.execute(Call("DELETE", api_path("devices", device_name, device_id)))

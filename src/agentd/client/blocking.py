@@ -70,14 +70,12 @@ class Client(BlockingTransport):
         return self.execute(Call("GET", api_path("devices")))
 
     def drain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.execute(
-            Call("POST", api_path("devices", device_name, device_id, "drain"))
-        )
+        path = api_path("devices", device_name, device_id, "drain")
+        return self.execute(Call("POST", path))
 
     def undrain(self, device_name: str, device_id: str) -> DeviceView:
-        return self.execute(
-            Call("POST", api_path("devices", device_name, device_id, "undrain"))
-        )
+        path = api_path("devices", device_name, device_id, "undrain")
+        return self.execute(Call("POST", path))
 
     def forget_device(self, device_name: str, device_id: str) -> None:
         self.execute(Call("DELETE", api_path("devices", device_name, device_id)))
