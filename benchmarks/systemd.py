@@ -19,7 +19,7 @@ from pathlib import Path
 from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.edits import ContainerEdits
-from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.kernel.plan import KernelPlan, PlanContext, build_plan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.program.boot_id import boot_id
 from agentd.runtimes.host.user_accounts import UserAccounts
@@ -36,7 +36,7 @@ def plan(name: str) -> KernelPlan:
     spec = KernelSpec(name, "bench", ("sleep", "1000"), "hash")
     kernel = Kernel(name, "bench", KernelState.PREPARING, "hash", 1.0, "systemd",
                     allocation=Allocation(()))  # fmt: skip
-    return build_plan(spec, kernel, ContainerEdits(), NodeFacts("bench", (), frozenset()))
+    return build_plan(spec, kernel, ContainerEdits(), PlanContext("bench", (), frozenset()))
 
 
 def time_systemd_run(name: str) -> float:
@@ -63,9 +63,9 @@ async def measure(rounds: int, kernels: int) -> dict[str, float]:
         for number in range(rounds, kernels):
             await runtime.create(plan(f"k{number}"), lambda *_: None)
         start = time.perf_counter()
-        kernel_count = len((await runtime.list()).kernels)
+        kernel_count = len((await runtime.list_kernels()).kernels)
         list_s = time.perf_counter() - start
-        for kernel in (await runtime.list()).kernels:
+        for kernel in (await runtime.list_kernels()).kernels:
             await runtime.remove(KernelRef(kernel.kernel_id))
         await runtime.close()
     return {

@@ -1,10 +1,10 @@
 """Errors: what a refusal holds at most, and what of it others may read."""
 
 from agentd.errors import (
+    MAX_DETAIL,
     MAX_PROBLEMS,
-    MOST_DETAIL,
-    MOST_WHERE,
-    MOST_WHY,
+    MAX_WHERE,
+    MAX_WHY,
     AgentdError,
     CommandNotFound,
     InvalidRequest,
@@ -26,9 +26,9 @@ def test_refusal_lists_the_first_problems_in_bounded_texts() -> None:
     refusal = InvalidRequest(problems())
     assert built == MAX_PROBLEMS + 1
     assert len(refusal.problems) == MAX_PROBLEMS
-    assert {len(problem.where) for problem in refusal.problems} == {MOST_WHERE}
-    assert {len(problem.why) for problem in refusal.problems} == {MOST_WHY}
-    assert len(str(refusal)) == len(refusal.public_text()) == MOST_DETAIL
+    assert {len(problem.where) for problem in refusal.problems} == {MAX_WHERE}
+    assert {len(problem.why) for problem in refusal.problems} == {MAX_WHY}
+    assert len(str(refusal)) == len(refusal.public_text()) == MAX_DETAIL
 
 
 def test_refusal_says_whether_there_is_more() -> None:
@@ -59,5 +59,5 @@ def test_unknown_slots_are_all_listed_and_the_first_named() -> None:
     names = [f"{number:03}" + "x" * 250 for number in range(256)]
     refusal = UnsupportedResource(names, ["cpu"], {})
     assert refusal.facts()["slots"] == names
-    assert len(str(refusal)) < (MAX_PROBLEMS + 2) * (MOST_WHERE + 2)
+    assert len(str(refusal)) < (MAX_PROBLEMS + 2) * (MAX_WHERE + 2)
     assert ", and more (this node has: cpu)" in str(refusal)

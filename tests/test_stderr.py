@@ -134,7 +134,7 @@ def test_wait_for_a_reader_is_not_repeated(pipe: Pipe, monkeypatch: pytest.Monke
     pipe.stderr.write(b"2\n")
     pipe.clock.now += SKIP_WAIT_S
     pipe.stderr.write(b"3\n")
-    assert waits == [stderr.PATIENCE_MS, 0, stderr.PATIENCE_MS]
+    assert waits == [stderr.WRITE_TIMEOUT_MS, 0, stderr.WRITE_TIMEOUT_MS]
 
 
 def test_warning_of_lost_lines_goes_after_its_time() -> None:

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 
 MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
-MOST_WHERE, MOST_WHY, MOST_DETAIL = 100, 1000, 4096
+MAX_WHERE, MAX_WHY, MAX_DETAIL = 100, 1000, 4096
 """Maximum characters of a problem's location, of its reason, and of all problems as one text."""
 PRIVATE_MEMBERS = frozenset({"env", "command", "labels"})
 """Members of a request with content that only its caller may see; reasons never quote them."""
@@ -37,9 +37,9 @@ class Problem(NamedTuple):
 
     def truncated(self) -> Problem:
         """Return the problem with shortened texts, which a client may have sent."""
-        if len(self.where) <= MOST_WHERE and len(self.why) <= MOST_WHY:
+        if len(self.where) <= MAX_WHERE and len(self.why) <= MAX_WHY:
             return self
-        where, reason = _truncate(self.where, MOST_WHERE), _truncate(self.why, MOST_WHY)
+        where, reason = _truncate(self.where, MAX_WHERE), _truncate(self.why, MAX_WHY)
         return self._replace(where=where, why=reason)
 
     def published(self) -> str:
@@ -128,7 +128,7 @@ class _ListedRequestError(RequestError):
         super().__init__(self._text(str(problem) for problem in self.problems))
 
     def _text(self, problems: Iterable[str]) -> str:
-        return _truncate("; ".join([*problems, *self._more]), MOST_DETAIL)
+        return _truncate("; ".join([*problems, *self._more]), MAX_DETAIL)
 
     def facts(self) -> Mapping[str, object]:
         return {"errors": [{"where": p.where, "why": p.why} for p in self.problems]}
@@ -177,7 +177,7 @@ class UnsupportedResource(RequestError):
         self.plugins = {**plugins, **absent}
         reason = "".join(f"; plugin {name} failed: {reason}" for name, reason in plugins.items())
         reason += "".join(f"; plugin {name}: no such hardware on this node" for name in absent)
-        names = [_truncate(name, MOST_WHERE) for name in self.slots[:MAX_PROBLEMS]]
+        names = [_truncate(name, MAX_WHERE) for name in self.slots[:MAX_PROBLEMS]]
         if len(self.slots) > MAX_PROBLEMS:
             names.append("and more")
         super().__init__(

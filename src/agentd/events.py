@@ -60,7 +60,7 @@ class Event(msgspec.Struct, frozen=True):
     number: int
     kind: EventKind
     value: object
-    is_of_shares: bool = False
+    changes_shares: bool = False
     """Whether the devices that a kernel holds changed."""
 
 

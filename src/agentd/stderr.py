@@ -1,7 +1,7 @@
 """Standard error of a program that outlives the reader of its log.
 
-A write never raises, and waits at most `PATIENCE_MS` for a slow reader. What cannot be written is
-lost and counted.
+A write never raises, and waits at most `WRITE_TIMEOUT_MS` for a slow reader. What cannot be written
+is lost and counted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-PATIENCE_MS = 50
+WRITE_TIMEOUT_MS = 50
 """Milliseconds to wait for a pipe, socket or terminal that is full."""
 SKIP_WAIT_S = 1.0
-"""Seconds after a loss without any wait: a stopped reader costs the program `PATIENCE_MS` once."""
+"""Seconds after a loss without any wait: a stopped reader costs `WRITE_TIMEOUT_MS` once."""
 WARN_S = 3600.0
 """Seconds that a warning stays after the last loss."""
 NO_READER = "its reader does not read"
@@ -112,7 +112,7 @@ class Stderr(io.RawIOBase):
         poll.register(self._descriptor, select.POLLOUT)
         while content:
             is_patient = not self._lost.lost_within(SKIP_WAIT_S)
-            if not poll.poll(PATIENCE_MS if is_patient else 0):
+            if not poll.poll(WRITE_TIMEOUT_MS if is_patient else 0):
                 raise OSError(0, NO_READER)
             content = content[os.write(self._descriptor, content[: select.PIPE_BUF]) :]
             self._is_line_cut = bool(content)

@@ -18,7 +18,7 @@ from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan
+from agentd.core.kernel.plan import KernelPlan, PlanContext, build_plan
 from agentd.core.kernel.record import encode_device_label
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage, UsageReading
@@ -55,7 +55,7 @@ NODE, OTHER = f"node-a-{os.getpid()}", f"node-b-{os.getpid()}"
 
 def plan(*command: str, kernel_id: str = "k1", node: str = NODE, **spec: Any) -> KernelPlan:
     given = KernelSpec(kernel_id, "agent-1", command, "hash", image=IMAGE, **spec)
-    facts = NodeFacts(node, (CORE,), frozenset({CORE}))
+    facts = PlanContext(node, (CORE,), frozenset({CORE}))
     kernel = Kernel(
         kernel_id, "agent-1", KernelState.PREPARING, "hash", 1.0, "any", {"cpu": "1"}, SHARES
     )
@@ -71,7 +71,7 @@ def process_runtime(
 ) -> ProcessRuntime:
     default = find_account("nobody", "user") if os.geteuid() == 0 else None
     read = ProcessSettings.model_validate(settings, by_name=True)
-    accounts = UserAccounts(default, own, is_user=os.geteuid() != 0)
+    accounts = UserAccounts(default, own, is_unprivileged=os.geteuid() != 0)
     manager = SystemdManager(is_user=os.geteuid() != 0) if has_manager() else None
     return ProcessRuntime(
         folder,
@@ -135,13 +135,13 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
         elif request.param == "systemd":
             units = folder / "units"
             units.mkdir(exist_ok=True)
-            accounts = UserAccounts(is_user=os.geteuid() != 0)
+            accounts = UserAccounts(is_unprivileged=os.geteuid() != 0)
             runtimes.append(SystemdRuntime(units, node, boot_id(), SystemdSettings(), accounts))
         else:
             runtimes.append(FakeRuntime())
     yield Rig(*runtimes)
     for runtime in runtimes:
-        for found in (await runtime.list()).kernels:
+        for found in (await runtime.list_kernels()).kernels:
             await runtime.remove(found.ref)
         await runtime.close()
 
@@ -156,14 +156,14 @@ async def test_created_kernel_runs_and_reports_its_identity(rig: Rig) -> None:
     assert (found.kernel_id, found.handle) == ("k1", created.handle)
     assert found.record == plan("sleep", "1000").record
     assert found.device_label == encode_device_label(SHARES)
-    assert [item.kernel_id for item in (await rig.runtime.list()).kernels] == ["k1"]
+    assert [item.kernel_id for item in (await rig.runtime.list_kernels()).kernels] == ["k1"]
 
 
 async def test_a_command_that_does_not_exist_leaves_nothing(rig: Rig) -> None:
     with pytest.raises(CommandNotFound):
         await rig.create("no-such-command")
     assert await rig.runtime.find(K1) is None
-    assert (await rig.runtime.list()).kernels == ()
+    assert (await rig.runtime.list_kernels()).kernels == ()
 
 
 async def test_an_empty_request_is_refused_before_anything(rig: Rig) -> None:
@@ -313,15 +313,15 @@ async def test_follow_yields_the_connection_first(rig: Rig) -> None:
 
 async def test_another_node_s_kernels_are_not_ours(rig: Rig) -> None:
     other = await rig.other_node.create(plan("sleep", "1000", node=OTHER), lambda _: None)
-    assert (await rig.runtime.list()).kernels == ()
+    assert (await rig.runtime.list_kernels()).kernels == ()
     assert await rig.runtime.find(K1) is None
-    assert [item.handle for item in (await rig.other_node.list()).kernels] == [other.handle]
+    assert [item.handle for item in (await rig.other_node.list_kernels()).kernels] == [other.handle]
 
 
 async def test_two_kernels_at_once_do_not_meet(rig: Rig) -> None:
     names = [f"k{n}" for n in range(4)]
     await asyncio.gather(*(rig.create("sleep", "1000", kernel_id=name) for name in names))
-    found = (await rig.runtime.list()).kernels
+    found = (await rig.runtime.list_kernels()).kernels
     assert sorted(item.kernel_id for item in found) == names
     assert len({item.handle for item in found}) == 4
 

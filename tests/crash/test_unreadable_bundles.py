@@ -64,7 +64,7 @@ async def started(node: Daemon, *, has_cgroups: bool) -> None:
     if not has_cgroups:
         node.program = ("-c", WITHOUT_CGROUPS)
     else:
-        node.deadlines = {"agentd.services.kernels.reconciler.PARTIAL_PAUSE_S": 0.2}
+        node.deadlines = {"agentd.services.kernels.reconciler.REOBSERVE_PAUSE_S": 0.2}
     await node.start(AGENTS + gpus(2))
 
 

@@ -146,7 +146,7 @@ class RenewedRuntime:
         self.name = name
         self.given: Any = None
 
-    def renew(self, settings: Any, *_: object) -> None:
+    def update_settings(self, settings: Any, *_: object) -> None:
         self.given = settings
 
 

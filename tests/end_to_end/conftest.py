@@ -11,7 +11,7 @@ from support.engine import Engine
 from support.engine_proxy import EngineProxy
 
 ONE_GPU = AGENTS + gpus(1)
-GRACE = {"agentd.services.kernels.pending_creates.GRACE_S": 1.5}
+GRACE = {"agentd.services.kernels.pending_creates.UNRESOLVED_GRACE_S": 1.5}
 
 
 @pytest.fixture(params=["process", *UNITS, pytest.param("docker", marks=pytest.mark.docker)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.claim.claim import CgroupHolder, ProcessHolder
-from agentd.host.claim_holders import HostHolders, NoSuchHolder
+from agentd.host.claim_holders import HolderObserver, NoSuchHolder
 from agentd.host.processes import read_stat
 
 OWN = os.getpid()
@@ -30,7 +30,7 @@ def start_of(pid: int) -> int:
 
 
 async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes]) -> None:
-    holders = HostHolders()
+    holders = HolderObserver()
     for pid in (OWN, child.pid):
         found = holders.find_process(pid, None, caller_pid=OWN, caller_uid=os.getuid())
         assert found == ProcessHolder(pid, start_of(pid))
@@ -48,9 +48,9 @@ async def test_process_of_another_pid_namespace_is_refused() -> None:
                 await asyncio.sleep(0.01)
         pid = int(inner)
         with pytest.raises(NoSuchHolder):
-            HostHolders().find_process(pid, start_of(pid), caller_pid=OWN, caller_uid=None)
+            HolderObserver().find_process(pid, start_of(pid), caller_pid=OWN, caller_uid=None)
         with pytest.raises(NoSuchHolder):
-            HostHolders().find_process(OWN, start_of(OWN), caller_pid=pid, caller_uid=None)
+            HolderObserver().find_process(OWN, start_of(OWN), caller_pid=pid, caller_uid=None)
         os.kill(pid, signal.SIGKILL)
     finally:
         outer.wait()
@@ -59,7 +59,7 @@ async def test_process_of_another_pid_namespace_is_refused() -> None:
 async def test_end_of_a_process_is_told_once(child: subprocess.Popen[bytes]) -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
     holder = ProcessHolder(child.pid, start_of(child.pid))
-    HostHolders().watch(holder, lambda: ended.put_nowait("ended"))
+    HolderObserver().watch(holder, lambda: ended.put_nowait("ended"))
     await asyncio.sleep(0)
     assert ended.empty()
     child.kill()
@@ -71,7 +71,7 @@ async def test_end_of_a_process_is_told_once(child: subprocess.Popen[bytes]) -> 
 @pytest.mark.parametrize("start", [0, 1])
 async def test_process_with_another_start_has_ended(start: int) -> None:
     ended = asyncio.Event()
-    HostHolders().watch(ProcessHolder(OWN, start), ended.set)
+    HolderObserver().watch(ProcessHolder(OWN, start), ended.set)
     async with asyncio.timeout(10):
         await ended.wait()
 
@@ -79,7 +79,7 @@ async def test_process_with_another_start_has_ended(start: int) -> None:
 async def test_stopped_watch_tells_nothing(child: subprocess.Popen[bytes]) -> None:
     ended = asyncio.Event()
     holder = ProcessHolder(child.pid, start_of(child.pid))
-    stop = HostHolders().watch(holder, ended.set)
+    stop = HolderObserver().watch(holder, ended.set)
     stop()
     stop()
     child.kill()
@@ -104,7 +104,7 @@ async def test_leader_that_exits_before_its_threads_has_not_ended() -> None:
                 await asyncio.sleep(0.01)
         assert stat is not None
         ended = asyncio.Event()
-        HostHolders().watch(ProcessHolder(process.pid, stat.start_time), ended.set)
+        HolderObserver().watch(ProcessHolder(process.pid, stat.start_time), ended.set)
         await asyncio.sleep(0.05)
         assert not ended.is_set()
         process.kill()
@@ -116,7 +116,7 @@ async def test_leader_that_exits_before_its_threads_has_not_ended() -> None:
 
 
 def unified() -> Path | None:
-    return HostHolders()._find_mount()
+    return HolderObserver()._find_mount()
 
 
 @pytest.fixture(params=["", "\udcff\r"], ids=["plain", "any bytes"])
@@ -135,7 +135,7 @@ async def test_cgroup_ends_with_its_last_process(
     group: Path, child: subprocess.Popen[bytes]
 ) -> None:
     (group / "cgroup.procs").write_text(str(child.pid))
-    holders = HostHolders()
+    holders = HolderObserver()
     path = f"/{group.name}"
     found = holders.find_cgroup(path, [], [])
     assert holders.is_alive(found)
@@ -155,7 +155,7 @@ async def test_cgroup_ends_with_its_last_process(
 
 
 async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
-    holders = HostHolders()
+    holders = HolderObserver()
     for path in (f"/{group.name}", "/", "", "/../x", "//", f"/{group.name}/", "/nowhere", "x"):
         with pytest.raises(NoSuchHolder):
             holders.find_cgroup(path, [], [])

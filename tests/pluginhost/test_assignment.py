@@ -49,7 +49,7 @@ async def test_dealing_gives_agents_what_the_plugin_says(
 ) -> None:
     made = host([table(tmp_path / "word", word)], Deals="Deals", dealing_rules=ALONE)
     assert (await opened(made))["one"] == (PluginState.READY, "")
-    dealing = listing_of(made).dealing
+    dealing = listing_of(made).assignment
     assert dealing is not None
     assert (dealing.devices, dealing.reason) == (dealt, reason)
     assert [*dealing.slots] == [f"S-one{n}" for n in range(5)]
@@ -62,7 +62,7 @@ async def test_dealing_is_absent_where_nobody_deals(host, tmp_path, target, deal
     given = table(tmp_path / "word", "fair", target)
     made = host([given], dealing_rules=dealing_rules, **{target: target})
     assert (await opened(made))["one"][0] is PluginState.READY
-    assert listing_of(made).dealing is None
+    assert listing_of(made).assignment is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ async def test_dealing_that_is_kept_is_not_asked_for(host, tmp_path) -> None:
     memory.devices, memory.dealings = listed().devices, {"one": kept}
     made = host([table(tmp_path / "word", "raise")], Deals="Deals", dealing_rules=rules(memory))
     assert (await opened(made))["one"][0] is PluginState.READY
-    assert listing_of(made).dealing == kept
+    assert listing_of(made).assignment == kept
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_dealing_is_asked_for_again_after_a_change(host, agents, known) ->
     in_turn = PluginTable(name="one", plugin="Deals", settings={})
     made = host([in_turn], Deals="Deals", dealing_rules=rules(memory, *agents))
     await opened(made)
-    dealing = listing_of(made).dealing
+    dealing = listing_of(made).assignment
     assert dealing is not None
     ids = [f"S-one{n}" for n in range(5)]
     assert dealing.devices == {

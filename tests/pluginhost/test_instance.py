@@ -89,7 +89,7 @@ async def test_a_plugin_that_is_slow_to_hear_holds_up_no_create(host, tmp_path) 
 
 
 async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(plugin_process, "KILL_PATIENCE_S", 0.2)
+    monkeypatch.setattr(plugin_process, "KILL_TIMEOUT_S", 0.2)
     monkeypatch.setattr(plugin_instance, "MIN_BACKOFF_S", 0.1)
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", two="Good", call_timeout_s=0.5)

@@ -419,9 +419,9 @@ async def test_linked_gpus_go_to_one_agent(node: Node, text: str, expected: list
     node.say(text)
     host = await node.plugin(AssignmentRules(("a", "b"), FakeMemory()))
     listing = host.listings()[0]
-    assert listing.dealing is not None
+    assert listing.assignment is not None
     id_of = {d.stable_id: d.device_id.id.removeprefix("cuda") for d in listing.devices}
-    owned = listing.dealing.devices
+    owned = listing.assignment.devices
     assert [" ".join(sorted(id_of[n] for n in owned[agent])) for agent in "ab"] == expected
 
 

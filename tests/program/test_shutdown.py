@@ -9,7 +9,7 @@ import pytest
 
 from agentd.concurrency import Deadline
 from agentd.program import shutdown as module
-from agentd.program.shutdown import EXIT_PATIENCE_S, LIMIT_S, STOP_TIMEOUT_S, Shutdown
+from agentd.program.shutdown import EXIT_TIMEOUT_S, LIMIT_S, STOP_TIMEOUT_S, Shutdown
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
     monkeypatch: pytest.MonkeyPatch, *, is_over: bool, status: int
 ) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 0.0)
-    monkeypatch.setattr(module, "EXIT_PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "EXIT_TIMEOUT_S", 0.0)
     ended: list[int] = []
     shutdown = Shutdown(ended.append)
     if is_over:
@@ -88,4 +88,4 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
 def test_a_unit_leaves_a_stop_the_time_that_it_takes(unit: str) -> None:
     text = (Path(__file__).parents[2] / "systemd" / unit).read_text()
     (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
-    assert STOP_TIMEOUT_S < LIMIT_S < LIMIT_S + EXIT_PATIENCE_S <= 30 < int(limit_s)
+    assert STOP_TIMEOUT_S < LIMIT_S < LIMIT_S + EXIT_TIMEOUT_S <= 30 < int(limit_s)

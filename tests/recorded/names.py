@@ -51,7 +51,7 @@ def names() -> dict[str, Any]:
                 {
                     route.action
                     for listed in routes[program]
-                    for route in (listed.passes or (listed,))
+                    for route in (listed.proxied_routes or (listed,))
                     if route.is_audited
                 }
             )

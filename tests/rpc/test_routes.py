@@ -61,7 +61,7 @@ def unbounded_object(
 
 def described(routes: Sequence[Route]) -> list[Route]:
     """Return the routes that a document shows: calls that are passed on as those of a node."""
-    return [shown for route in routes for shown in route.passes or (route,)]
+    return [shown for route in routes for shown in route.proxied_routes or (route,)]
 
 
 @pytest.mark.parametrize("routes", BOTH)

@@ -12,11 +12,11 @@ from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.events import EventLog
 from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.records import recall_claims
+from agentd.services.claims.records import restore_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.kernel_service import KernelService
-from agentd.services.kernels.reconciler import Loops, Reconciler
+from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
@@ -77,13 +77,13 @@ class Rig:
         )
         self.state.subscribe(self.claims.on_kernel_change)
         self.reconciler = Reconciler(self.node, *common)
-        self.reconciler._following.add("fake")
+        self.reconciler._watched_runtimes.add("fake")
 
     def recall(self) -> None:
-        claims = recall_claims(self.state, self.devices, self.memory.load_claims(), self.now)
+        claims = restore_claims(self.state, self.devices, self.memory.load_claims(), self.now)
         records = self.memory.load_records()
         restore_kernels(self.state, self.devices, records, "fake", self.clock)
-        self.claims.resume(claims)
+        self.claims.resume_claims(claims)
 
     async def relist(self) -> None:
         await self.reconciler.relist(self.runtime)
@@ -111,7 +111,7 @@ class Rig:
 @contextlib.asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[Rig]:
     """The same, with the reconciler's loops running."""
-    loops = Loops(rig.reconciler, rig.node, rig.runtimes, rig.plugins)
+    loops = ReconcilerLoops(rig.reconciler, rig.node, rig.runtimes, rig.plugins)
     task = asyncio.create_task(loops.run())
     try:
         async with asyncio.timeout(5):

@@ -34,9 +34,9 @@ def test_kernels_and_ledger_are_always_in_step(changes) -> None:
     state = NodeState(["fake"], EventLog())
     for kernel_id, now in changes:
         if now is None:
-            state.drop(kernel_id)
+            state.drop_kernel(kernel_id)
         else:
-            state.put(kernel(kernel_id, now, ports=(Port(80, 8000),)))
+            state.put_kernel(kernel(kernel_id, now, ports=(Port(80, 8000),)))
         holding = {k.kernel_id for k in state if k.holds_devices}
         assert state.ledger.holdings.keys() == holding
         assert set(state.ports.values()) <= holding
@@ -47,13 +47,13 @@ def test_callbacks_get_every_change_after_it_was_made(state: NodeState) -> None:
     heard = []
     state.subscribe(lambda before, now: heard.append((before, now, len(state.kernels))))
     first, second = kernel(), kernel(state=KernelState.TERMINATED)
-    state.put(first)
-    state.put(second)
-    state.drop("k1")
-    state.drop("k1")
+    state.put_kernel(first)
+    state.put_kernel(second)
+    state.drop_kernel("k1")
+    state.drop_kernel("k1")
     assert heard == [(None, first, 1), (first, second, 1), (second, None, 0)]
     with pytest.raises(UnknownKernel):
-        state.get("k1")
+        state.kernel("k1")
 
 
 async def test_events_say_whether_what_is_held_has_changed() -> None:
@@ -68,26 +68,26 @@ async def test_events_say_whether_what_is_held_has_changed() -> None:
             lost,
             again,
         ):
-            state.put(kernel(state=now))
-        state.put(replace(kernel(), allocation=Allocation(())))
-        state.drop("k1")
+            state.put_kernel(kernel(state=now))
+        state.put_kernel(replace(kernel(), allocation=Allocation(())))
+        state.drop_kernel("k1")
         events.close()
-        told = [event.is_of_shares async for event in listener.follow(1) if event is not None]
+        told = [event.changes_shares async for event in listener.follow(1) if event is not None]
     assert told == [True, False, True, False, True, True, True]
 
 
 async def test_what_was_seen_counts_only_if_nothing_happened_meanwhile(state: NodeState) -> None:
     for name in ("same", "changed", "gone", "busy"):
-        state.put(kernel(name))
+        state.put_kernel(kernel(name))
     since = state.snapshot()
     assert all(state.is_unchanged(name, since) for name in ("same", "changed", "never"))
-    state.put(kernel("changed", KernelState.STOPPING))
-    state.put(kernel("new"))
-    async with state.lock("busy"):
+    state.put_kernel(kernel("changed", KernelState.STOPPING))
+    state.put_kernel(kernel("new"))
+    async with state.kernel_lock("busy"):
         assert not state.is_unchanged("busy", since)
     assert state.is_unchanged("busy", since)
     assert state.is_unchanged("never", since)
-    state.drop("gone")
+    state.drop_kernel("gone")
     unchanged = [n for n in ("same", "changed", "gone", "new") if state.is_unchanged(n, since)]
     assert unchanged == ["same"]
     assert not state.is_unchanged("never", since), "it may be the one that came and went"
@@ -104,11 +104,11 @@ async def test_a_change_of_a_runtime_s_state_is_told_once(state: NodeState) -> N
 
 
 def test_a_name_that_two_runtimes_have_is_the_first_one_s(state: NodeState) -> None:
-    state.put(kernel())
+    state.put_kernel(kernel())
     assert state.is_duplicate_id("k1", "other")
     assert not state.is_duplicate_id("k1", "fake")
     assert not state.is_duplicate_id("k2", "other")
-    state.put(replace(kernel(), agent_id=""))
+    state.put_kernel(replace(kernel(), agent_id=""))
     assert not state.is_duplicate_id("k1", "other"), (
         "whose it is was a guess: its record is unreadable"
     )
@@ -124,13 +124,13 @@ def test_labels_of_what_has_ended_do_not_count(state: NodeState) -> None:
         return state.label_excess(labelled) is None
 
     assert fits()
-    state.put(kernel(labels=large))
+    state.put_kernel(kernel(labels=large))
     assert not fits()
     assert state.label_excess(KernelSpec("k2", "b", (), "hash", labels=one)) is None
-    state.put(kernel(state=KernelState.TERMINATED, labels=large))
+    state.put_kernel(kernel(state=KernelState.TERMINATED, labels=large))
     assert fits()
-    state.put(kernel(labels=large))
-    state.drop("k1")
+    state.put_kernel(kernel(labels=large))
+    state.drop_kernel("k1")
     assert fits()
     state.put_claim(claim)
     state.put_claim(replace(claim, boot_id="other"))

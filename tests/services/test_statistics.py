@@ -72,7 +72,7 @@ async def test_several_who_ask_at_once_read_one_look(rig: Rig) -> None:
     assert (await asked.read([kernel]))[0].usage.processes == 2
     second = await rig.create("k2")
     assert (await asked.read([second]))[0].usage == UNKNOWN_USAGE, "it came after the look"
-    rig.state.drop("k2")
+    rig.state.drop_kernel("k2")
     assert kernel.state is KernelState.RUNNING
 
 

@@ -102,13 +102,13 @@ def test_records_that_cannot_be_listed_refuse_a_start(
 def test_bundles_that_cannot_be_listed_may_be_there(
     state: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert state.bundle_runtimes() == set()
+    assert state.runtimes_with_folders() == set()
 
     def failing(_: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "iterdir", failing)
-    assert state.bundle_runtimes() == {"process", "systemd", "docker"}
+    assert state.runtimes_with_folders() == {"process", "systemd", "docker"}
 
 
 def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:

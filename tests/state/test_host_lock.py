@@ -24,7 +24,7 @@ def agentd(folder: Path) -> Iterator[Agentd]:
     locks: list[HostLock] = []
 
     def make(node_id: str, boot_id: str = "boot-1", *, is_user: bool = False) -> HostLock:
-        locks.append(HostLock(folder, node_id, boot_id, is_user=is_user))
+        locks.append(HostLock(folder, node_id, boot_id, is_unprivileged=is_user))
         return locks[-1]
 
     yield make
@@ -144,14 +144,14 @@ async def test_another_kind_of_file_withholds_the_accelerators(
 
 
 async def test_missing_run_folder_is_made(folder: Path) -> None:
-    one = HostLock(folder / "run/agentd", "one", "boot-1", is_user=False)
+    one = HostLock(folder / "run/agentd", "one", "boot-1", is_unprivileged=False)
     await one.acquire()
     assert (one.reason, (folder / "run/agentd/host.lock").exists()) == ("", True)
     one.release()
 
 
 async def test_run_folder_that_cannot_be_made_is_a_warning() -> None:
-    one = HostLock(Path("/proc/nowhere"), "one", "boot-1", is_user=False)
+    one = HostLock(Path("/proc/nowhere"), "one", "boot-1", is_unprivileged=False)
     await one.acquire()
     assert one.reason == ""
     (warning,) = one.warnings()
@@ -162,7 +162,7 @@ async def test_run_folder_that_cannot_be_made_is_a_warning() -> None:
 async def test_lock_of_an_unknown_process_withholds(
     agentd: Agentd, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_lock, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(host_lock, "LOCK_TIMEOUT_S", 0.05)
     one = agentd("one")
     with (folder / "host.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 
 from msgspec.structs import replace
 
-from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
+from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
 from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
@@ -149,7 +149,7 @@ class FakeRuntime:
         self.kernels.pop(ref.kernel_id, None)
         return True
 
-    async def list(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         self._answer()
         return Listing(tuple(self.kernels.values()))
 
@@ -236,10 +236,10 @@ class FakeHolders:
     ) -> CgroupHolder:
         return CgroupHolder(path, 1)
 
-    def is_alive(self, holder: ClaimOwner) -> bool:
+    def is_alive(self, holder: ClaimHolder) -> bool:
         return holder in self.ended or not isinstance(holder, ProcessHolder)
 
-    def watch(self, holder: ClaimOwner, ended: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, holder: ClaimHolder, ended: Callable[[], None]) -> Callable[[], None]:
         if self.failure is not None:
             raise self.failure
         self.ended[holder] = ended

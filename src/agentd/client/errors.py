@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from agentd import errors
 from agentd.errors import (
-    MOST_DETAIL,
+    MAX_DETAIL,
     AgentdError,
     ConfigRefused,
     Forbidden,
@@ -77,7 +77,7 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
     if isinstance(content, dict):
         error = error_from_problem(content)
     else:
-        text = body[:MOST_DETAIL].decode(errors="replace") or f"HTTP {status}"
+        text = body[:MAX_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
     if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
         error.retry_after_s = max(1, int(retry_after or ""))  # type: ignore[misc]

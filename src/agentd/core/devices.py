@@ -314,7 +314,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def with_suspended(
+    def with_awaited_and_busy(
         self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
     ) -> Inventory:
         """Return the inventory in which exactly these devices wait for an engine, or are busy."""

@@ -12,7 +12,7 @@ from agentd.core.claim.claim import Claim
 from agentd.daemon import runtime_factory
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import read_cgroups
-from agentd.host.claim_holders import HostHolders
+from agentd.host.claim_holders import HolderObserver
 from agentd.host.probe import Host, is_port_free
 from agentd.http.route import Route
 from agentd.pluginhost.host import PluginHost
@@ -29,13 +29,13 @@ from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
-from agentd.services.claims.records import recall_claims
+from agentd.services.claims.records import restore_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
-from agentd.services.engines import Engines
-from agentd.services.kernels.exec_service import Execs
+from agentd.services.engines import AwaitedEngines
+from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
-from agentd.services.kernels.reconciler import Loops, Reconciler
+from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
@@ -63,16 +63,16 @@ class Services(msgspec.Struct, frozen=True):
 
     kernels: KernelService
     reconciler: Reconciler
-    loops: Loops
+    loops: ReconcilerLoops
     access: Access
     refusals: Refusals
     self_check: SelfCheck
     statistics: Statistics
-    execs: Execs
+    execs: ExecService
     claims: ClaimService
-    engines: Engines
+    engines: AwaitedEngines
     unclaimed: UnclaimedProcesses
-    holders: HostHolders
+    holder_observer: HolderObserver
 
 
 class Assembly:
@@ -94,7 +94,7 @@ class Assembly:
         self._plugins = plugins
         self._host = host
 
-    def restore(
+    def restore_node(
         self,
         devices: NodeDevices,
         events: EventLog,
@@ -120,23 +120,23 @@ class Assembly:
             is_port_free=is_port_free,
         )
         planner = Planner(devices=devices, plugins=self._plugins, rules=rules)
-        claims = recall_claims(node.state, devices, claim_records, clock.wall())
+        claims = restore_claims(node.state, devices, claim_records, clock.wall())
         persist_changes(node.state, self._store, node_id)
         restore_kernels(node.state, devices, records, self._settings.node.runtime, clock)
         node.state.subscribe(planner.notify_plugins)
         node.state.subscribe(node.counts.on_kernel_change)
         return RestoredNode(node, planner, claims)
 
-    def services(self, recalled: RestoredNode, runtimes: Mapping[str, Runtime]) -> Services:
+    def build_services(self, recalled: RestoredNode, runtimes: Mapping[str, Runtime]) -> Services:
         """Return the services on top of a node's state."""
         node, planner = recalled.node, recalled.planner
         plugins, store, clock = self._plugins, self._store, self._context.clock
         default, resource = self._settings.node.runtime, self._settings.resource
-        holders = HostHolders()
+        holders = HolderObserver()
         reconciler = Reconciler(
             node=node, runtimes=runtimes, default=default, store=store, clock=clock
         )
-        engines = Engines(
+        engines = AwaitedEngines(
             devices=node.devices,
             store=store,
             boot_id=self._context.boot_id,
@@ -145,8 +145,8 @@ class Assembly:
         unclaimed = UnclaimedProcesses(
             node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
         )
-        node.devices.set_suspension(
-            lambda inventory: inventory.with_withheld(self._lock.reason).with_suspended(
+        node.devices.set_withholding(
+            lambda inventory: inventory.with_withheld(self._lock.reason).with_awaited_and_busy(
                 engines.awaited_devices(inventory), unclaimed.busy_reasons
             )
         )
@@ -169,21 +169,23 @@ class Assembly:
                 clock=clock,
             ),
             reconciler=reconciler,
-            loops=Loops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
+            loops=ReconcilerLoops(
+                reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins
+            ),
             access=Access(node),
             refusals=Refusals(counts=node.counts, events=node.events, now=clock.wall),
             self_check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
             statistics=Statistics(
                 node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=read_cgroups
             ),
-            execs=Execs(state=node.state, runtimes=runtimes, plugins=plugins),
+            execs=ExecService(state=node.state, runtimes=runtimes, plugins=plugins),
             claims=claims,
             engines=engines,
             unclaimed=unclaimed,
-            holders=holders,
+            holder_observer=holders,
         )
 
-    def site(
+    def build_site(
         self,
         node: Node,
         services: Services,
@@ -239,6 +241,8 @@ class Assembly:
                 visibility=visibility,
                 streams=site.streams,
             ),
-            claims=ClaimHandlers(node=node, service=services.claims, holders=services.holders),
+            claims=ClaimHandlers(
+                node=node, service=services.claims, holders=services.holder_observer
+            ),
         )
         return site, table

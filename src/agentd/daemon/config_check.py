@@ -57,7 +57,7 @@ async def check_configuration(path: Path | None) -> ConfigCheck:
         ConfigRefused: the file or the environment is unusable; lists every problem of them.
     """
     problems = Problems()
-    with problems.collecting():
+    with problems.collect():
         loaded = load(path)
     try:
         failpoints.parse_points(os.environ.get(failpoints.VARIABLE, ""))
@@ -87,7 +87,7 @@ async def _check(
     devices = await discovery.discover_devices(
         settings, probe(), plugins, store, EventLog(), start_problems
     )
-    with start_problems.collecting():
+    with start_problems.collect():
         build_endpoint(settings.rpc)
     add(ExitStatus.CONFIG, start_problems.collected)
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}

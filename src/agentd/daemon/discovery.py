@@ -76,9 +76,9 @@ async def discover_devices(
     Adds every problem of the plugins' tables, the partition and the host to `problems`. If there
     are any, the devices cannot be used.
     """
-    with problems.collecting():
+    with problems.collect():
         runtime_factory.refuse_unusable_runtime(settings)
-    with problems.collecting():
+    with problems.collect():
         await runtime_factory.refuse_changed_id(settings, resolve_node_id(settings), store)
     problems.collected += plugins.problems()
     devices = NodeDevices(
@@ -89,7 +89,7 @@ async def discover_devices(
         host_devices=host.devices(settings.host.cpus, settings.host.mem),
         events=events,
     )
-    with problems.collecting():
+    with problems.collect():
         devices.discover()
     return devices
 
@@ -111,7 +111,7 @@ def create_host_lock(settings: Settings) -> HostLock:
         ConfigRefused: there is no node id.
     """
     is_user = os.geteuid() != 0
-    return HostLock(run_folder(), resolve_node_id(settings), boot_id(), is_user=is_user)
+    return HostLock(run_folder(), resolve_node_id(settings), boot_id(), is_unprivileged=is_user)
 
 
 def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
@@ -122,7 +122,7 @@ def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
     with contextlib.suppress(ConfigRefused):
         lock = create_host_lock(settings)
         lock.read()
-        devices.set_suspension(lambda inventory: inventory.with_withheld(lock.reason))
+        devices.set_withholding(lambda inventory: inventory.with_withheld(lock.reason))
         return lock.warnings()
     return []
 

@@ -154,7 +154,7 @@ class Daemon:
         stack.push_async_callback(step, "plugins", lambda _: plugins.close())
         await plugins.open(self._settings.plugins.open_timeout)
         background, problems = Background(self._shutdown.fail), Problems()
-        with problems.collecting():
+        with problems.collect():
             server_endpoint = replace(
                 build_endpoint(self._settings.rpc), passed=self._passed_sockets
             )
@@ -180,8 +180,8 @@ class Daemon:
         background.run("reconciler", services.loops.run())
         background.run("claims", services.claims.run())
         background.run("unclaimed", services.unclaimed.run())
-        if self._host_lock.is_user:
-            background.run("host-lock", self._host_lock.watch(node.devices.update_suspended))
+        if self._host_lock.is_unprivileged:
+            background.run("host-lock", self._host_lock.watch(node.devices.update_withholding))
         await self._wait_listed(parts)
         await hit_async("start.before_ready")
         self._reload = Reload(self._loaded, server, parts.runtimes, self._weaknesses)
@@ -217,7 +217,7 @@ class Daemon:
         """
         host, store, events = probe(), self._store, EventLog()
         devices = await discover_devices(self._settings, host, plugins, store, events, problems)
-        problems.refuse()
+        problems.raise_if_any()
         refuse_failed_required(plugins)
         _log_unready_plugins(plugins)
         records = store.load_records()
@@ -237,15 +237,15 @@ class Daemon:
             plugins=plugins,
             host=host,
         )
-        recalled = assembly.restore(devices, events, names, records, store.load_claims())
+        recalled = assembly.restore_node(devices, events, names, records, store.load_claims())
         node = recalled.node
         await hit_async("start.after_recall")
-        services = assembly.services(recalled, runtimes)
-        services.claims.resume(recalled.claims)
+        services = assembly.build_services(recalled, runtimes)
+        services.claims.resume_claims(recalled.claims)
         stack.callback(self._record_accelerator_use, node)
         for warning in (*devices.warnings, *lock.warnings()):
             log.warning("node.warned", warning=warning)
-        site, routes = assembly.site(
+        site, routes = assembly.build_site(
             node,
             services,
             self._reload_now,
@@ -315,7 +315,7 @@ class Daemon:
         """
         node = self._store.load_node()
         used = {self._settings.node.runtime, *(node.runtimes if node else ())}
-        used |= recorded_runtimes(records) | self._store.bundle_runtimes()
+        used |= recorded_runtimes(records) | self._store.runtimes_with_folders()
         if node is None and os.access(self._settings.runtime.docker.socket, os.W_OK):
             used.add("docker")
         self._store.save_runtimes(sorted(used))
@@ -323,7 +323,7 @@ class Daemon:
 
     def _create_runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
         runtime = runtime_factory.create_runtime(
-            name, self._settings, self._node_id, self._store.bundles
+            name, self._settings, self._node_id, self._store.runtime_folders
         )
         step = f"runtime {name}"
         stack.push_async_callback(

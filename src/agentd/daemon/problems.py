@@ -15,14 +15,14 @@ class Problems:
         self.collected: list[Problem] = []
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Add the problems of a refused configuration, and continue."""
         try:
             yield
         except ConfigRefused as error:
             self.collected += error.problems
 
-    def refuse(self) -> None:
+    def raise_if_any(self) -> None:
         """Refuse the configuration if anything was found.
 
         Raises:

@@ -128,7 +128,7 @@ class Reload:
         yield Step((), lambda: self._weaknesses.replace(new_weaknesses))
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
-            yield Step(APPLIED[name], runtime_factory.prepare_rules_update(runtime, applicable))
+            yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))
 
     async def apply(self) -> list[str]:
         """Read and apply the configuration; return the keys that require a restart.

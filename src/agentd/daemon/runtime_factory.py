@@ -44,10 +44,10 @@ def create_runtime(
         ConfigRefused: the settings do not fit this host.
     """
     if name == "docker":
-        from agentd.runtimes.docker.last_seen import LastSeen
+        from agentd.runtimes.docker.last_seen import OutageLog
         from agentd.runtimes.docker.runtime import DockerRuntime
 
-        last_seen = LastSeen(bundles[name] / "last_seen.json", boot_id())
+        last_seen = OutageLog(bundles[name] / "last_seen.json", boot_id())
         return DockerRuntime(node_id=node_id, settings=settings.runtime.docker, last_seen=last_seen)
     folder, accounts = bundles[name], user_accounts(settings, name)
     if name == "systemd":
@@ -77,7 +77,7 @@ def create_runtime(
     )
 
 
-def prepare_rules_update(runtime: Any, settings: Settings) -> Callable[[], object]:
+def prepare_settings_update(runtime: Any, settings: Settings) -> Callable[[], object]:
     """Return a function that applies settings to a runtime; an engine's socket stays.
 
     Raises:
@@ -85,8 +85,8 @@ def prepare_rules_update(runtime: Any, settings: Settings) -> Callable[[], objec
     """
     section = getattr(settings.runtime, runtime.name)
     if runtime.name == "docker":
-        return partial(runtime.renew, section)
-    return partial(runtime.renew, section, user_accounts(settings, runtime.name))
+        return partial(runtime.update_settings, section)
+    return partial(runtime.update_settings, section, user_accounts(settings, runtime.name))
 
 
 def refuse_unusable_runtime(settings: Settings) -> None:
@@ -139,7 +139,9 @@ def user_accounts(settings: Settings, runtime: str) -> UserAccounts:
             problems += error.problems
     if problems:
         raise ConfigRefused(problems)
-    return UserAccounts(account_by_agent.pop("", None), account_by_agent, is_user=not is_root)
+    return UserAccounts(
+        account_by_agent.pop("", None), account_by_agent, is_unprivileged=not is_root
+    )
 
 
 def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
@@ -170,9 +172,9 @@ async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder
         return
     old_id = node.node_id
     problems: list[Problem] = []
-    for name in sorted(RUNTIMES & {*node.runtimes, *store.bundle_runtimes()}):
+    for name in sorted(RUNTIMES & {*node.runtimes, *store.runtimes_with_folders()}):
         try:
-            live = await _live_kernels(name, settings, old_id, store.bundles)
+            live = await _live_kernels(name, settings, old_id, store.runtime_folders)
         except RuntimeUnavailable as error:
             reason = f"unknown whether kernels of {old_id} live on the {name} runtime: {error}"
             problems.append(Problem("node.id", reason))

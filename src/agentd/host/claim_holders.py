@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.core.claim.claim import CgroupHolder, ClaimOwner, ProcessHolder
+from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
 from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat, read_uids
 from agentd.procfs import read_lines
 
@@ -30,7 +30,7 @@ class NoSuchHolder(Exception):
     """A process or cgroup that is not there, or not the caller's to name."""
 
 
-class HostHolders:
+class HolderObserver:
     """The processes of agentd's pid namespace, and the cgroups below its cgroup namespace."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -115,7 +115,7 @@ class HostHolders:
             return next((line[3:] for line in lines if line.startswith("0::")), None)
         return None
 
-    def is_alive(self, holder: ClaimOwner) -> bool:
+    def is_alive(self, holder: ClaimHolder) -> bool:
         """Return whether a process or cgroup has not ended; others have no end.
 
         Raises:
@@ -126,7 +126,7 @@ class HostHolders:
                 (source := self._open(holder, stack)) is not None and not source.has_ended()
             )
 
-    def watch(self, holder: ClaimOwner, on_end: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, holder: ClaimHolder, on_end: Callable[[], None]) -> Callable[[], None]:
         """Call `on_end` once when a process or cgroup has ended, at once if it has; return a stop.
 
         Raises:
@@ -149,7 +149,7 @@ class HostHolders:
         watch.callback(loop.call_soon(check).cancel)  # it may have ended before
         return watch.close
 
-    def _open(self, holder: ClaimOwner, stack: ExitStack) -> _EndSource | None:
+    def _open(self, holder: ClaimHolder, stack: ExitStack) -> _EndSource | None:
         """Open the source of a holder's end, None if it has ended; `stack` closes it.
 
         Raises:

@@ -18,9 +18,9 @@ from agentd.views import (
     CallerView,
 )
 
-ON_BEHALF = "Agentd-Caller"
+CALLER_HEADER = "Agentd-Caller"
 """The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
-NODE = "Agentd-Node"
+NODE_HEADER = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
 _CALLER = "caller"
 
@@ -73,7 +73,7 @@ class Callers:
             if token is None:
                 return None
             caller, is_gateway = token.caller, token.is_gateway
-        on_behalf = request.headers.getall(ON_BEHALF, [])
+        on_behalf = request.headers.getall(CALLER_HEADER, [])
         return _named_caller(on_behalf, caller, is_gateway=is_gateway) if on_behalf else caller
 
     def _find_token(self, header: str) -> Token | None:
@@ -92,11 +92,11 @@ def _named_caller(on_behalf: Sequence[str], caller: Caller, *, is_gateway: bool)
         allowed = ["a token with gateway = true", "the main socket"]
         raise Forbidden(caller.name, caller.role.value, right, allowed)
     if len(on_behalf) > 1:
-        raise InvalidRequest([Problem(ON_BEHALF, "given more than once")])
+        raise InvalidRequest([Problem(CALLER_HEADER, "given more than once")])
     try:
         return Caller.from_text(on_behalf[0], caller)
     except ValueError as error:
-        raise InvalidRequest([Problem(ON_BEHALF, str(error))]) from None
+        raise InvalidRequest([Problem(CALLER_HEADER, str(error))]) from None
 
 
 def attach_caller(request: web.Request, caller: Caller) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from agentd.core.access import Caller
 from agentd.errors import AgentdError, Unavailable
-from agentd.http.callers import NODE, Callers, attach_caller
+from agentd.http.callers import NODE_HEADER, Callers, attach_caller
 from agentd.http.connections.request_turns import end_turn, limit_turn
 from agentd.http.problem_responses import HTTP_CODES, STANDARD_MEMBERS, problem_response
 from agentd.http.queries import Query, attach_query, read_query, receive_body
@@ -77,14 +77,14 @@ class Gate:
             return await handler(request)
         attach_caller(request, caller)
         require_names(request.match_info)
-        query = Query() if route.passes else read_query(route.query, request.query)
+        query = Query() if route.proxied_routes else read_query(route.query, request.query)
         attach_query(request, query)
         if not route.is_audited or getattr(query, "dry_run", False):
-            self._site.require(request, caller, route.right)
+            self._site.authorize(request, caller, route.right)
             with limit_turn(request):
                 return await handler(request)
         with self._site.audit_call(request, route.action) as call:
-            self._site.require(request, caller, route.right)
+            self._site.authorize(request, caller, route.right)
             end_turn(request)
             response = await handler(request)
             call.set_outcome(str(response.status))
@@ -108,7 +108,10 @@ class Gate:
             return problem_response("Forbidden", "request from a foreign origin or host name")
         if self._pages is not None and (page := self._pages.response_for(request)) is not None:
             return page
-        if self._node_id is not None and request.headers.get(NODE, self._node_id) != self._node_id:
+        if (
+            self._node_id is not None
+            and request.headers.get(NODE_HEADER, self._node_id) != self._node_id
+        ):
             return problem_response("WrongNode", f"this is node {self._node_id}")
         return None
 

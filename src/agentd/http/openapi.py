@@ -19,7 +19,7 @@ def build_document(title: str, routes: Iterable[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of routes."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
-    described = [shown for route in routes for shown in route.passes or (route,)]
+    described = [shown for route in routes for shown in route.proxied_routes or (route,)]
     for route in described:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
     return {

@@ -69,7 +69,7 @@ class Route(msgspec.Struct, frozen=True):
     body: type[Body] | None = None
     right: Right | None = Right.LOOK
     """The right that a caller needs; None for public routes."""
-    passes: tuple[Route, ...] = ()
+    proxied_routes: tuple[Route, ...] = ()
     """Known routes behind a proxied one, which stand in its place in the document."""
     name: str = ""
     """The operation id; default: the handler's name, with `_of_agent` below an agent."""

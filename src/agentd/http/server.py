@@ -20,7 +20,7 @@ from aiohttp import web
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller
 from agentd.errors import StartRefused
-from agentd.http.callers import NODE, Callers, Token
+from agentd.http.callers import NODE_HEADER, Callers, Token
 from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
@@ -136,7 +136,7 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._handle])
         app.on_response_prepare.append(self._add_node_header)
         for route in self._routes:
-            path = route.path.replace("{rest}", "{rest:.+}") if route.passes else route.path
+            path = route.path.replace("{rest}", "{rest:.+}") if route.proxied_routes else route.path
             app.router.add_route(route.method, path, route.handler, expect_handler=_answer_expect)
         self._runner = web.AppRunner(app, shutdown_timeout=CANCEL_TIMEOUT_S)
         await self._runner.setup()
@@ -241,7 +241,7 @@ class Server:
 
     async def _add_node_header(self, _: web.Request, response: web.StreamResponse) -> None:
         if self._node_id is not None:
-            response.headers[NODE] = self._node_id
+            response.headers[NODE_HEADER] = self._node_id
 
     @web.middleware
     async def _handle(self, request: web.Request, handler: RequestHandler) -> web.StreamResponse:

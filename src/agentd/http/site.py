@@ -41,7 +41,7 @@ class Site(ABC):
         """
 
     @abstractmethod
-    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+    def authorize(self, request: web.Request, caller: Caller, right: Right) -> None:
         """Refuse a caller that cannot see the target or lacks the right.
 
         Raises:

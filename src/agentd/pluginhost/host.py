@@ -98,16 +98,16 @@ class PluginHost:
     async def open(self, timeout_s: float) -> None:
         """Start all plugins concurrently, and wait at most `timeout_s`."""
         await asyncio.to_thread(kill_orphans)
-        instances = [i for i in self._instances.values() if not i.settled.is_set()]
+        instances = [i for i in self._instances.values() if not i.state_entered.is_set()]
         self._tasks = [
             asyncio.create_task(instance.run(), name=f"plugin-{instance.spec.name}")
             for instance in instances
         ]
         for instance, task in zip(instances, self._tasks, strict=True):
             task.add_done_callback(partial(self._on_supervision_end, instance))
-        await _wait_for_all((instance.settled for instance in instances), timeout_s)
+        await _wait_for_all((instance.state_entered for instance in instances), timeout_s)
         for instance in instances:
-            if not instance.settled.is_set():
+            if not instance.state_entered.is_set():
                 instance.reason = f"not open within {timeout_s:g} s"
         self._is_open = True
 

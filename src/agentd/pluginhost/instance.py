@@ -128,7 +128,7 @@ class PluginInstance:
         self.listing: PluginListing | None = None
         self.hiding: ContainerEdits | None = None
         self.measurements: Sequence[Measurement] = ()
-        self.settled = asyncio.Event()
+        self.state_entered = asyncio.Event()
         self._loaded = asyncio.Event()
         """Set once the plugin has been imported, or an attempt has ended without that."""
         self.validation = asyncio.Event()
@@ -174,7 +174,7 @@ class PluginInstance:
         """Enter a state that other parts may rely on."""
         self.state, self.reason = state, " ".join(reason.split())
         self.ended_attempts = self.attempts
-        self.settled.set()
+        self.state_entered.set()
         self._loaded.set()
         self.validation.set()
 
@@ -224,8 +224,8 @@ class PluginInstance:
                 while (
                     self.state is not PluginState.READY and self.ended_attempts <= attempts_before
                 ):
-                    self.settled.clear()
-                    await self.settled.wait()
+                    self.state_entered.clear()
+                    await self.state_entered.wait()
 
     async def _bring_up(self) -> None:
         if self._with_table is not None and self._facts is None:
@@ -322,7 +322,7 @@ class PluginInstance:
                 "partition", device_infos(known), agents, timeout_s=timeout_s
             )
             dealing = validate_assignment(answer, known, agents)
-        return replace(listing, dealing=dealing)
+        return replace(listing, assignment=dealing)
 
     async def _poll_devices(self) -> None:
         """List the devices periodically, and at once when the plugin reports a change."""

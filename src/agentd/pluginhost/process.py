@@ -43,7 +43,7 @@ from agentd.pluginhost.validation import InvalidAnswer
 
 log = structlog.get_logger()
 
-KILL_PATIENCE_S = 2.0
+KILL_TIMEOUT_S = 2.0
 _EXIT_GRACE_S = 0.2
 _WITHHELD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID")
 
@@ -222,7 +222,7 @@ class PluginProcess:
         if status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            if await self._wait_exit(KILL_PATIENCE_S) is None:
+            if await self._wait_exit(KILL_TIMEOUT_S) is None:
                 reason = (
                     f"{reason or 'ended'}; process {self.pid} cannot be killed and was abandoned"
                 )

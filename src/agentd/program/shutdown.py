@@ -27,7 +27,7 @@ STOP_TIMEOUT_S = 25.0
 """Seconds for all steps together."""
 LIMIT_S = 28.0
 """Seconds after which a stuck process is ended, for example on a dead disk."""
-EXIT_PATIENCE_S = 1.0
+EXIT_TIMEOUT_S = 1.0
 """Seconds for the interpreter to end, and for the last line of the log."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -88,7 +88,7 @@ class Shutdown:
             )
             thread.daemon = True
             thread.start()
-        threading.Event().wait(EXIT_PATIENCE_S)
+        threading.Event().wait(EXIT_TIMEOUT_S)
         self.end_process()
 
     def end_process(self) -> None:

@@ -9,14 +9,14 @@ from aiohttp import web
 
 from agentd.core.access import Caller, Role, require_unreserved_id
 from agentd.core.claim.claim import (
-    ClaimOwner,
+    ClaimHolder,
     ClaimStatus,
-    EditsFor,
+    EditsTarget,
     NameHolder,
     TimeHolder,
 )
 from agentd.errors import Forbidden, InvalidRequest, Problem
-from agentd.host.claim_holders import HostHolders, NoSuchHolder
+from agentd.host.claim_holders import HolderObserver, NoSuchHolder
 from agentd.http.bodies import read_body
 from agentd.http.callers import attach_id, caller_of, peer_of
 from agentd.http.queries import query_of, receive_body
@@ -38,7 +38,7 @@ from agentd.views import ClaimView
 class ClaimHandlers:
     """Claims of the node. No claim ends with a cgroup of a kernel."""
 
-    def __init__(self, node: Node, service: ClaimService, holders: HostHolders) -> None:
+    def __init__(self, node: Node, service: ClaimService, holders: HolderObserver) -> None:
         self._state, self._devices = node.state, node.devices
         self._service = service
         self._holders = holders
@@ -63,7 +63,7 @@ class ClaimHandlers:
 
     def _verify_holder(
         self, request: web.Request, requested: HolderRequest, caller: Caller
-    ) -> ClaimOwner:
+    ) -> ClaimHolder:
         """Verify the holder that a caller names.
 
         Raises:
@@ -125,7 +125,7 @@ class ClaimHandlers:
     async def get_edits(self, request: web.Request) -> web.Response:
         """Return the edits for the devices of several claims together."""
         body = read_body(EditsRequest, await receive_body(request))
-        edits_for = EditsFor(body.edits_for)
+        edits_for = EditsTarget(body.edits_for)
         edits = await self._service.edits_of(body.claims, edits_for, caller_of(request))
         return json_response(rendering.edits_view(edits))
 

@@ -12,7 +12,7 @@ from agentd.rpc import rendering
 from agentd.rpc.requests import EngineRequest
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
-from agentd.services.engines import Engines
+from agentd.services.engines import AwaitedEngines
 from agentd.services.node import Node
 
 
@@ -24,7 +24,7 @@ class DeviceHandlers:
         node: Node,
         access: Access,
         visibility: Visibility,
-        engines: Engines,
+        engines: AwaitedEngines,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._access = access

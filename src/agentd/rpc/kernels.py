@@ -20,7 +20,7 @@ from agentd.rpc.pages import page_response
 from agentd.rpc.queries import CreateQuery, DeleteQuery, LogsQuery, NodeKernelsQuery
 from agentd.rpc.requests import CreateKernelRequest, StopRequest
 from agentd.services.access import Access
-from agentd.services.kernels.exec_service import Execs
+from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.node import Node
 from agentd.services.protocols import Session
@@ -36,7 +36,7 @@ class KernelHandlers:
         node: Node,
         access: Access,
         service: KernelService,
-        execs: Execs,
+        execs: ExecService,
         statistics: Statistics,
     ) -> None:
         self._site = site
@@ -61,8 +61,8 @@ class KernelHandlers:
         attach_id(request, "kernel", spec.kernel_id)
         if query_of(request, CreateQuery).dry_run:
             if known := self._service.find_existing(spec):
-                return json_response(self._shown(known))
-            decision, explain = await self._service.decide(spec)
+                return json_response(self._view(known))
+            decision, explain = await self._service.dry_run_create(spec)
             shown = {
                 "slots": decision.slots,
                 "allocation": rendering.charged_allocation(
@@ -77,7 +77,7 @@ class KernelHandlers:
         if is_async:
             headers["Preference-Applied"] = "respond-async"
         status = (202 if is_async else 201) if is_new else 200
-        return json_response(self._shown(kernel), status, headers)
+        return json_response(self._view(kernel), status, headers)
 
     async def list_kernels(self, request: web.Request) -> web.Response:
         """List the kernels of the node, or of one agent."""
@@ -92,19 +92,19 @@ class KernelHandlers:
         return page_response(
             request,
             kernels,
-            lambda kernel: msgspec.json.encode(self._shown(kernel)),
+            lambda kernel: msgspec.json.encode(self._view(kernel)),
             lambda kernel: not query.state or kernel.state in query.state,
         )
 
     async def get_kernel(self, request: web.Request) -> web.Response:
         """Show one kernel."""
-        return json_response(self._shown(self._state.get(request.match_info["kernel"])))
+        return json_response(self._view(self._state.kernel(request.match_info["kernel"])))
 
     async def stop_kernel(self, request: web.Request) -> web.Response:
         """End a kernel with TERM, then KILL; it stays listed."""
         body = read_body(StopRequest, await receive_body(request))
         kernel = await self._service.stop(request.match_info["kernel"], body.timeout)
-        return json_response(self._shown(kernel))
+        return json_response(self._view(kernel))
 
     async def delete_kernel(self, request: web.Request) -> web.Response:
         """Stop a kernel if it runs, and remove it."""
@@ -128,7 +128,7 @@ class KernelHandlers:
 
     async def get_stats(self, request: web.Request) -> web.Response:
         """Show the usage of one kernel."""
-        kernel = self._state.get(request.match_info["kernel"])
+        kernel = self._state.kernel(request.match_info["kernel"])
         (use,) = await self._statistics.read([kernel])
         return json_response(rendering.usage_view(use))
 
@@ -145,5 +145,5 @@ class KernelHandlers:
         with self._site.streams.register(request, may_pause=True):
             return await run_exec(request, begin)
 
-    def _shown(self, kernel: Kernel) -> object:
+    def _view(self, kernel: Kernel) -> object:
         return rendering.kernel_view(kernel, self._devices.inventory)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from agentd import __version__
 from agentd.core.access import Caller
-from agentd.core.claim.claim import Claim, ClaimOwner, EndReason
+from agentd.core.claim.claim import Claim, ClaimHolder, EndReason
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
@@ -181,7 +181,7 @@ def _results_by_agent(
 def _claim_metrics(
     claims: Iterable[Claim], counts: ClaimCounts, agents: Collection[str]
 ) -> Iterator[Metric]:
-    kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimOwner)}
+    kinds = {kind: str(kind.__struct_config__.tag) for kind in get_args(ClaimHolder)}
     counts_by_kind = Counter((claim.agent_id, kinds[type(claim.holder)]) for claim in claims)
     samples = {
         (agent, kind): counts_by_kind[agent, kind] for agent in agents for kind in kinds.values()

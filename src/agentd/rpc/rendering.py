@@ -485,7 +485,11 @@ def node_view(
             *_removed_agent_warnings(state, devices.split),
             *(warning for status in state.runtimes.values() for warning in status.ignored),
             *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
-            *(f"claim {c.claim_id}: {c.problem}" for c in state.claims.values() if c.problem),
+            *(
+                f"claim {c.claim_id}: {c.unreadable_reason}"
+                for c in state.claims.values()
+                if c.unreadable_reason
+            ),
             *_collision_warnings(state, devices.split),
             *warnings,
         ],

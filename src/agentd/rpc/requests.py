@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from agentd.core.access import Caller
-from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimOwner, ClaimSpec
+from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimHolder, ClaimSpec
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.options import ULIMITS
 from agentd.core.kernel.states import KernelSpec
@@ -309,7 +309,7 @@ class CreateClaimRequest(Body):
         False, description="Whether others may hold the devices already (set by admins)."
     )
 
-    def to_spec(self, agent_id: str, caller: Caller, holder: ClaimOwner) -> ClaimSpec:
+    def to_spec(self, agent_id: str, caller: Caller, holder: ClaimHolder) -> ClaimSpec:
         """Return the request as the core knows it, with a verified holder, and a claim id."""
         slots = _read(self.slots)
         members = self.model_dump(exclude_defaults=True, exclude={"claim_id", "slots", "holder"})

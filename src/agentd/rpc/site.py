@@ -38,11 +38,11 @@ class NodeSite(Site):
         if not await wait_event(self._opened, patience_s):
             raise NotReady("the daemon has not finished starting")
 
-    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
-        """Refuse a caller that cannot see the target or lacks the right; see `Access.require`."""
+    def authorize(self, request: web.Request, caller: Caller, right: Right) -> None:
+        """Refuse a caller that cannot see the target or lacks the right; see `Access.authorize`."""
         match = request.match_info
         name = match.get("device_name")
-        self._access.require(
+        self._access.authorize(
             caller,
             right,
             agent=match.get("agent"),

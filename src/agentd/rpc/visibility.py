@@ -64,6 +64,6 @@ class Visibility:
     def _touches_visible_device(self, event: Event, caller: Caller) -> bool:
         """Return whether a holder took, or gave back, part of a device that the caller sees."""
         holder = event.value if isinstance(event.value, Kernel | Claim) else event.value.claim  # type: ignore[attr-defined]
-        return event.is_of_shares and any(
+        return event.changes_shares and any(
             self._access.sees_device(caller, share.device_id) for share in holder.allocation.shares
         )

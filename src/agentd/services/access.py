@@ -19,7 +19,7 @@ class Access:
     def __init__(self, node: Node) -> None:
         self._state, self._devices = node.state, node.devices
 
-    def require(
+    def authorize(
         self,
         caller: Caller,
         right: Right,

@@ -63,12 +63,12 @@ class NodeDevices:
         self._listing_warnings: dict[str, tuple[str, ...]] = {}
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
-        self._withheld: frozenset[tuple[str, str]] = frozenset()
+        self._duplicate_keys: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, PluginAssignment] = {}
         self._generation = 0
-        self._suspend: Callable[[Inventory], Inventory] = lambda inventory: inventory
+        self._withhold: Callable[[Inventory], Inventory] = lambda inventory: inventory
 
     @property
     def split(self) -> Split:
@@ -128,7 +128,7 @@ class NodeDevices:
         if name not in self._added_plugins:
             return self._add_late(listing)
         if status is not None and status.state is PluginState.READY:
-            listed = [d for d in listing.devices if (name, d.stable_id) not in self._withheld]
+            listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
             inventory, warnings = self.inventory.with_listing(name, listed)
         else:
             reason = status.reason if status else "it stopped"
@@ -140,7 +140,7 @@ class NodeDevices:
         added = inventory.listed - self.inventory.listed
         if inventory is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
-            self._apply_and_save(inventory)
+            self._apply_observed_change(inventory)
         return bool(added)
 
     def _add_late(self, listing: PluginListing) -> bool:
@@ -203,8 +203,8 @@ class NodeDevices:
         listed_keys = {
             (listing.name, device.stable_id) for listing in listings for device in listing.devices
         }
-        self._withheld |= listed_keys - served_keys
-        self._split = self._split.with_inventory(self._suspend(self._split.inventory))
+        self._duplicate_keys |= listed_keys - served_keys
+        self._split = self._split.with_inventory(self._withhold(self._split.inventory))
         self._warnings = (*self._warnings, *warnings)
         self._generation += 1
         self._save()
@@ -214,8 +214,8 @@ class NodeDevices:
         dealings = dict(self._dealings)
         for listing in listings if self._rules.uses_plugin_order else ():
             dealings.pop(listing.name, None)
-            if listing.dealing is not None:
-                dealings[listing.name] = listing.dealing
+            if listing.assignment is not None:
+                dealings[listing.name] = listing.assignment
         return dealings
 
     def _valid_dealings(
@@ -276,7 +276,7 @@ class NodeDevices:
         if device.drained is not drained:
             device = replace(device, drained=drained)
             hit("drain.before_save")
-            self._save_and_apply(self.inventory.with_device(device))
+            self._apply_operator_change(self.inventory.with_device(device))
             hit("drain.after_save")
         return device
 
@@ -290,7 +290,7 @@ class NodeDevices:
         """
         device = self.find(name, device_id)
         _require_forgettable(device, holders)
-        self._save_and_apply(self.inventory.without(device.device_id))
+        self._apply_operator_change(self.inventory.without(device.device_id))
 
     def add_missing(self, devices: Iterable[Device]) -> None:
         """Add devices that are known only from kernels."""
@@ -299,30 +299,30 @@ class NodeDevices:
             if device.stable_id not in inventory.by_identity:
                 inventory = inventory.with_device(device)
         if inventory is not self.inventory:
-            self._apply_and_save(inventory)
+            self._apply_observed_change(inventory)
 
-    def _save_and_apply(self, inventory: Inventory) -> None:
+    def _apply_operator_change(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""
         self._store.save_devices(_devices_to_save(inventory), self._dealings)
         self._unsaved = ""
         self._apply(inventory)
 
-    def _apply_and_save(self, inventory: Inventory) -> None:
+    def _apply_observed_change(self, inventory: Inventory) -> None:
         self._apply(inventory)
         self._save()
 
-    def set_suspension(self, suspended: Callable[[Inventory], Inventory]) -> None:
+    def set_withholding(self, suspended: Callable[[Inventory], Inventory]) -> None:
         """Register a function that marks the devices which are not allocated for now."""
-        self._suspend = suspended
-        self.update_suspended()
+        self._withhold = suspended
+        self.update_withholding()
 
-    def update_suspended(self) -> None:
+    def update_withholding(self) -> None:
         """Mark the devices that are not allocated for now."""
-        if self._suspend(self.inventory) is not self.inventory:
+        if self._withhold(self.inventory) is not self.inventory:
             self._apply(self.inventory)
 
     def _apply(self, inventory: Inventory) -> None:
-        before, inventory = self.inventory, self._suspend(inventory)
+        before, inventory = self.inventory, self._withhold(inventory)
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
         _publish_changes(self._events, before, inventory)

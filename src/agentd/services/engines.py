@@ -29,7 +29,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     devices: Mapping[str, tuple[str, ...]]
 
 
-class Engines:
+class AwaitedEngines:
     """The engines of the configuration."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Engines:
             ready[engine] = self._boot_id
         self._store.save_ready_engines(ready)
         self._ready = ready
-        self._devices.update_suspended()
+        self._devices.update_withholding()
         return self._engine_status(engine)
 
     def awaited_devices(self, inventory: Inventory) -> dict[DeviceId, str]:

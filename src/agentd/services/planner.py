@@ -26,7 +26,7 @@ from agentd.core.claim.allocation import (
 from agentd.core.claim.claim import ClaimSpec, subtract_allocations
 from agentd.core.devices import DeviceId, Inventory
 from agentd.core.kernel.options import unsupported_members
-from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of
+from agentd.core.kernel.plan import KernelPlan, PlanContext, agent_resource_cap, build_plan
 from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
@@ -81,13 +81,15 @@ class ClaimedDevices(NamedTuple):
     """
 
     names: frozenset[str] = frozenset()
-    left: Allocation = Allocation()
+    unused: Allocation = Allocation()
 
-    def narrowed(self, only: Mapping[str, frozenset[DeviceId]]) -> dict[str, frozenset[DeviceId]]:
+    def selectable_devices(
+        self, only: Mapping[str, frozenset[DeviceId]]
+    ) -> dict[str, frozenset[DeviceId]]:
         """Return the devices that a request may take, by device name of the claim."""
         found = {}
         for name in self.names:
-            mine = frozenset(share.device_id for share in self.left.shares_by_device_name(name))
+            mine = frozenset(share.device_id for share in self.unused.shares_by_device_name(name))
             found[name] = mine & only.get(name, mine)
         return found
 
@@ -96,7 +98,7 @@ class ParsedRequest(NamedTuple):
     """The slots of a request with defaults, and the named devices by device name."""
 
     slots: ResourceSlots
-    only: Mapping[str, frozenset[DeviceId]]
+    named_devices: Mapping[str, frozenset[DeviceId]]
     claimed: ClaimedDevices = ClaimedDevices()
 
 
@@ -108,7 +110,7 @@ class Planner:
         self._plugins = plugins
         self._rules = rules
 
-    def read(
+    def parse_request(
         self, spec: KernelSpec, runtime: Runtime, problems: Sequence[Problem], state: NodeState
     ) -> ParsedRequest:
         """Parse a request; `problems` are its problems found elsewhere.
@@ -118,10 +120,10 @@ class Planner:
             RequestError: the request is invalid; lists every problem.
             PluginUnavailable: a slot may belong to a pending plugin.
         """
-        claimed = _claimed(spec, state)
+        claimed = _find_claimed_devices(spec, state)
         reading = self._reading(spec, runtime, claimed)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
-        only, unknown = _named(spec, reading, inventory, partition)
+        only, unknown = _resolve_named_devices(spec, reading, inventory, partition)
         others = [
             *unknown,
             *port_problems(spec.ports, self._rules.ports),
@@ -130,7 +132,7 @@ class Planner:
         ]
         return ParsedRequest(reading.accepted(others), only, claimed)
 
-    def read_claim(self, spec: ClaimSpec) -> ParsedRequest:
+    def parse_claim_request(self, spec: ClaimSpec) -> ParsedRequest:
         """Read what a claim asks for; slots that it leaves out are zero.
 
         Raises:
@@ -140,7 +142,7 @@ class Planner:
         """
         reading = self._read_slots(spec.slots)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
-        only, unknown = _named(spec, reading, inventory, partition)
+        only, unknown = _resolve_named_devices(spec, reading, inventory, partition)
         slots = reading.accepted(unknown)
         if not slots:
             raise InvalidRequest([Problem("slots", "expected an amount of at least one slot")])
@@ -158,7 +160,7 @@ class Planner:
             raise TooManyClaims(f"{used}; {excess.bound}")
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         policy = self._policy(spec)
-        wanted = (partition, asked.slots, policy, asked.only)
+        wanted = (partition, asked.slots, policy, asked.named_devices)
         try:
             allocation = allocate(state.ledger, inventory, *wanted)
         except InsufficientResource:
@@ -182,22 +184,22 @@ class Planner:
         taken = Allocation()
         if mine:
             taken = allocate_from_claim(
-                asked.claimed.left, inventory, spec.agent_id, mine, policy, asked.only
+                asked.claimed.unused, inventory, spec.agent_id, mine, policy, asked.named_devices
             )
-        given = allocate(state.ledger, inventory, partition, free, policy, asked.only)
+        given = allocate(state.ledger, inventory, partition, free, policy, asked.named_devices)
         allocation = Allocation((*taken.shares, *given.shares))
-        ports = self._ports(spec, state)
+        ports = self._assign_host_ports(spec, state)
         return Decision(allocation.wire_totals(), allocation, ports)
 
     def _policy(self, spec: KernelSpec | ClaimSpec) -> AllocationPolicy:
         policy = self._rules.policy
         return replace(policy, is_discreet=True) if spec.is_discreet else policy
 
-    def _ports(self, spec: KernelSpec, state: NodeState) -> tuple[Port, ...]:
+    def _assign_host_ports(self, spec: KernelSpec, state: NodeState) -> tuple[Port, ...]:
         """Assign host ports, skipping those on which another process listens."""
         if not spec.ports:
             return ()
-        holders = _holders(spec, state)
+        holders = _visible_port_holders(spec, state)
         allowed, busy = self._rules.ports, set[HostPort]()
         while True:
             ports = assign_ports(spec.ports, holders, busy, allowed)
@@ -215,13 +217,13 @@ class Planner:
         self, spec: KernelSpec, asked: ParsedRequest, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
         """Return a row for each device and slot of a decision, for derived slots too."""
-        inventory = with_claimed_usable(self._devices.inventory, asked.claimed.left)
+        inventory = with_claimed_usable(self._devices.inventory, asked.claimed.unused)
         partition, policy = self._devices.partition(spec.agent_id), self._policy(spec)
         types = inventory.slot_types
         named = {types[step.slot].family: step.amounts for step in order_steps(asked.slots, types)}
         if spec.claim_id is not None:  # as if its rest were free, to this request alone
             ledger = ledger.without(ClaimRef(spec.claim_id))
-        only = {**asked.only, **asked.claimed.narrowed(asked.only)}
+        only = {**asked.named_devices, **asked.claimed.selectable_devices(asked.named_devices)}
         given: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
             for slot, _, amount in share.amounts:
@@ -269,7 +271,9 @@ class Planner:
             for slot, amount in self._rules.default_slots.items()
             if device_name_of(slot) not in claimed.names
         }
-        rest = default_amounts(claimed.left, _named_in(spec)) if claimed.names else {}
+        rest = (
+            default_amounts(claimed.unused, _requested_device_names(spec)) if claimed.names else {}
+        )
         rest_of_claim = {
             slot: format_amount(amount, types[slot].kind)
             for slot, amount in rest.items()
@@ -302,7 +306,9 @@ class Planner:
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
-        missing = support.not_enforced | _unenforced(kernel.allocation, self._devices.inventory)
+        missing = support.not_enforced | _find_unenforced_slots(
+            kernel.allocation, self._devices.inventory
+        )
         partition, real = self._devices.partition(spec.agent_id), self._rules.real_cores
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
@@ -310,12 +316,12 @@ class Planner:
         ledger = state.ledger  # without the kernel of a dry run
         if kernel.kernel_id not in ledger.holdings:
             ledger = ledger.with_holding(kernel.kernel_id, kernel.agent_id, kernel.allocation)
-        fence = fence_of(spec.agent_id, cores, partition.memory_bytes, real, ledger)
-        node = NodeFacts(self._rules.node_id, tuple(cores), real, missing, fence)
+        fence = agent_resource_cap(spec.agent_id, cores, partition.memory_bytes, real, ledger)
+        node = PlanContext(self._rules.node_id, tuple(cores), real, missing, fence)
         return build_plan(spec, kernel, edits, node)
 
 
-def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
+def _find_unenforced_slots(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     """Return the slots of partial devices whose share nothing enforces."""
     return frozenset(
         slot
@@ -326,7 +332,7 @@ def _unenforced(allocation: Allocation, inventory: Inventory) -> frozenset[str]:
     )
 
 
-def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
+def _visible_port_holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
     """Return the holder of each host port; a discreet request does not learn of other agents."""
     if not spec.is_discreet:
         return state.ports
@@ -337,7 +343,7 @@ def _holders(spec: KernelSpec, state: NodeState) -> Mapping[HostPort, str]:
     }
 
 
-def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
+def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     """Return the devices of a request's claim.
 
     Raises:
@@ -363,7 +369,7 @@ def _claimed(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     return ClaimedDevices(claimed_names(claim.allocation), left)
 
 
-def _named_in(spec: KernelSpec) -> frozenset[str]:
+def _requested_device_names(spec: KernelSpec) -> frozenset[str]:
     """Return the device names that a request has an amount for; cpu and mem may be zero."""
     return frozenset(
         device_name_of(slot)
@@ -372,7 +378,7 @@ def _named_in(spec: KernelSpec) -> frozenset[str]:
     )
 
 
-def _named(
+def _resolve_named_devices(
     spec: KernelSpec | ClaimSpec, reading: SlotReading, inventory: Inventory, partition: Partition
 ) -> tuple[dict[str, frozenset[DeviceId]], list[Problem]]:
     """Return the devices that a request names, by device name, and the first mistake of each.

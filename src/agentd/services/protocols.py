@@ -62,7 +62,7 @@ class PluginListing(msgspec.Struct, frozen=True):
     name: str
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
-    dealing: PluginAssignment | None = None
+    assignment: PluginAssignment | None = None
 
     def with_last_form(self, past: Iterable[Device]) -> PluginListing:
         """Return the listing in which unhealthy devices are what they were last."""
@@ -241,7 +241,7 @@ class Runtime(Protocol):
         """
         ...
 
-    async def list(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         """Return every kernel of this node, including ended ones and remains of others.
 
         Raises:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from agentd.core.allocation.ledger import ClaimRef, Ledger
-from agentd.core.claim.claim import ClaimOwner
+from agentd.core.claim.claim import ClaimHolder
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
@@ -28,7 +28,7 @@ from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import KernelState
 from agentd.core.partition.rules import AllocationMode
 from agentd.core.slots import CPU, MEM, ONE
-from agentd.host.claim_holders import HostHolders
+from agentd.host.claim_holders import HolderObserver
 from agentd.services.node import Node
 from agentd.services.protocols import Runtime
 from agentd.state.folder import StateFolder
@@ -52,7 +52,7 @@ class SelfCheck:
         node: Node,
         runtimes: Mapping[str, Runtime],
         store: StateFolder,
-        holders: HostHolders,
+        holders: HolderObserver,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
@@ -82,7 +82,7 @@ class SelfCheck:
         strays: list[str] = []
         for name in self._state.runtimes:
             self._state.require_runtime(name)
-            listing = await self._runtimes[name].list()
+            listing = await self._runtimes[name].list_kernels()
             kernels += listing.kernels
             strays += [
                 item.description
@@ -156,7 +156,7 @@ class SelfCheck:
                 ),
             )
 
-    def _is_alive(self, holder: ClaimOwner) -> bool:
+    def _is_alive(self, holder: ClaimHolder) -> bool:
         try:
             return self._holders.is_alive(holder)
         except OSError:  # that proves no end

@@ -68,11 +68,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     drops: int
 
 
-class Unsettled(msgspec.Struct, frozen=True):
+class UnresolvedCreate(msgspec.Struct, frozen=True):
     """An unresolved create: when absence becomes proof (steady clock), and `keep`."""
 
     until: float
-    keep: bool
+    keep_failure: bool
 
 
 class NodeState:
@@ -80,14 +80,14 @@ class NodeState:
 
     def __init__(self, runtimes: Iterable[str], events: EventLog) -> None:
         self._events = events
-        self._listeners: list[KernelCallback] = []
+        self._callbacks: list[KernelCallback] = []
         self._kernels: dict[str, Kernel] = {}
         self._drops = 0
         self._ledger = Ledger()
         self._claims: dict[str, Claim] = {}
         self._claim_users: dict[str, dict[str, Kernel]] = {}
         self._closed_claims: set[str] = set()
-        self._unsettled: dict[str, Unsettled] = {}
+        self._unresolved: dict[str, UnresolvedCreate] = {}
         self._runtimes = {name: RuntimeStatus(name) for name in runtimes}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -114,7 +114,7 @@ class NodeState:
     def __iter__(self) -> Iterator[Kernel]:
         return iter(self._kernels.values())
 
-    def get(self, kernel_id: str) -> Kernel:
+    def kernel(self, kernel_id: str) -> Kernel:
         """Return a kernel.
 
         Raises:
@@ -133,27 +133,27 @@ class NodeState:
 
     def subscribe(self, changed: KernelCallback) -> None:
         """Register a callback for kernel changes."""
-        self._listeners.append(changed)
+        self._callbacks.append(changed)
 
-    def put(self, kernel: Kernel) -> None:
+    def put_kernel(self, kernel: Kernel) -> None:
         """Add or replace a kernel, and charge or release its allocation."""
         kernel_id = kernel.kernel_id
         before = self._kernels.get(kernel_id)
         self._kernels[kernel_id] = kernel
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, kernel if kernel.holds_devices else None, holding)
-        self._publish(before, kernel, holding)
+        self._notify(before, kernel, holding)
 
-    def drop(self, kernel_id: str) -> None:
+    def drop_kernel(self, kernel_id: str) -> None:
         """Forget a kernel and release its share; dropping it twice changes nothing."""
         before = self._kernels.pop(kernel_id, None)
         if before is None:
             return
-        self._unsettled.pop(kernel_id, None)
+        self._unresolved.pop(kernel_id, None)
         self._drops += 1
         holding = self._ledger.holdings.get(kernel_id)
         self._charge(before, None, holding)
-        self._publish(before, None, holding)
+        self._notify(before, None, holding)
 
     def _charge(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
         """Charge or release a kernel, and its claim with the rest, in one step of the ledger."""
@@ -246,8 +246,8 @@ class NodeState:
         """Allow creates from a claim."""
         self._closed_claims.discard(claim_id)
 
-    def _publish(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
-        for changed in self._listeners:
+    def _notify(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
+        for changed in self._callbacks:
             changed(before, now)
         if now is None:
             self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=holding is not None)
@@ -257,7 +257,7 @@ class NodeState:
             holding_now = self._ledger.holdings.get(now.kernel_id)
             self._events.publish(EventKind.KERNEL, now, is_of_shares=holding_now != holding)
 
-    def lock(self, kernel_id: str) -> asyncio.Lock:
+    def kernel_lock(self, kernel_id: str) -> asyncio.Lock:
         """Return the lock that a task working on a kernel holds."""
         return self._locks.setdefault(kernel_id, asyncio.Lock())
 
@@ -288,16 +288,16 @@ class NodeState:
         With `keep` it is listed as `failed` if it left nothing, since no caller waits for its
         error.
         """
-        self._unsettled[kernel_id] = Unsettled(until, keep)
+        self._unresolved[kernel_id] = UnresolvedCreate(until, keep)
 
-    def settle(self, kernel_id: str) -> None:
+    def mark_resolved(self, kernel_id: str) -> None:
         """Mark a create as resolved."""
-        self._unsettled.pop(kernel_id, None)
+        self._unresolved.pop(kernel_id, None)
 
     @property
-    def unresolved(self) -> Mapping[str, Unsettled]:
+    def unresolved(self) -> Mapping[str, UnresolvedCreate]:
         """The unresolved creates."""
-        return MappingProxyType(self._unsettled)
+        return MappingProxyType(self._unresolved)
 
     @property
     def runtimes(self) -> Mapping[str, RuntimeStatus]:

@@ -81,7 +81,7 @@ class UnclaimedProcesses:
             pids = list(pids_by_device[device_id])
             log.warning("device.used_unclaimed", device=str(device_id), pids=pids)
         self._pids_by_device = pids_by_device
-        self._devices.update_suspended()
+        self._devices.update_withholding()
 
     def _unclaimed_uses(self) -> Iterator[tuple[DeviceId, int]]:
         """Yield each device without a holder with each process that uses it."""

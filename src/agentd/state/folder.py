@@ -70,12 +70,12 @@ class StateFolder:
         self._locks = Locks()
         self._access_errors: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
-        self._late_steps: dict[str, tuple[Callable[[], None], ...]] = {}
+        self._failed_saves: dict[str, tuple[Callable[[], None], ...]] = {}
         """The steps by which each late record is saved."""
         self._is_open = False
 
     @property
-    def bundles(self) -> Mapping[str, Path]:
+    def runtime_folders(self) -> Mapping[str, Path]:
         """The bundles of runtimes without a store of their own, by runtime."""
         return {
             "process": self.folder / "kernels",
@@ -119,7 +119,12 @@ class StateFolder:
 
     def open_problem(self) -> str:
         """Return why `open` would be refused, empty if it would not; changes nothing."""
-        folders = (self.folder, self._claims, *self.bundles.values(), *self._folders.values())
+        folders = (
+            self.folder,
+            self._claims,
+            *self.runtime_folders.values(),
+            *self._folders.values(),
+        )
         for folder in folders:
             error = write_problem(folder)
             if error is not None and error.errno not in UNWRITABLE:
@@ -139,7 +144,7 @@ class StateFolder:
 
     def _create_folders(self) -> None:
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for folder in (self._claims, *self.bundles.values(), *self._folders.values()):
+        for folder in (self._claims, *self.runtime_folders.values(), *self._folders.values()):
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def _warn_once(self, file: Path | str, reason: str) -> None:
@@ -151,10 +156,10 @@ class StateFolder:
         """Return warnings about this folder."""
         return [f"{file} {reason}" for file, reason in self._access_errors.items()]
 
-    def bundle_runtimes(self) -> set[str]:
+    def runtimes_with_folders(self) -> set[str]:
         """Return the runtimes that have bundles here, or may have some."""
         runtimes = set()
-        for name, folder in self.bundles.items():
+        for name, folder in self.runtime_folders.items():
             try:
                 if any(path.is_dir() for path in folder.iterdir()):
                     runtimes.add(name)
@@ -240,7 +245,7 @@ class StateFolder:
         Raises:
             StateUnavailable: the record cannot be saved.
         """
-        if self._late_steps.pop(kernel_id, None):  # of an earlier kernel of that name
+        if self._failed_saves.pop(kernel_id, None):  # of an earlier kernel of that name
             for phase in Phase:
                 with suppress(OSError):
                     self._record_path(kernel_id, phase).unlink()
@@ -335,19 +340,19 @@ class StateFolder:
     def _run_steps(self, kernel_id: str, *steps: Callable[[], None]) -> None:
         """Save a change after those that are late; what fails is reported and kept for `retry`."""
         subject = f"{self.folder}/record of {kernel_id}"
-        steps = (*self._late_steps.pop(kernel_id, ()), *steps)
+        steps = (*self._failed_saves.pop(kernel_id, ()), *steps)
         try:
             for step in steps:
                 step()
         except (OSError, StateUnavailable) as error:
-            self._late_steps[kernel_id] = steps
+            self._failed_saves[kernel_id] = steps
             self._warn_once(subject, f"is outdated and cannot be written: {error}")
         else:
             self._access_errors.pop(subject, None)
 
     def retry(self) -> None:
         """Retry the saves that failed, and writing to the folders where nothing else would."""
-        for kernel_id in list(self._late_steps):
+        for kernel_id in list(self._failed_saves):
             self._run_steps(kernel_id)
         for folder in [path for path in map(Path, self._access_errors) if path.is_dir()]:
             probe = folder / ".probe.new"

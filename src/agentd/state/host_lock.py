@@ -26,7 +26,7 @@ from agentd.core.names import is_name
 from agentd.procfs import read_lines
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
-PATIENCE_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 """Seconds to wait for the lock: another agentd holds it for a moment while it decides."""
 RETRY_PAUSE_S = 0.01
 POLL_PAUSE_S = 2.0
@@ -53,8 +53,8 @@ class HostLock:
     `reason` explains why it withholds real accelerators, and is empty if it serves them.
     """
 
-    def __init__(self, folder: Path, node_id: str, boot_id: str, *, is_user: bool) -> None:
-        self.is_user = is_user
+    def __init__(self, folder: Path, node_id: str, boot_id: str, *, is_unprivileged: bool) -> None:
+        self.is_unprivileged = is_unprivileged
         self._path = folder / "host.lock"
         self._own_line = _Line(node_id, os.getpid(), boot_id)
         self._descriptor: int | None = None
@@ -65,8 +65,8 @@ class HostLock:
 
     async def acquire(self) -> None:
         """Lock the file and write the line, unless another agentd serves the host."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.is_user and not self._try_lock():
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not self.is_unprivileged and not self._try_lock():
             self.read()
             if not self.reason and time.monotonic() > deadline:
                 self.reason = f"another process has locked {self._path}"
@@ -91,7 +91,7 @@ class HostLock:
             return False
         if line is None or line.boot_id != self._own_line.boot_id:
             return False
-        if self.is_user or line.node_id != self._own_line.node_id:
+        if self.is_unprivileged or line.node_id != self._own_line.node_id:
             self.reason = f"served by agentd {line.node_id} (pid {line.pid}; see {self._path})"
         return not self.reason
 

@@ -13,7 +13,7 @@ from agentd.cli.agentctl.run import RUN_LABEL
 from support import fork_server
 from support.daemon import Daemon
 
-PATIENCE = "agentd.cli.agentctl.run.CREATE_PATIENCE_S"
+PATIENCE = "agentd.cli.agentctl.run.RECONNECT_TIMEOUT_S"
 
 
 class Done(NamedTuple):

@@ -18,8 +18,8 @@ from agentd.core.claim.allocation import (
 from agentd.core.claim.claim import (
     CgroupHolder,
     Claim,
-    ClaimOwner,
-    EditsFor,
+    ClaimHolder,
+    EditsTarget,
     NameHolder,
     ProcessHolder,
     TimeHolder,
@@ -36,7 +36,7 @@ from agentd.errors import InsufficientResource
 from core import several_slots
 from core.machines import cores, gpus, machine, memory
 
-HOLDERS: list[ClaimOwner] = [
+HOLDERS: list[ClaimHolder] = [
     ProcessHolder(17, 4711),
     CgroupHolder("/system.slice/x.scope", 12),
     TimeHolder(60),
@@ -59,7 +59,7 @@ def allocation(*numbers: int) -> Allocation:
     return Allocation(tuple(share(number) for number in numbers))
 
 
-def claim(holder: ClaimOwner = HOLDERS[3], **changes: object) -> Claim:
+def claim(holder: ClaimHolder = HOLDERS[3], **changes: object) -> Claim:
     made = Claim(
         claim_id="c1",
         agent_id="a",
@@ -69,7 +69,7 @@ def claim(holder: ClaimOwner = HOLDERS[3], **changes: object) -> Claim:
         boot_id="boot-1",
         slots={"cuda.device": "2"},
         allocation=allocation(0, 1),
-        edits_for=EditsFor.CONTAINER,
+        edits_for=EditsTarget.CONTAINER,
         edits=ContainerEdits(
             env={"A": "1"},
             device_nodes=(DeviceNode("/dev/x", "/dev/y"),),
@@ -85,7 +85,7 @@ def claim(holder: ClaimOwner = HOLDERS[3], **changes: object) -> Claim:
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=str)
-def test_a_record_is_read_back(holder: ClaimOwner) -> None:
+def test_a_record_is_read_back(holder: ClaimHolder) -> None:
     made = claim(holder)
     assert decode("c1", encode(made, "n")) == made
 
@@ -125,7 +125,7 @@ def test_newer_record_is_told_apart_and_new_members_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("holder", HOLDERS, ids=str)
-def test_a_reboot_ends_all_but_what_survives_it(holder: ClaimOwner) -> None:
+def test_a_reboot_ends_all_but_what_survives_it(holder: ClaimHolder) -> None:
     made = claim(holder)
     survives = isinstance(holder, NameHolder) and holder.survives_reboot
     assert not made.is_ended_by_reboot("boot-1")

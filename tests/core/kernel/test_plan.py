@@ -5,7 +5,7 @@ from agentd.core.devices import MEMORY, DeviceId
 from agentd.core.kernel.edits import ContainerEdits, merge_edits
 from agentd.core.kernel.plan import (
     KernelPlan,
-    NodeFacts,
+    PlanContext,
     build_plan,
     kernel_name,
     reserved_problems,
@@ -15,7 +15,7 @@ from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
 from agentd.core.slots import ONE, SlotKind
 from agentd.errors import InvalidRequest, PluginUnavailable
 
-NODE = NodeFacts("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"mem"}))
+NODE = PlanContext("n", ("0", "1", "9"), frozenset({"0", "1"}), frozenset({"mem"}))
 
 
 def spec(**members) -> KernelSpec:

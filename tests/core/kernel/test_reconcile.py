@@ -4,9 +4,9 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.allocation.ports import Port
 from agentd.core.devices import Inventory
-from agentd.core.kernel.adoption import Adoption, adopt
+from agentd.core.kernel.adoption import KernelUpdate, adopt
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.reconcile import RemoveNeverRan, kernel_after_stop, reconcile
+from agentd.core.kernel.reconcile import RemoveUnstarted, kernel_after_stop, reconcile
 from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from core.kernels import GPU, HELD, NODE, encoded, found
 from core.machines import cores, machine, memory
@@ -87,7 +87,7 @@ def test_an_ended_unreadable_kernel_holds_if_it_lives(state: KernelState) -> Non
 def test_ending_is_learned_from_inspection_not_from_a_list() -> None:
     ended = known(KernelState.TERMINATED)
     (action,) = reconcile(ended, [found(ObservedState.EXITED)], NODE)
-    assert isinstance(action, Adoption)
+    assert isinstance(action, KernelUpdate)
     assert action.kernel.ending == found(ObservedState.EXITED).ending
     partial = replace(
         found(ObservedState.EXITED), ending=Ending(), started_at=None, is_partial=True
@@ -98,7 +98,7 @@ def test_ending_is_learned_from_inspection_not_from_a_list() -> None:
 def test_ports_of_a_record_without_them_are_the_runtime_s() -> None:
     ports = (Port(80, 30000, "tcp", "127.0.0.1"),)
     (action,) = reconcile({}, [replace(found(), ports=ports)], NODE)
-    assert isinstance(action, Adoption)
+    assert isinstance(action, KernelUpdate)
     assert action.kernel.ports == ports
 
 
@@ -107,12 +107,12 @@ def test_kernel_seen_running_did_run(handle: str) -> None:
     known = Kernel("k1", "a", KernelState.RUNNING, "", 1.0, "fake", handle="h", started_at=2.0)
     item = ObservedKernel("k1", "a", "fake", handle, ObservedState.CREATED, "", "")
     (action,) = reconcile({"k1": known}, [item], Inventory.of([], []))
-    assert isinstance(action, Adoption)
+    assert isinstance(action, KernelUpdate)
     assert (action.kernel.state, action.kernel.handle) == (KernelState.TERMINATED, "h")
     assert "damaged" in action.kernel.ending.reason
     other = replace(item, handle="another")
     (action,) = reconcile({"k1": known}, [other], Inventory.of([], []))
-    assert action == RemoveNeverRan(other)
+    assert action == RemoveUnstarted(other)
     assert kernel_after_stop(known, item).state is KernelState.TERMINATED
     assert kernel_after_stop(known, None).state is KernelState.LOST
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentd.core.kernel.states import Ending
-from agentd.runtimes.docker.last_seen import ENGINE, NODE, LastSeen
+from agentd.runtimes.docker.last_seen import ENGINE_STOPPED, NODE_RESTARTED, OutageLog
 from support.waiting import until
 
 
@@ -18,7 +18,7 @@ class Watch:
         self.now = now
         self.file = file
         self.boot_id = "boot 1"
-        self.last_seen = LastSeen(file, self.boot_id)
+        self.last_seen = OutageLog(file, self.boot_id)
 
     def restart(self, *, reboot: bool = False) -> None:
         """Start agentd again, after a stop; `reboot`: on another boot."""
@@ -28,7 +28,7 @@ class Watch:
     def kill(self, *, reboot: bool = False) -> None:
         """Start agentd again, after a SIGKILL."""
         self.boot_id = "boot 2" if reboot else self.boot_id
-        self.last_seen = LastSeen(self.file, self.boot_id)
+        self.last_seen = OutageLog(self.file, self.boot_id)
 
     def connect(self, *, keeps_containers: bool = False) -> None:
         self.last_seen.mark_connected(keeps_containers=keeps_containers)
@@ -58,7 +58,7 @@ async def test_an_engine_that_stopped_explains_ends(watch: Watch, keeps_containe
     watch.now += 60
     watch.last_seen.mark_lost()
     watch.connect(keeps_containers=keeps_containers)
-    expected = "" if keeps_containers else ENGINE
+    expected = "" if keeps_containers else ENGINE_STOPPED
     for exit_code in (137, 143, 255):
         assert watch.reason(watch.now - 30, exit_code) == expected
     assert watch.reason(watch.now - 70) == expected, "it ends containers before it hangs up"
@@ -81,10 +81,10 @@ async def test_a_reboot_explains_ends_after_the_last_event(watch: Watch) -> None
     watch.now += 600
     assert watch.reason(watch.now - 620) == ""
     watch.connect(keeps_containers=True)
-    assert watch.reason(watch.now - 620) == watch.reason(watch.now - 1, 255) == NODE
+    assert watch.reason(watch.now - 620) == watch.reason(watch.now - 1, 255) == NODE_RESTARTED
     assert watch.reason(watch.now - 700) == "", "agentd saw it end"
     watch.restart()
-    assert watch.reason(watch.now - 620) == NODE
+    assert watch.reason(watch.now - 620) == NODE_RESTARTED
 
 
 @pytest.mark.parametrize("end_agentd", [Watch.restart, Watch.kill])
@@ -98,7 +98,7 @@ async def test_a_lost_stream_outlives_agentd(
     end_agentd(watch)
     watch.now += 10
     watch.connect()
-    assert watch.reason(watch.now - 15) == ENGINE
+    assert watch.reason(watch.now - 15) == ENGINE_STOPPED
     assert watch.reason(watch.now - 700) == ""
 
 
@@ -112,7 +112,7 @@ async def test_a_reboot_outlives_agentd_until_it_connects(
     watch.last_seen.mark_lost()
     end_agentd(watch)
     watch.connect(keeps_containers=True)
-    assert watch.reason(watch.now - 30) == NODE
+    assert watch.reason(watch.now - 30) == NODE_RESTARTED
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
@@ -125,7 +125,7 @@ async def test_engine_with_changed_live_restore_ended_its_containers(
     watch.kill()
     watch.now += 60
     watch.connect(keeps_containers=after)
-    assert watch.reason(watch.now - 30) == ENGINE
+    assert watch.reason(watch.now - 30) == ENGINE_STOPPED
 
 
 async def test_a_list_before_the_stream_does_not_end_an_outage(watch: Watch) -> None:
@@ -136,7 +136,7 @@ async def test_a_list_before_the_stream_does_not_end_an_outage(watch: Watch) -> 
     watch.last_seen.update()
     watch.now += 1
     watch.connect()
-    assert watch.reason(watch.now - 30) == ENGINE
+    assert watch.reason(watch.now - 30) == ENGINE_STOPPED
 
 
 async def test_a_start_of_agentd_alone_explains_nothing(watch: Watch) -> None:
@@ -151,7 +151,7 @@ async def test_a_start_of_agentd_alone_explains_nothing(watch: Watch) -> None:
 
 async def test_an_unreadable_file_is_replaced(watch: Watch) -> None:
     watch.file.write_text("{")
-    watch.last_seen = LastSeen(watch.file, "boot 2")
+    watch.last_seen = OutageLog(watch.file, "boot 2")
     watch.connect()
     assert watch.reason(watch.now) == ""
     watch.last_seen.save()

@@ -13,6 +13,6 @@ async def runtime(folder: Path) -> AsyncIterator[ProcessRuntime]:
     (folder / "kernels").mkdir()
     made = process_runtime(folder / "kernels")
     yield made
-    for kernel in (await made.list()).kernels:
+    for kernel in (await made.list_kernels()).kernels:
         await made.remove(kernel.ref)
     await made.close()

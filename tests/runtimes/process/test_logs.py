@@ -101,7 +101,7 @@ async def test_a_log_is_bounded_and_its_end_is_kept(folder: Path, files: int) ->
     runtime = process_runtime(folder / "kernels", log_max_size=8192, log_max_files=files)
     await create(runtime, "sh", "-c", "yes 0123456789abcde | head -c 1000000; echo the end")
     async with asyncio.timeout(20):
-        await runtime._bundles.proof("k1").wait_ended()
+        await runtime._bundles.kernel_processes("k1").wait_ended()
     sizes = [path.stat().st_size for path in bundle(folder).glob("output.log*")]
     assert len(sizes) == files
     assert max(sizes) <= 8192

@@ -160,7 +160,7 @@ async def test_processes_are_limited(runtime) -> None:
     await create(runtime, "sh", "-c", script, options={"pids_limit": 10})
     async with asyncio.timeout(20):
         await anext(runtime.logs(K1, LogQuery(follow=True)))  # the shell complains
-    assert len(runtime._bundles.proof("k1").members()) <= 10
+    assert len(runtime._bundles.kernel_processes("k1").members()) <= 10
     spec = plan("sleep", options={"pids_limit": 5000}).spec
     (problem,) = await runtime.validate_spec(spec)
     assert str(problem) == "pids_limit: 5000 exceeds the limit of 4096"
@@ -184,7 +184,7 @@ async def test_memory_is_limited_and_swap_is_no_way_out(runtime, folder) -> None
     eat = "import sys; data = bytearray(200 << 20); sys.stdout.write('no limit')"
     await create(runtime, os.path.realpath("/usr/bin/python3"), "-c", eat)
     async with asyncio.timeout(30):
-        await runtime._bundles.proof("k1").wait_ended()
+        await runtime._bundles.kernel_processes("k1").wait_ended()
     ended = await found(runtime)
     assert (ended.ending.exit_code, ended.ending.oom_killed) == (137, True)
 
@@ -224,7 +224,7 @@ async def test_a_bundle_of_another_node_is_not_touched(runtime, folder) -> None:
     with pytest.raises(KernelConflict):
         await create(runtime, "sleep", "1000")
     assert (bundle(folder) / "record.json").exists()
-    listing = await runtime.list()
+    listing = await runtime.list_kernels()
     assert (listing.kernels, listing.leftovers) == ((), (Leftover("k1", "folder k1"),))
 
 
@@ -235,7 +235,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", fails)
-    runtime.renew(runtime._settings, UserAccounts())
+    runtime.update_settings(runtime._settings, UserAccounts())
     assert await runtime.validate_spec(plan("true").spec) == []
     me = str(os.geteuid())
     assert await runtime.validate_spec(plan("true", user=me).spec) == []

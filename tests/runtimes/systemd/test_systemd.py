@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from agentd.config.runtimes import SystemdSettings
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.kernel.edits import ContainerEdits, DeviceNode, Mount
-from agentd.core.kernel.plan import KernelPlan, NodeFacts, build_plan, fence_of, name_prefix
+from agentd.core.kernel.plan import (
+    KernelPlan,
+    PlanContext,
+    agent_resource_cap,
+    build_plan,
+    name_prefix,
+)
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.errors import RuntimeFailure
@@ -50,7 +56,7 @@ def plan(*command: str, edits: ContainerEdits | None = None, **spec: Any) -> Ker
     made = KernelSpec("k1", "team-a", command, "hash", **spec)
     kernel = Kernel("k1", "team-a", KernelState.PREPARING, "hash", 1.0, "systemd",
                     allocation=Allocation(()))  # fmt: skip
-    return build_plan(made, kernel, edits or ContainerEdits(), NodeFacts("n", (), frozenset()))
+    return build_plan(made, kernel, edits or ContainerEdits(), PlanContext("n", (), frozenset()))
 
 
 OWN = plan("true").record
@@ -277,11 +283,11 @@ def test_the_properties_close_what_a_kernel_was_not_given() -> None:
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:
-    found = told(plan("true"), UserAccounts(is_user=True))
+    found = told(plan("true"), UserAccounts(is_unprivileged=True))
     assert not found.keys() & {"DynamicUser", "DevicePolicy", "LogNamespace", "AllowedMemoryNodes"}
     moved = ContainerEdits(mounts=(Mount("/a", "/b"),))
     with pytest.raises(RuntimeFailure):
-        told(plan("true", edits=moved), UserAccounts(is_user=True))
+        told(plan("true", edits=moved), UserAccounts(is_unprivileged=True))
     with pytest.raises(RuntimeFailure):
         told(plan("true", edits=ContainerEdits(cdi=("x",))))
 
@@ -308,9 +314,9 @@ def test_words_are_left_alone() -> None:
 
 
 def test_the_fence_holds_the_partition_and_what_lives() -> None:
-    fence = fence_of("a", ("0", "1"), 100, frozenset({"0", "1", "2"}), Ledger())
+    fence = agent_resource_cap("a", ("0", "1"), 100, frozenset({"0", "1", "2"}), Ledger())
     assert (fence.cores, fence.memory_bytes) == (("0", "1"), 100)
-    declared = fence_of("a", ("0", "9"), 100, frozenset({"0"}), Ledger())
+    declared = agent_resource_cap("a", ("0", "9"), 100, frozenset({"0"}), Ledger())
     assert declared.cores == (), "a core that is not there cannot be pinned"
 
 

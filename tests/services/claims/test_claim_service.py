@@ -10,9 +10,9 @@ from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import ClaimRef
 from agentd.core.claim.claim import (
     MAX_CLAIMS,
-    ClaimOwner,
+    ClaimHolder,
     ClaimSpec,
-    EditsFor,
+    EditsTarget,
     EndReason,
     NameHolder,
     ProcessHolder,
@@ -42,7 +42,7 @@ PROCESS = ProcessHolder(17, 1)
 
 
 def spec(
-    claim_id: str = "c1", holder: ClaimOwner | None = None, gpus: int = 1, **more
+    claim_id: str = "c1", holder: ClaimHolder | None = None, gpus: int = 1, **more
 ) -> ClaimSpec:
     holder = holder or NameHolder(claim_id)
     agent = more.pop("agent", "a")
@@ -207,7 +207,7 @@ async def test_a_renewal_that_is_not_recorded_changes_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("holder", [PROCESS, NameHolder("x")], ids=str)
-async def test_only_a_time_limit_is_renewed(rig: Rig, holder: ClaimOwner) -> None:
+async def test_only_a_time_limit_is_renewed(rig: Rig, holder: ClaimHolder) -> None:
     await rig.claims.create(spec(holder=holder))
     with pytest.raises(ClaimConflict):
         rig.claims.renew("c1", 5, ADMIN)
@@ -307,7 +307,7 @@ async def test_a_renewal_tells_others_nothing(rig: Rig) -> None:
     await rig.claims.create(spec(holder=TimeHolder(60)))
     rig.claims.renew("c1", 90, ADMIN)
     kept = [event for event in rig.events._past if event.kind is EventKind.CLAIM]
-    assert [event.is_of_shares for event in kept] == [True, False]
+    assert [event.changes_shares for event in kept] == [True, False]
 
 
 async def test_a_restart_gives_each_its_whole_time_again(rig: Rig) -> None:
@@ -334,7 +334,7 @@ async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
     rig.recall()
     assert rig.free_gpus == 0
     with pytest.raises(ClaimConflict, match="its record cannot be read"):
-        await rig.claims.edits_of(["c1"], EditsFor.PROCESS, ADMIN)
+        await rig.claims.edits_of(["c1"], EditsTarget.PROCESS, ADMIN)
     with pytest.raises(ClaimConflict, match="its record cannot be read"):
         await rig.service.create(kernel())
     rig.claims.release("c1", ADMIN)
@@ -381,9 +381,9 @@ async def test_ended_kernel_never_ends_a_later_claim_of_its_id(rig: Rig) -> None
     await rig.service.create(kernel())
     await rig.service.stop("k1")
     await rig.claims.create(spec(gpus=2))
-    rig.state.put(replace(rig.state.get("k1"), state=KernelState.RUNNING))
+    rig.state.put_kernel(replace(rig.state.kernel("k1"), state=KernelState.RUNNING))
     assert [*rig.memory.claims] == ["c1"]
-    rig.state.put(replace(rig.state.get("k1"), state=KernelState.TERMINATED))
+    rig.state.put_kernel(replace(rig.state.kernel("k1"), state=KernelState.TERMINATED))
     again = Rig(rig.memory)
     again.recall()
     await again.relist()

@@ -20,7 +20,7 @@ from agentd.errors import (
     UnknownAgent,
     UnsupportedResource,
 )
-from agentd.services.kernels.pending_creates import GRACE_S
+from agentd.services.kernels.pending_creates import UNRESOLVED_GRACE_S
 from agentd.state.schemas import Phase
 from services.node import Rig, running, settled
 
@@ -91,7 +91,7 @@ async def test_a_dry_run_refuses_what_the_create_would(rig: Rig) -> None:
     labelled = replace(rig.spec(), labels={"io.agentd.node": "x"})
     for spec in (empty, labelled):
         with pytest.raises(InvalidRequest):
-            await rig.service.decide(spec)
+            await rig.service.dry_run_create(spec)
         with pytest.raises(InvalidRequest):
             await rig.service.create(spec, wait=False)
     assert rig.states == {}
@@ -180,7 +180,7 @@ async def test_a_failure_without_proof_leaves_a_create_unresolved(rig: Rig, fail
         await rig.create(cuda_device=1)
     assert (rig.free_gpus, rig.states) == (1, {"k1": "creating"})
     assert rig.memory.records["k1"].phase is Phase.INTENT
-    rig.now += GRACE_S
+    rig.now += UNRESOLVED_GRACE_S
     await rig.relist()
     assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})
 
@@ -202,7 +202,7 @@ async def test_repeated_unresolved_create_is_unavailable(rig: Rig) -> None:
         await rig.service.create(spec)
     with pytest.raises(RuntimeUnavailable, match="is unresolved"):
         await rig.service.create(spec)
-    rig.now += GRACE_S
+    rig.now += UNRESOLVED_GRACE_S
     await rig.reconciler.relist(rig.runtime)
     assert rig.states == {}
 
@@ -216,7 +216,7 @@ async def test_create_deleted_before_its_start_is_gone(rig: Rig) -> None:
     assert (rig.states, rig.free_gpus, rig.state.unresolved) == ({}, 2, {})
     with pytest.raises(KernelConflict):
         await creating
-    async with rig.state.lock("k1"):
+    async with rig.state.kernel_lock("k1"):
         creating = asyncio.create_task(rig.create(cuda_device=2))
         await settled(rig, "k1", "preparing")
         await asyncio.sleep(0)

@@ -28,7 +28,7 @@ async def test_kernel_of_an_unknown_outcome_that_ended_is_logged_once(rig: Rig) 
         await rig.create()
     rig.runtime.fail_create = None
     spec = rig.spec()
-    plan = await rig.service.planner.plan(rig.state.get("k1"), spec, rig.state, rig.runtime)
+    plan = await rig.service.planner.plan(rig.state.kernel("k1"), spec, rig.state, rig.runtime)
     with capture_logs() as logged:
         rig.runtime.put(
             ObservedKernel("k1", "a", "fake", "1", ObservedState.EXITED, plan.record,

@@ -8,7 +8,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.states import KernelRef, KernelState, ObservedState
 from agentd.core.slots import ONE
 from agentd.errors import NotReady, OutcomeUnknown, RuntimeFailure, RuntimeUnavailable
-from agentd.services.kernels.pending_creates import GRACE_S
+from agentd.services.kernels.pending_creates import UNRESOLVED_GRACE_S
 from agentd.services.state import RuntimeState
 from services.node import Rig, running, settled
 from support.fakes import FakeRuntime
@@ -32,7 +32,7 @@ async def test_what_cannot_be_removed_yet_is_held_and_tried_again(rig: Rig) -> N
 
 async def test_a_name_that_is_gone_from_the_list_is_no_proof(rig: Rig) -> None:
     await rig.create(cuda_device=1)
-    rig.runtime.list = AsyncMock(return_value=Listing(()))
+    rig.runtime.list_kernels = AsyncMock(return_value=Listing(()))
     await rig.relist()
     assert rig.states == {"k1": "running"}
 
@@ -44,7 +44,7 @@ async def test_an_unknown_outcome_stays_held_until_absence_is_proved(rig: Rig) -
     assert rig.free_gpus == 0
     await rig.relist()
     assert rig.free_gpus == 0
-    rig.now += GRACE_S
+    rig.now += UNRESOLVED_GRACE_S
     rig.runtime.is_down = True
     with pytest.raises(RuntimeUnavailable):
         await rig.relist()
@@ -100,18 +100,18 @@ async def test_who_did_not_wait_sees_what_became_of_a_lost_create(rig: Rig) -> N
     await rig.service.create(rig.spec(cuda_device=1), wait=False)
     await settled(rig, "k1", "creating")
     await until(lambda: "k1" in rig.state.unresolved, within_s=5)
-    rig.now += GRACE_S
+    rig.now += UNRESOLVED_GRACE_S
     await rig.relist()
     assert rig.states == {"k1": "failed"}
     assert rig.free_gpus == 2
 
 
 async def test_list_does_not_make_an_unfollowed_runtime_available(rig: Rig) -> None:
-    rig.reconciler._following.clear()
+    rig.reconciler._watched_runtimes.clear()
     rig.state.mark_unavailable("fake", "its event stream ended")
     await rig.reconciler.retry()
     assert rig.state.runtime("fake").state is RuntimeState.UNAVAILABLE
-    rig.reconciler._following.add("fake")
+    rig.reconciler._watched_runtimes.add("fake")
     await rig.reconciler.retry()
     assert rig.state.runtime("fake").state is RuntimeState.AVAILABLE
 
@@ -130,7 +130,7 @@ async def test_a_list_that_is_out_of_date_undoes_nothing(rig: Rig) -> None:
         await rig.service.remove("passing")
         return Listing((*before.kernels, replace(before.kernels[0], kernel_id="passing")))
 
-    rig.runtime.list = slow
+    rig.runtime.list_kernels = slow
     await rig.relist()
     assert rig.states == {"ends": "terminated", "new": "running"}
     assert rig.reconciler._queued == {"gone", "ends", "new", "passing"}
@@ -179,7 +179,7 @@ async def test_what_never_ran_is_looked_at_again_before_it_is_removed(rig: Rig) 
     after = Rig()
     after.runtime.kernels["k1"] = running
     stale = replace(running, state=ObservedState.CREATED)
-    after.runtime.list = AsyncMock(return_value=Listing((stale,)))
+    after.runtime.list_kernels = AsyncMock(return_value=Listing((stale,)))
     await after.relist()
     assert after.states == {"k1": "running"}
     assert after.runtime.kernels == {"k1": running}
@@ -194,19 +194,19 @@ async def test_kernel_recreated_during_a_list_is_not_overwritten(rig: Rig) -> No
         await rig.create("k1", cuda_device=2)
         return before
 
-    rig.runtime.list = slow
+    rig.runtime.list_kernels = slow
     await rig.relist()
     assert rig.free_gpus == 0
-    assert rig.state.get("k1").handle == rig.runtime.kernels["k1"].handle
+    assert rig.state.kernel("k1").handle == rig.runtime.kernels["k1"].handle
 
 
 async def test_one_runtime_that_hangs_keeps_no_other_from_being_listed(rig: Rig) -> None:
     hung = FakeRuntime()
-    hung.name, hung.list = "hung", asyncio.Event().wait
+    hung.name, hung.list_kernels = "hung", asyncio.Event().wait
     both = Rig(None, "hung")
     both.runtimes["hung"] = hung
     both.reconciler._first_lists["hung"] = asyncio.Event()
-    both.reconciler._following.add("hung")
+    both.reconciler._watched_runtimes.add("hung")
     for name in ("fake", "hung"):
         both.state.mark_unavailable(name, "down")
     retrying = asyncio.create_task(both.reconciler.retry())
@@ -235,7 +235,7 @@ async def test_events_that_a_library_cancels_are_followed_again(
 async def test_observation_that_a_library_cancels_is_repeated(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentd.services.kernels.reconciler.LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("agentd.services.kernels.reconciler.MAX_PAUSE_S", 0.0)
     await rig.create()
     find, breaks, is_found = rig.runtime.find, [asyncio.CancelledError()], asyncio.Event()
 
@@ -270,4 +270,4 @@ async def test_removed_kernel_is_looked_for_after_a_second_event(rig: Rig) -> No
     rig.runtime.kernels["k1"] = replace(found, handle="made-by-hand")
     await rig.reconciler.observe(await rig.reconciler.wait_next())
     assert rig.states == {"k1": "running"}
-    assert rig.state.get("k1").handle != created.handle
+    assert rig.state.kernel("k1").handle != created.handle

@@ -63,7 +63,7 @@ async def test_a_runtime_is_forgotten_only_while_it_does_not_answer(rig: Rig) ->
     with pytest.raises(UnknownRuntime):
         await rig.reconciler.forget_runtime("none")
     rig.runtime.is_down = True
-    async with rig.state.lock("k1"):
+    async with rig.state.kernel_lock("k1"):
         with pytest.raises(Conflict, match="operations in progress on k1"):
             await rig.reconciler.forget_runtime("fake")
     await rig.reconciler.forget_runtime("fake")

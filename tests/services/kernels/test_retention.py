@@ -27,18 +27,18 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
         if kernel_id == "stuck":
             raise RuntimeUnavailable("the engine is down")
         removed.append(kernel_id)
-        state.drop(kernel_id)
+        state.drop_kernel(kernel_id)
 
     service: Any = SimpleNamespace(remove=remove)
     keeper = Retention(state, service, 2)
-    state.put(Kernel("lives", "agent-1", KernelState.RUNNING, "hash", 0.0, "any"))
+    state.put_kernel(Kernel("lives", "agent-1", KernelState.RUNNING, "hash", 0.0, "any"))
     for name, at in (("third", 3.0), ("first", 1.0), ("stuck", 0.5), ("second", 2.0)):
-        state.put(ended(name, at))
+        state.put_kernel(ended(name, at))
     running = asyncio.create_task(keeper.run())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert removed == ["first"]
-    state.put(ended("fourth", 4.0))
+    state.put_kernel(ended("fourth", 4.0))
     for _ in range(5):
         await asyncio.sleep(0)
     assert removed == ["first", "second"]
@@ -50,20 +50,20 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     state = NodeState(["any"], EventLog())
 
     async def remove(kernel_id: str, *, only: Kernel) -> None:
-        state.drop(only.kernel_id)
+        state.drop_kernel(only.kernel_id)
 
     keeper = Retention(state, SimpleNamespace(remove=remove), 9)  # type: ignore[arg-type]
     size = len(encode(ended("k1", 1.0), ""))
     monkeypatch.setattr(retention, "MAX_ENDED_BYTES", 2 * size)
     for number in (2, 1):
-        state.put(ended(f"k{number}", float(number)))
+        state.put_kernel(ended(f"k{number}", float(number)))
     await keeper.prune()
     assert list(state.kernels) == ["k2", "k1"]
     large = replace(ended("k0", 0.5), labels={"a": "x" * size})
-    state.put(large)
+    state.put_kernel(large)
     await keeper.prune()
     assert list(state.kernels) == ["k0"]  # as the last that ended, though it is the oldest
-    state.put(replace(large, state=KernelState.RUNNING))
-    state.put(ended("k3", 3.0))
+    state.put_kernel(replace(large, state=KernelState.RUNNING))
+    state.put_kernel(ended("k3", 3.0))
     await keeper.prune()
     assert list(state.kernels) == ["k0", "k3"]

@@ -69,7 +69,7 @@ class Gateway(Site):
     async def wait_open(self, patience_s: float) -> None:
         """Return at once; each route reports itself what is not known yet."""
 
-    def require(self, request: web.Request, caller: Caller, right: Right) -> None:
+    def authorize(self, request: web.Request, caller: Caller, right: Right) -> None:
         """Refuse a caller whose role lacks the right; visibility is checked with each lookup."""
         del request
         if not caller.has_right(right):

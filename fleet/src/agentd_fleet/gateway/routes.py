@@ -43,7 +43,7 @@ def _proxy_route(method: str, handler: Handler) -> Route:
         if route.method == method and route.path.startswith("/v1/")
         if not (method == "POST" and route.path.endswith("/kernels"))  # see `Gateway.pass_to_node`
     ]
-    return Route(method, _ANY, handler, {200: Any}, passes=tuple(covered))
+    return Route(method, _ANY, handler, {200: Any}, proxied_routes=tuple(covered))
 
 
 def routes(site: Gateway | type[Gateway]) -> Sequence[Route]:

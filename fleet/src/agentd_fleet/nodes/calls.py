@@ -18,7 +18,7 @@ from yarl import URL
 from agentd.client.errors import error_from_response
 from agentd.core.access import Caller, Role
 from agentd.errors import AgentdError, NodeUnavailable, UnknownKernel
-from agentd.http.callers import NODE, ON_BEHALF
+from agentd.http.callers import CALLER_HEADER, NODE_HEADER
 from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
@@ -156,7 +156,10 @@ class Nodes:
         async with response:
             if (reason := REFUSAL_REASONS.get(response.status)) is not None:
                 raise NodeNotCalled(f"node {node.node_id} {reason}")
-            if response.headers.get(NODE) != node.node_id or response.status in REDIRECT_STATUSES:
+            if (
+                response.headers.get(NODE_HEADER) != node.node_id
+                or response.status in REDIRECT_STATUSES
+            ):
                 raise NodeAnswerLost(f"node {node.node_id}: another server answers at its address")
             yield response
 
@@ -191,7 +194,7 @@ class Nodes:
             raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason}")
         session, address = self._session(node.url)
         token = {} if node.url.startswith(UNIX) else self._headers
-        identity = {**token, ON_BEHALF: caller.to_text(), NODE: node.node_id}
+        identity = {**token, CALLER_HEADER: caller.to_text(), NODE_HEADER: node.node_id}
         with _translated_errors(node):
             return session, URL(f"{address}{path}", encoded=True), identity
 
@@ -232,7 +235,9 @@ def _trace_websockets() -> aiohttp.TraceConfig:
 
     async def on_end(_: object, __: object, params: aiohttp.TraceRequestEndParams) -> None:
         is_socket = params.response.status == HTTPStatus.SWITCHING_PROTOCOLS
-        if is_socket and params.response.headers.get(NODE) != params.headers.get(NODE):
+        if is_socket and params.response.headers.get(NODE_HEADER) != params.headers.get(
+            NODE_HEADER
+        ):
             params.response.close()
             raise _WrongServer
 

@@ -40,7 +40,7 @@ from agentd_fleet.view.fleet_view import FleetView
 
 log = structlog.get_logger()
 
-POLL_PATIENCE_S = 3.0
+POLL_TIMEOUT_S = 3.0
 """Seconds that a node may take for a decision, or to look up a kernel."""
 MAX_CANDIDATES = 8
 """Maximum nodes that are tried for a kernel."""
@@ -215,7 +215,7 @@ class Placer:
                 return NodeUnavailable(f"node {candidate.node_id} is unavailable")
             try:
                 return await self._nodes.call(
-                    node, caller, "POST", path, body=request.body, patience_s=POLL_PATIENCE_S
+                    node, caller, "POST", path, body=request.body, patience_s=POLL_TIMEOUT_S
                 )
             except NodeUnavailable as error:
                 return error
@@ -275,7 +275,7 @@ class Placer:
             return False
         path = f"/v1/kernels/{route.kernel_id}"
         try:
-            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=POLL_PATIENCE_S)
+            answer = await self._nodes.call(node, GATEWAY, "GET", path, patience_s=POLL_TIMEOUT_S)
         except NodeUnavailable:
             return False
         if not answer.is_unknown_kernel:

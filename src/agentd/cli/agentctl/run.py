@@ -43,7 +43,7 @@ SIGNALLED = 128
 """Added to the number of a signal, as a shell does."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PAUSE_S = 0.2
-CREATE_PATIENCE_S = 15.0
+RECONNECT_TIMEOUT_S = 15.0
 """Seconds that a create is repeated without an answer, and that a signal waits for its outcome."""
 RUN_LABEL = "agentctl.run"
 """Label with a random number for each run, so that no other run's create is the same request."""
@@ -127,7 +127,7 @@ class Run:
             match event:
                 case signal.Signals() as number:
                     self._is_signalled = True
-                    deadline = min(deadline, time.monotonic() + CREATE_PATIENCE_S)
+                    deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
                     signals.append(number)
                     self._start(self._forward, 0.0 if len(signals) > 1 else None)
                 case AgentdError() as error:
@@ -205,7 +205,7 @@ class Run:
                 if self._own_kernel()["state"] not in STARTING_STATES:
                     return
             except Unavailable:
-                end = min(end, time.monotonic() + CREATE_PATIENCE_S)
+                end = min(end, time.monotonic() + RECONNECT_TIMEOUT_S)
                 if time.monotonic() > end:
                     raise
             time.sleep(PAUSE_S)
@@ -274,7 +274,7 @@ class Run:
             time.sleep(PAUSE_S)
 
     def _remove(self) -> None:
-        end = time.monotonic() + CREATE_PATIENCE_S
+        end = time.monotonic() + RECONNECT_TIMEOUT_S
         while time.monotonic() < end:
             try:
                 self._own_kernel()

@@ -169,7 +169,7 @@ def _plan_split(config_file: str | None) -> Any:
             devices = await discovery.discover_devices(
                 settings, probe(), plugins, folder, EventLog(), problems
             )
-            problems.refuse()
+            problems.raise_if_any()
             discovery.refuse_failed_required(plugins)
             warnings = discovery.withhold_if_served(settings, devices)
             return devices.split, warnings

@@ -48,7 +48,7 @@ def allocate_from_claim(
     """
     devices = [
         replace(
-            _without_suspension(device),
+            _as_allocatable(device),
             capacity=share.amount,
             secondary=tuple(
                 replace(offer, capacity=share.amount_of(offer.slot)) for offer in device.secondary
@@ -111,7 +111,7 @@ def allocate_observed(
         InsufficientResource: the devices of the agent that the request names are too few.
     """
     devices = (
-        replace(_without_suspension(device), health=Health.HEALTHY, gone=False)
+        replace(_as_allocatable(device), health=Health.HEALTHY, gone=False)
         for device in inventory.devices
     )
     healthy = Inventory.of(inventory.slot_types.values(), devices)
@@ -123,13 +123,11 @@ def with_claimed_usable(inventory: Inventory, claimed: Allocation) -> Inventory:
     claimed_ids = {share.device_id for share in claimed.shares}
     if not claimed_ids:
         return inventory
-    devices = (
-        _without_suspension(d) if d.device_id in claimed_ids else d for d in inventory.devices
-    )
+    devices = (_as_allocatable(d) if d.device_id in claimed_ids else d for d in inventory.devices)
     return Inventory.of(inventory.slot_types.values(), devices)
 
 
-def _without_suspension(device: Device) -> Device:
+def _as_allocatable(device: Device) -> Device:
     """Return a device as if nothing withheld it from new kernels."""
     return replace(device, drained=False, withheld="", awaited="", busy="")
 

@@ -26,7 +26,7 @@ MAX_CLAIMS = 4096
 MIN_TTL_S, MAX_TTL_S = 1, 7 * 24 * 3600
 
 
-class EditsFor(StrEnum):
+class EditsTarget(StrEnum):
     """The target of the edits of a claim."""
 
     PROCESS = "process"
@@ -71,7 +71,7 @@ class NameHolder(msgspec.Struct, frozen=True, tag="name"):
     survives_reboot: bool = False
 
 
-ClaimOwner: TypeAlias = ProcessHolder | CgroupHolder | TimeHolder | NameHolder
+ClaimHolder: TypeAlias = ProcessHolder | CgroupHolder | TimeHolder | NameHolder
 """The holder of a claim: its end ends the claim."""
 
 
@@ -83,11 +83,11 @@ class ClaimSpec(msgspec.Struct, frozen=True):
 
     claim_id: str
     agent_id: str
-    holder: ClaimOwner
+    holder: ClaimHolder
     request_hash: str
     slots: Mapping[str, object] = {}
     devices: Mapping[str, tuple[str, ...]] = {}
-    edits_for: EditsFor = msgspec.field(default=EditsFor.PROCESS, name="edits")
+    edits_for: EditsTarget = msgspec.field(default=EditsTarget.PROCESS, name="edits")
     labels: Mapping[str, str] = {}
     owner_uid: int | None = None
     is_observed: bool = msgspec.field(default=False, name="observed")
@@ -105,24 +105,24 @@ class Claim(msgspec.Struct, frozen=True):
 
     claim_id: str
     agent_id: str
-    holder: ClaimOwner
+    holder: ClaimHolder
     request_hash: str
     created_at: float
     boot_id: str
     slots: Mapping[str, str] = {}
     allocation: Allocation = msgspec.field(default_factory=Allocation)
-    edits_for: EditsFor = EditsFor.PROCESS
+    edits_for: EditsTarget = EditsTarget.PROCESS
     edits: ContainerEdits = msgspec.field(default_factory=ContainerEdits)
     labels: Mapping[str, str] = {}
     created_by: str = ""
     owner_uid: int | None = None
     is_observed: bool = False
-    problem: str = ""
+    unreadable_reason: str = ""
 
     def is_ended_by_reboot(self, boot_id: str) -> bool:
         """Return whether a reboot has ended it, given the id of the current boot."""
         survives = isinstance(self.holder, NameHolder) and self.holder.survives_reboot
-        return not (survives or self.problem or self.boot_id == boot_id)
+        return not (survives or self.unreadable_reason or self.boot_id == boot_id)
 
     def require_readable(self) -> None:
         """Refuse a claim whose id alone is known.
@@ -130,8 +130,8 @@ class Claim(msgspec.Struct, frozen=True):
         Raises:
             ClaimConflict: its record cannot be read.
         """
-        if self.problem:
-            raise ClaimConflict(f"claim {self.claim_id}: {self.problem}")
+        if self.unreadable_reason:
+            raise ClaimConflict(f"claim {self.claim_id}: {self.unreadable_reason}")
 
     def may_be_used_by(self, caller: Caller) -> bool:
         """Return whether a caller may create from it, renew it, release it and use its kernels.

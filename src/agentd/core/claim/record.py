@@ -28,7 +28,7 @@ SCHEMA = 1
 def encode(claim: Claim, node_id: str) -> str:
     """Return a claim's record as one line of JSON."""
     content = msgspec.to_builtins(claim)
-    del content["problem"]
+    del content["unreadable_reason"]
     content |= {"schema": SCHEMA, "node_id": node_id, "observed": content.pop("is_observed")}
     content["allocation"] = encode_allocation(claim.allocation)
     return json.dumps(content, separators=(",", ":"))
@@ -49,7 +49,7 @@ def decode(claim_id: str, text: str) -> Claim:
             "created_at": parse_time(raw["created_at"]),
             "allocation": decode_allocation(raw["allocation"]),
             "is_observed": raw.get("observed", False),
-            "problem": "",
+            "unreadable_reason": "",
         }
         claim = msgspec.convert(raw | members, Claim)
         if claim.claim_id != claim_id or not is_name(claim.agent_id):
@@ -67,5 +67,5 @@ def unreadable_claim(claim_id: str, reason: str, held: Allocation, now: float) -
         created_at=now,
         boot_id="",
         allocation=held,
-        problem=reason,
+        unreadable_reason=reason,
     )

@@ -45,7 +45,7 @@ from agentd.core.kernel.states import Ending, Kernel, KernelState, ObservedState
 from agentd.core.slots import CPU, MEM, ONE, SlotKind
 
 
-class Adoption(msgspec.Struct, frozen=True):
+class KernelUpdate(msgspec.Struct, frozen=True):
     """An adopted kernel, and missing devices that are known only from its record."""
 
     kernel: Kernel
@@ -58,7 +58,7 @@ def adopt(
     before: Kernel | None = None,
     *,
     now: float = 0.0,
-) -> Adoption:
+) -> KernelUpdate:
     """Describe an observed kernel by its record and its device label, or what it might hold.
 
     `before` is the kernel as it was known, if it was. `now` (seconds since the epoch) is the time
@@ -98,7 +98,7 @@ def adopt(
         reason=difference or item.record_problem,
         **facts,
     )
-    return Adoption(_observe(kernel, item), missing)
+    return KernelUpdate(_observe(kernel, item), missing)
 
 
 def _merge_with_label(
@@ -212,7 +212,7 @@ def _decode_record(item: ObservedKernel) -> Kernel:
 
 def _adopt_without_record(
     observed: Kernel, item: ObservedKernel, inventory: Inventory, record_error: RecordError
-) -> Adoption:
+) -> KernelUpdate:
     """Recover a kernel from its device label.
 
     The kernel of a newer agentd is not recovered, but the devices of its label are charged.
@@ -226,16 +226,16 @@ def _adopt_without_record(
     except RecordError as error:
         reason = f"{record}; its devices cannot be recovered: {error}"
         possible = Allocation(tuple(_possible_shares(item, inventory)))
-        return Adoption(
+        return KernelUpdate(
             _mark_unreadable(replace(observed, reason=reason, allocation=possible), item)
         )
     allocation, missing = resolve_devices(label_allocation, inventory)
     kernel = replace(observed, slots=label_allocation.wire_totals(), allocation=allocation)
     if isinstance(record_error, NewerRecordError):
         reason = f"its record is of a newer agentd ({record_error}); its devices are charged"
-        return Adoption(_mark_unreadable(replace(kernel, reason=reason), item), missing)
+        return KernelUpdate(_mark_unreadable(replace(kernel, reason=reason), item), missing)
     reason = f"{record}; recovered from the device label"
-    return Adoption(_observe(replace(kernel, reason=reason), item), missing)
+    return KernelUpdate(_observe(replace(kernel, reason=reason), item), missing)
 
 
 def _mark_unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
@@ -248,7 +248,7 @@ def _mark_unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
 
 def adopt_record(
     kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float
-) -> Adoption:
+) -> KernelUpdate:
     """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
 
     One whose record cannot be read quarantines every device.
@@ -266,9 +266,9 @@ def adopt_record(
             allocation=quarantine_allocation(inventory),
             reason="its record cannot be read" + (f": {error}" if text else ""),
         )
-        return Adoption(kernel)
+        return KernelUpdate(kernel)
     allocation, missing = resolve_devices(recorded.allocation, inventory)
-    return Adoption(replace(recorded, kernel_id=kernel_id, allocation=allocation), missing)
+    return KernelUpdate(replace(recorded, kernel_id=kernel_id, allocation=allocation), missing)
 
 
 def resolve_devices(

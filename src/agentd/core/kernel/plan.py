@@ -51,7 +51,7 @@ class AgentResourceCap(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
 
 
-def fence_of(
+def agent_resource_cap(
     agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
 ) -> AgentResourceCap:
     """Return the fence of an agent: its pinnable cores, its memory, and its kernels' shares."""
@@ -64,7 +64,7 @@ def fence_of(
     )
 
 
-class NodeFacts(msgspec.Struct, frozen=True):
+class PlanContext(msgspec.Struct, frozen=True):
     """The facts of a node for a plan; cores are ids of the `cpu` devices.
 
     `agent_cores` are those of the agent's partition, `real_cores` those that can be pinned,
@@ -75,7 +75,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     agent_cores: tuple[str, ...]
     real_cores: frozenset[str]
     not_enforced: frozenset[str] = frozenset()
-    fence: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
+    resource_cap: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
 
 
 class KernelPlan(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class KernelPlan(msgspec.Struct, frozen=True):
     record: str
     device_label: str
     ports: tuple[Port, ...] = ()
-    fence: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
+    resource_cap: AgentResourceCap = msgspec.field(default_factory=AgentResourceCap)
 
 
 def name_prefix(node_id: str) -> str:
@@ -145,7 +145,7 @@ def overridden_variables(names: Iterable[str], edits: ContainerEdits) -> list[Pr
 
 
 def build_plan(
-    spec: KernelSpec, kernel: Kernel, edits: ContainerEdits, node: NodeFacts
+    spec: KernelSpec, kernel: Kernel, edits: ContainerEdits, node: PlanContext
 ) -> KernelPlan:
     """Combine request, devices and edits.
 
@@ -176,7 +176,7 @@ def build_plan(
         record=encode(replace(kernel, not_enforced=tuple(sorted(missing))), node.node_id),
         device_label=encode_device_label(allocation),
         ports=kernel.ports,
-        fence=node.fence,
+        resource_cap=node.resource_cap,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.devices import Inventory
-from agentd.core.kernel.adoption import Adoption, adopt, changed_limits
+from agentd.core.kernel.adoption import KernelUpdate, adopt, changed_limits
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.states import (
     ENDED,
@@ -29,7 +29,7 @@ from agentd.core.kernel.states import (
 )
 
 
-class RemoveNeverRan(msgspec.Struct, frozen=True):
+class RemoveUnstarted(msgspec.Struct, frozen=True):
     """Remove a kernel that was created and never started."""
 
     observed: ObservedKernel
@@ -41,7 +41,7 @@ class MarkAbsent(msgspec.Struct, frozen=True):
     kernel_id: str
 
 
-Action: TypeAlias = Adoption | RemoveNeverRan | MarkAbsent
+Action: TypeAlias = KernelUpdate | RemoveUnstarted | MarkAbsent
 
 
 def reconcile(
@@ -62,7 +62,7 @@ def reconcile(
         before = known.get(kernel_id)
         corrected = correct_by_history(before, item) if before else item
         if corrected.state is ObservedState.CREATED:
-            actions.append(RemoveNeverRan(corrected))
+            actions.append(RemoveUnstarted(corrected))
         elif item.is_unreadable and (before or not item.handle):
             actions += _readopt_unreadable(before, item)
         elif action := _adopt_if_changed(before, corrected, inventory, now):
@@ -76,7 +76,7 @@ def reconcile(
     return actions
 
 
-def _readopt_unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[Adoption]:
+def _readopt_unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator[KernelUpdate]:
     """Yield a kernel whose remains cannot be read as it was known; unknown ones are left alone."""
     is_proven = item.is_alive and item.handle
     if before is None or (before.state in ENDED and not is_proven):
@@ -87,7 +87,7 @@ def _readopt_unreadable(before: Kernel | None, item: ObservedKernel) -> Iterator
         state, reason=item.record_problem, ending=item.ending, handle=handle, pid=pid
     )
     if now != before:
-        yield Adoption(now)
+        yield KernelUpdate(now)
 
 
 def correct_by_history(before: Kernel, item: ObservedKernel) -> ObservedKernel:
@@ -116,7 +116,7 @@ def kernel_after_stop(before: Kernel, item: ObservedKernel | None) -> Kernel:
 
 def _adopt_if_changed(
     before: Kernel | None, item: ObservedKernel, inventory: Inventory, now: float
-) -> Adoption | None:
+) -> KernelUpdate | None:
     if before is None or before.state in STARTING or before.handle != item.handle:
         return adopt(item, inventory, before, now=now)
     if before.state is KernelState.UNREADABLE and item.record and not item.is_partial:
@@ -131,7 +131,7 @@ def _adopt_if_changed(
         item.is_partial or (item.started_at, ending) == (before.started_at, before.ending)
     ):
         return None
-    return Adoption(
+    return KernelUpdate(
         replace(after, ending=ending, started_at=item.started_at, pid=_first_pid(before, item))
     )
 

@@ -35,12 +35,12 @@ DEVICES_LABEL = f"{LABEL_PREFIX}devices"
 LOG_DRIVER = "local"
 """It keeps bytes unchanged and rotates; the engine's default, json-file, does neither."""
 
-_OWN = ("/proc", "/sys", "/dev", "/dev/null")
+_ENGINE_TARGETS = ("/proc", "/sys", "/dev", "/dev/null")
 """Paths that the engine fills itself, without which no container starts."""
 _MAX_ID = 2**31 - 1
 """The largest user or group id that an engine accepts."""
 
-UNPUBLISHED = ("none", "host")
+UNPUBLISHED_NETWORKS = ("none", "host")
 """Networks on which the engine publishes no ports."""
 
 
@@ -132,7 +132,7 @@ def _problems_of_targets(spec: KernelSpec) -> Iterator[Problem]:
             yield Problem(where, TOO_LONG)
         elif ".." in target.split("/") or path == "/":
             yield Problem(where, f"invalid path {target!r}: expected a folder below /, without ..")
-        elif path in _OWN or path.startswith(("/proc/", "/sys/")):
+        elif path in _ENGINE_TARGETS or path.startswith(("/proc/", "/sys/")):
             yield Problem(where, f"{path} belongs to the container, expected another target")
 
 

@@ -28,11 +28,11 @@ from agentd.runtimes.docker.error_translation import (
 from agentd.runtimes.docker.inspection import (
     container_kernel_id,
     container_labels,
-    inspection_of_summary,
     parse_inspection,
+    summary_as_inspection,
     validate_inspection,
 )
-from agentd.runtimes.docker.last_seen import LastSeen
+from agentd.runtimes.docker.last_seen import OutageLog
 
 log = structlog.get_logger()
 
@@ -47,11 +47,11 @@ class ContainerObserver:
     """Observes the containers of one node."""
 
     def __init__(
-        self, docker: DockerClient, node_id: str, last_seen: LastSeen | None = None
+        self, docker: DockerClient, node_id: str, last_seen: OutageLog | None = None
     ) -> None:
         self._docker = docker
         self._node_id = node_id
-        self._last_seen = last_seen or LastSeen()
+        self._last_seen = last_seen or OutageLog()
         self._pids: dict[str, int] = {}
         """The first process of each running container, by id."""
         self._counters: dict[str, CgroupCounters] = {}
@@ -68,7 +68,7 @@ class ContainerObserver:
         filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})
         items = self._docker.iterate_list("/containers/json", {"all": "1", "filters": filters})
         async with aclosing(items):
-            summaries = [inspection_of_summary(item) async for item in items]
+            summaries = [summary_as_inspection(item) async for item in items]
         node_summaries = [
             s for s in summaries if container_labels(s).get(NODE_LABEL) == self._node_id
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-MOST_DETAIL, MOST_MESSAGE = 16 << 10, 1000
+MAX_DETAIL_BYTES, MAX_MESSAGE = 16 << 10, 1000
 """Characters of an error message that are searched, and that are passed on."""
 _STORAGE_PATH = re.compile(
     r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
@@ -23,7 +23,7 @@ class DockerError(Exception):
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
-        self.detail = _STORAGE_PATH.sub("", text[:MOST_DETAIL])
+        self.detail = _STORAGE_PATH.sub("", text[:MAX_DETAIL_BYTES])
         self.message = truncate_message(self.detail)
         super().__init__(self.message)
 
@@ -38,9 +38,9 @@ class DockerResponseLost(Exception):
 
 def truncate_message(text: str) -> str:
     """Cut a long message."""
-    return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 def clean_message(text: str) -> str:
     """Return an engine's message without storage paths, cut if it is long."""
-    return truncate_message(_STORAGE_PATH.sub("", text[:MOST_DETAIL]))
+    return truncate_message(_STORAGE_PATH.sub("", text[:MAX_DETAIL_BYTES]))

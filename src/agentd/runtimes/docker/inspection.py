@@ -49,7 +49,7 @@ def validate_inspection(inspection: object) -> Mapping[str, Any]:
     raise DockerResponseLost("malformed container inspection of the engine")
 
 
-def inspection_of_summary(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+def summary_as_inspection(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert an element of a list to the form of an inspection, with agentd's labels only.
 
     A thousand are kept at a time, and the labels of callers may be long.

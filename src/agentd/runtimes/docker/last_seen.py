@@ -21,7 +21,7 @@ from agentd.core.kernel.states import Ending
 from agentd.runtimes.host.private_folder import PrivateFolder
 
 log = structlog.get_logger()
-NODE, ENGINE = "the node restarted", "the engine was stopped"
+NODE_RESTARTED, ENGINE_STOPPED = "the node restarted", "the engine was stopped"
 SAVE_PAUSE_S = 60.0
 """Minimum seconds between two writes of the file, except at a stop and around an outage."""
 _STOP_MARGIN_S = 30.0
@@ -49,7 +49,7 @@ class _State(msgspec.Struct, frozen=True):
     keeps_containers: bool = True
 
 
-class LastSeen:
+class OutageLog:
     """The time of the last event or list of one node's engine, kept over restarts of agentd."""
 
     def __init__(self, file: Path | None = None, boot_id: str = "") -> None:
@@ -84,7 +84,7 @@ class LastSeen:
         outages = saved.outages
         outlived = saved.keeps_containers and keeps_containers
         if self._has_rebooted or (saved.is_lost and not outlived):
-            reason = NODE if self._has_rebooted else ENGINE
+            reason = NODE_RESTARTED if self._has_rebooted else ENGINE_STOPPED
             outages = (*outages, Outage(saved.seen_at, now, reason))[-_MAX_OUTAGES:]
         self._state = _State(self._boot_id, now, outages, keeps_containers=keeps_containers)
         self.save()

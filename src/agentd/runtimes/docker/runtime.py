@@ -36,7 +36,7 @@ from agentd.host.cgroups.usage import read_usages
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.container_config import (
     CONTAINER_MEMBERS,
-    UNPUBLISHED,
+    UNPUBLISHED_NETWORKS,
     PullPolicy,
     container_config,
     container_options,
@@ -70,7 +70,7 @@ from agentd.runtimes.docker.error_translation import (
 )
 from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify_container
-from agentd.runtimes.docker.last_seen import LastSeen
+from agentd.runtimes.docker.last_seen import OutageLog
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
 from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
 
@@ -88,11 +88,11 @@ class _Attempt:
         self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
         self.may_exist = False
-        self.container = ""
+        self.container_id = ""
         self._facts = facts
         self._settings = settings
 
-    def take(self, sources: list[MountSource]) -> None:
+    def set_sources(self, sources: list[MountSource]) -> None:
         """Build the engine's request from freshly resolved mounts."""
         self.sources = sources
         self.config = container_config(self.plan, self._settings, self.sources, self._facts)
@@ -111,7 +111,7 @@ class DockerRuntime:
     members = CONTAINER_MEMBERS
 
     def __init__(
-        self, node_id: str, settings: DockerSettings, last_seen: LastSeen | None = None
+        self, node_id: str, settings: DockerSettings, last_seen: OutageLog | None = None
     ) -> None:
         self._node_id = node_id
         self._settings = settings
@@ -123,10 +123,10 @@ class DockerRuntime:
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
         self._is_swept = False
-        self._last_seen = last_seen or LastSeen()
+        self._last_seen = last_seen or OutageLog()
         self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
 
-    def renew(self, settings: DockerSettings) -> None:
+    def update_settings(self, settings: DockerSettings) -> None:
         """Replace the settings, except the engine's socket; existing kernels keep theirs."""
         self._settings = settings
         self._images.set_registry_auth(settings.registry_auth)
@@ -138,7 +138,7 @@ class DockerRuntime:
     async def support(self, spec: KernelSpec) -> Support:
         facts = await self._fetch_facts()
         not_enforced = facts.not_enforced
-        publishes = network_of(spec, self._settings) not in UNPUBLISHED
+        publishes = network_of(spec, self._settings) not in UNPUBLISHED_NETWORKS
         if spec.ports and not publishes:
             not_enforced |= {"ports"}
         return Support(facts.features, not_enforced)
@@ -187,10 +187,10 @@ class DockerRuntime:
             await hit_async("create.after_engine_create")
             await self._start(attempt)
             await hit_async("create.after_engine_start")
-            inspection = await self._observer.inspect_container(attempt.container)
+            inspection = await self._observer.inspect_container(attempt.container_id)
             await self._verify(inspection, attempt)
         except BaseException as error:
-            if attempt.container:
+            if attempt.container_id:
                 await self._undo(attempt, error)
             if attempt.may_exist:
                 raise unknown_outcome_error(plan, error) from error
@@ -208,13 +208,13 @@ class DockerRuntime:
             CommandNotFound, InvalidRequest: the request is the reason of the refusal.
             RuntimeUnavailable, RuntimeFailure: the engine, or the node, is.
         """
-        path = f"/containers/{attempt.container}"
+        path = f"/containers/{attempt.container_id}"
         try:
             await complete_shielded(self._docker.call("POST", f"{path}/start"))
         except DockerError as error:
             exit_code = 0
             with suppress(DockerError, DockerUnreachable, DockerResponseLost):
-                inspection = await self._observer.inspect_container(attempt.container)
+                inspection = await self._observer.inspect_container(attempt.container_id)
                 exit_code = inspection["State"].get("ExitCode", 0)
             raise translate_error(error, attempt.plan, exit_code) from error
 
@@ -246,7 +246,7 @@ class DockerRuntime:
 
     async def _create_container(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container, and report `creating` before."""
-        attempt.take(await self._resolve_sources(attempt.plan.spec))
+        attempt.set_sources(await self._resolve_sources(attempt.plan.spec))
         await hit_async("create.before_engine_create")
         progress(KernelState.CREATING)
         await complete_shielded(self._request_container(attempt))
@@ -264,7 +264,7 @@ class DockerRuntime:
             if error.status == NOT_FOUND:  # the image, or its platform
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
-        attempt.container = parse_container_id(response.get("Id"))
+        attempt.container_id = parse_container_id(response.get("Id"))
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove the container of a failed create, by id and never by name.
@@ -275,7 +275,7 @@ class DockerRuntime:
         try:
             await hit_async("create.before_undo")
             with suppress_not_found():
-                await complete_shielded(self._delete(attempt.container, force=True))
+                await complete_shielded(self._delete(attempt.container_id, force=True))
             attempt.may_exist = False
             await hit_async("create.after_undo")
         except BaseException as cleanup_error:
@@ -285,14 +285,14 @@ class DockerRuntime:
         path, params = f"/containers/{container}", {"v": "1", "force": str(int(force))}
         await self._docker.call("DELETE", path, params)
 
-    def _container(self, ref: KernelRef) -> str:
+    def _container_reference(self, ref: KernelRef) -> str:
         """Return the id of a kernel's container, or its name."""
         return ref.handle or kernel_name(self._node_id, ref.kernel_id)
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
         path, params = (
-            f"/containers/{self._container(ref)}/stop",
+            f"/containers/{self._container_reference(ref)}/stop",
             {"t": str(math.ceil(grace_s))},
         )
         with translate_errors(), suppress_not_found():
@@ -300,7 +300,7 @@ class DockerRuntime:
             await self._docker.call("POST", path, params, timeout_s=timeout_s)
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
-        container = self._container(ref)
+        container = self._container_reference(ref)
         with translate_errors(), suppress_not_found():
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
@@ -314,7 +314,7 @@ class DockerRuntime:
                 await self._docker.call("POST", path, {"condition": "removed"})
         return True
 
-    async def list(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         listing = await self._observer.list_kernels()
         self._last_seen.update()
         if not self._is_swept:
@@ -358,7 +358,7 @@ class DockerRuntime:
         self._last_seen.mark_connected(keeps_containers=keeps_containers)
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
-        container = self._container(kernel.ref)
+        container = self._container_reference(kernel.ref)
         with translate_errors():
             return await start_docker_exec(
                 self._docker, self._socket, self._node_id, container, spec
@@ -368,4 +368,4 @@ class DockerRuntime:
         return await asyncio.to_thread(lambda: read_usages(self._observer.find_counters(kernels)))
 
     def logs(self, ref: KernelRef, query: LogQuery) -> AsyncGenerator[bytes]:
-        return read_container_log(self._docker, self._container(ref), query)
+        return read_container_log(self._docker, self._container_reference(ref), query)

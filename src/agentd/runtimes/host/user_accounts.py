@@ -31,7 +31,7 @@ class UserAccounts(msgspec.Struct, frozen=True):
 
     default: UserAccount | None = None
     own: Mapping[str, UserAccount] = {}
-    is_user: bool = False
+    is_unprivileged: bool = False
 
     def account_for(self, agent_id: str) -> UserAccount | None:
         """Return the user account of an agent's kernels."""

@@ -58,7 +58,7 @@ class Bundles(msgspec.Struct, frozen=True):
             return None
         return self.cgroups.group(kernel_name(self.node_id, kernel_id))
 
-    def proof(self, kernel_id: str) -> KernelProcesses:
+    def kernel_processes(self, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel."""
         return self._inspect(self.bundle(kernel_id), kernel_id)
 
@@ -102,7 +102,7 @@ class Bundles(msgspec.Struct, frozen=True):
     def observe(self, kernel_id: str) -> ObservedKernel | None:
         """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
-        proof, unreadable_reason = self.proof(kernel_id), ""
+        proof, unreadable_reason = self.kernel_processes(kernel_id), ""
         try:
             is_bundle = bundle.exists()
             state, ending = proof.state()

@@ -91,7 +91,7 @@ class ProcessRuntime:
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
-    def renew(self, settings: ProcessSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: ProcessSettings, accounts: UserAccounts) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
         self._user_accounts = accounts
@@ -215,7 +215,7 @@ class ProcessRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         with os_errors_as_unavailable():
-            proof = self._bundles.proof(ref.kernel_id)
+            proof = self._bundles.kernel_processes(ref.kernel_id)
             if not proof.is_running:
                 return
             grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
@@ -233,7 +233,7 @@ class ProcessRuntime:
         for _ in range(MAX_REMOVE_ATTEMPTS):
             if unless_alive:
                 with os_errors_as_unavailable():
-                    if self._bundles.proof(ref.kernel_id).is_running:
+                    if self._bundles.kernel_processes(ref.kernel_id).is_running:
                         return False
             else:
                 await self.stop(ref, 0)
@@ -243,7 +243,7 @@ class ProcessRuntime:
                 return True  # otherwise its shim was faster
         raise RuntimeFailure(f"kernel {ref.kernel_id} keeps restarting")
 
-    async def list(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         with os_errors_as_unavailable():
             listing = self._bundles.list_kernels()
         for kernel in listing.kernels:
@@ -260,14 +260,14 @@ class ProcessRuntime:
         with os_errors_as_unavailable():
             await self._bundles.recover_trash()
         self._is_followed = True
-        await self.list()
+        await self.list_kernels()
         yield ""
         while True:
             yield await self._events.get()
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         with os_errors_as_unavailable():
-            proof = self._bundles.proof(kernel.kernel_id)
+            proof = self._bundles.kernel_processes(kernel.kernel_id)
             members = await asyncio.to_thread(proof.members)
         files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
         target = ExecTarget(members, files)
@@ -287,7 +287,7 @@ class ProcessRuntime:
             raise InvalidRequest(problems)
 
         def is_running() -> bool:
-            return query.follow and self._bundles.proof(ref.kernel_id).is_running
+            return query.follow and self._bundles.kernel_processes(ref.kernel_id).is_running
 
         path = self._bundles.bundle(ref.kernel_id).path / LOG
         chunks = read_log(path, query.tail, is_running)
@@ -313,7 +313,7 @@ class ProcessRuntime:
         is_reported = False
         while True:
             try:
-                proof = self._bundles.proof(kernel_id)
+                proof = self._bundles.kernel_processes(kernel_id)
                 if proof.identity is not None:
                     await proof.identity.shim.wait()
                 await proof.wait_ended()

@@ -91,12 +91,12 @@ class SystemdRuntime:
         self._node_id = node_id
         self._settings = settings
         self._accounts = accounts
-        self._manager = SystemdManager(is_user=accounts.is_user)
+        self._manager = SystemdManager(is_user=accounts.is_unprivileged)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
         self._ends = ExitDropIn(self._manager, node_id, folder)
 
-    def renew(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
         self._accounts = accounts
@@ -109,7 +109,7 @@ class SystemdRuntime:
         return list(request_problems(spec, self._settings, user))
 
     async def support(self, spec: KernelSpec) -> Support:
-        is_user = self._accounts.is_user
+        is_user = self._accounts.is_unprivileged
         unsupported = {
             "image": spec.image is not None,
             "separation": is_user or self._accounts.account_for(spec.agent_id) is not None,
@@ -135,7 +135,7 @@ class SystemdRuntime:
                 bundle.create(plan.record, kernel_environment(plan))
             await hit_async("create.after_record")
             await self._ends.install()
-            if not self._accounts.is_user:
+            if not self._accounts.is_unprivileged:
                 await self._slices.apply_cap(plan)
             await hit_async("create.after_group")
             result = await self._manager.start(unit, unit_properties)
@@ -237,7 +237,7 @@ class SystemdRuntime:
             trash.remove()
         return True
 
-    async def list(self) -> Listing:
+    async def list_kernels(self) -> Listing:
         return await self._observer.list_kernels()
 
     async def find(self, ref: KernelRef) -> ObservedKernel | None:
@@ -281,7 +281,9 @@ class SystemdRuntime:
             return
         unit = unit_name(self._node_id, ref.kernel_id)
         agent_id = (
-            None if self._accounts.is_user else agent_of_record(kernel.record) or kernel.agent_id
+            None
+            if self._accounts.is_unprivileged
+            else agent_of_record(kernel.record) or kernel.agent_id
         )
         source = JournalSource(unit, kernel.handle, agent_id)
         lines = read_journal(source, query, lambda: self._wait_ended(unit))

@@ -43,10 +43,10 @@ class Slices:
         """Create a kernel's slice and journal, or enlarge the slice."""
         agent_id = plan.spec.agent_id
         limits: list[UnitProperty] = []
-        if plan.fence.cores:
-            limits.append(("AllowedCPUs", "ay", core_mask(map(int, plan.fence.cores))))
-        if plan.fence.memory_bytes:
-            limits.append(("MemoryMax", "t", plan.fence.memory_bytes))
+        if plan.resource_cap.cores:
+            limits.append(("AllowedCPUs", "ay", core_mask(map(int, plan.resource_cap.cores))))
+        if plan.resource_cap.memory_bytes:
+            limits.append(("MemoryMax", "t", plan.resource_cap.memory_bytes))
         if self._limits.get(agent_id) == limits:
             return
         _limit_journal(agent_id)

@@ -104,8 +104,12 @@ def properties(
         ("Description", "s", f"kernel {spec.kernel_id} of {spec.agent_id} (agentd)"),
         ("Slice", "s", slice_name(spec.agent_id)),
         *_lifecycle_properties(plan, folder, settings),
-        *([] if accounts.is_user else [("LogNamespace", "s", namespace_name(spec.agent_id))]),
-        *_limit_properties(plan, settings, memory_nodes, is_user=accounts.is_user),
+        *(
+            []
+            if accounts.is_unprivileged
+            else [("LogNamespace", "s", namespace_name(spec.agent_id))]
+        ),
+        *_limit_properties(plan, settings, memory_nodes, is_user=accounts.is_unprivileged),
         *_sandbox_properties(plan, accounts),
     ]
 
@@ -171,9 +175,9 @@ def _limit_value(value: int) -> int:
 
 def _sandbox_properties(plan: KernelPlan, accounts: UserAccounts) -> Iterator[UnitProperty]:
     edits = plan.edits
-    refuse_unsupported_edits(edits, is_user=accounts.is_user)
+    refuse_unsupported_edits(edits, is_user=accounts.is_unprivileged)
     yield "NoNewPrivileges", "b", True
-    if accounts.is_user:
+    if accounts.is_unprivileged:
         return
     user = accounts.user_for(plan.spec.agent_id)
     if user is None:

@@ -25,7 +25,7 @@ from agentd.core.claim.claim import (
     ClaimSpec,
     ClaimStatus,
     Collision,
-    EditsFor,
+    EditsTarget,
     EndedClaim,
     EndReason,
     NameHolder,
@@ -39,7 +39,7 @@ from agentd.core.kernel.states import STARTING, Kernel, KernelState
 from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
 from agentd.events import EventKind
 from agentd.failpoints import hit_async
-from agentd.host.claim_holders import HostHolders
+from agentd.host.claim_holders import HolderObserver
 from agentd.plugin_api import Features
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import Planner
@@ -51,12 +51,12 @@ log = structlog.get_logger()
 IDLE_PAUSE_S, POLL_PAUSE_S = 3600.0, 0.5
 """Pauses between two looks at claims; the shorter one while some have a time limit, could not be
 ended, or have a holder that cannot be observed. Timers of the loop stop in a suspend."""
-FEATURES: Mapping[EditsFor, Features] = {
-    EditsFor.PROCESS: Features("process"),
-    EditsFor.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
+FEATURES: Mapping[EditsTarget, Features] = {
+    EditsTarget.PROCESS: Features("process"),
+    EditsTarget.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
 }
 """The features for which plugins return the edits, by the target of the edits."""
-_WATCHED = {ProcessHolder: EndReason.PROCESS, CgroupHolder: EndReason.CGROUP}
+_END_REASON_BY_HOLDER = {ProcessHolder: EndReason.PROCESS, CgroupHolder: EndReason.CGROUP}
 
 
 class ClaimService:
@@ -69,7 +69,7 @@ class ClaimService:
         planner: Planner,
         plugins: Plugins,
         store: StateFolder,
-        holders: HostHolders,
+        holders: HolderObserver,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._planner = planner
@@ -83,7 +83,7 @@ class ClaimService:
         self._deadlines: dict[str, float] = {}
         self._watches: dict[str, Callable[[], None]] = {}
         self._unwatched: set[str] = set()
-        self._ends: dict[str, EndReason] = {}
+        self._end_reasons: dict[str, EndReason] = {}
         self._failures: dict[str, str] = {}
         """Why a claim could not be ended or watched when that was last tried."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -154,7 +154,7 @@ class ClaimService:
         Raises:
             RequestError: it cannot be granted.
         """
-        request = self._planner.read_claim(spec)
+        request = self._planner.parse_claim_request(spec)
         if len(self._state.claims) >= MAX_CLAIMS:
             raise TooManyClaims(f"this node has {MAX_CLAIMS} claims, the most it may have")
         decision = self._planner.decide_claim(spec, request, self._state)
@@ -203,7 +203,7 @@ class ClaimService:
         self._store.save_claim(claim.claim_id, text, is_lasting=is_lasting)
 
     async def edits_of(
-        self, claim_ids: Sequence[str], edits_for: EditsFor, caller: Caller
+        self, claim_ids: Sequence[str], edits_for: EditsTarget, caller: Caller
     ) -> ContainerEdits:
         """Ask the plugins for the edits of several claims together, each device once.
 
@@ -229,7 +229,7 @@ class ClaimService:
         claim = self._get_owned(claim_id, caller)
         if not isinstance(claim.holder, TimeHolder):
             raise ClaimConflict(f"claim {claim_id} has no time limit")
-        if claim_id in self._ends:
+        if claim_id in self._end_reasons:
             raise ClaimConflict(f"the time of claim {claim_id} is over")
         ttl = claim.holder.ttl if ttl is None else ttl
         claim = replace(claim, holder=TimeHolder(ttl))
@@ -266,16 +266,16 @@ class ClaimService:
         if isinstance(claim.holder, TimeHolder):
             self._deadlines[claim_id] = self._clock.uptime() + claim.holder.ttl
             self._woken.set()
-        elif type(claim.holder) in _WATCHED:
+        elif type(claim.holder) in _END_REASON_BY_HOLDER:
             self._watch(claim)
 
     def _watch(self, claim: Claim) -> None:
         claim_id = claim.claim_id
-        on_end = partial(self._on_holder_end, claim_id, _WATCHED[type(claim.holder)])
+        on_end = partial(self._on_holder_end, claim_id, _END_REASON_BY_HOLDER[type(claim.holder)])
         try:
             self._watches[claim_id] = self._holders.watch(claim.holder, on_end)
         except OSError as error:
-            if self._is_new_failure(claim_id, error):
+            if self._record_failure(claim_id, error):
                 log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
             self._unwatched.add(claim_id)
             self._woken.set()
@@ -284,7 +284,7 @@ class ClaimService:
         """End a claim now if no kernel uses it, else when none does any more."""
         if claim_id not in self._state.claims:
             return
-        self._ends.setdefault(claim_id, reason)
+        self._end_reasons.setdefault(claim_id, reason)
         self._state.close_claim(claim_id)
         self._try_end(claim_id)
 
@@ -293,17 +293,17 @@ class ClaimService:
 
         A record that cannot be removed keeps the claim, and is tried again.
         """
-        reason = self._ends.get(claim_id)
+        reason = self._end_reasons.get(claim_id)
         if reason is None or (reason is not EndReason.USED and self._state.claim_kernels(claim_id)):
             return
         try:
             self._end(claim_id, reason)
         except StateUnavailable as error:
-            if self._is_new_failure(claim_id, error):
+            if self._record_failure(claim_id, error):
                 log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
             self._woken.set()
 
-    def _is_new_failure(self, claim_id: str, error: Exception) -> bool:
+    def _record_failure(self, claim_id: str, error: Exception) -> bool:
         """Note why a step failed that is tried again; return whether the reason is another one."""
         before, self._failures[claim_id] = self._failures.get(claim_id), str(error)
         return before != str(error)
@@ -319,7 +319,7 @@ class ClaimService:
         if (stop := self._watches.pop(claim_id, None)) is not None:
             stop()
         self._deadlines.pop(claim_id, None)
-        self._ends.pop(claim_id, None)
+        self._end_reasons.pop(claim_id, None)
         self._failures.pop(claim_id, None)
         self._unwatched.discard(claim_id)
         self._state.drop_claim(claim_id)
@@ -344,14 +344,14 @@ class ClaimService:
         is_held = begins and (before or kernel).holds_devices
         has_run = now is not None and now.state not in STARTING | {KernelState.FAILED}
         if is_held and has_run and not kernel.keeps_claim:
-            self._ends[claim.claim_id] = EndReason.USED
+            self._end_reasons[claim.claim_id] = EndReason.USED
             self._state.close_claim(claim.claim_id)
         is_step = now is None or before is None or before.holds_devices != now.holds_devices
         self._try_end(claim.claim_id)
         if is_step and claim.claim_id in self._state.claims:
             self._publish(claim.claim_id)
 
-    def resume(self, claims: Iterable[Claim]) -> None:
+    def resume_claims(self, claims: Iterable[Claim]) -> None:
         """Resume the claims of the state folder, after its kernels were restored.
 
         Each has its whole time again, since its holder could not renew it.
@@ -367,17 +367,17 @@ class ClaimService:
     async def run(self) -> None:
         """End claims whose time is over, and retry failed steps, until cancelled."""
         while True:
-            self._end_due()
+            self._expire_and_retry()
             self._woken.clear()
-            is_idle = not (self._deadlines or self._ends or self._unwatched)
+            is_idle = not (self._deadlines or self._end_reasons or self._unwatched)
             await wait_event(self._woken, IDLE_PAUSE_S if is_idle else POLL_PAUSE_S)
 
-    def _end_due(self) -> None:
+    def _expire_and_retry(self) -> None:
         now = self._clock.uptime()
         for claim_id, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self._on_holder_end(claim_id, EndReason.TIME)
-        for claim_id in list(self._ends):
+        for claim_id in list(self._end_reasons):
             self._try_end(claim_id)
         for claim_id in list(self._unwatched):
             self._unwatched.discard(claim_id)

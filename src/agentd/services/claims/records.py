@@ -14,7 +14,7 @@ from agentd.services.devices import NodeDevices
 from agentd.services.state import NodeState
 
 
-def recall_claims(
+def restore_claims(
     state: NodeState, devices: NodeDevices, records: Mapping[str, str], now: float
 ) -> list[Claim]:
     """Charge every recorded claim to the physical devices, and return the claims.

@@ -13,7 +13,7 @@ from agentd.services.protocols import Plugins, Runtime, Session
 from agentd.services.state import NodeState
 
 
-class Execs:
+class ExecService:
     """Starts commands in the kernels of a node."""
 
     def __init__(self, state: NodeState, runtimes: Mapping[str, Runtime], plugins: Plugins) -> None:
@@ -61,12 +61,12 @@ class Execs:
             UnknownKernel: the kernel does not exist.
             KernelConflict: the kernel is not running.
         """
-        kernel = self._state.get(kernel_id)
+        kernel = self._state.kernel(kernel_id)
         self._require_running(kernel)
         return kernel
 
     def _require_running(self, kernel: Kernel) -> None:
-        now = self._state.get(kernel.kernel_id)
+        now = self._state.kernel(kernel.kernel_id)
         if (now.agent_id, now.created_at) != (kernel.agent_id, kernel.created_at):
             raise UnknownKernel(kernel.kernel_id)
         self._state.require_runtime(now.runtime)

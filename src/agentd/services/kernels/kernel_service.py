@@ -24,7 +24,7 @@ from agentd.errors import (
     UnknownKernel,
 )
 from agentd.failpoints import hit_async
-from agentd.services.kernels.pending_creates import PendingCreates, is_unresolved
+from agentd.services.kernels.pending_creates import PendingCreates, may_have_left_remains
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
 from agentd.services.protocols import Clock, LogQuery, Runtime
@@ -55,21 +55,25 @@ class KernelService:
         self._state, self._devices = node.state, node.devices
         self.planner = planner
         self._runtimes = runtimes
-        self._default = runtimes[default]
+        self._default_runtime = runtimes[default]
         self._store = store
         self._clock = clock
         self.creates = PendingCreates(node.state, clock)
 
-    async def decide(self, spec: KernelSpec) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
+    async def dry_run_create(
+        self, spec: KernelSpec
+    ) -> tuple[Decision, dict[str, list[dict[str, object]]]]:
         """Return the decision that a create would make now, with its explanation; changes nothing.
 
         Raises:
             RequestError, Unavailable: the create would be refused.
         """
-        problems = await self._default.validate_spec(spec)
+        problems = await self._default_runtime.validate_spec(spec)
         request = self._parse(spec, problems)
         decision = self.planner.decide(spec, request, self._state)
-        await self.planner.plan(self._prepare(spec, decision), spec, self._state, self._default)
+        await self.planner.plan(
+            self._prepare(spec, decision), spec, self._state, self._default_runtime
+        )
         ledger = self._state.ledger
         return decision, self.planner.explain(spec, request, decision, ledger)
 
@@ -87,13 +91,13 @@ class KernelService:
         """
         problems: Sequence[Problem] = ()
         if (known := self.find_existing(spec)) is None:
-            problems = await self._default.validate_spec(spec)
+            problems = await self._default_runtime.validate_spec(spec)
             known = self.find_existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._wait_existing(known, wait=wait), False
         decision = self.planner.decide(spec, self._parse(spec, problems), self._state)
         kernel = self._prepare(spec, decision)
-        self._state.put(kernel)
+        self._state.put_kernel(kernel)
         self.creates.start(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
         return await self.creates.wait(spec.kernel_id) if wait else kernel, True
 
@@ -127,40 +131,42 @@ class KernelService:
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
-        request = self.planner.read(spec, self._default, problems, self._state)
+        request = self.planner.parse_request(spec, self._default_runtime, problems, self._state)
         self.creates.require_open()
-        self._state.require_runtime(self._default.name)
+        self._state.require_runtime(self._default_runtime.name)
         return request
 
     def _prepare(self, spec: KernelSpec, decision: Decision) -> Kernel:
-        return prepare_kernel(spec, decision, self._default.name, self._clock.wall())
+        return prepare_kernel(spec, decision, self._default_runtime.name, self._clock.wall())
 
     async def _start(self, kernel: Kernel, spec: KernelSpec, *, keep_failure: bool) -> Kernel:
         kernel_id = kernel.kernel_id
-        async with self._state.lock(kernel_id):
+        async with self._state.kernel_lock(kernel_id):
             try:
                 await hit_async("create.after_commit")
-                plan = await self.planner.plan(kernel, spec, self._state, self._default)
+                plan = await self.planner.plan(kernel, spec, self._state, self._default_runtime)
                 await hit_async("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
-                observed = await self._default.create(plan, partial(self._on_progress, kernel_id))
+                observed = await self._default_runtime.create(
+                    plan, partial(self._on_progress, kernel_id)
+                )
             except BaseException as error:
-                if is_unresolved(error, self._state.get(kernel_id)):
+                if may_have_left_remains(error, self._state.kernel(kernel_id)):
                     raise self.creates.mark_unresolved(
                         kernel_id, error, keep=keep_failure
                     ) from error
                 self.creates.mark_failed(kernel_id, error, keep=keep_failure)
                 raise
             await hit_async("create.after_runtime")
-            current = self._state.get(kernel_id)
+            current = self._state.kernel(kernel_id)
             running = adopt(
                 observed, self._devices.inventory, current, now=self._clock.wall()
             ).kernel
-            self._state.put(running)
+            self._state.put_kernel(running)
         return running
 
     def _on_progress(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
-        self._state.put(self._state.get(kernel_id).moved_to(state, pull=pull))
+        self._state.put_kernel(self._state.kernel(kernel_id).moved_to(state, pull=pull))
 
     async def stop(self, kernel_id: str, timeout_s: float | None = None) -> Kernel:
         """End a kernel and keep it listed; stopping an ended one changes nothing.
@@ -171,11 +177,11 @@ class KernelService:
             RuntimeUnavailable: the runtime does not answer; the kernel is unchanged.
         """
         await self._shorten_stop(kernel_id, timeout_s)
-        async with self._state.lock(kernel_id):
-            kernel = self._state.get(kernel_id)
+        async with self._state.kernel_lock(kernel_id):
+            kernel = self._state.kernel(kernel_id)
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)
-        return self._state.get(kernel_id)
+        return self._state.kernel(kernel_id)
 
     async def _shorten_stop(self, kernel_id: str, timeout_s: float | None) -> None:
         """Shorten a stop in progress if the caller gives a timeout.
@@ -184,7 +190,7 @@ class KernelService:
             UnknownKernel: the kernel does not exist.
             KernelConflict: the kernel has not started yet.
         """
-        kernel = self._state.get(kernel_id)
+        kernel = self._state.kernel(kernel_id)
         if kernel.state in STARTING:
             raise KernelConflict(
                 f"kernel {kernel_id} is {kernel.state}, expected running; delete it"
@@ -194,17 +200,17 @@ class KernelService:
 
     async def _stop(self, kernel: Kernel, timeout_s: float | None) -> None:
         runtime = self._runtime_of(kernel)
-        self._state.put(kernel.moved_to(KernelState.STOPPING))
+        self._state.put_kernel(kernel.moved_to(KernelState.STOPPING))
         try:
             await hit_async("stop.before_runtime")
             await runtime.stop(kernel.ref, timeout_s)
             await hit_async("stop.after_runtime")
             observed = await runtime.find(kernel.ref)
         except BaseException:
-            self._state.put(self._state.get(kernel.kernel_id).moved_to(kernel.state))
+            self._state.put_kernel(self._state.kernel(kernel.kernel_id).moved_to(kernel.state))
             raise
-        ended = kernel_after_stop(self._state.get(kernel.kernel_id), observed)
-        self._state.put(ended)
+        ended = kernel_after_stop(self._state.kernel(kernel.kernel_id), observed)
+        self._state.put_kernel(ended)
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
     async def remove(
@@ -228,8 +234,8 @@ class KernelService:
         if kernel_id in self._state.unresolved:
             raise KernelConflict(f"the create of {kernel_id} is unresolved; retry later")
         await self._shorten_stop(kernel_id, timeout_s)
-        async with self._state.lock(kernel_id):
-            kernel = self._state.get(kernel_id)
+        async with self._state.kernel_lock(kernel_id):
+            kernel = self._state.kernel(kernel_id)
             if only is not None and kernel is not only:
                 return
             if kernel.state in LIVE:
@@ -238,7 +244,7 @@ class KernelService:
             if kernel.state is not KernelState.FAILED:
                 await self._runtime_of(kernel).remove(kernel.ref)
             await hit_async("delete.after_runtime")
-            self._state.drop(kernel_id)
+            self._state.drop_kernel(kernel_id)
         await hit_async("delete.before_answer")
         log.info("kernel.removed", kernel_id=kernel_id)
 
@@ -249,7 +255,7 @@ class KernelService:
             UnknownKernel: the kernel does not exist, has not started, or is lost.
             RuntimeUnavailable: the kernel is unreadable.
         """
-        kernel = self._state.get(kernel_id)
+        kernel = self._state.kernel(kernel_id)
         if kernel.handle is None:
             if kernel.state is KernelState.UNREADABLE:
                 raise RuntimeUnavailable(f"no logs of {kernel_id}: {kernel.reason}")

@@ -21,7 +21,7 @@ from agentd.services.state import NodeState
 
 log = structlog.get_logger()
 
-GRACE_S = 10.0
+UNRESOLVED_GRACE_S = 10.0
 """Seconds after which absence from a list proves that an unresolved create left nothing."""
 BEFORE_CREATE = frozenset({KernelState.PREPARING, KernelState.PULLING})
 """States of a create in which the runtime has nothing to undo."""
@@ -42,7 +42,7 @@ class PendingCreates:
         self._state = state
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[Kernel]] = {}
-        self._given_up = asyncio.get_running_loop().create_future()
+        self._waiting_abandoned = asyncio.get_running_loop().create_future()
         """Done once a stop waits for creates no longer."""
 
     def __contains__(self, kernel_id: str) -> bool:
@@ -89,7 +89,7 @@ class PendingCreates:
             KernelConflict: a delete cancelled it.
         """
         task = self._tasks[kernel_id]
-        await asyncio.wait({task, self._given_up}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, self._waiting_abandoned}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise OutcomeUnknown(f"the daemon stopped during the create; {kernel_id} may exist")
         if not task.cancelled():
@@ -111,10 +111,10 @@ class PendingCreates:
     def mark_failed(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
         """Release the share of a failed create that left nothing; `keep` lists it as `failed`."""
         if keep and not isinstance(error, asyncio.CancelledError):
-            kernel = self._state.get(kernel_id)
-            self._state.put(kernel.moved_to(KernelState.FAILED, reason=str(error)))
+            kernel = self._state.kernel(kernel_id)
+            self._state.put_kernel(kernel.moved_to(KernelState.FAILED, reason=str(error)))
         else:
-            self._state.drop(kernel_id)
+            self._state.drop_kernel(kernel_id)
         reason = _public_reason(error)
         if isinstance(error, asyncio.CancelledError):
             reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
@@ -124,7 +124,7 @@ class PendingCreates:
         self, kernel_id: str, error: BaseException, *, keep: bool
     ) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
-        self._mark_unresolved(kernel_id, keep=keep)
+        self._start_grace(kernel_id, keep=keep)
         reason = _public_reason(error) or type(error).__name__
         if isinstance(error, OutcomeUnknown):
             log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
@@ -138,15 +138,15 @@ class PendingCreates:
             return
         state = kernel.state if (kernel := self._state.kernels.get(kernel_id)) else None
         if state is KernelState.PREPARING:
-            self._state.drop(kernel_id)  # cancelled before the runtime was called
+            self._state.drop_kernel(kernel_id)  # cancelled before the runtime was called
         elif state in STARTING:
-            self._mark_unresolved(kernel_id)
+            self._start_grace(kernel_id)
 
-    def _mark_unresolved(self, kernel_id: str, *, keep: bool = False) -> None:
-        kernel = self._state.get(kernel_id)
+    def _start_grace(self, kernel_id: str, *, keep: bool = False) -> None:
+        kernel = self._state.kernel(kernel_id)
         if kernel.state in BEFORE_CREATE:
-            self._state.put(kernel.moved_to(KernelState.CREATING))
-        until = self._clock.steady() + GRACE_S
+            self._state.put_kernel(kernel.moved_to(KernelState.CREATING))
+        until = self._clock.steady() + UNRESOLVED_GRACE_S
         self._state.mark_unresolved(kernel_id, until, keep=keep)
 
     async def drain(self, deadline: Deadline) -> Drained:
@@ -157,13 +157,13 @@ class PendingCreates:
         """
         self._is_draining = True
         tasks = dict(self._tasks)
-        cancellable = [k for k in tasks if self._state.get(k).state in BEFORE_CREATE]
+        cancellable = [k for k in tasks if self._state.kernel(k).state in BEFORE_CREATE]
         for kernel_id in cancellable:
             if not tasks[kernel_id].cancelling():
                 tasks[kernel_id].cancel()
         if tasks:
             await asyncio.wait(tasks.values(), timeout=deadline.remaining_s())
-        self._given_up.set_result(None)
+        self._waiting_abandoned.set_result(None)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unresolved]
         return Drained([k for k in cancellable if k not in unresolved], unresolved)
 
@@ -172,7 +172,7 @@ def _public_reason(error: BaseException) -> str:
     return error.public_text() if isinstance(error, AgentdError) else str(error)
 
 
-def is_unresolved(error: BaseException, kernel: Kernel) -> bool:
+def may_have_left_remains(error: BaseException, kernel: Kernel) -> bool:
     """Return whether a failed create may have left something: see `Runtime.create`."""
     if isinstance(error, OutcomeUnknown):
         return True

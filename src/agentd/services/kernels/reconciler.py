@@ -16,15 +16,15 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.concurrency import is_being_cancelled
-from agentd.core.kernel.adoption import Adoption, adopt, resolve_devices
+from agentd.core.kernel.adoption import KernelUpdate, adopt, resolve_devices
 from agentd.core.kernel.observation import ObservedKernel
-from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveNeverRan, reconcile
+from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveUnstarted, reconcile
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
 from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
 from agentd.failpoints import hit, hit_async
 from agentd.services.claims.records import resolve_claim_devices
 from agentd.services.kernels.log import log_observation
-from agentd.services.kernels.pending_creates import GRACE_S
+from agentd.services.kernels.pending_creates import UNRESOLVED_GRACE_S
 from agentd.services.node import Node
 from agentd.services.protocols import Clock, Plugins, Runtime
 from agentd.services.state import RuntimeState
@@ -32,9 +32,9 @@ from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 RETRY_PAUSE_S = 1.0
-PARTIAL_PAUSE_S = 10.0
+REOBSERVE_PAUSE_S = 10.0
 """Seconds between observations of kernels that are unreadable, or listed with few details."""
 MAX_OBSERVATIONS = 16
 
@@ -52,20 +52,20 @@ class Reconciler:
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
-        self._default = default
+        self._default_runtime_name = default
         self._store = store
         self._clock = clock
         self._first_lists = {name: asyncio.Event() for name in runtimes}
-        self._following: set[str] = set()
+        self._watched_runtimes: set[str] = set()
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._queued: set[str] = set()
         self._queued_once: set[str] = set()
         """Kernels among them that were known when queued and have had no other event since."""
         self._observation_slots = asyncio.Semaphore(MAX_OBSERVATIONS)
-        self._partial: set[str] = set()
+        self._to_reobserve: set[str] = set()
         self._partial_retry_at = 0.0
 
-    def reassign_devices(self) -> None:
+    def recharge_devices(self) -> None:
         """Charge kernels and claims to devices that were known only from their records so far."""
         for claim in list(self._state.claims.values()):
             if (relocated := resolve_claim_devices(claim, self._devices)) is not claim:
@@ -74,7 +74,7 @@ class Reconciler:
             allocation, missing = resolve_devices(kernel.allocation, self._devices.inventory)
             self._devices.add_missing(missing)
             if allocation != kernel.allocation:
-                self._state.put(replace(kernel, allocation=allocation))
+                self._state.put_kernel(replace(kernel, allocation=allocation))
 
     async def wait_first_lists(self) -> None:
         """Wait until every runtime has returned its first list or failed to."""
@@ -107,14 +107,14 @@ class Reconciler:
         snapshot = state.snapshot()
         await hit_async("adopt.before_list")
         try:
-            listing = await runtime.list()
+            listing = await runtime.list_kernels()
             kernels = [*listing.kernels, *await self._find_unlisted(runtime, listing.kernels)]
         except RuntimeUnavailable as error:
             self.mark_unavailable(runtime.name, str(error))
             raise
         await hit_async("adopt.after_list")
         known = {kernel.kernel_id: kernel for kernel in state if kernel.runtime == runtime.name}
-        observed = {item.kernel_id: item for item in kernels if not self._is_second(item)}
+        observed = {item.kernel_id: item for item in kernels if not self._is_duplicate(item)}
         changed = {k for k in known.keys() | observed if not state.is_unchanged(k, snapshot)}
         now = self._clock.steady()
         actions = reconcile(
@@ -125,7 +125,7 @@ class Reconciler:
             now=self._clock.wall(),
         )
         await self._apply_actions(actions)
-        self._partial |= {i.kernel_id for i in kernels if i.is_partial or i.is_unreadable}
+        self._to_reobserve |= {i.kernel_id for i in kernels if i.is_partial or i.is_unreadable}
         for kernel_id in changed:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
@@ -133,7 +133,7 @@ class Reconciler:
         state.mark_available(runtime.name, listing.ignored)
         self._first_lists[runtime.name].set()
 
-    def _is_second(self, item: ObservedKernel) -> bool:
+    def _is_duplicate(self, item: ObservedKernel) -> bool:
         """Return whether another runtime has a kernel with this id; the observed one is ignored."""
         is_second = self._state.is_duplicate_id(item.kernel_id, item.runtime)
         if is_second:
@@ -155,9 +155,9 @@ class Reconciler:
         ]
         return [item for ref in missing if (item := await runtime.find(ref)) is not None]
 
-    def set_following(self, name: str, *, is_following: bool) -> None:
+    def set_watched(self, name: str, *, is_following: bool) -> None:
         """Record whether a runtime's events arrive; without them its list is not current."""
-        (self._following.add if is_following else self._following.discard)(name)
+        (self._watched_runtimes.add if is_following else self._watched_runtimes.discard)(name)
 
     async def wait_next(self) -> str:
         """Wait for the next kernel to observe."""
@@ -179,7 +179,7 @@ class Reconciler:
 
     async def observe(self, kernel_id: str) -> None:
         """Observe one kernel after an event, once no other task works on it."""
-        async with self._state.lock(kernel_id), self._observation_slots:
+        async with self._state.kernel_lock(kernel_id), self._observation_slots:
             self._queued.discard(kernel_id)
             known = self._state.kernels.get(kernel_id)
             all_names = [] if kernel_id in self._queued_once else list(self._state.runtimes)
@@ -201,9 +201,9 @@ class Reconciler:
             self.requeue(kernel_id)
             return
         before = {kernel_id: known} if known else {}
-        items = [observed] if observed and not self._is_second(observed) else []
+        items = [observed] if observed and not self._is_duplicate(observed) else []
         if observed and observed.is_unreadable:
-            self._partial.add(kernel_id)
+            self._to_reobserve.add(kernel_id)
         inventory, now = self._devices.inventory, self._clock.wall()
         await self._apply_actions(reconcile(before, items, inventory, now=now), is_locked=True)
         await hit_async("reconcile.after_settle")
@@ -211,11 +211,11 @@ class Reconciler:
     async def retry(self) -> None:
         """Retry unavailable runtimes and creates with an unknown outcome."""
         self._devices.retry()
-        names = self._following & self._state.runtimes.keys()
+        names = self._watched_runtimes & self._state.runtimes.keys()
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
-        if self._partial and self._clock.steady() >= self._partial_retry_at:
-            self._partial_retry_at = self._clock.steady() + PARTIAL_PAUSE_S
-            partial, self._partial = self._partial, set()
+        if self._to_reobserve and self._clock.steady() >= self._partial_retry_at:
+            self._partial_retry_at = self._clock.steady() + REOBSERVE_PAUSE_S
+            partial, self._to_reobserve = self._to_reobserve, set()
             for kernel_id in partial:
                 self.requeue(kernel_id)
 
@@ -237,7 +237,7 @@ class Reconciler:
         self._state.runtime(name)
         try:
             if name in self._runtimes:
-                await self._runtimes[name].list()
+                await self._runtimes[name].list_kernels()
                 raise Conflict(f"runtime {name} is available; remove its kernels one by one")
         except RuntimeUnavailable as error:
             self.mark_unavailable(name, str(error))
@@ -246,8 +246,8 @@ class Reconciler:
             raise Conflict(f"operations in progress on {', '.join(busy)}; retry later")
         for kernel_id in kernels:
             log.warning("kernel.forgotten", kernel_id=kernel_id, runtime=name)
-            self._state.drop(kernel_id)
-        if name != self._default:
+            self._state.drop_kernel(kernel_id)
+        if name != self._default_runtime_name:
             self._state.forget_runtime(name)
         self._store.save_runtimes(sorted(self._state.runtimes))
 
@@ -255,20 +255,20 @@ class Reconciler:
         removals = []
         for action in actions:
             match action:
-                case Adoption(kernel, missing):
+                case KernelUpdate(kernel, missing):
                     before = self._state.kernels.get(kernel.kernel_id)
                     self._devices.add_missing(missing)
-                    self._state.put(kernel)
-                    self._state.settle(kernel.kernel_id)
+                    self._state.put_kernel(kernel)
+                    self._state.mark_resolved(kernel.kernel_id)
                     log_observation(before, kernel)
                 case MarkAbsent(kernel_id):
-                    self._mark_absent(self._state.get(kernel_id))
-                case RemoveNeverRan(observed):
+                    self._mark_absent(self._state.kernel(kernel_id))
+                case RemoveUnstarted(observed):
                     removals.append(observed)
             hit("adopt.after_action")
         for observed in removals:
             if is_locked:
-                await self._remove_never_ran(observed)
+                await self._remove_unstarted(observed)
             else:  # the list is out of date by now: observe the kernel again, alone
                 await self.observe(observed.kernel_id)
 
@@ -276,24 +276,24 @@ class Reconciler:
         create = self._state.unresolved.get(kernel.kernel_id)
         if create is None:
             reason = "removed outside of agentd"
-            self._state.put(kernel.with_observation(ObservedState.ABSENT, reason=reason))
+            self._state.put_kernel(kernel.with_observation(ObservedState.ABSENT, reason=reason))
             log.warning("kernel.lost", kernel_id=kernel.kernel_id)
             return
-        if create.keep:
+        if create.keep_failure:
             reason = "removed before it ran"
-            self._state.put(kernel.with_observation(ObservedState.ABSENT, reason=reason))
-            self._state.settle(kernel.kernel_id)
+            self._state.put_kernel(kernel.with_observation(ObservedState.ABSENT, reason=reason))
+            self._state.mark_resolved(kernel.kernel_id)
         else:
-            self._state.drop(kernel.kernel_id)
+            self._state.drop_kernel(kernel.kernel_id)
         log.info("kernel.create_discarded", kernel_id=kernel.kernel_id)
 
-    async def _remove_never_ran(self, observed: ObservedKernel) -> None:
+    async def _remove_unstarted(self, observed: ObservedKernel) -> None:
         """Remove the remains of an interrupted create; its share stays held until then."""
         kernel_id = observed.kernel_id
         adoption = adopt(observed, self._devices.inventory, now=self._clock.wall())
         self._devices.add_missing(adoption.missing)
-        self._state.put(adoption.kernel)
-        self._state.mark_unresolved(kernel_id, self._clock.steady() + GRACE_S)
+        self._state.put_kernel(adoption.kernel)
+        self._state.mark_unresolved(kernel_id, self._clock.steady() + UNRESOLVED_GRACE_S)
         await hit_async("adopt.before_discard")
         try:
             is_gone = await self._runtimes[observed.runtime].remove(observed.ref, unless_alive=True)
@@ -302,13 +302,13 @@ class Reconciler:
             return
         await hit_async("adopt.after_discard")
         if is_gone:
-            self._state.drop(kernel_id)
+            self._state.drop_kernel(kernel_id)
             log.info("kernel.orphan_removed", kernel_id=kernel_id)
         else:
             self.requeue(kernel_id)
 
 
-class Loops:
+class ReconcilerLoops:
     """The background loops; a loop that fails is logged and continues."""
 
     def __init__(
@@ -329,7 +329,7 @@ class Loops:
             self._reconciler.mark_unavailable(name, "the runtime is not configured")
         async with asyncio.TaskGroup() as group:
             for name, runtime in self._runtimes.items():
-                group.create_task(self._follow(runtime), name=f"follow-{name}")
+                group.create_task(self._watch_runtime(runtime), name=f"follow-{name}")
             group.create_task(self._run_forever(lambda: self._process_queue(group)), name="work")
             group.create_task(self._run_forever(self._retry), name="retry")
             watching = self._run_forever(self._watch_plugins)
@@ -338,7 +338,7 @@ class Loops:
     async def _watch_plugins(self) -> None:
         async for name in self._plugins.changes():
             if self._devices.refresh(name):
-                self._reconciler.reassign_devices()
+                self._reconciler.recharge_devices()
 
     async def _run_forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -348,9 +348,9 @@ class Loops:
                 if is_being_cancelled():
                     raise
                 log.exception("reconciler.failed")
-                await asyncio.sleep(LONGEST_PAUSE_S)
+                await asyncio.sleep(MAX_PAUSE_S)
 
-    async def _follow(self, runtime: Runtime) -> None:
+    async def _watch_runtime(self, runtime: Runtime) -> None:
         pause_s = FIRST_PAUSE_S
         while runtime.name in self._state.runtimes:
             try:
@@ -358,7 +358,7 @@ class Loops:
                     if kernel_id:
                         self._reconciler.requeue(kernel_id)
                     else:
-                        self._reconciler.set_following(runtime.name, is_following=True)
+                        self._reconciler.set_watched(runtime.name, is_following=True)
                         await self._reconciler.relist(runtime)
                         pause_s = FIRST_PAUSE_S
                 reason = "its event stream ended"
@@ -369,10 +369,10 @@ class Loops:
                     raise
                 log.exception("reconciler.failed", runtime=runtime.name)
                 reason = f"{type(error).__name__}: {error}"
-            self._reconciler.set_following(runtime.name, is_following=False)
+            self._reconciler.set_watched(runtime.name, is_following=False)
             self._reconciler.mark_unavailable(runtime.name, reason)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _process_queue(self, group: asyncio.TaskGroup) -> None:
         while True:
@@ -385,7 +385,7 @@ class Loops:
             if is_being_cancelled():
                 raise
             log.exception("reconciler.failed", kernel_id=kernel_id)
-            await asyncio.sleep(LONGEST_PAUSE_S)
+            await asyncio.sleep(MAX_PAUSE_S)
             self._reconciler.requeue(kernel_id)
 
     async def _retry(self) -> None:

@@ -14,7 +14,7 @@ from agentd.core.kernel.adoption import adopt_record
 from agentd.core.kernel.record import RecordError, decode, encode
 from agentd.core.kernel.states import LIVE, Kernel, KernelState, ObservedState
 from agentd.services.devices import NodeDevices
-from agentd.services.kernels.pending_creates import GRACE_S
+from agentd.services.kernels.pending_creates import UNRESOLVED_GRACE_S
 from agentd.services.protocols import Clock
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
@@ -43,14 +43,14 @@ def restore_kernels(
             case Phase.INTENT:
                 reason = kernel.reason or "create interrupted by a restart; not resolved yet"
                 kernel = replace(kernel, reason=reason)
-                state.mark_unresolved(kernel.kernel_id, clock.steady() + GRACE_S)
+                state.mark_unresolved(kernel.kernel_id, clock.steady() + UNRESOLVED_GRACE_S)
             case Phase.LIVE:
                 kernel = kernel.with_observation(
                     ObservedState.UNREADABLE if kernel.reason else ObservedState.RUNNING
                 )
             case Phase.ENDED:
                 kernel = kernel.with_observation(ObservedState.EXITED)
-        state.put(kernel)
+        state.put_kernel(kernel)
 
 
 def recorded_runtimes(records: Iterable[SavedRecord]) -> set[str]:
