@@ -154,6 +154,24 @@ async def test_cgroup_ends_with_its_last_process(
     assert not holders.is_alive(found)
 
 
+async def test_no_claim_ends_with_the_cgroup_above_a_container(
+    group: Path, child: subprocess.Popen[bytes]
+) -> None:
+    container = "ab" * 32
+    inner = group / "machine.slice" / f"docker-{container}.scope"
+    inner.mkdir(parents=True)
+    (inner / "cgroup.procs").write_text(str(child.pid))
+    path = f"/{group.name}"
+    for cgroup in (path, f"{path}/machine.slice/{inner.name}"):
+        with pytest.raises(NoSuchHolder, match="holds agentd or a kernel"):
+            HolderObserver().find_cgroup(cgroup, [], [container])
+    assert HolderObserver().find_cgroup(path, [], ["cd" * 32]).cgroup == path
+    child.kill()
+    child.wait()
+    inner.rmdir()
+    inner.parent.rmdir()
+
+
 async def test_empty_or_foreign_cgroup_is_refused(group: Path) -> None:
     holders = HolderObserver()
     for path in (f"/{group.name}", "/", "", "/../x", "//", f"/{group.name}/", "/nowhere", "x"):

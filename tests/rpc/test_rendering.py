@@ -30,6 +30,7 @@ def test_device_of_no_agent_says_why_it_gives_nothing() -> None:
     [
         ("k1", "before", True, "kernel k1 of agent before holds 1"),
         (ClaimRef("c1"), "before", True, "claim c1 of agent before holds 1"),
+        ("k1", "", True, "kernel k1 of agent unknown holds 1"),
         ("k1", "before", False, "kernel other holds 1"),
         ("k1", "now", True, ""),
     ],

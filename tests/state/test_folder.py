@@ -139,6 +139,21 @@ def test_record_with_an_invalid_name_is_ignored(state: StateFolder) -> None:
     assert state.load_records() == []
 
 
+@pytest.mark.parametrize("kernel_id", ["../../PWNED", "..", "a/b", ""])
+def test_no_file_is_written_or_removed_by_an_invalid_id(
+    state: StateFolder, tmp_path: Path, kernel_id: str
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    for step in (
+        lambda: state.save_intent(kernel_id, "{}"),
+        lambda: state.save_phase(kernel_id, Phase.ENDED, lambda: "{}"),
+        lambda: state.drop_record(kernel_id),
+    ):
+        with pytest.raises(ValueError, match="invalid name"):
+            step()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_second_daemon_with_the_same_node_id_refuses(state: StateFolder, tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match="another agentd serves node id n"):
         StateFolder(tmp_path / "other", "n").open(tmp_path / "locks")

@@ -324,7 +324,7 @@ def _foreign_text(holder: Holder, share: Share, agent_id: str, *, is_visible: bo
         readable_amount(amount, kind) + (f" of {slot}" if len(share.amounts) > 1 else "")
         for slot, kind, amount in share.amounts
     ]
-    agent = f" of agent {agent_id}" if is_visible else ""
+    agent = f" of agent {agent_id or 'unknown'}" if is_visible else ""
     return f"{_holder_text(holder, is_visible=is_visible)}{agent} holds {' and '.join(amounts)}"
 
 

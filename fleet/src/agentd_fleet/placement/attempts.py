@@ -40,8 +40,8 @@ class PlacementTimeouts(msgspec.Struct, frozen=True):
     """The time in which a node must lack a kernel before the kernel counts as never created.
 
     It is longer than a request under the same route can be in progress: it is sent within
-    `fresh_s`, abandoned by TCP after 20 s, and by a node that answers after 10 s for its header and
-    30 s for its body.
+    `send_within_s`, abandoned by TCP after 20 s, and by a node that answers after 10 s for its
+    header and 30 s for its body.
     """
 
 

@@ -259,7 +259,7 @@ class EtcdTransport:
         self, endpoint: str, token: str, path: str, body: Mapping[str, object]
     ) -> aiohttp.ClientResponse:
         if self._session is None:
-            raise RuntimeError("use it as `async with Etcd(access) as etcd`")
+            raise RuntimeError("use it as `async with EtcdClient(access) as etcd`")
         headers = {**_HEADERS, "Authorization": token} if token else _HEADERS
         data = json.dumps(body, separators=(",", ":"))
         try:
