@@ -220,7 +220,7 @@ class Gateway(Site):
         query = {k: v for k, v in request.query.items() if k != "node"}
         path = kernel_path(request.match_info["kernel"], "logs", query=query)
         with self._streams.register(request):
-            return await proxy_request(self._nodes, self._state, location.node, request, path)
+            return await proxy_request(self._nodes, location.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
         """Show the usage of a kernel."""
@@ -231,7 +231,7 @@ class Gateway(Site):
         location = await self._locate(request)
         with self._streams.register(request, may_pause=True):
             path = kernel_path(request.match_info["kernel"], "exec")
-            return await proxy_websocket(self._nodes, self._state, location.node, request, path)
+            return await proxy_websocket(self._nodes, location.node, request, path)
 
     async def pass_to_node(self, request: web.Request) -> web.StreamResponse:
         """Proxy a call below /v1 to one node."""
@@ -246,7 +246,7 @@ class Gateway(Site):
         is_socket = "Upgrade" in request.headers
         proxy = proxy_websocket if is_socket else proxy_request
         with self._streams.register(request, may_pause=is_socket):
-            return await proxy(self._nodes, self._state, node, request, f"/v1/{path}")
+            return await proxy(self._nodes, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the fleet in the Prometheus exposition format."""

@@ -18,7 +18,6 @@ from agentd.http.callers import caller_of
 from agentd.http.queries import receive_body
 from agentd.http.streaming.websocket import LimitedSocket, TooManyControlFrames, send_heartbeats
 from agentd_fleet.nodes.calls import CALL_TIMEOUT_S, CREATE_TIMEOUT_S, Nodes
-from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 log = structlog.get_logger()
@@ -40,7 +39,7 @@ def pick_headers(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, 
 
 
 async def proxy_request(
-    nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
+    nodes: Nodes, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Proxy a request to a node, and its answer back, byte for byte.
 
@@ -55,7 +54,7 @@ async def proxy_request(
     patience_s = CALL_TIMEOUT_S if request.method == "GET" else CREATE_TIMEOUT_S
     async with AsyncExitStack() as stack:
         try:
-            async with state.call_timeout(node.node_id, patience_s, CALL_TIMEOUT_S):
+            async with nodes.call_timeout(node, patience_s):
                 node_response = await stack.enter_async_context(opening)
         except TimeoutError:
             raise NodeUnavailable(f"node {node.node_id} does not answer") from None
@@ -74,7 +73,7 @@ async def proxy_request(
 
 
 async def proxy_websocket(
-    nodes: Nodes, state: FleetState, node: FleetNode, request: web.Request, path: str
+    nodes: Nodes, node: FleetNode, request: web.Request, path: str
 ) -> web.StreamResponse:
     """Connect a client's WebSocket with a node's, frame by frame; each end closes the other.
 
@@ -88,7 +87,7 @@ async def proxy_websocket(
     if client_socket.can_prepare(request).ok:
         node_socket = await nodes.open_websocket(node, caller_of(request), path)
     if node_socket is None:
-        return await proxy_request(nodes, state, node, request, path)
+        return await proxy_request(nodes, node, request, path)
     flood: TooManyControlFrames | None = None
     try:
         await client_socket.prepare(request)

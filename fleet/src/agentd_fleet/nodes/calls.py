@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
@@ -116,7 +116,7 @@ class Nodes:
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
         try:
             async with (
-                self._state.call_timeout(node.node_id, patience_s, unheard_s),
+                self.call_timeout(node, patience_s, unheard_s),
                 opening as response,
             ):
                 answer = NodeAnswer(
@@ -128,6 +128,16 @@ class Nodes:
             reason = "does not accept the token as a gateway's (gateway = true)"
             raise NodeNotCalled(f"node {node.node_id} {reason}")
         return answer
+
+    def call_timeout(
+        self, node: FleetNode, patience_s: float, unheard_s: float = CALL_TIMEOUT_S
+    ) -> AbstractAsyncContextManager[None]:
+        """Limit a call to `patience_s`, and to `unheard_s` while the node is not ready.
+
+        Raises:
+            TimeoutError: the call took longer.
+        """
+        return self._state.call_timeout(node.node_id, patience_s, unheard_s)
 
     @asynccontextmanager
     async def open_response(
