@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
@@ -281,6 +281,11 @@ class UnknownClaim(RequestError):
     """The claim does not exist on this node."""
 
     code = "UnknownClaim"
+
+    @classmethod
+    def of(cls, claim_id: str) -> Self:
+        """Return the error for an id without a claim that the caller may see."""
+        return cls(f"unknown claim {claim_id}")
 
 
 class UnknownEngine(RequestError):

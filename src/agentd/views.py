@@ -41,7 +41,7 @@ class KernelView(TypedDict):
     """A kernel. `allocation` is device name -> slot -> device id -> amount.
 
     `image`, `command`, `mounts` and `labels` are as requested, and `env` has the names of the
-    variables without their values; a member of more than 32 KiB is left empty. `pid` is the
+    variables without their values; a member too long to be saved is left empty. `pid` is the
     kernel's first process on the host (`process`: its own, `systemd`: the unit's main process while
     it runs), and `unit` is the unit of the `systemd` runtime.
     """

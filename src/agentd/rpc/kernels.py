@@ -25,6 +25,7 @@ from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.node import Node
 from agentd.services.protocols import Session
 from agentd.services.statistics import Statistics
+from agentd.views import DecisionView, KernelView
 
 
 class KernelHandlers:
@@ -63,8 +64,8 @@ class KernelHandlers:
             if known := self._service.find_existing(spec):
                 return json_response(self._view(known))
             decision, explain = await self._service.dry_run_create(spec)
-            shown = {
-                "slots": decision.slots,
+            shown: DecisionView = {
+                "slots": dict(decision.slots),
                 "allocation": rendering.charged_allocation(
                     decision.allocation, self._devices.inventory
                 ).to_wire(),
@@ -145,5 +146,5 @@ class KernelHandlers:
         with self._site.streams.register(request, may_pause=True):
             return await run_exec(request, begin)
 
-    def _view(self, kernel: Kernel) -> object:
+    def _view(self, kernel: Kernel) -> KernelView:
         return rendering.kernel_view(kernel, self._devices.inventory)

@@ -87,12 +87,6 @@ class NodeHandlers:
         node["warnings"] = self._access.filter_visible(caller, node["warnings"])
         return node
 
-    def _node(self, caller: Caller) -> NodeView:
-        """Return the node without warnings about agents that the caller cannot see."""
-        node = self._view()
-        node["warnings"] = self._access.filter_visible(caller, node["warnings"])
-        return node
-
 
 class RuntimeHandlers:
     """The runtimes and plugins of the node."""

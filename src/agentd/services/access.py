@@ -45,7 +45,7 @@ class Access:
         if kernel is not None and not _is_visible(caller, self._state.kernels.get(kernel)):
             raise UnknownKernel(f"unknown kernel {kernel}")
         if claim is not None and not _is_visible(caller, self._state.claims.get(claim)):
-            raise UnknownClaim(f"unknown claim {claim}")
+            raise UnknownClaim.of(claim)
         if device is not None:
             self._require_device(caller, device)
         if not caller.has_right(right):

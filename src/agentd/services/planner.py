@@ -356,7 +356,7 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
     claim = state.claims.get(spec.claim_id)
     is_known = claim is not None and (spec.caller is None or claim.may_be_used_by(spec.caller))
     if claim is None or not is_known or spec.claim_id in state.closed_claims:
-        raise UnknownClaim(f"unknown claim {spec.claim_id}")
+        raise UnknownClaim.of(spec.claim_id)
     claim.require_readable()
     if claim.agent_id != spec.agent_id:
         why = f"claim {claim.claim_id} is of agent {claim.agent_id}"

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from agentd.core.allocation.ledger import ClaimRef, Holding, Ledger
 from agentd.core.allocation.ports import HostPort, host_ports
 from agentd.core.claim.claim import Claim, ClaimSpec, subtract_allocations
-from agentd.core.kernel.states import Kernel, KernelSpec, KernelState
+from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.labels import LabelExcess, find_label_excess, labels_size
 from agentd.errors import (
     NotReady,
@@ -213,7 +213,7 @@ class NodeState:
             UnknownClaim: there is no claim of that id.
         """
         if claim_id not in self._claims:
-            raise UnknownClaim(f"unknown claim {claim_id}")
+            raise UnknownClaim.of(claim_id)
         return self._claims[claim_id]
 
     def claim_kernels(self, claim_id: str) -> Mapping[str, Kernel]:
@@ -252,7 +252,7 @@ class NodeState:
         if now is None:
             self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=holding is not None)
         elif now != before:
-            if now.state is KernelState.TERMINATED and has_ended(before, now):
+            if has_ended(before, now):
                 log_end(now)
             holding_now = self._ledger.holdings.get(now.kernel_id)
             self._events.publish(EventKind.KERNEL, now, is_of_shares=holding_now != holding)

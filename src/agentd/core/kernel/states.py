@@ -146,6 +146,10 @@ class Pull(msgspec.Struct, frozen=True):
     total: int = 0
 
 
+NODE_RESTARTED = "the node restarted"
+"""The reason of an end by a restart of the host."""
+
+
 class Ending(msgspec.Struct, frozen=True):
     """The end of a kernel's command; times are seconds since the epoch."""
 

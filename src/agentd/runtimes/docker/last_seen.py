@@ -17,11 +17,11 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.states import NODE_RESTARTED, Ending
 from agentd.runtimes.host.private_folder import PrivateFolder
 
 log = structlog.get_logger()
-NODE_RESTARTED, ENGINE_STOPPED = "the node restarted", "the engine was stopped"
+ENGINE_STOPPED = "the engine was stopped"
 SAVE_PAUSE_S = 60.0
 """Minimum seconds between two writes of the file, except at a stop and around an outage."""
 _STOP_MARGIN_S = 30.0

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentd.core.kernel.states import Ending, ObservedState
+from agentd.core.kernel.states import NODE_RESTARTED, Ending, ObservedState
 from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import (
     Proc,
@@ -173,14 +173,14 @@ class KernelProcesses:
         if (ending := self._bundle.read_ending()) is not None:
             identity = self.identity
             if ending.reason and identity is not None and identity.boot_id != self._boot_id:
-                ending = replace(ending, reason="the node restarted")
+                ending = replace(ending, reason=NODE_RESTARTED)
             return ObservedState.EXITED, ending
         if self._bundle.read(IDENTITY) is None:
             return ObservedState.CREATED, Ending()
         if self.identity is None:
             reason = "its identity is unreadable and it has ended"
         elif self.identity.boot_id != self._boot_id:
-            reason = "the node restarted; its exit status is lost"
+            reason = f"{NODE_RESTARTED}; its exit status is lost"
         else:
             reason = "its shim was killed; its exit status is lost"
         return ObservedState.EXITED, Ending(reason=reason)

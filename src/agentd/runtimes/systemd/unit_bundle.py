@@ -24,14 +24,13 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from agentd.core.kernel.record import LAST_SECOND, MALFORMED, parse_time, require_record
-from agentd.core.kernel.states import Ending
+from agentd.core.kernel.states import NODE_RESTARTED, Ending
 from agentd.core.kernel.usage import UNKNOWN_USAGE, Usage
 from agentd.host.cgroups.usage import parse_usage_files
 from agentd.runtimes.host.private_folder import PrivateFolder
 
 RECORD, ENVIRONMENT, IDENTITY, EXIT = "record.json", "environment", "identity.json", "exit"
 USAGE, COUNTED, GROUP = "usage.json", "counted", "cgroup"
-NODE_RESTARTED = "the node restarted"
 
 DROP_IN = """\
 # Written by agentd: how each kernel ends is written down by systemd itself. It runs with all rights

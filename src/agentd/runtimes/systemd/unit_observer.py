@@ -21,7 +21,14 @@ from agentd.core.kernel.record import (
     require_owner,
     require_record,
 )
-from agentd.core.kernel.states import ENDED, Ending, Kernel, KernelRef, ObservedState
+from agentd.core.kernel.states import (
+    ENDED,
+    NODE_RESTARTED,
+    Ending,
+    Kernel,
+    KernelRef,
+    ObservedState,
+)
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.names import is_name, name_or_empty, validate_name
 from agentd.errors import RuntimeUnavailable
@@ -34,7 +41,7 @@ from agentd.runtimes.host.private_folder import (
     os_errors_as_unavailable,
 )
 from agentd.runtimes.systemd.unit import kernel_id_of_unit, slice_name, unit_name
-from agentd.runtimes.systemd.unit_bundle import NODE_RESTARTED, UnitBundle, UnitIdentity
+from agentd.runtimes.systemd.unit_bundle import UnitBundle, UnitIdentity
 from agentd.runtimes.systemd.unit_state import (
     LIVE_STATES,
     OBSERVED_PROPERTIES,

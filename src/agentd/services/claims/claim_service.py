@@ -97,7 +97,7 @@ class ClaimService:
         """
         claim = self._state.claim(claim_id)
         if claim_id in self._pending:
-            raise UnknownClaim(f"unknown claim {claim_id}")
+            raise UnknownClaim.of(claim_id)
         return self.status(claim)
 
     def recorded_claims(self) -> list[Claim]:
@@ -256,7 +256,7 @@ class ClaimService:
     def _get_owned(self, claim_id: str, caller: Caller) -> Claim:
         claim = self._state.claim(claim_id)
         if claim_id in self._pending or not claim.may_be_used_by(caller):
-            raise UnknownClaim(f"unknown claim {claim_id}")
+            raise UnknownClaim.of(claim_id)
         return claim
 
     def _start_watching(self, claim: Claim) -> None:
