@@ -120,7 +120,7 @@ def _structure(path: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if "plugins" in path.parts:
             yield from _imports_of_agentd(node)
-        if {"services", "rpc"} & {path.parent.name}:
+        if not {"services", "rpc"}.isdisjoint(path.parts):
             yield from _shared_attributes(node)
 
 

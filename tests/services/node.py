@@ -16,6 +16,7 @@ from agentd.services.claims.records import restore_claims
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.kernels.kernel_service import KernelService
+from agentd.services.kernels.pending_creates import PendingCreates
 from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
@@ -55,7 +56,7 @@ class Rig:
         self.devices.discover()
         slots, real = {"cpu": 1, "mem": "256m"}, frozenset("0123")
         node_rules = NodeRules("n", AllocationPolicy(), slots, real, PortRange(), lambda *_: True)
-        planner = Planner(self.devices, self.plugins, node_rules)
+        self.planner = planner = Planner(self.devices, self.plugins, node_rules)
         self.clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
         self.runtimes = {"fake": self.runtime}
         self.state = NodeState([*self.runtimes, *others], events)
@@ -64,7 +65,8 @@ class Rig:
         counts = NodeCounts(self.clock.steady), ClaimCounts()
         self.node = Node(self.state, self.devices, events, *counts)
         common = (self.runtimes, "fake", self.memory, self.clock)
-        self.service = KernelService(self.node, planner, *common)
+        self.creates = PendingCreates(self.state, self.clock)
+        self.service = KernelService(self.node, planner, self.creates, *common)
         self.holders = FakeHolders()
         self.events = events
         self.claims = ClaimService(

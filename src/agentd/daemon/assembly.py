@@ -1,4 +1,8 @@
-"""The parts of a node, and what each is given. Nothing runs yet."""
+"""The parts of a node, and what each is given.
+
+No task is started here. Restoring charges the recorded kernels and claims, and devices that nothing
+may be allocated from yet are published as withheld.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import msgspec
 
 from agentd.config.settings import Settings
 from agentd.core.claim.claim import Claim
+from agentd.core.devices import Inventory
 from agentd.daemon import runtime_factory
 from agentd.events import EventLog
 from agentd.host.cgroups.usage import read_cgroups
@@ -35,6 +40,7 @@ from agentd.services.devices import NodeDevices
 from agentd.services.engines import AwaitedEngines
 from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
+from agentd.services.kernels.pending_creates import PendingCreates
 from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
@@ -50,17 +56,13 @@ from agentd.state.host_lock import HostLock
 from agentd.state.schemas import SavedRecord
 
 
-class RestoredNode(msgspec.Struct, frozen=True):
-    """The recorded node, before any runtime was called."""
+class Services(msgspec.Struct, frozen=True):
+    """A node, its runtimes, and the services on top of them."""
 
     node: Node
+    runtimes: Mapping[str, Runtime]
     planner: Planner
-    claims: Sequence[Claim]
-
-
-class Services(msgspec.Struct, frozen=True):
-    """The services of a node."""
-
+    creates: PendingCreates
     kernels: KernelService
     reconciler: Reconciler
     loops: ReconcilerLoops
@@ -75,174 +77,174 @@ class Services(msgspec.Struct, frozen=True):
     holder_observer: HolderObserver
 
 
-class Assembly:
-    """The parts of one node, built from its settings and its host, bottom up."""
+def restore_node(
+    settings: Settings,
+    context: NodeContext,
+    store: StateFolder,
+    devices: NodeDevices,
+    events: EventLog,
+    runtimes: Sequence[str],
+    records: Sequence[SavedRecord],
+) -> tuple[Node, Sequence[Claim]]:
+    """Return the node with its recorded kernels and claims, before any runtime was called."""
+    clock = context.clock
+    node = Node(
+        state=NodeState(runtimes, events),
+        devices=devices,
+        events=events,
+        counts=NodeCounts(clock.steady),
+        claim_counts=ClaimCounts(),
+    )
+    claims = restore_claims(node.state, devices, store.load_claims(), clock.wall())
+    persist_changes(node.state, store, context.node_id)  # before kernels change, even restored ones
+    restore_kernels(node.state, devices, records, settings.node.runtime, clock)
+    return node, claims
 
-    def __init__(
-        self,
-        settings: Settings,
-        context: NodeContext,
-        store: StateFolder,
-        lock: HostLock,
-        plugins: PluginHost,
-        host: Host,
-    ) -> None:
-        self._settings = settings
-        self._context = context
-        self._store = store
-        self._lock = lock
-        self._plugins = plugins
-        self._host = host
 
-    def restore_node(
-        self,
-        devices: NodeDevices,
-        events: EventLog,
-        runtimes: Sequence[str],
-        records: Sequence[SavedRecord],
-        claim_records: Mapping[str, str],
-    ) -> RestoredNode:
-        """Return the node's state with its recorded kernels and claims."""
-        node_id, clock = self._context.node_id, self._context.clock
-        node = Node(
-            state=NodeState(runtimes, events),
-            devices=devices,
-            events=events,
-            counts=NodeCounts(clock.steady),
-            claim_counts=ClaimCounts(),
-        )
-        rules = NodeRules(
-            node_id=node_id,
-            policy=self._settings.policy(),
-            default_slots=self._settings.resource.default_slots,
-            real_cores=self._host.real_cores,
-            ports=self._settings.runtime.docker.ports,
-            is_port_free=is_port_free,
-        )
-        planner = Planner(devices=devices, plugins=self._plugins, rules=rules)
-        claims = restore_claims(node.state, devices, claim_records, clock.wall())
-        persist_changes(node.state, self._store, node_id)
-        restore_kernels(node.state, devices, records, self._settings.node.runtime, clock)
-        node.state.subscribe(planner.notify_plugins)
-        node.state.subscribe(node.counts.on_kernel_change)
-        return RestoredNode(node, planner, claims)
-
-    def build_services(self, recalled: RestoredNode, runtimes: Mapping[str, Runtime]) -> Services:
-        """Return the services on top of a node's state."""
-        node, planner = recalled.node, recalled.planner
-        plugins, store, clock = self._plugins, self._store, self._context.clock
-        default, resource = self._settings.node.runtime, self._settings.resource
-        holders = HolderObserver()
-        reconciler = Reconciler(
-            node=node, runtimes=runtimes, default=default, store=store, clock=clock
-        )
-        engines = AwaitedEngines(
-            devices=node.devices,
-            store=store,
-            boot_id=self._context.boot_id,
-            wanted=resource.engine_devices,
-        )
-        unclaimed = UnclaimedProcesses(
-            node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
-        )
-        node.devices.set_withholding(
-            lambda inventory: inventory.with_withheld(self._lock.reason).with_awaited_and_busy(
-                engines.awaited_devices(inventory), unclaimed.busy_reasons
-            )
-        )
-        claims = ClaimService(
+def build_services(
+    settings: Settings,
+    context: NodeContext,
+    store: StateFolder,
+    lock: HostLock,
+    plugins: PluginHost,
+    host: Host,
+    node: Node,
+    runtimes: Mapping[str, Runtime],
+) -> Services:
+    """Return the services on top of a restored node."""
+    clock, default, resource = context.clock, settings.node.runtime, settings.resource
+    rules = NodeRules(
+        node_id=context.node_id,
+        policy=settings.policy(),
+        default_slots=resource.default_slots,
+        real_cores=host.real_cores,
+        ports=settings.runtime.docker.ports,
+        is_port_free=is_port_free,
+    )
+    planner = Planner(devices=node.devices, plugins=plugins, rules=rules)
+    creates = PendingCreates(node.state, clock)
+    holders = HolderObserver()
+    reconciler = Reconciler(node=node, runtimes=runtimes, default=default, store=store, clock=clock)
+    engines = AwaitedEngines(
+        devices=node.devices,
+        store=store,
+        boot_id=context.boot_id,
+        wanted=resource.engine_devices,
+    )
+    unclaimed = UnclaimedProcesses(
+        node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
+    )
+    node.devices.set_withholding(partial(_withhold, lock, engines, unclaimed))
+    claims = ClaimService(
+        node=node,
+        context=context,
+        planner=planner,
+        plugins=plugins,
+        store=store,
+        holders=holders,
+    )
+    # Restored kernels are neither news to plugins nor creates to count: these subscribe after them,
+    # and `Retention`, which counts those that had ended, when the daemon is ready.
+    node.state.subscribe(planner.notify_plugins)
+    node.state.subscribe(node.counts.on_kernel_change)
+    node.state.subscribe(claims.on_kernel_change)
+    return Services(
+        node=node,
+        runtimes=runtimes,
+        planner=planner,
+        creates=creates,
+        kernels=KernelService(
             node=node,
-            context=self._context,
             planner=planner,
-            plugins=plugins,
+            creates=creates,
+            runtimes=runtimes,
+            default=default,
             store=store,
-            holders=holders,
-        )
-        node.state.subscribe(claims.on_kernel_change)
-        return Services(
-            kernels=KernelService(
-                node=node,
-                planner=planner,
-                runtimes=runtimes,
-                default=default,
-                store=store,
-                clock=clock,
-            ),
-            reconciler=reconciler,
-            loops=ReconcilerLoops(
-                reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins
-            ),
-            access=Access(node),
-            refusals=Refusals(counts=node.counts, events=node.events, now=clock.wall),
-            self_check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
-            statistics=Statistics(
-                node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=read_cgroups
-            ),
-            execs=ExecService(state=node.state, runtimes=runtimes, plugins=plugins),
-            claims=claims,
-            engines=engines,
-            unclaimed=unclaimed,
-            holder_observer=holders,
-        )
+            clock=clock,
+        ),
+        reconciler=reconciler,
+        loops=ReconcilerLoops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
+        access=Access(node),
+        refusals=Refusals(counts=node.counts, events=node.events, now=clock.wall),
+        self_check=SelfCheck(node=node, runtimes=runtimes, store=store, holders=holders),
+        statistics=Statistics(
+            node=node, runtimes=runtimes, plugins=plugins, clock=clock, groups_of=read_cgroups
+        ),
+        execs=ExecService(state=node.state, runtimes=runtimes, plugins=plugins),
+        claims=claims,
+        engines=engines,
+        unclaimed=unclaimed,
+        holder_observer=holders,
+    )
 
-    def build_site(
-        self,
-        node: Node,
-        services: Services,
-        reload: Callable[[], Awaitable[list[str]]],
-        warnings: Callable[[], Sequence[str]],
-    ) -> tuple[NodeSite, Sequence[Route]]:
-        """Return the site and its routes; `warnings` are those of the running daemon."""
-        settings, plugins, node_id = self._settings, self._plugins, self._context.node_id
-        access, refusals, unclaimed = services.access, services.refusals, services.unclaimed
-        visibility = Visibility(node, access)
-        site = NodeSite(node, access, refusals)
-        lasting = runtime_factory.settings_warnings(settings)
-        table = routes(
-            site=site,
-            node=NodeHandlers(
-                view=lambda: node_view(
-                    node_id=node_id,
-                    default_runtime=settings.node.runtime,
-                    node=node,
-                    plugins=plugins,
-                    warnings=[*lasting, *unclaimed.warnings(), *warnings()],
-                ),
-                host_warnings=partial(runtime_factory.runtime_warnings, settings, plugins),
-                state=node.state,
-                access=access,
-                check=services.self_check,
-                metrics=Metrics(
-                    node_id=node_id,
-                    node=node,
-                    plugins=plugins,
-                    access=access,
-                    statistics=services.statistics,
-                    unclaimed=unclaimed,
-                    is_per_kernel=settings.metrics.per_kernel,
-                ),
-                reload=reload,
-            ),
-            runtimes=RuntimeHandlers(node.state, services.reconciler, plugins),
-            devices=DeviceHandlers(
-                node=node, access=access, visibility=visibility, engines=services.engines
-            ),
-            kernels=KernelHandlers(
-                site=site,
+
+def _withhold(
+    lock: HostLock, engines: AwaitedEngines, unclaimed: UnclaimedProcesses, inventory: Inventory
+) -> Inventory:
+    """Mark the devices that another agentd may serve, an engine must compare, or others use."""
+    return inventory.with_withheld(lock.reason).with_awaited_and_busy(
+        engines.awaited_devices(inventory), unclaimed.busy_reasons
+    )
+
+
+def build_site(
+    settings: Settings,
+    context: NodeContext,
+    plugins: PluginHost,
+    services: Services,
+    reload: Callable[[], Awaitable[list[str]]],
+    warnings: Callable[[], Sequence[str]],
+) -> tuple[NodeSite, Sequence[Route]]:
+    """Return the site and its routes; `warnings` are those of the running daemon."""
+    node, access, refusals = services.node, services.access, services.refusals
+    node_id, unclaimed = context.node_id, services.unclaimed
+    visibility = Visibility(node, access)
+    site = NodeSite(node, access, refusals)
+    lasting = runtime_factory.settings_warnings(settings)
+    table = routes(
+        site=site,
+        node=NodeHandlers(
+            view=lambda: node_view(
+                node_id=node_id,
+                default_runtime=settings.node.runtime,
                 node=node,
+                plugins=plugins,
+                warnings=[*lasting, *unclaimed.warnings(), *warnings()],
+            ),
+            host_warnings=partial(runtime_factory.runtime_warnings, settings, plugins),
+            state=node.state,
+            access=access,
+            check=services.self_check,
+            metrics=Metrics(
+                node_id=node_id,
+                node=node,
+                plugins=plugins,
                 access=access,
-                service=services.kernels,
-                execs=services.execs,
                 statistics=services.statistics,
+                unclaimed=unclaimed,
+                is_per_kernel=settings.metrics.per_kernel,
             ),
-            events=EventHandlers(
-                events=node.events,
-                refusals=refusals,
-                visibility=visibility,
-                streams=site.streams,
-            ),
-            claims=ClaimHandlers(
-                node=node, service=services.claims, holders=services.holder_observer
-            ),
-        )
-        return site, table
+            reload=reload,
+        ),
+        runtimes=RuntimeHandlers(node.state, services.reconciler, plugins),
+        devices=DeviceHandlers(
+            node=node, access=access, visibility=visibility, engines=services.engines
+        ),
+        kernels=KernelHandlers(
+            site=site,
+            node=node,
+            access=access,
+            planner=services.planner,
+            service=services.kernels,
+            execs=services.execs,
+            statistics=services.statistics,
+        ),
+        events=EventHandlers(
+            events=node.events,
+            refusals=refusals,
+            visibility=visibility,
+            streams=site.streams,
+        ),
+        claims=ClaimHandlers(node=node, service=services.claims, holders=services.holder_observer),
+    )
+    return site, table

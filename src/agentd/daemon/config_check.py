@@ -84,7 +84,7 @@ async def _check(
     timeout_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
     unvalidated = await plugins.unvalidated_problems(timeout_s)
     start_problems = Problems()
-    devices = await discovery.discover_devices(
+    devices = await discovery.check_and_discover(
         settings, probe(), plugins, store, EventLog(), start_problems
     )
     with start_problems.collect():

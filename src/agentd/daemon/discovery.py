@@ -63,7 +63,7 @@ async def open_plugins(settings: Settings, store: StateFolder) -> AsyncIterator[
         await plugins.close()
 
 
-async def discover_devices(
+async def check_and_discover(
     settings: Settings,
     host: Host,
     plugins: PluginHost,
@@ -71,10 +71,10 @@ async def discover_devices(
     events: EventLog,
     problems: Problems,
 ) -> NodeDevices:
-    """Discover the devices of open plugins and divide them; this is the second step of a start.
+    """Check host and node id, discover the devices of open plugins, and divide these.
 
-    Adds every problem of the plugins' tables, the partition and the host to `problems`. If there
-    are any, the devices cannot be used.
+    This is the second step of a start. It adds every problem of the host, the plugins' tables and
+    the partition to `problems`. If there are any, the devices cannot be used.
     """
     with problems.collect():
         runtime_factory.refuse_unusable_runtime(settings)

@@ -11,23 +11,23 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import structlog
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import LoadedSettings
 from agentd.daemon import runtime_factory
-from agentd.daemon.assembly import Assembly, Services
+from agentd.daemon.assembly import Services, build_services, build_site, restore_node
 from agentd.daemon.discovery import (
+    check_and_discover,
     create_host_lock,
     create_plugin_host,
-    discover_devices,
     refuse_failed_required,
     resolve_node_id,
 )
@@ -66,6 +66,15 @@ AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 STATUS_PAUSE_S = 1.0
 
 
+class StopReport(msgspec.Struct, kw_only=True):
+    """Requests and creates that a stop cancelled, unresolved creates, and late steps."""
+
+    requests: Sequence[str] = ()
+    creates: Sequence[str] = ()
+    unresolved: Sequence[str] = ()
+    late: Sequence[str]
+
+
 class Daemon:
     """One running agentd."""
 
@@ -96,33 +105,32 @@ class Daemon:
         """
         shutdown = self._shutdown
         shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
-        cancelled: dict[str, list[str]] = {}
+        report = StopReport(late=shutdown.late)
         try:
             async with contextlib.AsyncExitStack() as stack:
-                parts = await self._start_unless_stopped(self._start(stack, cancelled))
-                if parts is not None:
+                services = await self._start_unless_stopped(self._start(stack, report))
+                if services is not None:
                     await self._notifier.keep_alive_until(shutdown.requested)
                 self._notifier.stopping()
                 log.info("daemon.stopping")
                 await hit_async("shutdown.before_drain")
-                if parts is not None:
-                    parts.node.events.close()
-                    drained = await parts.services.kernels.creates.drain(
+                if services is not None:
+                    services.node.events.close()
+                    report.creates, report.unresolved = await services.creates.drain(
                         shutdown.deadline.earlier(AFTER_DRAIN_S)
                     )
-                    cancelled["creates"], cancelled["unresolved"] = drained
                 await hit_async("shutdown.after_drain")
         finally:
             shutdown.finish()
-        facts = {**cancelled, "late": shutdown.late}
-        log.info("daemon.stopped", **{name: value for name, value in facts.items() if value})
-        if facts.get("unresolved") or shutdown.late:
+        facts = asdict(report).items()
+        log.info("daemon.stopped", **{name: value for name, value in facts if value})
+        if report.unresolved or report.late:
             shutdown.end_process()  # the locks are released: nothing may be undone or written now
         if shutdown.failure:
             raise DaemonFailed(shutdown.failure)
 
-    async def _start_unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
-        """Return the started parts, None if a stop comes first."""
+    async def _start_unless_stopped(self, start: Coroutine[Any, Any, Services]) -> Services | None:
+        """Return the started services, None if a stop comes first."""
         starting = asyncio.create_task(start)
         stop = asyncio.create_task(self._shutdown.requested.wait())
         await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -137,9 +145,7 @@ class Daemon:
         await self._shutdown.step("start", cancel_start, AFTER_DRAIN_S)
         return None
 
-    async def _start(
-        self, stack: contextlib.AsyncExitStack, cancelled: dict[str, list[str]]
-    ) -> _Parts:
+    async def _start(self, stack: contextlib.AsyncExitStack, report: StopReport) -> Services:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
         self._store.open(runtime_factory.lock_folder())
@@ -158,18 +164,17 @@ class Daemon:
             server_endpoint = replace(
                 build_endpoint(self._settings.rpc), passed=self._passed_sockets
             )
-        parts = await self._assemble(stack, plugins, background, problems)
-        node, services = parts.node, parts.services
+        services, site, routes = await self._assemble(stack, plugins, background, problems)
         self._weaknesses.replace(credential_weaknesses(self._settings.rpc))
         server = Server(
             title="agentd",
-            routes=parts.routes,
-            site=parts.site,
+            routes=routes,
+            site=site,
             endpoint=server_endpoint,
             node_id=self._node_id,
             pages=Pages({HOME: "agentd"}),
         )
-        cancelled["requests"] = server.cancelled
+        report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
@@ -181,22 +186,23 @@ class Daemon:
         background.run("claims", services.claims.run())
         background.run("unclaimed", services.unclaimed.run())
         if self._host_lock.is_unprivileged:
-            background.run("host-lock", self._host_lock.watch(node.devices.update_withholding))
-        await self._wait_listed(parts)
+            update = services.node.devices.update_withholding
+            background.run("host-lock", self._host_lock.watch(update))
+        await self._wait_listed(services)
         await hit_async("start.before_ready")
-        self._reload = Reload(self._loaded, server, parts.runtimes, self._weaknesses)
-        self._become_ready(parts, background)
-        return parts
+        self._reload = Reload(self._loaded, server, services.runtimes, self._weaknesses)
+        self._become_ready(services, site, background)
+        return services
 
-    def _become_ready(self, parts: _Parts, background: Background) -> None:
+    def _become_ready(self, services: Services, site: NodeSite, background: Background) -> None:
         """Answer requests from now on, and start the tasks of a ready daemon."""
-        node = parts.node
-        parts.site.open()
+        node = services.node
+        site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = status_line(self._node_id, node)
         self._notifier.ready(self._status)
         keep_ended = self._settings.node.keep_ended
-        retention = Retention(node.state, parts.services.kernels, keep_ended)
+        retention = Retention(node.state, services.kernels, keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
             background.run("status", self._update_status(node))
@@ -208,15 +214,16 @@ class Daemon:
         plugins: PluginHost,
         background: Background,
         problems: Problems,
-    ) -> _Parts:
+    ) -> tuple[Services, NodeSite, Sequence[Route]]:
         """Build the parts and restore the records.
 
         Raises:
             ConfigRefused: lists `problems`, and those of plugins, partition and host.
             StartRefused: a required plugin is not ready.
         """
-        host, store, events = probe(), self._store, EventLog()
-        devices = await discover_devices(self._settings, host, plugins, store, events, problems)
+        settings, context, store = self._settings, self._context, self._store
+        lock, host, events = self._host_lock, probe(), EventLog()
+        devices = await check_and_discover(settings, host, plugins, store, events, problems)
         problems.raise_if_any()
         refuse_failed_required(plugins)
         _log_unready_plugins(plugins)
@@ -228,25 +235,17 @@ class Daemon:
             if name in runtime_factory.RUNTIMES
         }
         await hit_async("start.after_discover")
-        lock = self._host_lock
-        assembly = Assembly(
-            settings=self._settings,
-            context=self._context,
-            store=store,
-            lock=lock,
-            plugins=plugins,
-            host=host,
-        )
-        recalled = assembly.restore_node(devices, events, names, records, store.load_claims())
-        node = recalled.node
+        node, claims = restore_node(settings, context, store, devices, events, names, records)
         await hit_async("start.after_recall")
-        services = assembly.build_services(recalled, runtimes)
-        services.claims.resume_claims(recalled.claims)
+        services = build_services(settings, context, store, lock, plugins, host, node, runtimes)
+        services.claims.resume_claims(claims)
         stack.callback(self._record_accelerator_use, node)
         for warning in (*devices.warnings, *lock.warnings()):
             log.warning("node.warned", warning=warning)
-        site, routes = assembly.build_site(
-            node,
+        site, routes = build_site(
+            settings,
+            context,
+            plugins,
             services,
             self._reload_now,
             lambda: [
@@ -256,7 +255,7 @@ class Daemon:
                 *LOST.warnings(),
             ],
         )
-        return _Parts(node, services, runtimes, site, routes)
+        return services, site, routes
 
     def _record_accelerator_use(self, node: Node) -> None:
         """Note for the host lock, at a stop, whether kernels or claims use real accelerators."""
@@ -266,9 +265,9 @@ class Daemon:
         )
         self._host_lock.set_in_use(is_used=is_used, is_known=node.state.is_listed)
 
-    async def _wait_listed(self, parts: _Parts) -> None:
+    async def _wait_listed(self, services: Services) -> None:
         """Wait until every runtime has returned its first list or failed to."""
-        state, reconciler = parts.node.state, parts.services.reconciler
+        state, reconciler = services.node.state, services.reconciler
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LIST_TIMEOUT_S):
                 await reconciler.wait_first_lists()
@@ -330,16 +329,6 @@ class Daemon:
             self._shutdown.step, step, lambda _: runtime.close(), AFTER_RUNTIMES_S
         )
         return runtime
-
-
-class _Parts(msgspec.Struct, frozen=True):
-    """The parts that a daemon drives."""
-
-    node: Node
-    services: Services
-    runtimes: Mapping[str, Runtime]
-    site: NodeSite
-    routes: Sequence[Route]
 
 
 def _log_unready_plugins(plugins: PluginHost) -> None:

@@ -23,6 +23,7 @@ from agentd.services.access import Access
 from agentd.services.kernels.exec_service import ExecService
 from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.node import Node
+from agentd.services.planner import Planner
 from agentd.services.protocols import Session
 from agentd.services.statistics import Statistics
 from agentd.views import DecisionView, KernelView
@@ -36,6 +37,7 @@ class KernelHandlers:
         site: Site,
         node: Node,
         access: Access,
+        planner: Planner,
         service: KernelService,
         execs: ExecService,
         statistics: Statistics,
@@ -43,6 +45,7 @@ class KernelHandlers:
         self._site = site
         self._state, self._devices = node.state, node.devices
         self._access = access
+        self._planner = planner
         self._service = service
         self._execs = execs
         self._statistics = statistics
@@ -50,7 +53,7 @@ class KernelHandlers:
     async def create_kernel(self, request: web.Request) -> web.Response:
         """Create a kernel, or return the one that the same request created before."""
         agent_id = self._devices.partition(request.match_info["agent"]).agent_id
-        refuse = self._service.planner.refuse_unsupported
+        refuse = self._planner.refuse_unsupported
         body = read_body(
             CreateKernelRequest,
             await receive_body(request),

@@ -38,10 +38,10 @@ async def test_create_begins_in_the_step_in_which_one_of_its_id_fails(rig: Rig) 
     with pytest.raises(RuntimeFailure):
         await rig.create()
     await settled(rig, "k1", "creating")
-    assert "k1" in rig.service.creates
+    assert "k1" in rig.creates
     rig.runtime.gate.set()
     assert (await seconds[0]).state is KernelState.RUNNING
-    assert "k1" not in rig.service.creates
+    assert "k1" not in rig.creates
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_create(rig: Rig) -> None:
@@ -162,7 +162,7 @@ async def test_draining_refuses_creates_and_waits_for_those_under_way(rig: Rig) 
     rig.runtime.gate = asyncio.Event()
     caller = asyncio.create_task(rig.service.create(rig.spec()))
     await settled(rig, "k1", "creating")
-    draining = asyncio.create_task(rig.service.creates.drain(Deadline.after(5)))
+    draining = asyncio.create_task(rig.creates.drain(Deadline.after(5)))
     await asyncio.sleep(0)
     with pytest.raises(Draining):
         await rig.create("k2")
@@ -189,7 +189,7 @@ async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) ->
     rig.runtime.pull_gate = asyncio.Event()
     caller = asyncio.create_task(rig.create(cuda_device=1))
     await settled(rig, "k1", "pulling")
-    rig.service.creates._tasks["k1"].cancel()
+    rig.creates._tasks["k1"].cancel()
     with pytest.raises(KernelConflict):
         await caller
     assert (rig.free_gpus, rig.states, rig.memory.records) == (2, {}, {})

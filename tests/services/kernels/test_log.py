@@ -28,7 +28,7 @@ async def test_kernel_of_an_unknown_outcome_that_ended_is_logged_once(rig: Rig) 
         await rig.create()
     rig.runtime.fail_create = None
     spec = rig.spec()
-    plan = await rig.service.planner.plan(rig.state.kernel("k1"), spec, rig.state, rig.runtime)
+    plan = await rig.planner.plan(rig.state.kernel("k1"), spec, rig.state, rig.runtime)
     with capture_logs() as logged:
         rig.runtime.put(
             ObservedKernel("k1", "a", "fake", "1", ObservedState.EXITED, plan.record,
@@ -57,9 +57,7 @@ async def test_create_that_is_cut_off_is_logged_with_its_reason(rig: Rig, is_sto
     creating = asyncio.create_task(rig.create())
     await settled(rig, "k1", "pulling")
     with capture_logs() as logged:
-        await (
-            rig.service.creates.drain(Deadline.after(10)) if is_stop else rig.service.remove("k1")
-        )
+        await (rig.creates.drain(Deadline.after(10)) if is_stop else rig.service.remove("k1"))
     reason = "agentd is stopping" if is_stop else "the kernel was deleted"
     assert about(logged) == [("kernel.create_failed", reason)]
     with pytest.raises((Draining, KernelConflict)):

@@ -166,7 +166,7 @@ def _plan_split(config_file: str | None) -> Any:
         settings, problems = loaded.settings, Problems()
         folder = StateFolder(settings.node.state_dir)
         async with discovery.open_plugins(settings, folder) as plugins:
-            devices = await discovery.discover_devices(
+            devices = await discovery.check_and_discover(
                 settings, probe(), plugins, folder, EventLog(), problems
             )
             problems.raise_if_any()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from agentd.core.claim.claim import EndReason
 from agentd.errors import RequestError
@@ -15,10 +16,18 @@ class ClaimCounts:
     """Counts since the daemon started."""
 
     def __init__(self) -> None:
-        self.results: Counter[tuple[str, str]] = Counter()
-        """Requests by agent and result."""
-        self.ends: Counter[tuple[str, EndReason]] = Counter()
-        """Ended claims by agent and reason."""
+        self._results: Counter[tuple[str, str]] = Counter()
+        self._ends: Counter[tuple[str, EndReason]] = Counter()
+
+    @property
+    def results(self) -> Mapping[tuple[str, str], int]:
+        """The number of requests by agent and result."""
+        return MappingProxyType(self._results)
+
+    @property
+    def ends(self) -> Mapping[tuple[str, EndReason], int]:
+        """The number of ended claims by agent and reason."""
+        return MappingProxyType(self._ends)
 
     @contextmanager
     def count_request(self, agent_id: str) -> Iterator[None]:
@@ -27,10 +36,10 @@ class ClaimCounts:
             yield
         except BaseException as error:
             result = REFUSED if isinstance(error, RequestError) else FAILED
-            self.results[agent_id, result] += 1
+            self._results[agent_id, result] += 1
             raise
-        self.results[agent_id, CREATED] += 1
+        self._results[agent_id, CREATED] += 1
 
     def count_end(self, agent_id: str, reason: EndReason) -> None:
         """Count the end of a claim."""
-        self.ends[agent_id, reason] += 1
+        self._ends[agent_id, reason] += 1

@@ -47,18 +47,19 @@ class KernelService:
         self,
         node: Node,
         planner: Planner,
+        creates: PendingCreates,
         runtimes: Mapping[str, Runtime],
         default: str,
         store: StateFolder,
         clock: Clock,
     ) -> None:
         self._state, self._devices = node.state, node.devices
-        self.planner = planner
+        self._planner = planner
         self._runtimes = runtimes
         self._default_runtime = runtimes[default]
         self._store = store
         self._clock = clock
-        self.creates = PendingCreates(node.state, clock)
+        self._creates = creates
 
     async def dry_run_create(
         self, spec: KernelSpec
@@ -70,12 +71,12 @@ class KernelService:
         """
         problems = await self._default_runtime.validate_spec(spec)
         request = self._parse(spec, problems)
-        decision = self.planner.decide(spec, request, self._state)
-        await self.planner.plan(
+        decision = self._planner.decide(spec, request, self._state)
+        await self._planner.plan(
             self._prepare(spec, decision), spec, self._state, self._default_runtime
         )
         ledger = self._state.ledger
-        return decision, self.planner.explain(spec, request, decision, ledger)
+        return decision, self._planner.explain(spec, request, decision, ledger)
 
     async def create(self, spec: KernelSpec, *, wait: bool = True) -> tuple[Kernel, bool]:
         """Create a kernel, or return the one that the same request created before.
@@ -95,16 +96,16 @@ class KernelService:
             known = self.find_existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._wait_existing(known, wait=wait), False
-        decision = self.planner.decide(spec, self._parse(spec, problems), self._state)
+        decision = self._planner.decide(spec, self._parse(spec, problems), self._state)
         kernel = self._prepare(spec, decision)
         self._state.put_kernel(kernel)
-        self.creates.start(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
-        return await self.creates.wait(spec.kernel_id) if wait else kernel, True
+        self._creates.start(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
+        return await self._creates.wait(spec.kernel_id) if wait else kernel, True
 
     async def _wait_existing(self, known: Kernel, *, wait: bool) -> Kernel:
         """Return an existing kernel, or wait for its create in progress."""
-        if known.kernel_id in self.creates:
-            return await self.creates.wait(known.kernel_id) if wait else known
+        if known.kernel_id in self._creates:
+            return await self._creates.wait(known.kernel_id) if wait else known
         if known.state in STARTING:
             raise RuntimeUnavailable(
                 f"an earlier create of {known.kernel_id} is unresolved; retry later"
@@ -122,7 +123,7 @@ class KernelService:
         self._devices.partition(spec.agent_id)
         known = self._state.kernels.get(spec.kernel_id)
         if known is not None and known.spec_hash != spec.spec_hash:
-            self.planner.refuse_unsupported(spec.slots)
+            self._planner.refuse_unsupported(spec.slots)
             if known.agent_id != spec.agent_id:
                 raise KernelConflict(f"duplicate kernel id {spec.kernel_id}")
             raise KernelConflict(f"kernel {spec.kernel_id} exists with a different request")
@@ -131,8 +132,8 @@ class KernelService:
     def _parse(self, spec: KernelSpec, problems: Sequence[Problem]) -> ParsedRequest:
         """Parse a request and make the checks that precede a decision."""
         problems = [*reserved_problems(spec), *problems]
-        request = self.planner.parse_request(spec, self._default_runtime, problems, self._state)
-        self.creates.require_open()
+        request = self._planner.parse_request(spec, self._default_runtime, problems, self._state)
+        self._creates.require_open()
         self._state.require_runtime(self._default_runtime.name)
         return request
 
@@ -144,7 +145,7 @@ class KernelService:
         async with self._state.kernel_lock(kernel_id):
             try:
                 await hit_async("create.after_commit")
-                plan = await self.planner.plan(kernel, spec, self._state, self._default_runtime)
+                plan = await self._planner.plan(kernel, spec, self._state, self._default_runtime)
                 await hit_async("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
                 observed = await self._default_runtime.create(
@@ -152,10 +153,10 @@ class KernelService:
                 )
             except BaseException as error:
                 if may_have_left_remains(error, self._state.kernel(kernel_id)):
-                    raise self.creates.mark_unresolved(
+                    raise self._creates.mark_unresolved(
                         kernel_id, error, keep=keep_failure
                     ) from error
-                self.creates.mark_failed(kernel_id, error, keep=keep_failure)
+                self._creates.mark_failed(kernel_id, error, keep=keep_failure)
                 raise
             await hit_async("create.after_runtime")
             current = self._state.kernel(kernel_id)
@@ -227,8 +228,8 @@ class KernelService:
         """
         if only is not None and self._state.kernels.get(kernel_id) is not only:
             return
-        if kernel_id in self.creates:
-            await self.creates.cancel(kernel_id)
+        if kernel_id in self._creates:
+            await self._creates.cancel(kernel_id)
             if kernel_id not in self._state.kernels:
                 return
         if kernel_id in self._state.unresolved:
