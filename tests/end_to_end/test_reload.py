@@ -18,7 +18,7 @@ __all__ = ["tokens"]
 
 WORK = {
     "claims": "agentd.services.claims.claim_service:ClaimService.run",
-    "reconciler": "agentd.services.kernels.reconciler:Loops.run",
+    "reconciler": "agentd.services.kernels.reconciler:ReconcilerLoops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",
     "retention": "agentd.services.kernels.retention:Retention.run",
     "status": "agentd.daemon.lifecycle:Daemon._update_status",
