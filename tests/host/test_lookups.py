@@ -38,7 +38,7 @@ async def free_again(lookups: Lookups) -> None:
 
 
 async def test_error_names_what_does_not_answer() -> None:
-    hanging, lookups = Hanging(), Lookups(most=1)
+    hanging, lookups = Hanging(), Lookups(max_threads=1)
     with pytest.raises(RuntimeUnavailable, match=r"^user 'slow' does not answer within 0.1 s$"):
         await lookups.call("the configuration", hanging, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
@@ -48,7 +48,7 @@ async def test_error_names_what_does_not_answer() -> None:
 
 
 async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
-    hanging, lookups = Hanging(), Lookups(most=2)
+    hanging, lookups = Hanging(), Lookups(max_threads=2)
     asked = asyncio.create_task(lookups.call("x", hanging, 10))
     await asyncio.sleep(0)
     asked.cancel()
@@ -65,7 +65,7 @@ async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
 
 
 async def test_answer_as_its_caller_leaves_takes_no_place() -> None:
-    hanging, lookups = Hanging(), Lookups(most=1)
+    hanging, lookups = Hanging(), Lookups(max_threads=1)
     asked = asyncio.create_task(lookups.call("x", hanging, 10))
     await asyncio.sleep(0)
     (thread,) = (t for t in threading.enumerate() if t.name in ("x", hanging.name))
@@ -93,7 +93,7 @@ async def test_lookup_without_a_thread_takes_no_place(monkeypatch: pytest.Monkey
 
 
 async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
-    lookups = Lookups(most=1)
+    lookups = Lookups(max_threads=1)
 
     def fails() -> None:
         raise KeyError("x")

@@ -36,13 +36,13 @@ class Hosts:
         allow=(),
         block=(),
         call_timeout_s: float = 5.0,
-        most_memory_bytes: int = PluginTimeouts().most_memory_bytes,
+        max_memory_bytes: int = PluginTimeouts().max_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
         dealing_rules: AssignmentRules | None = None,
         **targets: str,
     ) -> PluginHost:
         points = points or [point(name, target) for name, target in targets.items()]
-        pace = PluginTimeouts(call_timeout_s, 0.1, most_memory_bytes)
+        pace = PluginTimeouts(call_timeout_s, 0.1, max_memory_bytes)
         made = PluginHost(
             tables,
             allow,

@@ -29,7 +29,7 @@ from support.host_faults import make_killable, make_unkillable
 
 async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
-    made = host([table], Scripted="Scripted", most_memory_bytes=128 << 20)
+    made = host([table], Scripted="Scripted", max_memory_bytes=128 << 20)
     await opened(made)
     file.write_text("leak")
     await until(made, lambda: states(made)["one"] is PluginState.FAILED)

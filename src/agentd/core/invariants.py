@@ -47,9 +47,9 @@ class RecordedKernel(msgspec.Struct, frozen=True):
 
 
 class PresentKernel(msgspec.Struct, frozen=True):
-    """An observed kernel; `given` is its allocation by its own label, by device and slot.
+    """An observed kernel; `allocation` is by its own label, by device and slot.
 
-    `held_to` holds the current limits of its runtime in the same form; None if unknown.
+    `limits` holds the current limits of its runtime in the same form; None if unknown.
     """
 
     handle: str

@@ -163,7 +163,7 @@ class Quantity(msgspec.Struct, frozen=True):
 def parse_quantity(raw: object) -> Quantity:
     """Parse a JSON or TOML value as a quantity: a number, a plain decimal, or a size.
 
-    A result of `read_quantity` is returned as it is.
+    A `Quantity` is returned as it is.
 
     Sizes are binary whatever their spelling: `1g`, `1GB` and `1GiB` are 2**30 bytes.
 

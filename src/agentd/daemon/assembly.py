@@ -124,7 +124,9 @@ def build_services(
     planner = Planner(devices=node.devices, plugins=plugins, rules=rules)
     creates = PendingCreates(node.state, clock)
     holders = HolderObserver()
-    reconciler = Reconciler(node=node, runtimes=runtimes, default=default, store=store, clock=clock)
+    reconciler = Reconciler(
+        node=node, runtimes=runtimes, default_runtime_name=default, store=store, clock=clock
+    )
     engines = AwaitedEngines(
         devices=node.devices,
         store=store,
@@ -158,7 +160,7 @@ def build_services(
             planner=planner,
             creates=creates,
             runtimes=runtimes,
-            default=default,
+            default_runtime=default,
             store=store,
             clock=clock,
         ),

@@ -1,4 +1,4 @@
-"""The steps of a start that a check of the configuration takes, too: plugins and devices."""
+"""The discovery of plugins and devices, which a start and a configuration check share."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def plugin_timeouts(settings: Settings) -> PluginTimeouts:
 def create_plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
     """Return the configured plugins, not started.
 
-    In auto-split they may deal their devices, unless the store has a dealing already. They find
-    the node's id in their environment, which is this process's.
+    In auto-split they may assign their devices to agents, unless the store has an assignment
+    already. They find the node's id in their environment, which is this process's.
     """
     with contextlib.suppress(ConfigRefused):
         os.environ[NODE_ID_VARIABLE] = resolve_node_id(settings)

@@ -101,7 +101,7 @@ class Reload:
         self._runtimes = runtimes
         self._weaknesses = weaknesses
         self._lock = asyncio.Lock()
-        self._lookups = Lookups(most=1)
+        self._lookups = Lookups(max_threads=1)
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
         """Read the configuration; return it, its applicable part, and the steps.

@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 
 
 class Lookups:
-    """Runs lookups beside the event loop, `most` at once.
+    """Runs lookups beside the event loop, `max_threads` at once.
 
     A thread whose caller has stopped waiting counts until it ends. While all of them are such
     threads, further lookups are refused.
     """
 
-    def __init__(self, most: int = MAX_AT_ONCE) -> None:
-        self._max_threads = most
-        self._free_threads = asyncio.Semaphore(most)
+    def __init__(self, max_threads: int = MAX_AT_ONCE) -> None:
+        self._max_threads = max_threads
+        self._free_threads = asyncio.Semaphore(max_threads)
         self._abandoned: set[threading.Thread] = set()
 
     async def call(
@@ -38,7 +38,7 @@ class Lookups:
     ) -> _T:
         """Return the result of a function, within `timeout_s` (default: `ANSWER_TIMEOUT_S`).
 
-        `subject` names the object of the lookup in errors, unless the function names it (`asking`).
+        `subject` names the object of the lookup in errors.
 
         Raises:
             RuntimeUnavailable: there is no answer in time, or no thread.

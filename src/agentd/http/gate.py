@@ -35,7 +35,7 @@ RequestHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse
 class Gate:
     """The gate between requests and the handlers of a site.
 
-    `patience_s` is the time that a request waits for the end of the start, in seconds.
+    `open_timeout_s` is the time that a request waits for the end of the start, in seconds.
     """
 
     def __init__(

@@ -68,12 +68,12 @@ class PluginSpec(msgspec.Struct, frozen=True):
 class PluginTimeouts(msgspec.Struct, frozen=True):
     """Time limits of calls, the interval of listings (seconds), and the memory limit of a process.
 
-    A process beyond `most_memory_bytes` of resident memory is restarted.
+    A process beyond `max_memory_bytes` of resident memory is restarted.
     """
 
     call_timeout_s: float = 10.0
     health_interval_s: float = 10.0
-    most_memory_bytes: int = 1 << 30
+    max_memory_bytes: int = 1 << 30
 
 
 class Backoff:
@@ -337,7 +337,7 @@ class PluginInstance:
             self._change_reported.clear()
             if process.lost.is_set():
                 raise PluginLost(process.reason)
-            if (used := process.memory_bytes()) > self._timeouts.most_memory_bytes:
+            if (used := process.memory_bytes()) > self._timeouts.max_memory_bytes:
                 raise PluginLost(f"it uses {used >> 20} MiB of memory")
             await self._update_listing(process)
 

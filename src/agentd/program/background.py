@@ -24,7 +24,7 @@ NOT_VITAL = frozenset(
 
 
 class Background:
-    """Runs tasks and detects their ends; `failed` is called with the end of a vital one."""
+    """Runs tasks and detects their ends; `on_failure` is called with the end of a vital one."""
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
         self.warnings: list[str] = []

@@ -49,7 +49,7 @@ class NodeHandlers:
         self._metrics = metrics
         self._reload = reload
         self._check_lock = asyncio.Lock()
-        self._lookups = Lookups(most=1)
+        self._lookups = Lookups(max_threads=1)
 
     async def get_node(self, request: web.Request) -> web.Response:
         """Show the node, its parts and its warnings; `check` runs the self-check, too."""

@@ -84,14 +84,14 @@ class ClaimedDevices(NamedTuple):
     unused: Allocation = Allocation()
 
     def selectable_devices(
-        self, only: Mapping[str, frozenset[DeviceId]]
+        self, named_devices: Mapping[str, frozenset[DeviceId]]
     ) -> dict[str, frozenset[DeviceId]]:
         """Return the devices that a request may take, by device name of the claim."""
-        found = {}
+        selectable = {}
         for name in self.names:
-            mine = frozenset(share.device_id for share in self.unused.shares_by_device_name(name))
-            found[name] = mine & only.get(name, mine)
-        return found
+            unused = frozenset(share.device_id for share in self.unused.shares_by_device_name(name))
+            selectable[name] = unused & named_devices.get(name, unused)
+        return selectable
 
 
 class ParsedRequest(NamedTuple):
@@ -123,14 +123,16 @@ class Planner:
         claimed = _find_claimed_devices(spec, state)
         reading = self._reading(spec, runtime, claimed)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
-        only, unknown = _resolve_named_devices(spec, reading, inventory, partition)
+        named_devices, problems_of_names = _resolve_named_devices(
+            spec, reading, inventory, partition
+        )
         others = [
-            *unknown,
+            *problems_of_names,
             *port_problems(spec.ports, self._rules.ports),
             *problems,
             *unsupported_members(spec, runtime.name, runtime.members),
         ]
-        return ParsedRequest(reading.accepted(others), only, claimed)
+        return ParsedRequest(reading.accepted(others), named_devices, claimed)
 
     def parse_claim_request(self, spec: ClaimSpec) -> ParsedRequest:
         """Read what a claim asks for; slots that it leaves out are zero.
@@ -142,13 +144,15 @@ class Planner:
         """
         reading = self._read_slots(spec.slots)
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
-        only, unknown = _resolve_named_devices(spec, reading, inventory, partition)
-        slots = reading.accepted(unknown)
+        named_devices, problems_of_names = _resolve_named_devices(
+            spec, reading, inventory, partition
+        )
+        slots = reading.accepted(problems_of_names)
         if not slots:
             raise InvalidRequest([Problem("slots", "expected an amount of at least one slot")])
-        return ParsedRequest(slots, only)
+        return ParsedRequest(slots, named_devices)
 
-    def decide_claim(self, spec: ClaimSpec, asked: ParsedRequest, state: NodeState) -> Decision:
+    def decide_claim(self, spec: ClaimSpec, request: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices for a claim; changes nothing. An observed one may meet other holders.
 
         Raises:
@@ -160,7 +164,7 @@ class Planner:
             raise TooManyClaims(f"{used}; {excess.bound}")
         inventory, partition = self._devices.inventory, self._devices.partition(spec.agent_id)
         policy = self._policy(spec)
-        wanted = (partition, asked.slots, policy, asked.named_devices)
+        wanted = (partition, request.slots, policy, request.named_devices)
         try:
             allocation = allocate(state.ledger, inventory, *wanted)
         except InsufficientResource:
@@ -169,7 +173,7 @@ class Planner:
             allocation = allocate_observed(inventory, *wanted)
         return Decision(allocation.wire_totals(), allocation)
 
-    def decide(self, spec: KernelSpec, asked: ParsedRequest, state: NodeState) -> Decision:
+    def decide(self, spec: KernelSpec, request: ParsedRequest, state: NodeState) -> Decision:
         """Choose devices and ports for a request; changes nothing.
 
         Raises:
@@ -180,14 +184,20 @@ class Planner:
             raise InsufficientResource("labels", *amounts, (), limit=excess.bound)
         inventory, policy = self._devices.inventory, self._policy(spec)
         partition = self._devices.partition(spec.agent_id)
-        mine, free = split_slots(asked.slots, asked.claimed.names)
-        taken = Allocation()
-        if mine:
-            taken = allocate_from_claim(
-                asked.claimed.unused, inventory, spec.agent_id, mine, policy, asked.named_devices
+        claimed_slots, free_slots = split_slots(request.slots, request.claimed.names)
+        named_devices = request.named_devices
+        from_claim = Allocation()
+        if claimed_slots:
+            from_claim = allocate_from_claim(
+                request.claimed.unused,
+                inventory,
+                spec.agent_id,
+                claimed_slots,
+                policy,
+                named_devices,
             )
-        given = allocate(state.ledger, inventory, partition, free, policy, asked.named_devices)
-        allocation = Allocation((*taken.shares, *given.shares))
+        from_free = allocate(state.ledger, inventory, partition, free_slots, policy, named_devices)
+        allocation = Allocation((*from_claim.shares, *from_free.shares))
         ports = self._assign_host_ports(spec, state)
         return Decision(allocation.wire_totals(), allocation, ports)
 
@@ -203,32 +213,37 @@ class Planner:
         allowed, busy = self._rules.ports, set[HostPort]()
         while True:
             ports = assign_ports(spec.ports, holders, busy, allowed)
-            found = {
+            newly_busy = {
                 (port.protocol, port.host)
                 for port in ports
                 if port.host
                 and not self._rules.is_port_free(port.address, port.protocol, port.host)
             }
-            if not found:
+            if not newly_busy:
                 return ports
-            busy |= found
+            busy |= newly_busy
 
     def explain(
-        self, spec: KernelSpec, asked: ParsedRequest, decision: Decision, ledger: Ledger
+        self, spec: KernelSpec, request: ParsedRequest, decision: Decision, ledger: Ledger
     ) -> dict[str, list[dict[str, object]]]:
         """Return a row for each device and slot of a decision, for derived slots too."""
-        inventory = with_claimed_usable(self._devices.inventory, asked.claimed.unused)
+        inventory = with_claimed_usable(self._devices.inventory, request.claimed.unused)
         partition, policy = self._devices.partition(spec.agent_id), self._policy(spec)
         types = inventory.slot_types
-        named = {types[step.slot].family: step.amounts for step in order_steps(asked.slots, types)}
+        named = {
+            types[step.slot].family: step.amounts for step in order_steps(request.slots, types)
+        }
         if spec.claim_id is not None:  # as if its rest were free, to this request alone
             ledger = ledger.without(ClaimRef(spec.claim_id))
-        only = {**asked.named_devices, **asked.claimed.selectable_devices(asked.named_devices)}
-        given: dict[SlotName, dict[DeviceId, int]] = {}
+        named_devices = {
+            **request.named_devices,
+            **request.claimed.selectable_devices(request.named_devices),
+        }
+        granted: dict[SlotName, dict[DeviceId, int]] = {}
         for share in decision.allocation.shares:
             for slot, _, amount in share.amounts:
                 if slot in types:  # a claim may have been given one that is switched off now
-                    given.setdefault(slot, {})[share.device_id] = amount
+                    granted.setdefault(slot, {})[share.device_id] = amount
         return {
             slot: explain(
                 ExplainContext(
@@ -238,11 +253,11 @@ class Planner:
                     types[slot],
                     named[types[slot].family],
                     policy,
-                    only.get(device_name_of(slot)),
+                    named_devices.get(device_name_of(slot)),
                     by_device,
                 )
             )
-            for slot, by_device in given.items()
+            for slot, by_device in granted.items()
         }
 
     def refuse_unsupported(self, slots: Mapping[str, object]) -> None:
@@ -253,11 +268,11 @@ class Planner:
         """
         self._read_slots(slots)
 
-    def _read_slots(self, asked: Mapping[str, object]) -> SlotReading:
+    def _read_slots(self, amounts: Mapping[str, object]) -> SlotReading:
         types = self._devices.inventory.slot_types
-        statuses = () if asked.keys() <= types.keys() else self._plugins.statuses()
+        statuses = () if amounts.keys() <= types.keys() else self._plugins.statuses()
         return read_slots(
-            asked,
+            amounts,
             types,
             pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
             failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
@@ -271,21 +286,23 @@ class Planner:
             for slot, amount in self._rules.default_slots.items()
             if device_name_of(slot) not in claimed.names
         }
-        rest = (
+        claim_defaults = (
             default_amounts(claimed.unused, _requested_device_names(spec)) if claimed.names else {}
         )
-        rest_of_claim = {
+        claim_amounts = {
             slot: format_amount(amount, types[slot].kind)
-            for slot, amount in rest.items()
+            for slot, amount in claim_defaults.items()
             if slot in types
         }
-        reading = self._read_slots({**defaults, **spec.slots, **rest_of_claim})
-        least = max(1, runtime.minimum_memory_bytes)
-        given = reading.slots[MEM]
-        if given < least and all(problem.where != "slots.mem" for problem in reading.problems):
-            why = f"{given} bytes are below the minimum of the {runtime.name} runtime, {least}"
-            too_few = Problem("slots.mem", why)
-            return reading._replace(problems=(*reading.problems, too_few))
+        reading = self._read_slots({**defaults, **spec.slots, **claim_amounts})
+        minimum = max(1, runtime.minimum_memory_bytes)
+        memory_bytes = reading.slots[MEM]
+        if memory_bytes < minimum and all(
+            problem.where != "slots.mem" for problem in reading.problems
+        ):
+            limit = f"the minimum of the {runtime.name} runtime, {minimum}"
+            reason = f"{memory_bytes} bytes are below {limit}"
+            return reading._replace(problems=(*reading.problems, Problem("slots.mem", reason)))
         return reading
 
     def notify_plugins(self, before: Kernel | None, now: Kernel | None) -> None:
@@ -316,8 +333,10 @@ class Planner:
         ledger = state.ledger  # without the kernel of a dry run
         if kernel.kernel_id not in ledger.holdings:
             ledger = ledger.with_holding(kernel.kernel_id, kernel.agent_id, kernel.allocation)
-        fence = agent_resource_cap(spec.agent_id, cores, partition.memory_bytes, real, ledger)
-        node = PlanContext(self._rules.node_id, tuple(cores), real, missing, fence)
+        resource_cap = agent_resource_cap(
+            spec.agent_id, cores, partition.memory_bytes, real, ledger
+        )
+        node = PlanContext(self._rules.node_id, tuple(cores), real, missing, resource_cap)
         return build_plan(spec, kernel, edits, node)
 
 
@@ -359,14 +378,16 @@ def _find_claimed_devices(spec: KernelSpec, state: NodeState) -> ClaimedDevices:
         raise UnknownClaim.of(spec.claim_id)
     claim.require_readable()
     if claim.agent_id != spec.agent_id:
-        why = f"claim {claim.claim_id} is of agent {claim.agent_id}"
-        raise InvalidRequest([Problem("claim", why)])
+        reason = f"claim {claim.claim_id} is of agent {claim.agent_id}"
+        raise InvalidRequest([Problem("claim", reason)])
     users = state.claim_kernels(claim.claim_id)
     if users and not (spec.keeps_claim and all(kernel.keeps_claim for kernel in users.values())):
-        who = ", ".join(users)
-        raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {who}")
-    left = subtract_allocations(claim.allocation, (kernel.allocation for kernel in users.values()))
-    return ClaimedDevices(claimed_names(claim.allocation), left)
+        kernel_ids = ", ".join(users)
+        raise ClaimConflict(f"claim {claim.claim_id} is used by kernel {kernel_ids}")
+    unused = subtract_allocations(
+        claim.allocation, (kernel.allocation for kernel in users.values())
+    )
+    return ClaimedDevices(claimed_names(claim.allocation), unused)
 
 
 def _requested_device_names(spec: KernelSpec) -> frozenset[str]:
@@ -387,8 +408,8 @@ def _resolve_named_devices(
     without a requested slot. For a pending plugin the devices are not known yet.
     """
     problems: list[Problem] = []
-    found = {}
-    asked = {device_name_of(slot) for slot, amount in reading.slots.items() if amount}
+    named_devices = {}
+    requested = {device_name_of(slot) for slot, amount in reading.slots.items() if amount}
     unread = {device_name_of(item.where.removeprefix("slots.")) for item in reading.problems}
     for name, wanted in spec.devices.items():
         if name in reading.late:
@@ -399,14 +420,16 @@ def _resolve_named_devices(
             if not spec.is_discreet or device.device_id in partition.members
         ]
         by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
-        found[name] = frozenset(by_key[key] for key in wanted if key in by_key)
-        have = ", ".join(device.device_id.id for device in devices) or "none"
+        named_devices[name] = frozenset(by_key[key] for key in wanted if key in by_key)
+        known_ids = ", ".join(device.device_id.id for device in devices) or "none"
         unknown = (
-            Problem(f"devices.{name}.{place}", f"unknown device {key!r} (this node has: {have})")
+            Problem(
+                f"devices.{name}.{place}", f"unknown device {key!r} (this node has: {known_ids})"
+            )
             for place, key in enumerate(wanted)
             if key not in by_key
         )
         problems += islice(unknown, MAX_PROBLEMS + 1 - len(problems))
-        if found[name] and name not in asked | unread:
+        if named_devices[name] and name not in requested | unread:
             problems.append(Problem(f"devices.{name}", f"no slot of {name} is requested"))
-    return found, problems
+    return named_devices, problems

@@ -57,7 +57,7 @@ class PluginVitals(msgspec.Struct, frozen=True):
 
 
 class PluginListing(msgspec.Struct, frozen=True):
-    """The validated listing of a plugin; `dealing` if it deals its devices to the agents."""
+    """The validated listing of a plugin, and its assignment of devices to agents, if any."""
 
     name: str
     slot_types: tuple[SlotType, ...]
@@ -213,8 +213,8 @@ class Runtime(Protocol):
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         """Create and start a kernel.
 
-        An AgentdError other than OutcomeUnknown, and Undone, prove that nothing is left. Any other
-        exception, including a bare cancellation, proves nothing once `creating` was reported.
+        An AgentdError other than OutcomeUnknown, and CreateUndone, prove that nothing is left. Any
+        other exception, including a bare cancellation, proves nothing once `creating` was reported.
         `creating` is reported before anything else runs after the runtime was called, `pulling`
         while there is nothing to undo.
 
@@ -223,7 +223,7 @@ class Runtime(Protocol):
             RuntimeFailure: the runtime refused.
             RuntimeUnavailable: the runtime could not be called.
             OutcomeUnknown: the runtime was called, and the answer was lost.
-            Undone: the create was cancelled.
+            CreateUndone: the create was cancelled.
         """
         ...
 

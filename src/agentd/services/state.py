@@ -69,7 +69,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class UnresolvedCreate(msgspec.Struct, frozen=True):
-    """An unresolved create: when absence becomes proof (steady clock), and `keep`."""
+    """An unresolved create: when absence becomes proof (steady clock), and `keep_failure`."""
 
     until: float
     keep_failure: bool
@@ -131,9 +131,9 @@ class NodeState:
             return False
         return known.handle is not None or bool(known.agent_id)
 
-    def subscribe(self, changed: KernelCallback) -> None:
+    def subscribe(self, on_change: KernelCallback) -> None:
         """Register a callback for kernel changes."""
-        self._callbacks.append(changed)
+        self._callbacks.append(on_change)
 
     def put_kernel(self, kernel: Kernel) -> None:
         """Add or replace a kernel, and charge or release its allocation."""
@@ -247,8 +247,8 @@ class NodeState:
         self._closed_claims.discard(claim_id)
 
     def _notify(self, before: Kernel | None, now: Kernel | None, holding: Holding | None) -> None:
-        for changed in self._callbacks:
-            changed(before, now)
+        for on_change in self._callbacks:
+            on_change(before, now)
         if now is None:
             self._events.publish(EventKind.KERNEL_REMOVED, before, is_of_shares=holding is not None)
         elif now != before:
@@ -282,13 +282,13 @@ class NodeState:
         is_same = now is since.kernels.get(kernel_id)
         return is_same and (now is not None or self._drops == since.drops)
 
-    def mark_unresolved(self, kernel_id: str, until: float, *, keep: bool = False) -> None:
+    def mark_unresolved(self, kernel_id: str, until: float, *, keep_failure: bool = False) -> None:
         """Mark a create as unresolved until `until`, when absence becomes proof.
 
-        With `keep` it is listed as `failed` if it left nothing, since no caller waits for its
-        error.
+        With `keep_failure` it is listed as `failed` if it left nothing, since no caller waits for
+        its error.
         """
-        self._unresolved[kernel_id] = UnresolvedCreate(until, keep)
+        self._unresolved[kernel_id] = UnresolvedCreate(until, keep_failure)
 
     def mark_resolved(self, kernel_id: str) -> None:
         """Mark a create as resolved."""

@@ -135,8 +135,8 @@ class StateFolder:
         return ""
 
     def _lock(self, path: Path, refusal: str) -> None:
-        if complaint := self._locks.acquire(path, refusal):
-            self._warn_once(path, complaint)
+        if warning := self._locks.acquire(path, refusal):
+            self._warn_once(path, warning)
 
     def close(self) -> None:
         """Release the locks."""

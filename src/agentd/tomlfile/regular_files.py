@@ -58,7 +58,7 @@ class RegularFile(msgspec.Struct, frozen=True):
 
 
 def read_regular(
-    path: Path, most_bytes: int = MAX_BYTES, *, follows_links: bool = True
+    path: Path, max_bytes: int = MAX_BYTES, *, follows_links: bool = True
 ) -> RegularFile:
     """Read a file.
 
@@ -71,7 +71,7 @@ def read_regular(
         with thread_waiting_for(str(path)):
             descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
             try:
-                return _read(descriptor, most_bytes)
+                return _read(descriptor, max_bytes)
             finally:
                 os.close(descriptor)
     except FileNotFoundError as error:
@@ -84,14 +84,14 @@ def read_regular(
         raise UnusableFile("cannot be read: a NUL in the path") from None
 
 
-def _read(descriptor: int, most_bytes: int) -> RegularFile:
+def _read(descriptor: int, max_bytes: int) -> RegularFile:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile(f"is {kind_of(status.st_mode)}, expected a regular file")
-    chunks, remaining = [], most_bytes + 1
+    chunks, remaining = [], max_bytes + 1
     while remaining and (chunk := os.read(descriptor, remaining)):
         chunks.append(chunk)
         remaining -= len(chunk)
     if not remaining:
-        raise UnusableFile(f"is larger than {most_bytes} bytes")
+        raise UnusableFile(f"is larger than {max_bytes} bytes")
     return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode))

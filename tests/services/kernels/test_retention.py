@@ -22,8 +22,8 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
     state = NodeState(["any"], EventLog())
     removed: list[str] = []
 
-    async def remove(kernel_id: str, *, only: Kernel) -> None:
-        assert state.kernels[kernel_id] is only
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        assert state.kernels[kernel_id] is expected
         if kernel_id == "stuck":
             raise RuntimeUnavailable("the engine is down")
         removed.append(kernel_id)
@@ -49,8 +49,8 @@ async def test_the_oldest_ended_kernels_go_first_and_living_ones_never() -> None
 async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> None:
     state = NodeState(["any"], EventLog())
 
-    async def remove(kernel_id: str, *, only: Kernel) -> None:
-        state.drop_kernel(only.kernel_id)
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        state.drop_kernel(expected.kernel_id)
 
     keeper = Retention(state, SimpleNamespace(remove=remove), 9)  # type: ignore[arg-type]
     size = len(encode(ended("k1", 1.0), ""))

@@ -40,7 +40,7 @@ PROBE_PERIOD_S, PROBE_TIMEOUT_S = 1.0, 3.0
 class NodeReader:
     """Follows one daemon; reports its readings, and when it is unavailable or unreadable.
 
-    `told` must not raise.
+    `on_reading` must not raise.
     """
 
     def __init__(

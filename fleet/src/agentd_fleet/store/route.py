@@ -145,7 +145,7 @@ class Store(Protocol):
         """Write a route over this revision (0: none exists); None if it has another."""
 
     async def rewrite(self, unread: RouteUnreadable) -> int | None:
-        """Rewrite an unreadable route unchanged, like `keep`."""
+        """Rewrite an unreadable route unchanged, under a new revision."""
 
     async def delete_route(self, kernel_id: str, expected: int) -> bool:
         """Remove the route of this revision; return whether it had that."""

@@ -66,11 +66,11 @@ def allocate(
     partition: Partition,
     slots: ResourceSlots,
     policy: AllocationPolicy,
-    only: Mapping[str, frozenset[DeviceId]] = MappingProxyType({}),
+    named_devices: Mapping[str, frozenset[DeviceId]] = MappingProxyType({}),
 ) -> Allocation:
     """Choose devices for every slot of a request, or for none.
 
-    `only` names, by device name, the devices that may be given; of other names all may.
+    `named_devices` names, by device name, the devices that may be given; of other names all may.
 
     Raises:
         InsufficientResource: one of the slots cannot be had in full; nothing changed.
@@ -82,7 +82,7 @@ def allocate(
         name = device_name_of(step.slot)
         candidates_by_slot = {
             slot: find_candidates(
-                ledger, inventory, partition, slot, [*step.amounts], only.get(name)
+                ledger, inventory, partition, slot, [*step.amounts], named_devices.get(name)
             )
             for slot in step.amounts
         }
@@ -99,7 +99,7 @@ def allocate(
                 slot_type=inventory.slot_types[step.slot],
                 requested=step.amounts,
                 policy=policy,
-                only=only.get(name),
+                named_devices=named_devices.get(name),
                 earlier_usage=usage_by_name[name],
                 step_usage=step_usage,
             )

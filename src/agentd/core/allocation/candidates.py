@@ -39,18 +39,19 @@ def find_candidates(
     partition: Partition,
     slot: SlotName,
     named: Sequence[SlotName],
-    only: Collection[DeviceId] | None = None,
+    named_devices: Collection[DeviceId] | None = None,
 ) -> list[DeviceCandidate]:
     """Return the devices that may give a slot to an agent, in natural order.
 
     `named` are the slots of the same devices that the request names. From the first, which
-    decides, those are derived that it does not name. `only` are the devices to choose from.
+    decides, those are derived that it does not name. `named_devices` are the devices to choose
+    from; None stands for all.
     """
     candidates = []
     needed, is_deciding = set(named), slot == named[0]
     for device in inventory.by_slot.get(slot, ()):
         measures = inventory.measures[device.device_id]
-        may_give = only is None or device.device_id in only
+        may_give = named_devices is None or device.device_id in named_devices
         if not (may_give and device.is_usable and measures.keys() >= needed):
             continue
         underived = named if is_deciding else measures

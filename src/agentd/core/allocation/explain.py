@@ -34,11 +34,12 @@ OTHER = "other"
 class ExplainContext(msgspec.Struct, frozen=True, dict=True):
     """One slot of a request, and the state of the node at its decision.
 
-    `asked` are the named slots of the same devices with their amounts, the deciding one first.
-    `slot_type` is the slot that is explained: one of these, or a derived one. `only` are the
-    devices that the request named, if it did. `given` is what each device gave of the slot, in base
-    units, empty for a refusal. `earlier` and `counts` are what earlier steps and this one count
-    towards the agent's limit; `counts` is 0 if no devices were chosen.
+    `requested` has the named slots of the same devices with their amounts, the deciding one first.
+    `slot_type` is the slot that is explained: one of these, or a derived one. `named_devices` are
+    the devices that the request named, if it did. `granted` has the amount of the slot that each
+    device gave, in base units; it is empty for a refusal. `earlier_usage` and `step_usage` are the
+    amounts that earlier steps and this one count towards the agent's limit; `step_usage` is 0 if
+    no devices were chosen.
     """
 
     ledger: Ledger
@@ -47,7 +48,7 @@ class ExplainContext(msgspec.Struct, frozen=True, dict=True):
     slot_type: SlotType
     requested: Mapping[SlotName, int]
     policy: AllocationPolicy
-    only: frozenset[DeviceId] | None = None
+    named_devices: frozenset[DeviceId] | None = None
     granted: Mapping[DeviceId, int] = {}
     earlier_usage: int = 0
     step_usage: int = 0
@@ -86,7 +87,12 @@ class ExplainContext(msgspec.Struct, frozen=True, dict=True):
     def candidates(self) -> Mapping[DeviceId, DeviceCandidate]:
         """The devices that may give the slot, of those that the request leaves."""
         candidates = find_candidates(
-            self.ledger, self.inventory, self.partition, self.slot, [*self.requested], self.only
+            self.ledger,
+            self.inventory,
+            self.partition,
+            self.slot,
+            [*self.requested],
+            self.named_devices,
         )
         return {candidate.device_id: candidate for candidate in candidates}
 
@@ -101,7 +107,7 @@ class ExplainContext(msgspec.Struct, frozen=True, dict=True):
 
     def may_give(self, device: Device) -> bool:
         """Return whether the request leaves this device to choose from."""
-        return self.only is None or device.device_id in self.only
+        return self.named_devices is None or device.device_id in self.named_devices
 
     @property
     def potentials(self) -> dict[DeviceId, int]:

@@ -195,7 +195,7 @@ class Holding(msgspec.Struct, frozen=True):
 class Ledger(msgspec.Struct, frozen=True):
     """The allocations of all holders; immutable, one for the node.
 
-    `held` has the same shares by device, for all that is asked about one device.
+    `shares_by_device` has the same shares by device, for lookups about one device.
     """
 
     holdings: Mapping[Holder, Holding] = {}
@@ -260,7 +260,7 @@ class Ledger(msgspec.Struct, frozen=True):
         return max(0, limit.amount - self.agent_limit_usage(partition.agent_id, name))
 
     def whole_device_holders(self, device: Device) -> list[Holder]:
-        """Return the holders of this device whole: not by the slots that it offers now."""
+        """Return the holders of the whole device: their slots are not those that it offers now."""
         names = device.slot_names
         holders = self.holders(device.device_id).items()
         return [holder for holder, share in holders if not _is_held_by(names, share.slot_names)]

@@ -39,7 +39,7 @@ def allocate_from_claim(
     agent_id: str,
     slots: ResourceSlots,
     policy: AllocationPolicy,
-    only: Mapping[str, frozenset[DeviceId]],
+    named_devices: Mapping[str, frozenset[DeviceId]],
 ) -> Allocation:
     """Choose from the devices of a claim; a drained one can be used, a missing one cannot.
 
@@ -58,7 +58,7 @@ def allocate_from_claim(
         if (device := inventory.by_id.get(share.device_id)) and device.slot == share.slot
     ]
     whole_shares = _shares_taken_whole(
-        claimed, slots, {d.device_id for d in devices if d.is_usable}, only
+        claimed, slots, {d.device_id for d in devices if d.is_usable}, named_devices
     )
     names = {share.device_id.name for share in whole_shares}
     slots = ResourceSlots(
@@ -67,7 +67,7 @@ def allocate_from_claim(
     amounts = total_amounts(claimed.shares)
     partition = Partition(agent_id, tuple(d.device_id for d in devices), amounts.get(MEM, 0))
     claim_inventory = Inventory.of(inventory.slot_types.values(), devices)
-    chosen = allocate(Ledger(), claim_inventory, partition, slots, policy, only)
+    chosen = allocate(Ledger(), claim_inventory, partition, slots, policy, named_devices)
     by_id = inventory.by_id
     return Allocation(
         tuple(
@@ -81,7 +81,7 @@ def _shares_taken_whole(
     claimed: Allocation,
     slots: ResourceSlots,
     usable: Collection[DeviceId],
-    only: Mapping[str, frozenset[DeviceId]],
+    named_devices: Mapping[str, frozenset[DeviceId]],
 ) -> list[Share]:
     """Return the shares of the device names that a request takes whole from a claim.
 
@@ -93,7 +93,11 @@ def _shares_taken_whole(
         wanted = {slot: amount for slot, amount in slots.items() if device_name_of(slot) == name}
         device_ids = {share.device_id for share in shares}
         is_all = wanted == total_amounts(replace(share, secondary=()) for share in shares)
-        if is_all and device_ids <= set(usable) and device_ids <= only.get(name, device_ids):
+        if (
+            is_all
+            and device_ids <= set(usable)
+            and device_ids <= named_devices.get(name, device_ids)
+        ):
             whole_shares += shares
     return whole_shares
 
@@ -103,7 +107,7 @@ def allocate_observed(
     partition: Partition,
     slots: ResourceSlots,
     policy: AllocationPolicy,
-    only: Mapping[str, frozenset[DeviceId]],
+    named_devices: Mapping[str, frozenset[DeviceId]],
 ) -> Allocation:
     """Choose devices that an engine uses already, in any state and with any holder.
 
@@ -115,7 +119,7 @@ def allocate_observed(
         for device in inventory.devices
     )
     healthy = Inventory.of(inventory.slot_types.values(), devices)
-    return allocate(Ledger(), healthy, partition, slots, policy, only)
+    return allocate(Ledger(), healthy, partition, slots, policy, named_devices)
 
 
 def with_claimed_usable(inventory: Inventory, claimed: Allocation) -> Inventory:

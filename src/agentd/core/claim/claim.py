@@ -2,7 +2,7 @@
 
 A claim holds its devices as a kernel does, and runs nothing. It ends with its holder: a process, a
 cgroup, a time limit, or nobody but the caller who names it. A create can take the devices of a
-claim over; what the claim still holds meanwhile follows from the kernels (`remaining`), so that no
+claim over. The claim then holds the rest of its allocation (`subtract_allocations`), so that no
 order of changes charges a device twice.
 """
 

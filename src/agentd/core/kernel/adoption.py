@@ -249,9 +249,9 @@ def _mark_unreadable(kernel: Kernel, item: ObservedKernel) -> Kernel:
 def adopt_record(
     kernel_id: str, text: str, runtime: str, inventory: Inventory, now: float
 ) -> KernelUpdate:
-    """Return a kernel (`creating`) as it is remembered, while its runtime was not asked yet.
+    """Return the kernel of a saved record, before its runtime has listed its kernels.
 
-    One whose record cannot be read quarantines every device.
+    A kernel whose record cannot be read is `creating`, and quarantines every device.
     """
     try:
         recorded = decode(text)
@@ -276,8 +276,8 @@ def resolve_devices(
 ) -> tuple[Allocation, tuple[Device, ...]]:
     """Charge recorded shares to the physical devices, by stable id.
 
-    Devices that the inventory does not know come back beside the allocation, as gone. A device
-    that is listed in parts now quarantines all of them.
+    Returns the allocation, and the devices in it that the inventory does not know, as `gone`. If
+    the plugin now lists the parts of a recorded device, all parts are quarantined.
     """
     shares: list[Share] = []
     missing: dict[str, Device] = {}

@@ -15,8 +15,8 @@ class ObservedKernel(msgspec.Struct, frozen=True):
     `cores`, `memory_bytes` and `ports` are the runtime's own limits, if known; they only matter if
     `record` cannot be read. One that `is_partial` was only listed, and its times and ending are
     unknown. `pid` and `unit` are as in `Kernel`. An empty `record` is missing, unless
-    `record_problem` says otherwise; a record with a problem can be read. What is there of a kernel
-    that `is_unreadable` cannot be read: it counts as running unless its end is proved.
+    `record_problem` says otherwise; a record with a problem can be read. With `is_unreadable`, the
+    runtime cannot read the kernel's state: it counts as running unless its end is proved.
     """
 
     kernel_id: str

@@ -54,7 +54,7 @@ class AgentResourceCap(msgspec.Struct, frozen=True):
 def agent_resource_cap(
     agent_id: str, cores: Collection[str], memory_bytes: int, real: frozenset[str], ledger: Ledger
 ) -> AgentResourceCap:
-    """Return the fence of an agent: its pinnable cores, its memory, and its kernels' shares."""
+    """Return the cap of an agent: its pinnable cores, its memory, and its kernels' shares."""
     held = (share.device_id.id for share in ledger.shares_of(agent_id, CPU))
     all_cores = {*cores, *held}
     if not real or not all_cores <= real:
@@ -81,7 +81,7 @@ class PlanContext(msgspec.Struct, frozen=True):
 class KernelPlan(msgspec.Struct, frozen=True):
     """A kernel ready to be created; `memory_bytes` 0 means no limit.
 
-    `record` and `statement` are written to it (see `agentd.core.kernel.record`).
+    `record` and `device_label` are written to it (see `agentd.core.kernel.record`).
     """
 
     spec: KernelSpec

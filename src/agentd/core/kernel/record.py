@@ -311,7 +311,7 @@ def encode_device_label(allocation: Allocation) -> str:
 
 
 def decode_device_label(text: str) -> Allocation:
-    """Decode a device label; inverse of `statement`.
+    """Decode a device label; inverse of `encode_device_label`.
 
     Raises:
         RecordError: a word of it is damaged, gives nothing of a slot, or is of a slot of a device
@@ -325,7 +325,9 @@ def _parse_word(word: str) -> Share:
     amount, _, stable_id = amount_and_id.partition("@")
     parts = device_and_slot.split("/", 2)
     if len(parts) != 3 or not is_slot_name(parts[2]) or not ID_PATTERN.fullmatch(stable_id):  # noqa: PLR2004 - name, id, slot
-        raise RecordError(f"invalid statement {word!r}: expected name/id/slot=amount@stable-id")
+        raise RecordError(
+            f"invalid device label entry {word!r}: expected name/id/slot=amount@stable-id"
+        )
     kind = SlotKind.BYTES if amount.endswith("B") else SlotKind.COUNT
     try:
         units = parse_base_units(amount.removesuffix("B"), kind)

@@ -110,7 +110,7 @@ OBSERVATIONS: Mapping[KernelState, Mapping[ObservedState, KernelState]] = {
 class KernelSpec(msgspec.Struct, frozen=True):
     """A parsed create request; `spec_hash` is equal for equal requests.
 
-    `slots` are amounts as `agentd.core.slots.read_quantity` returns them. `devices` restricts the
+    `slots` are amounts as `agentd.core.slots.parse_quantity` returns them. `devices` restricts the
     choice, by device name: ids, stable ids or aliases. `options` are further members that differ
     from their defaults, for the runtime alone.
     """

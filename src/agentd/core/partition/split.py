@@ -5,7 +5,7 @@ has two owners; memory alone is one device that is divided by amount. Devices th
 are gone keep their place, so that one lost GPU does not move the others.
 
 `split` decides in this order: withhold what is reserved, deal the devices, and
-leave slots to be derived from them (`slots_of`).
+derive the slots of each agent from its devices (`agent_slots`).
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     def node_slots(self) -> ResourceSlots:
         """Return what the whole node offers after the reservation."""
-        withheld = {DeviceId(CPU, core) for core in self.reserved_cpu}
+        reserved = {DeviceId(CPU, core) for core in self.reserved_cpu}
         return _sum_slots(
-            (d for d in self.inventory.devices if d.device_id not in withheld),
+            (d for d in self.inventory.devices if d.device_id not in reserved),
             lambda device: device.offered_capacities,
         )
 

@@ -46,7 +46,7 @@ MAX_LIST = 256 << 20
 
 
 class DockerClient:
-    """A client of one engine. Its calls raise the errors of `engine_errors`."""
+    """A client of one engine. Its calls raise the errors of `docker_errors`."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -172,7 +172,7 @@ async def _read_json(response: aiohttp.ClientResponse) -> Any:
     """Return the JSON of a response, None if it is empty.
 
     Raises:
-        EngineAnswerLost: the response is too large, or not JSON.
+        DockerResponseLost: the response is too large, or not JSON.
     """
     content = await _read(response.content)
     if len(content) > MAX_RESPONSE:
@@ -187,7 +187,7 @@ async def _read_objects(stream: aiohttp.StreamReader) -> AsyncGenerator[Mapping[
     """Yield the objects of a JSON array, without keeping them.
 
     Raises:
-        EngineAnswerLost: the response is not an array of objects, is cut, or is too large.
+        DockerResponseLost: the response is not an array of objects, is cut, or is too large.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     text, size, parsed_at, is_open = "", 0, 0, False
@@ -231,7 +231,7 @@ def parse_container_id(raw: object) -> str:
     """Return a container id, which becomes part of paths.
 
     Raises:
-        EngineAnswerLost: the engine's response has another value.
+        DockerResponseLost: the engine's response has another value.
     """
     if isinstance(raw, str) and CONTAINER_ID.fullmatch(raw):
         return raw

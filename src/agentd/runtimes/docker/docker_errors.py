@@ -1,8 +1,8 @@
 """The three ways in which a call to the Docker Engine fails.
 
-EngineError        the engine refused or failed: a status and a message
-EngineUnreachable  the engine was not called: there was no connection
-EngineAnswerLost   the engine was called, and its response was lost or is malformed
+DockerError         the engine refused or failed: a status and a message
+DockerUnreachable   the engine was not called: there was no connection
+DockerResponseLost  the engine was called, and its response was lost or is malformed
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ async def _read_lines(stream: aiohttp.StreamReader, docker: DockerClient) -> Asy
     """Yield lines, which may be long: an event carries all labels and a command line.
 
     Raises:
-        EngineAnswerLost: a line is endless, or the engine has stopped answering.
+        DockerResponseLost: a line is endless, or the engine has stopped answering.
     """
     unread = b""
     while chunk := await _read_and_probe(stream, docker):
@@ -75,7 +75,7 @@ async def _read_and_probe(stream: aiohttp.StreamReader, docker: DockerClient) ->
     """Return the next bytes, empty at the end; probe the engine during long silences.
 
     Raises:
-        EngineAnswerLost: the engine is frozen, so its silence means nothing.
+        DockerResponseLost: the engine is frozen, so its silence means nothing.
     """
     while True:
         with suppress(TimeoutError):
@@ -103,7 +103,7 @@ def _parse_event(line: bytes) -> ContainerEvent | None:
     """Parse an event; None if it is malformed or not about a kernel.
 
     Raises:
-        EngineAnswerLost: the container id is invalid.
+        DockerResponseLost: the container id is invalid.
     """
     try:
         event = msgspec.json.decode(line, type=_RawEvent)

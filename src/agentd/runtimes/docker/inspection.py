@@ -41,7 +41,7 @@ def validate_inspection(inspection: object) -> Mapping[str, Any]:
     """Validate an inspection of a container.
 
     Raises:
-        EngineAnswerLost: the response is malformed.
+        DockerResponseLost: the response is malformed.
     """
     if isinstance(inspection, dict) and inspection.keys() >= _REQUIRED_MEMBERS:
         parse_container_id(inspection["Id"])

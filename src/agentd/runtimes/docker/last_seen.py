@@ -25,7 +25,10 @@ ENGINE_STOPPED = "the engine was stopped"
 SAVE_PAUSE_S = 60.0
 """Minimum seconds between two writes of the file, except at a stop and around an outage."""
 _STOP_MARGIN_S = 30.0
-"""Seconds before it hangs up in which an engine that stops may end containers; its limit is 15."""
+"""Seconds before the loss of the connection in which the engine may have ended containers.
+
+An engine that stops ends its containers first, within 15 s, and closes its connections after that.
+"""
 _MAX_OUTAGES = 100
 _ENDED_BY_OTHERS = (128 + signal.SIGKILL, 128 + signal.SIGTERM, 255)
 """Exit codes of signals, and of containers that an engine found dead when it started."""

@@ -25,8 +25,8 @@ class UserAccounts(msgspec.Struct, frozen=True):
     """The user accounts of a runtime's kernels, which the host adds to its settings.
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
-    kernels run as the daemon's user; in units of root, each has a user of its own. With `is_user`,
-    agentd is not root and there are no accounts.
+    kernels run as the daemon's user; in units of root, each has a user of its own. With
+    `is_unprivileged`, agentd is not root and there are no accounts.
     """
 
     default: UserAccount | None = None

@@ -102,30 +102,30 @@ class Bundles(msgspec.Struct, frozen=True):
     def observe(self, kernel_id: str) -> ObservedKernel | None:
         """Return the observed kernel, None if nothing exists or another node owns it."""
         bundle, cgroup = self.bundle(kernel_id), self.cgroup(kernel_id)
-        proof, unreadable_reason = self.kernel_processes(kernel_id), ""
+        processes, unreadable_reason = self.kernel_processes(kernel_id), ""
         try:
             is_bundle = bundle.exists()
-            state, ending = proof.state()
+            state, ending = processes.state()
         except Unreadable as error:
             is_bundle, unreadable_reason = True, str(error)
-            state, ending = _unreadable_state(proof, unreadable_reason)
+            state, ending = _unreadable_state(processes, unreadable_reason)
         is_alive = state is ObservedState.RUNNING
-        statement = cgroup.attribute(DEVICES) if cgroup else ""
+        device_label = cgroup.attribute(DEVICES) if cgroup else ""
         record, problem, is_own = "", unreadable_reason, True
         if not unreadable_reason:
             try:
                 record, problem, is_own = self._read_own_record(kernel_id, is_bundle=is_bundle)
             except Unreadable as error:
                 problem, is_own = str(error), self._is_own(bundle)
-                unreadable_reason = "" if statement else problem  # the label has its devices
-        if not is_own and not proof.has_cgroup_members:
+                unreadable_reason = "" if device_label else problem  # the label has its devices
+        if not is_own and not processes.has_cgroup_members:
             return None  # otherwise its cgroup proves it
         if not (is_bundle or is_alive):
             self.identities.pop(kernel_id, None)
             return None
-        if is_alive and (identity := proof.proved_identity()) is not None:
+        if is_alive and (identity := processes.proved_identity()) is not None:
             self.identities[kernel_id] = identity
-        handle = proof.handle()
+        handle = processes.handle()
         return ObservedKernel(
             kernel_id=kernel_id,
             agent_id=name_or_empty(cgroup.attribute(AGENT)) if cgroup else "",
@@ -133,8 +133,8 @@ class Bundles(msgspec.Struct, frozen=True):
             handle=handle,
             state=state,
             record=record,
-            device_label=statement,
-            started_at=proof.started_at(),
+            device_label=device_label,
+            started_at=processes.started_at(),
             ending=ending,
             pid=int(handle) if handle else None,
             record_problem=problem,
@@ -217,9 +217,9 @@ class Bundles(msgspec.Struct, frozen=True):
         trash.remove()
 
 
-def _unreadable_state(proof: KernelProcesses, reason: str) -> tuple[ObservedState, Ending]:
+def _unreadable_state(processes: KernelProcesses, reason: str) -> tuple[ObservedState, Ending]:
     """Return the state of a kernel with an unreadable bundle: running, unless its end is proved."""
     with suppress(Unreadable):
-        if not proof.is_running:
+        if not processes.is_running:
             return ObservedState.EXITED, Ending(reason=f"its exit status cannot be read: {reason}")
     return ObservedState.RUNNING, Ending()

@@ -1,4 +1,4 @@
-"""Proof that a process belongs to a kernel: the only place that decides it.
+"""The processes of a kernel: the only place that decides whether a process belongs to one.
 
 A kernel lives if, and only if, one of three facts proves it. No unprivileged user, other kernel, or
 the kernel itself can forge one:

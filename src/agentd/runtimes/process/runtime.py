@@ -1,8 +1,8 @@
 """The process runtime: plain processes, for nodes without an engine and for development.
 
 Each kernel has a bundle in the state folder (see `bundle`) and, if possible, a cgroup. A shim (see
-`shim`) outlives the daemon and records the exit status. Only `proof` decides whether a process
-belongs to a kernel.
+`shim`) outlives the daemon and records the exit status. Only `kernel_processes` decides whether
+a process belongs to a kernel.
 """
 
 from __future__ import annotations
@@ -215,18 +215,18 @@ class ProcessRuntime:
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         with os_errors_as_unavailable():
-            proof = self._bundles.kernel_processes(ref.kernel_id)
-            if not proof.is_running:
+            processes = self._bundles.kernel_processes(ref.kernel_id)
+            if not processes.is_running:
                 return
             grace_s = self._settings.stop_timeout if timeout_s is None else timeout_s
             if grace_s > 0:
-                proof.terminate()
+                processes.terminate()
                 await hit_async("stop.after_term")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
-                        await proof.wait_ended()
-            async for alive in proof.poll_members():
-                await proof.kill(alive)
+                        await processes.wait_ended()
+            async for alive in processes.poll_members():
+                await processes.kill(alive)
                 await hit_async("stop.after_kill")
 
     async def remove(self, ref: KernelRef, *, unless_alive: bool = False) -> bool:
@@ -267,8 +267,8 @@ class ProcessRuntime:
 
     async def start_exec(self, kernel: Kernel, spec: ExecSpec) -> Session:
         with os_errors_as_unavailable():
-            proof = self._bundles.kernel_processes(kernel.kernel_id)
-            members = await asyncio.to_thread(proof.members)
+            processes = self._bundles.kernel_processes(kernel.kernel_id)
+            members = await asyncio.to_thread(processes.members)
         files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
         target = ExecTarget(members, files)
         return await start_host_exec(
@@ -313,10 +313,10 @@ class ProcessRuntime:
         is_reported = False
         while True:
             try:
-                proof = self._bundles.kernel_processes(kernel_id)
-                if proof.identity is not None:
-                    await proof.identity.shim.wait()
-                await proof.wait_ended()
+                processes = self._bundles.kernel_processes(kernel_id)
+                if processes.identity is not None:
+                    await processes.identity.shim.wait()
+                await processes.wait_ended()
                 break
             except Unreadable:
                 if not is_reported:  # the reconciler looks at it again by itself

@@ -133,7 +133,7 @@ async def spawn_shim_unit(
     """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
     When systemd stops the unit, for example at shutdown, the shim ends the kernel and writes the
-    exit status. Returns the same as `spawn`.
+    exit status. Returns the same as `spawn_shim`.
     """
     control, shim_end = socket.socketpair()
     answer_read, answer_write = os.pipe2(os.O_CLOEXEC)

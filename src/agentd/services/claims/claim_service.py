@@ -2,7 +2,7 @@
 
 The record of a claim is in place before the create is answered, and removed before its devices are
 free. Deciding and charging happen without an `await` between them. A claim that kernels use ends
-once they let go of it; whether a create from it succeeded shows in the kernel (`note_kernel`).
+once they let go of it; whether a create from it succeeded shows in the kernel (`on_kernel_change`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ from agentd.state.folder import StateFolder
 log = structlog.get_logger()
 
 IDLE_PAUSE_S, POLL_PAUSE_S = 3600.0, 0.5
-"""Pauses between two looks at claims; the shorter one while some have a time limit, could not be
-ended, or have a holder that cannot be observed. Timers of the loop stop in a suspend."""
+"""Pauses between two checks of all claims.
+
+The shorter one applies while a claim has a time limit, could not be ended, or has a holder that
+cannot be observed. Claims are polled, since a timer of the event loop would not count the time in
+which the host is suspended.
+"""
 FEATURES: Mapping[EditsTarget, Features] = {
     EditsTarget.PROCESS: Features("process"),
     EditsTarget.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),

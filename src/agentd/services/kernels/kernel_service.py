@@ -49,14 +49,14 @@ class KernelService:
         planner: Planner,
         creates: PendingCreates,
         runtimes: Mapping[str, Runtime],
-        default: str,
+        default_runtime: str,
         store: StateFolder,
         clock: Clock,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._planner = planner
         self._runtimes = runtimes
-        self._default_runtime = runtimes[default]
+        self._default_runtime = runtimes[default_runtime]
         self._store = store
         self._clock = clock
         self._creates = creates
@@ -215,18 +215,18 @@ class KernelService:
         log.info("kernel.stopped", kernel_id=kernel.kernel_id, exit_code=ended.ending.exit_code)
 
     async def remove(
-        self, kernel_id: str, timeout_s: float | None = None, *, only: Kernel | None = None
+        self, kernel_id: str, timeout_s: float | None = None, *, expected: Kernel | None = None
     ) -> None:
         """Stop a kernel if it runs, and remove it completely.
 
-        With `only`, an ended kernel, a later kernel of the same id is not touched.
+        With `expected`, an ended kernel, a later kernel of the same id is not touched.
 
         Raises:
             UnknownKernel: the kernel does not exist.
             KernelConflict: its create is unresolved.
             RuntimeUnavailable: the runtime does not answer; the kernel stays listed.
         """
-        if only is not None and self._state.kernels.get(kernel_id) is not only:
+        if expected is not None and self._state.kernels.get(kernel_id) is not expected:
             return
         if kernel_id in self._creates:
             await self._creates.cancel(kernel_id)
@@ -237,7 +237,7 @@ class KernelService:
         await self._shorten_stop(kernel_id, timeout_s)
         async with self._state.kernel_lock(kernel_id):
             kernel = self._state.kernel(kernel_id)
-            if only is not None and kernel is not only:
+            if expected is not None and kernel is not expected:
                 return
             if kernel.state in LIVE:
                 await self._stop(kernel, timeout_s)

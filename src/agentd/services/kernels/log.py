@@ -25,7 +25,7 @@ def log_observation(before: Kernel | None, kernel: Kernel) -> None:
 
 
 def has_ended(before: Kernel | None, now: Kernel | None) -> bool:
-    """Return whether a change ends a kernel; recalling an ended kernel is not an end."""
+    """Return whether a change ends a kernel; restoring an ended kernel is not an end."""
     return (
         now is not None
         and now.state is KernelState.TERMINATED

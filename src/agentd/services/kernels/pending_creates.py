@@ -108,9 +108,12 @@ class PendingCreates:
             task.cancel()
         await asyncio.wait([task])
 
-    def mark_failed(self, kernel_id: str, error: BaseException, *, keep: bool) -> None:
-        """Release the share of a failed create that left nothing; `keep` lists it as `failed`."""
-        if keep and not isinstance(error, asyncio.CancelledError):
+    def mark_failed(self, kernel_id: str, error: BaseException, *, keep_failure: bool) -> None:
+        """Release the share of a failed create that left nothing.
+
+        With `keep_failure` the kernel is listed as `failed`.
+        """
+        if keep_failure and not isinstance(error, asyncio.CancelledError):
             kernel = self._state.kernel(kernel_id)
             self._state.put_kernel(kernel.moved_to(KernelState.FAILED, reason=str(error)))
         else:
@@ -121,10 +124,10 @@ class PendingCreates:
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
 
     def mark_unresolved(
-        self, kernel_id: str, error: BaseException, *, keep: bool
+        self, kernel_id: str, error: BaseException, *, keep_failure: bool
     ) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
-        self._start_grace(kernel_id, keep=keep)
+        self._start_grace(kernel_id, keep_failure=keep_failure)
         reason = _public_reason(error) or type(error).__name__
         if isinstance(error, OutcomeUnknown):
             log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
@@ -142,12 +145,12 @@ class PendingCreates:
         elif state in STARTING:
             self._start_grace(kernel_id)
 
-    def _start_grace(self, kernel_id: str, *, keep: bool = False) -> None:
+    def _start_grace(self, kernel_id: str, *, keep_failure: bool = False) -> None:
         kernel = self._state.kernel(kernel_id)
         if kernel.state in BEFORE_CREATE:
             self._state.put_kernel(kernel.moved_to(KernelState.CREATING))
         until = self._clock.steady() + UNRESOLVED_GRACE_S
-        self._state.mark_unresolved(kernel_id, until, keep=keep)
+        self._state.mark_unresolved(kernel_id, until, keep_failure=keep_failure)
 
     async def drain(self, deadline: Deadline) -> Drained:
         """Refuse further creates and end those in progress.

@@ -46,13 +46,13 @@ class Reconciler:
         self,
         node: Node,
         runtimes: Mapping[str, Runtime],
-        default: str,
+        default_runtime_name: str,
         store: StateFolder,
         clock: Clock,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._runtimes = runtimes
-        self._default_runtime_name = default
+        self._default_runtime_name = default_runtime_name
         self._store = store
         self._clock = clock
         self._first_lists = {name: asyncio.Event() for name in runtimes}

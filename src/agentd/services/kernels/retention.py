@@ -67,5 +67,5 @@ class Retention:
                 continue
             count, size = count - 1, size - self._sizes.get(kernel.kernel_id, 0)
             with suppress(AgentdError):
-                await self._service.remove(kernel.kernel_id, only=kernel)
+                await self._service.remove(kernel.kernel_id, expected=kernel)
                 log.info("kernel.pruned", kernel_id=kernel.kernel_id, keep_ended=self._maximum)
