@@ -154,9 +154,9 @@ class KernelService:
             except BaseException as error:
                 if may_have_left_remains(error, self._state.kernel(kernel_id)):
                     raise self._creates.mark_unresolved(
-                        kernel_id, error, keep=keep_failure
+                        kernel_id, error, keep_failure=keep_failure
                     ) from error
-                self._creates.mark_failed(kernel_id, error, keep=keep_failure)
+                self._creates.mark_failed(kernel_id, error, keep_failure=keep_failure)
                 raise
             await hit_async("create.after_runtime")
             current = self._state.kernel(kernel_id)
