@@ -17,7 +17,7 @@ from support.fork_server import run
 __all__ = ["tokens"]
 
 WORK = {
-    "claims": "agentd.services.claims.claim_service:ClaimService.run",
+    "claims": "agentd.services.claims.claim_ends:ClaimEnds.run",
     "reconciler": "agentd.services.kernels.reconciler:ReconcilerLoops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",
     "retention": "agentd.services.kernels.retention:Retention.run",

@@ -10,6 +10,7 @@ from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.events import EventLog
+from agentd.services.claims.claim_ends import ClaimEnds
 from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.claims.records import restore_claims
@@ -69,13 +70,14 @@ class Rig:
         self.service = KernelService(self.node, planner, self.creates, *common)
         self.holders = FakeHolders()
         self.events = events
+        self.claim_ends = ClaimEnds(self.node, self.memory, self.holders, self.clock)
         self.claims = ClaimService(
             self.node,
             NodeContext("n", "boot-1", self.clock),
             planner,
             self.plugins,
             self.memory,
-            self.holders,
+            self.claim_ends,
         )
         self.state.subscribe(self.claims.on_kernel_change)
         self.reconciler = Reconciler(self.node, *common)

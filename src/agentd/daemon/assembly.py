@@ -32,6 +32,7 @@ from agentd.rpc.routes import routes
 from agentd.rpc.site import NodeSite
 from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
+from agentd.services.claims.claim_ends import ClaimEnds
 from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.claims.records import restore_claims
@@ -72,6 +73,7 @@ class Services(msgspec.Struct, frozen=True):
     statistics: Statistics
     execs: ExecService
     claims: ClaimService
+    claim_ends: ClaimEnds
     engines: AwaitedEngines
     unclaimed: UnclaimedProcesses
     holder_observer: HolderObserver
@@ -137,13 +139,14 @@ def build_services(
         node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
     )
     node.devices.set_withholding(partial(_withhold, lock, engines, unclaimed))
+    claim_ends = ClaimEnds(node=node, store=store, holders=holders, clock=clock)
     claims = ClaimService(
         node=node,
         context=context,
         planner=planner,
         plugins=plugins,
         store=store,
-        holders=holders,
+        ends=claim_ends,
     )
     # Restored kernels are neither news to plugins nor creates to count: these subscribe after them,
     # and `Retention`, which counts those that had ended, when the daemon is ready.
@@ -174,6 +177,7 @@ def build_services(
         ),
         execs=ExecService(state=node.state, runtimes=runtimes, plugins=plugins),
         claims=claims,
+        claim_ends=claim_ends,
         engines=engines,
         unclaimed=unclaimed,
         holder_observer=holders,

@@ -183,7 +183,7 @@ class Daemon:
             step, "background tasks", lambda _: background.close(), AFTER_SERVER_S
         )
         background.run("reconciler", services.loops.run())
-        background.run("claims", services.claims.run())
+        background.run("claims", services.claim_ends.run())
         background.run("unclaimed", services.unclaimed.run())
         if self._host_lock.is_unprivileged:
             update = services.node.devices.update_withholding

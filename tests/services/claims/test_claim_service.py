@@ -73,7 +73,7 @@ def held(rig: Rig, claim_id: str = "c1") -> int:
 @contextlib.asynccontextmanager
 async def ticking(rig: Rig) -> AsyncIterator[None]:
     """With the loop that ends claims."""
-    task = asyncio.create_task(rig.claims.run())
+    task = asyncio.create_task(rig.claim_ends.run())
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Creating, renewing and ending claims.
+"""Requests for claims: create, renew and release. `ClaimEnds` ends them.
 
 The record of a claim is in place before the create is answered, and removed before its devices are
 free. Deciding and charging happen without an `await` between them. A claim that kernels use ends
@@ -8,39 +8,34 @@ once they let go of it; whether a create from it succeeded shows in the kernel (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import structlog
 from msgspec.structs import replace
 
-from agentd.concurrency import wait_event
 from agentd.core.access import Caller
 from agentd.core.allocation.ledger import holder_text
 from agentd.core.claim.claim import (
     MAX_CLAIMS,
-    CgroupHolder,
     Claim,
     ClaimSpec,
     ClaimStatus,
     Collision,
     EditsTarget,
-    EndedClaim,
     EndReason,
     NameHolder,
-    ProcessHolder,
     TimeHolder,
     merge_allocations,
 )
 from agentd.core.claim.record import encode
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import STARTING, Kernel, KernelState
-from agentd.errors import ClaimConflict, StateUnavailable, TooManyClaims, UnknownClaim
+from agentd.errors import ClaimConflict, TooManyClaims, UnknownClaim
 from agentd.events import EventKind
 from agentd.failpoints import hit_async
-from agentd.host.claim_holders import HolderObserver
 from agentd.plugin_api import Features
+from agentd.services.claims.claim_ends import ClaimEnds
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import Planner
 from agentd.services.protocols import Plugins
@@ -48,23 +43,15 @@ from agentd.state.folder import StateFolder
 
 log = structlog.get_logger()
 
-IDLE_PAUSE_S, POLL_PAUSE_S = 3600.0, 0.5
-"""Pauses between two checks of all claims.
-
-The shorter one applies while a claim has a time limit, could not be ended, or has a holder that
-cannot be observed. Claims are polled, since a timer of the event loop would not count the time in
-which the host is suspended.
-"""
 FEATURES: Mapping[EditsTarget, Features] = {
     EditsTarget.PROCESS: Features("process"),
     EditsTarget.CONTAINER: Features("docker", cdi=True, cdi_spec_dirs=("/etc/cdi", "/var/run/cdi")),
 }
 """The features for which plugins return the edits, by the target of the edits."""
-_END_REASON_BY_HOLDER = {ProcessHolder: EndReason.PROCESS, CgroupHolder: EndReason.CGROUP}
 
 
 class ClaimService:
-    """The claims of the node, and the ends of their holders."""
+    """The claims of the node."""
 
     def __init__(
         self,
@@ -73,25 +60,18 @@ class ClaimService:
         planner: Planner,
         plugins: Plugins,
         store: StateFolder,
-        holders: HolderObserver,
+        ends: ClaimEnds,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._planner = planner
         self._plugins = plugins
         self._store = store
-        self._holders = holders
+        self._ends = ends
         self._node_id, self._boot_id = context.node_id, context.boot_id
         self._clock = context.clock
         self._events, self._counts = node.events, node.claim_counts
         self._pending: set[str] = set()
-        self._deadlines: dict[str, float] = {}
-        self._watches: dict[str, Callable[[], None]] = {}
-        self._unwatched: set[str] = set()
-        self._end_reasons: dict[str, EndReason] = {}
-        self._failures: dict[str, str] = {}
-        """Why a claim could not be ended or watched when that was last tried."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._woken = asyncio.Event()
 
     def get(self, claim_id: str) -> ClaimStatus:
         """Return a claim as it is now.
@@ -110,11 +90,8 @@ class ClaimService:
 
     def status(self, claim: Claim) -> ClaimStatus:
         """Return a claim with the time that it has left, and whether kernels use it."""
-        deadline = self._deadlines.get(claim.claim_id)
-        expires = None
-        if deadline is not None:
-            expires = self._clock.wall() + max(0.0, deadline - self._clock.uptime())
-        return ClaimStatus(claim, bool(self._state.claim_kernels(claim.claim_id)), expires)
+        is_used = bool(self._state.claim_kernels(claim.claim_id))
+        return ClaimStatus(claim, is_used, self._ends.expires_at(claim.claim_id))
 
     def find_existing(self, spec: ClaimSpec) -> Claim | None:
         """Return the claim that the same request made before.
@@ -197,7 +174,7 @@ class ClaimService:
         finally:
             self._pending.discard(claim_id)
         self._state.put_claim(claim)
-        self._start_watching(claim)
+        self._ends.start_watching(claim)
         self._publish(claim_id)
         return claim
 
@@ -233,14 +210,13 @@ class ClaimService:
         claim = self._get_owned(claim_id, caller)
         if not isinstance(claim.holder, TimeHolder):
             raise ClaimConflict(f"claim {claim_id} has no time limit")
-        if claim_id in self._end_reasons:
+        if self._ends.is_ending(claim_id):
             raise ClaimConflict(f"the time of claim {claim_id} is over")
         ttl = claim.holder.ttl if ttl is None else ttl
         claim = replace(claim, holder=TimeHolder(ttl))
         self._save(claim)
         self._state.put_claim(claim)
-        self._deadlines[claim_id] = self._clock.uptime() + ttl
-        self._woken.set()
+        self._ends.restart_time(claim_id, ttl)
         self._publish(claim_id, is_of_shares=False)
         return self.status(claim)
 
@@ -255,82 +231,13 @@ class ClaimService:
         self._get_owned(claim_id, caller)
         if users := self._state.claim_kernels(claim_id):
             raise ClaimConflict(f"claim {claim_id} is used by kernel {', '.join(users)}")
-        self._end(claim_id, EndReason.RELEASED)
+        self._ends.end(claim_id, EndReason.RELEASED)
 
     def _get_owned(self, claim_id: str, caller: Caller) -> Claim:
         claim = self._state.claim(claim_id)
         if claim_id in self._pending or not claim.may_be_used_by(caller):
             raise UnknownClaim.of(claim_id)
         return claim
-
-    def _start_watching(self, claim: Claim) -> None:
-        """Observe the holder of a claim from now on, and allow creates from it."""
-        claim_id = claim.claim_id
-        self._state.open_claim(claim_id)
-        if isinstance(claim.holder, TimeHolder):
-            self._deadlines[claim_id] = self._clock.uptime() + claim.holder.ttl
-            self._woken.set()
-        elif type(claim.holder) in _END_REASON_BY_HOLDER:
-            self._watch(claim)
-
-    def _watch(self, claim: Claim) -> None:
-        claim_id = claim.claim_id
-        on_end = partial(self._on_holder_end, claim_id, _END_REASON_BY_HOLDER[type(claim.holder)])
-        try:
-            self._watches[claim_id] = self._holders.watch(claim.holder, on_end)
-        except OSError as error:
-            if self._record_failure(claim_id, error):
-                log.warning("claim.watch_failed", claim_id=claim_id, reason=str(error))
-            self._unwatched.add(claim_id)
-            self._woken.set()
-
-    def _on_holder_end(self, claim_id: str, reason: EndReason) -> None:
-        """End a claim now if no kernel uses it, else when none does any more."""
-        if claim_id not in self._state.claims:
-            return
-        self._end_reasons.setdefault(claim_id, reason)
-        self._state.close_claim(claim_id)
-        self._try_end(claim_id)
-
-    def _try_end(self, claim_id: str) -> None:
-        """End a claim whose holder has ended or whose devices a kernel took over, if that can be.
-
-        A record that cannot be removed keeps the claim, and is tried again.
-        """
-        reason = self._end_reasons.get(claim_id)
-        if reason is None or (reason is not EndReason.USED and self._state.claim_kernels(claim_id)):
-            return
-        try:
-            self._end(claim_id, reason)
-        except StateUnavailable as error:
-            if self._record_failure(claim_id, error):
-                log.warning("claim.end_failed", claim_id=claim_id, reason=str(error))
-            self._woken.set()
-
-    def _record_failure(self, claim_id: str, error: Exception) -> bool:
-        """Note why a step failed that is tried again; return whether the reason is another one."""
-        before, self._failures[claim_id] = self._failures.get(claim_id), str(error)
-        return before != str(error)
-
-    def _end(self, claim_id: str, reason: EndReason) -> None:
-        """Remove the record of a claim, then free its devices.
-
-        Raises:
-            StateUnavailable: the record is still there; nothing changed.
-        """
-        claim = self._state.claim(claim_id)
-        self._store.drop_claim(claim_id)
-        if (stop := self._watches.pop(claim_id, None)) is not None:
-            stop()
-        self._deadlines.pop(claim_id, None)
-        self._end_reasons.pop(claim_id, None)
-        self._failures.pop(claim_id, None)
-        self._unwatched.discard(claim_id)
-        self._state.drop_claim(claim_id)
-        self._counts.count_end(claim.agent_id, reason)
-        log.info("claim.ended", claim_id=claim_id, agent_id=claim.agent_id, reason=reason.value)
-        ended_claim = EndedClaim(claim, reason)
-        self._events.publish(EventKind.CLAIM_REMOVED, ended_claim, is_of_shares=True)
 
     def on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         """Follow a kernel that takes its devices from a claim.
@@ -348,10 +255,9 @@ class ClaimService:
         is_held = begins and (before or kernel).holds_devices
         has_run = now is not None and now.state not in STARTING | {KernelState.FAILED}
         if is_held and has_run and not kernel.keeps_claim:
-            self._end_reasons[claim.claim_id] = EndReason.USED
-            self._state.close_claim(claim.claim_id)
+            self._ends.mark_used(claim.claim_id)
         is_step = now is None or before is None or before.holds_devices != now.holds_devices
-        self._try_end(claim.claim_id)
+        self._ends.try_end(claim.claim_id)
         if is_step and claim.claim_id in self._state.claims:
             self._publish(claim.claim_id)
 
@@ -362,30 +268,11 @@ class ClaimService:
         """
         for claim in claims:
             if claim.is_ended_by_reboot(self._boot_id):
-                self._on_holder_end(claim.claim_id, EndReason.REBOOT)
+                self._ends.on_holder_end(claim.claim_id, EndReason.REBOOT)
             else:
-                self._start_watching(claim)
+                self._ends.start_watching(claim)
         for kernel in list(self._state):
             self.on_kernel_change(kernel, kernel)
-
-    async def run(self) -> None:
-        """End claims whose time is over, and retry failed steps, until cancelled."""
-        while True:
-            self._expire_and_retry()
-            self._woken.clear()
-            is_idle = not (self._deadlines or self._end_reasons or self._unwatched)
-            await wait_event(self._woken, IDLE_PAUSE_S if is_idle else POLL_PAUSE_S)
-
-    def _expire_and_retry(self) -> None:
-        now = self._clock.uptime()
-        for claim_id, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                self._on_holder_end(claim_id, EndReason.TIME)
-        for claim_id in list(self._end_reasons):
-            self._try_end(claim_id)
-        for claim_id in list(self._unwatched):
-            self._unwatched.discard(claim_id)
-            self._watch(self._state.claim(claim_id))
 
     def _publish_collisions(self, claim: Claim) -> None:
         """Publish the devices of an observed claim that others hold too."""
