@@ -57,7 +57,7 @@ def breaches(root: Path) -> Iterator[str]:
         if path.name not in _OWN_FILES:
             checks.append(source_breaches(text, tree))
         if path in sources:
-            checks.append(_structure(path, tree))
+            checks.append(structure_breaches(path, tree))
         else:
             checks.append(_test_names(tree))
         for line in itertools.chain(*checks):
@@ -111,7 +111,7 @@ def _test_names(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: {node.name} has a forbidden word"
 
 
-def _structure(path: Path, tree: ast.Module) -> Iterator[str]:
+def structure_breaches(path: Path, tree: ast.Module) -> Iterator[str]:
     """Yield breaches of the rules for a module of the product."""
     if not ast.get_docstring(tree):
         yield "1: no module docstring"

@@ -1,10 +1,11 @@
 """`tests/lint.py` finds what it looks for."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
-from lint import page_breaches, source_breaches
+from lint import page_breaches, source_breaches, structure_breaches
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,11 @@ GOOD = "There is no `keeper` here.\n\n```\n" + "anew " * 30 + "\n```\n\nIt is no
 )
 def test_forbidden_words_and_long_lines_of_a_page_are_found(text: str, breaches: int) -> None:
     assert len(list(page_breaches(f"{GOOD}\n{text}\n"))) == breaches
+
+
+@pytest.mark.parametrize(
+    ("folder", "breaches"), [("services", 1), ("services/kernels", 1), ("rpc", 1), ("core", 0)]
+)
+def test_shared_attributes_of_services_are_found(folder: str, breaches: int) -> None:
+    tree = ast.parse('"""A module."""\nself.shared = self._own = 1\n')
+    assert len(list(structure_breaches(Path(folder, "module.py"), tree))) == breaches
