@@ -7,6 +7,7 @@ docs/contributing/writing.md, for code those of CONTRIBUTING.md.
 from __future__ import annotations
 
 import ast
+import builtins
 import gc
 import io
 import itertools
@@ -14,7 +15,7 @@ import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -38,8 +39,11 @@ FORBIDDEN = re.compile(
 )
 FORBIDDEN_FIRST = re.compile(r"(What|How|Tell|Have|Let|Who)\b(?!-)")
 FORBIDDEN_IN_TESTS = re.compile(r"neighbour|seat|keeper|whoever|anew|unheld")
+_RAISED = re.compile(r"^    (\w[\w.]*(?:, \w[\w.]*)*):", re.MULTILINE)
+"""Exceptions in the `Raises:` section of a docstring."""
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 _LOG_EVENT = re.compile(r"[a-z]+(_[a-z]+)*\.[a-z]+(_[a-z]+)*")
+_NAMES = (ast.Name, ast.Attribute)
 _OWN_FILES = {"lint.py", "test_lint.py"}
 """They contain the forbidden words."""
 
@@ -49,6 +53,7 @@ def breaches(root: Path) -> Iterator[str]:
     patterns = ("src", "plugins/*/src", "fleet/src", "engines/*/src")
     sources = [p for folder in patterns for p in sorted(root.glob(f"{folder}/**/*.py"))]
     tests = sorted(root.glob("tests/**/*.py"))
+    classes = class_names(modules_of(root)).keys()
     for path in [*sources, *tests]:
         name = path.relative_to(root)
         text = path.read_text()
@@ -57,7 +62,7 @@ def breaches(root: Path) -> Iterator[str]:
         if path.name not in _OWN_FILES:
             checks.append(source_breaches(text, tree))
         if path in sources:
-            checks.append(structure_breaches(path, tree))
+            checks += [structure_breaches(path, tree), unknown_exceptions(tree, classes)]
         else:
             checks.append(_test_names(tree))
         for line in itertools.chain(*checks):
@@ -144,6 +149,18 @@ def _shared_attributes(node: ast.AST) -> Iterator[str]:
             is_own = isinstance(target.value, ast.Name) and target.value.id == "self"
             if not is_own or not target.attr.startswith("_"):
                 yield f"{target.lineno}: {ast.unparse(target)} is not a private attribute of self"
+
+
+def unknown_exceptions(tree: ast.Module, classes: Collection[str]) -> Iterator[str]:
+    """Yield the exceptions in docstrings that neither the module uses nor agentd defines."""
+    nodes = list(ast.walk(tree))
+    used = {n.id if isinstance(n, ast.Name) else n.attr for n in nodes if isinstance(n, _NAMES)}
+    for node in _functions(tree):
+        raises = (ast.get_docstring(node) or "").partition("Raises:\n")[2].partition("\n\n")[0]
+        for name in ", ".join(_RAISED.findall(raises)).split(", "):
+            last = name.rpartition(".")[2]
+            if last and last not in used and last not in classes and not hasattr(builtins, last):
+                yield f"{node.lineno}: unknown exception {name} in the docstring of {node.name}"
 
 
 def _tree_breaches(sources: Iterable[Path], root: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lint import page_breaches, source_breaches, structure_breaches
+from lint import page_breaches, source_breaches, structure_breaches, unknown_exceptions
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,15 @@ from lint import page_breaches, source_breaches, structure_breaches
 )
 def test_forbidden_words_of_a_module_are_found(text: str, breaches: int) -> None:
     assert len(source_breaches(text, ast.parse(text))) == breaches
+
+
+@pytest.mark.parametrize(
+    ("raised", "breaches"),
+    [("ValueError", 0), ("Known, web.HTTPError", 1), ("Renamed", 1), ("Renamed, Known", 1)],
+)
+def test_exceptions_of_docstrings_that_do_not_exist_are_found(raised: str, breaches: int) -> None:
+    text = f'def f():\n    """Do it.\n\n    Raises:\n        {raised}: it fails.\n    """\n'
+    assert len(list(unknown_exceptions(ast.parse(text), {"Known"}))) == breaches
 
 
 GOOD = "There is no `keeper` here.\n\n```\n" + "anew " * 30 + "\n```\n\nIt is no longer so.\n"

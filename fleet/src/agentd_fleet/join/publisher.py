@@ -129,8 +129,8 @@ class Publisher:
         """Claim the node id under a new lease.
 
         Raises:
-            Taken: another install has it, or this one had it before a reboot; then it is free once
-                that lease has ended.
+            NodeIdTaken: another install has it, or this one had it before a reboot; then it is free
+                once that lease has ended.
         """
         key = self._key("nodes", reading)
         published = await self._etcd.get(key)

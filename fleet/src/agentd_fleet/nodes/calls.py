@@ -110,7 +110,7 @@ class Nodes:
         The call takes at most `patience_s`, and `unheard_s` once the node is not ready.
 
         Raises:
-            NeverAsked: no connection could be made.
+            NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
         opening = self.open_response(node, caller, method, path, body=body, headers=headers)
@@ -153,7 +153,7 @@ class Nodes:
         """Call a node and yield its answer, to be read.
 
         Raises:
-            NeverAsked: no connection could be made.
+            NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
         session, url, identity = self._target(node, caller, path)
@@ -179,7 +179,7 @@ class Nodes:
         """Open a WebSocket to a node; None if it refuses.
 
         Raises:
-            NeverAsked: no connection could be made.
+            NodeNotCalled: no connection could be made.
             NodeAnswerLost: there is no answer.
         """
         session, url, identity = self._target(node, caller, path)
@@ -198,7 +198,7 @@ class Nodes:
         """Return the session, the URL and the headers of a call.
 
         Raises:
-            NeverAsked: the node must not be called.
+            NodeNotCalled: the node must not be called.
         """
         if node.exclusion_reason:
             raise NodeNotCalled(f"node {node.node_id}: {node.exclusion_reason}")

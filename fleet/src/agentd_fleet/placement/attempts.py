@@ -100,7 +100,7 @@ class AttemptRunner:
         took it over, must not miss the call. `began_at` is when the route was about to be written.
 
         Raises:
-            NeverAsked: the node cannot be called and was not called.
+            NodeNotCalled: the node cannot be called and was not called.
             PlacementUnknown: the node was called and does not answer, or this gateway was suspended
                 and others may have resolved the route.
         """

@@ -75,7 +75,7 @@ class FleetKernels:
 
         Raises:
             UnknownNode: the node does not exist, or the caller must not see it.
-            StoreAway: the node is unknown and the store is unavailable.
+            StoreUnavailable: the node is unknown and the store is unavailable.
         """
         node = self._state.node(node_id)
         if node is None and (reason := self._store.stale_reason()):

@@ -130,7 +130,7 @@ class Placer:
         """Return the requested amounts in the fleet's slots.
 
         Raises:
-            StoreAway: the view of the fleet is not current.
+            StoreUnavailable: the view of the fleet is not current.
             AgentdError: no node of the fleet can ever serve it.
         """
         if reason := self._store.stale_reason():

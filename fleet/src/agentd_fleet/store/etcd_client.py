@@ -72,7 +72,7 @@ class EtcdClient:
         """Return all keys below a prefix in order, and the revision at which they were read.
 
         Raises:
-            Compacted: the store has dropped that revision meanwhile.
+            RevisionsCompacted: the store has dropped that revision meanwhile.
         """
         pairs: list[KeyValue] = []
         read_at = 0
@@ -87,7 +87,7 @@ class EtcdClient:
         """Yield the result of `range` page by page; `revision` 0 reads the current one.
 
         Raises:
-            Compacted: the store has dropped that revision meanwhile.
+            RevisionsCompacted: the store has dropped that revision meanwhile.
         """
         span = _span(prefix)
         more = True
@@ -209,7 +209,7 @@ class EtcdClient:
 
         Raises:
             EtcdUnavailable: the connection ended, or its endpoint does not answer.
-            Compacted: the revisions are gone, or the store has not reached `after`.
+            RevisionsCompacted: the revisions are gone, or the store has not reached `after`.
         """
         request = {**_span(prefix), "start_revision": str(after + 1), "progress_notify": True}
         stream = await self._transport.stream("/v3/watch", {"create_request": request})
