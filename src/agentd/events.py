@@ -102,7 +102,7 @@ class Listener:
 
 
 class EventLog:
-    """The events of one daemon run, identified by `epoch`."""
+    """The events of one daemon run; their ids begin with a text that only this run has."""
 
     def __init__(self) -> None:
         self._epoch = uuid.uuid4().hex[:12]

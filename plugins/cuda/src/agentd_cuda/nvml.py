@@ -44,7 +44,7 @@ class MigPart(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU; `trouble` is why it cannot be used, and `is_mig` that only its parts can."""
+    """A GPU; `problem` is why it cannot be used, and `is_mig` that only its parts can."""
 
     index: int
     uuid: str
@@ -102,7 +102,7 @@ def handles() -> Iterator[tuple[int, Any]]:
 
 
 def read_gpu(index: int, last: Gpu | None = None) -> Gpu:
-    """Read a GPU; one that does not answer has its last known values and a `trouble`.
+    """Read a GPU; one that does not answer has its last known values and a `problem`.
 
     Raises:
         NVMLError: its identity is unreadable, and unknown.
@@ -165,7 +165,7 @@ def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
-    """Yield the parts of a GPU; a silent one has its last known values and a `trouble`."""
+    """Yield the parts of a GPU; a silent one has its last known values and a `problem`."""
     last_part_by_index = {part.index_on_gpu: part for part in gpu.parts}
     for index in range(
         call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0

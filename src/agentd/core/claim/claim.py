@@ -99,8 +99,8 @@ class Claim(msgspec.Struct, frozen=True):
     """One claim; `created_at` is in seconds since the epoch.
 
     `slots` are plain decimals as they were granted, `allocation` the devices of the whole claim,
-    also those that its kernels hold. `boot_id` is the boot in which it was made. `problem` is the
-    reason why its record cannot be read: it then holds every device.
+    also those that its kernels hold. `boot_id` is the boot in which it was made. With an
+    `unreadable_reason` its record cannot be read, and it holds every device.
     """
 
     claim_id: str

@@ -131,7 +131,7 @@ class KernelProcesses:
         try:
             if not self._is_locked(SHIM_BYTE):
                 return None
-        except Unreadable:  # `lives` raises it, unless something else proves life
+        except Unreadable:  # `is_running` raises it, unless something else proves life
             return None
         lock, identity = self._bundle.path / LOCK, self.identity
         is_recorded = identity is not None and identity.shim.is_alive()
