@@ -26,6 +26,8 @@ from agentd.cli.agentd.main import agentd
 from agentd.events import EventKind
 from agentd.http.problem_responses import STATUSES
 from agentd.rpc.routes import ROUTES
+from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
+from agentd.runtimes.host.request_limits import HOST_MEMBERS
 from agentd_fleet.cli import agentd_fleet
 from agentd_slurm.cli import agentctl_slurm, agentd_slurm
 from support import fork_server
@@ -162,6 +164,13 @@ IN_NO_RESPONSE = {
     "DaemonFailed", "DuplicateNode", "FleetStoreCompacted", "StartRefused", "Unreachable",
 }  # fmt: skip
 """Codes of errors that programs print, or that a client raises."""
+
+
+def test_members_of_containers_alone_are_listed() -> None:
+    page = (ROOT / "docs/reference/rpc.md").read_text()
+    (paragraph,) = re.findall(r"systemd runtimes have no containers\..*?\n\n", page, re.DOTALL)
+    others = CONTAINER_MEMBERS - HOST_MEMBERS - {"pull_policy"}
+    assert [name for name in sorted(others) if f"`{name}`" not in paragraph] == []
 
 
 def test_every_error_code_has_a_cause_and_a_remedy() -> None:

@@ -191,6 +191,7 @@ def test_each_member_has_an_option_with_its_description() -> None:
     assert len(options) + len(WITHOUT_OPTION) == len(MEMBERS)
     for name, option in options.items():
         assert option.help == str(MEMBERS[name].description).replace("`", "")
+        assert option.multiple == isinstance(MEMBERS[name].default, list | dict), name
 
 
 @pytest.mark.parametrize("member", MEMBERS)
