@@ -135,7 +135,9 @@ class Publisher:
         key = self._key("nodes", reading)
         published = await self._etcd.get(key)
         if published is not None and not self._is_own_report(published.value):
-            raise NodeIdTaken(_taken_text(reading.node_id, published.value, self._options.url))
+            raise NodeIdTaken(
+                _node_id_taken_reason(reading.node_id, published.value, self._options.url)
+            )
         lease = await self._etcd.grant(self._options.lease_s)
         value = self._encode_report(reading)
         expected = published.mod_revision if published is not None else 0
@@ -215,7 +217,7 @@ class Publisher:
             self._next_log_at = now + ERROR_LOG_PERIOD_S
 
 
-def _taken_text(node_id: str, value: bytes, own_url: str) -> str:
+def _node_id_taken_reason(node_id: str, value: bytes, own_url: str) -> str:
     try:
         owner = msgspec.json.decode(value, type=NodeReport).url or "an unknown address"
     except UNREADABLE:
