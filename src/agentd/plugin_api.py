@@ -41,6 +41,7 @@ __all__ = [
     "NODE_ID_VARIABLE",
     "AcceleratorPlugin",
     "AllocatedDevice",
+    "ConditionInfo",
     "ContainerEdits",
     "DeviceInfo",
     "DeviceNode",
@@ -131,7 +132,8 @@ class DeviceInfo:
     `parent` is the stable id of the device that it is a part of. `health` is `healthy`,
     `unhealthy` (with a `reason`) or `unknown`; an unhealthy one keeps the slots and parts that
     agentd saw last. If it `is_simulated`, other daemons on the host can serve a device with the
-    same stable id.
+    same stable id. `files` are the device nodes that belong to this device alone, in the order in
+    which Slurm's gres.conf names them.
     """
 
     id: str
@@ -147,6 +149,21 @@ class DeviceInfo:
     attributes: Mapping[str, str] = field(default_factory=dict)
     is_simulated: bool = False
     secondary: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionInfo:
+    """Something that an operator should know about the plugin, or about one of its devices.
+
+    `reason` is a sentence, and `remedy` what the operator can do about it. Without `stable_id` it
+    is about the plugin: hardware that is on the bus and missing in the driver, or events that
+    nobody watches. An unhealthy device needs no condition: its reason is one.
+    """
+
+    reason: str
+    remedy: str = ""
+    stable_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +480,18 @@ class AcceleratorPlugin(ABC):
     @abstractmethod
     def list_devices(self) -> Sequence[DeviceInfo]:
         """Return all present devices, including unhealthy ones."""
+
+    def conditions(self) -> Sequence[ConditionInfo]:
+        """Return what operators should know, as of the last `list_devices`, which precedes it."""
+        return ()
+
+    def clear(self, device_ids: Sequence[str]) -> None:  # noqa: B027 - optional, empty by default
+        """Clear what waits for an operator about some devices, by stable id.
+
+        This is for troubles that the driver never reports as over. The reason of such a device
+        names `agentctl clear`. agentd lists the devices afterwards; if they are as before, there
+        was nothing to clear.
+        """
 
     @abstractmethod
     def container_edits(

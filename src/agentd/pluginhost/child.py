@@ -132,7 +132,12 @@ class PluginServer:
             threading.Thread(target=self._report_changes, name="events", daemon=True).start()
 
     def listing(self) -> DeviceListing:
-        return DeviceListing(list(self._opened.slot_types()), list(self._opened.list_devices()))
+        plugin = self._opened
+        slot_types, devices = list(plugin.slot_types()), list(plugin.list_devices())
+        return DeviceListing(slot_types, devices, list(plugin.conditions()))
+
+    def clear(self, device_ids: Sequence[str]) -> None:
+        self._opened.clear(device_ids)
 
     def partition(self, devices: object, agents: object) -> object:
         return self._opened.partition(

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from agentd.plugin_api import (
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     Measurement,
@@ -84,10 +85,11 @@ class PluginFacts(msgspec.Struct, frozen=True):
 
 
 class DeviceListing(msgspec.Struct, frozen=True):
-    """The current slot types and devices of a plugin."""
+    """The current slot types, devices and conditions of a plugin."""
 
     slot_types: Sequence[SlotTypeInfo]
     devices: Sequence[DeviceInfo]
+    conditions: Sequence[ConditionInfo] = ()
 
 
 RESULTS: Mapping[str, Any] = {
@@ -95,6 +97,7 @@ RESULTS: Mapping[str, Any] = {
     "validate": list[SettingProblem],
     "open": None,
     "listing": DeviceListing,
+    "clear": None,
     "partition": PartitionInfo | None,
     "container_edits": ContainerEdits,
     "measure": list[Measurement],
