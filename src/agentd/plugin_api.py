@@ -32,6 +32,7 @@ from agentd.core.kernel.edits import ContainerEdits, DeviceNode, DeviceRequest, 
 from agentd.core.names import did_you_mean
 from agentd.core.partition.auto_split import split_units
 from agentd.core.slots import SlotKind, parse_base_units
+from agentd.device_reads import DeviceRead, DeviceReads, guard_each
 
 __all__ = [
     "API_VERSION",
@@ -45,6 +46,8 @@ __all__ = [
     "ContainerEdits",
     "DeviceInfo",
     "DeviceNode",
+    "DeviceRead",
+    "DeviceReads",
     "DeviceRequest",
     "Features",
     "KernelEvent",
@@ -58,6 +61,7 @@ __all__ = [
     "dealt_by_slots",
     "dealt_in_groups",
     "group_id",
+    "guard_each",
     "log_once",
     "memory_offered",
     "memory_slot",
