@@ -61,6 +61,13 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentctl fleet logs kernels",
         }
     ),
+    "schemas": frozenset(
+        {
+            "agentd DeviceView files",
+            "gateway DeviceView files",
+            "gateway FleetDeviceView files",
+        }
+    ),
 }
 """Names that came since, by their list."""
 GONE_MEMBERS = frozenset({"/files/intents/.next.new str"})
@@ -100,8 +107,10 @@ def test_recorded_files_are_read_and_written_alike(runtime: str) -> None:
     structs = {"devices": SavedDevices, "engines": SavedEngines, "node": SavedNode}
     for name, struct in structs.items():
         text = files[f"{name}.json"]
-        again = msgspec.json.encode(msgspec.json.decode(text, type=struct))
-        assert json.loads(again) == json.loads(text)
+        again = json.loads(msgspec.json.encode(msgspec.json.decode(text, type=struct)))
+        for device in again.get("devices", []):
+            assert device.pop("files") == [], "it came since"
+        assert again == json.loads(text)
     kinds = []
     for path, text in files.items():
         folder, name = Path(path).parts[0], Path(path).stem

@@ -205,7 +205,8 @@ DeviceState: TypeAlias = Literal[
 class DeviceView(TypedDict):
     """A device; `allocated` and the `amount` of holders are in their holders' primary slots.
 
-    `slot`, `capacity`, `allocated` and `free` are its primary slot, `slots` has every one.
+    `slot`, `capacity`, `allocated` and `free` are its primary slot, `slots` has every one. `files`
+    are the device nodes that belong to it alone; only administrators see them.
     """
 
     device_name: str
@@ -223,6 +224,7 @@ class DeviceView(TypedDict):
     free: Amount
     slots: dict[str, SlotUseView]
     holders: list[HolderView | ClaimHolderView]
+    files: list[str]
 
 
 class SlotUseView(TypedDict):

@@ -175,6 +175,15 @@ def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     assert back.devices == inventory.devices
 
 
+def test_device_files_are_those_of_the_present_listing() -> None:
+    inventory = Inventory.of([], gpus(1))
+    first, _ = inventory.with_listing("cuda", listed("cuda0", files=("/dev/nvidia0",)))
+    sick = listed("cuda0", files=("/dev/nvidia1",), health=Health.UNHEALTHY)
+    renumbered, _ = first.with_listing("cuda", sick)
+    found = [device.files for changed in (first, renumbered) for device in changed.devices]
+    assert found == [("/dev/nvidia0",), ("/dev/nvidia1",)]
+
+
 def test_new_device_is_added_when_its_slot_is_known() -> None:
     inventory = Inventory.of([], gpus(1, 1))
     same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))

@@ -227,6 +227,17 @@ async def test_shared_device_hides_holders_of_other_agents(plain: Daemon) -> Non
         assert "secret" not in answer.content.decode()
 
 
+@pytest.mark.parametrize("role", ROLES)
+async def test_only_administrators_see_device_files(plain: Daemon, role: str) -> None:
+    sockets = SOCKETS.format(folder=plain.folder)
+    await plain.start(f'[[agents]]\nid = "team-a"\n{gpus(1)}files = ["/dev/sim/{{id}}"]\n{sockets}')
+    devices = {row["id"]: row for row in (await call(plain, role, "GET", "/v1/devices")).json}
+    assert devices["cuda0"]["files"] == (["/dev/sim/cuda0"] if role == "agentd" else [])
+    assert devices["root"]["files"] == []
+    drained = await plain.call("POST", "/v1/devices/cuda/cuda0/drain")
+    assert drained.json["files"] == ["/dev/sim/cuda0"]
+
+
 async def test_answers_do_not_reveal_names_of_other_agents(node: Daemon) -> None:
     """The same request with a name that exists, and with one that does not, reads the same."""
     await node.call("DELETE", f"/v1/kernels/{FOREIGN}?timeout=0")

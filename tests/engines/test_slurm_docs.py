@@ -13,7 +13,7 @@ from support.slurm_nodes import NodesOf, SlurmNodes
 
 def page_config(nodes: SlurmNodes) -> str:
     """Return the page's configuration for a node with eight GPUs."""
-    return here(the_block("toml"), nodes) + gpus(8)
+    return here(the_block("toml"), nodes) + gpus(8) + 'files = ["/dev/agentd-slurm/{id}"]\n'
 
 
 def without_slurm(config: str) -> str:

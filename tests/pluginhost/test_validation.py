@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ def test_unit_is_one_short_line() -> None:
     (slot,) = listing.slot_types
     assert slot.unit.isprintable()
     assert len(slot.unit) == 32
+
+
+@pytest.mark.parametrize("file", ["", "dri/renderD128", "/dev/a\nb", "/dev/" + "a" * 9999])
+def test_device_file_is_an_absolute_path(file: str) -> None:
+    device = DeviceInfo("d0", "S", "x.s0", files=["/dev/x0", "/dev/x 1"])
+    (valid,) = validate_listing("x", slots(1), [device]).devices
+    assert valid.files == ("/dev/x0", "/dev/x 1")
+    with pytest.raises(InvalidAnswer, match="invalid file of d0"):
+        validate_listing("x", slots(1), [replace(device, files=[file])])
 
 
 @pytest.mark.parametrize("group", ["", "a b", "\x1b[31m", "g" * 129])

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentd_slurm.device_files import assign_files
-from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres
+from agentd_slurm.cli import gres
+from agentd_slurm.gres import (
+    NoGres,
+    choose_agent,
+    files_of,
+    gpus_of,
+    gres_conf,
+    gres_map,
+    node_gres,
+)
 from agentd_slurm.gres_map import GresDevice, GresMap, UnusableMap, parse_map, read_map
 
 
@@ -20,6 +30,8 @@ def device(device_id: str, name: str = "cuda", **members: Any) -> dict[str, Any]
         "id": device_id,
         "stable_id": f"GPU-{device_id}",
         "aliases": [],
+        "files": [],
+        "reason": "",
         "agents": ["slurm"],
         "state": "ok",
         **members,
@@ -29,7 +41,8 @@ def device(device_id: str, name: str = "cuda", **members: Any) -> dict[str, Any]
 def test_gres_lists_devices_in_natural_order() -> None:
     rows = [device("cuda10"), device("cuda2"), device("core0", name="cpu")]
     mapped = gres_map("slurm", gpus_of("slurm", rows))
-    assert gres_conf(mapped, {"GPU-cuda2": "/dev/nvidia2", "GPU-cuda10": "/dev/nvidia0"}) == [
+    files = {"GPU-cuda2": ["/dev/nvidia2"], "GPU-cuda10": ["/dev/nvidia0"]}
+    assert gres_conf(mapped, files) == [
         "Name=gpu Type=cuda2 File=/dev/nvidia2",
         "Name=gpu Type=cuda10 File=/dev/nvidia0",
     ]
@@ -69,28 +82,51 @@ def test_agent_may_be_left_out_where_there_is_one() -> None:
         choose_agent("c", ["b", "a"])
 
 
-def test_files_come_from_the_driver_and_from_sysfs(tmp_path: Path) -> None:
-    nvidia = tmp_path / "proc/driver/nvidia/gpus/0000:65:00.0/information"
-    nvidia.parent.mkdir(parents=True)
-    nvidia.write_text("Model: \t A\nGPU UUID: \t GPU-cuda0\nDevice Minor: \t 3\n")
-    (tmp_path / "sys/bus/pci/devices/0000:03:00.0/drm/renderD129").mkdir(parents=True)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/accel0").symlink_to("/dev/null")
-    rows = [
-        device("cuda0"),
-        device("rocm0", aliases=["0000:03:00.0"]),
-        device("tpu0", aliases=["dev:accel0"]),
-        device("sim0"),
+def test_gres_names_several_files_of_a_device_in_order() -> None:
+    of_instance = ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap2"]
+    rows = [device("cuda0:0", files=of_instance), device("cuda1", files=["/dev/x"])]
+    assert gres_conf(gres_map("slurm", rows), files_of(rows)) == [
+        f"Name=gpu Type=cuda0_0 MultipleFiles={','.join(of_instance)}",
+        "Name=gpu Type=cuda1 File=/dev/x",
     ]
-    assert assign_files(rows, "/stand-ins", tmp_path) == (
-        {
-            "GPU-cuda0": "/dev/nvidia3",
-            "GPU-rocm0": "/dev/dri/renderD129",
-            "GPU-tpu0": "/dev/accel0",
-            "GPU-sim0": "/stand-ins/sim0",
-        },
-        ["/stand-ins/sim0"],
+
+
+def test_gres_refuses_devices_without_files_of_their_own() -> None:
+    rows = [device("npu0"), device("npu1", files=["/dev/npu1"]),
+            device("npu2", state="unhealthy", reason="no answer")]  # fmt: skip
+    with pytest.raises(NoGres, match=r"of its own: npu0, npu2 \(no answer\); .* --files"):
+        files_of(rows)
+    stand_ins = {"GPU-npu0": ["/x/npu0"], "GPU-npu1": ["/dev/npu1"], "GPU-npu2": ["/x/npu2"]}
+    assert files_of(rows, "/x") == stand_ins
+
+
+@pytest.mark.parametrize(
+    ("role", "files", "options", "status", "text"),
+    [
+        ("admin", ["/dev/npu0"], [], 0, "Name=gpu Type=npu0 File=/dev/npu0"),
+        ("admin", [], [], 1, "Error: no device file of its own: npu0"),
+        ("admin", [], ["--files", "/x"], 0, "/x/npu0 is missing; create it"),
+        ("admin", [], ["--json"], 0, '"stable_id": "GPU-npu0"'),
+        ("read", [], [], 1, "role read cannot list device files (required: admin)"),
+        ("read", [], ["--json"], 0, '"stable_id": "GPU-npu0"'),
+    ],
+)
+def test_gres_command_prints_or_says_why_not(
+    role: str, files: list[str], options: list[str], status: int, text: str
+) -> None:
+    client = SimpleNamespace(
+        agents=lambda: [{"agent_id": "slurm"}],
+        devices=lambda: [device("npu0", files=files)],
+        whoami=lambda: {"role": role},
     )
+    result = CliRunner().invoke(gres, options, obj=client)
+    assert (result.exit_code, text in result.output) == (status, True), result.output
+
+
+@pytest.mark.parametrize("file", ["/dev/a,b", "/dev/a[0-3]", "/dev/a b", "/dev/a#", "dev/a"])
+def test_gres_refuses_files_that_it_cannot_name(file: str) -> None:
+    with pytest.raises(NoGres, match="cannot name a device file of npu0"):
+        files_of([device("npu0", files=[file])])
 
 
 @pytest.mark.parametrize(

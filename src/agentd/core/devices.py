@@ -107,6 +107,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     """Not hardware: another daemon's device with the same stable id is a different one."""
     secondary: tuple[SecondarySlot, ...] = ()
     """Further slots of the same device, in natural order of their names."""
+    files: tuple[str, ...] = ()
+    """Device nodes of this device alone, as of the present listing."""
 
     @property
     def is_real_accelerator(self) -> bool:
@@ -304,7 +306,12 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         if self._unknown_slots(device):  # remembered from a time with other slots
             secondary = tuple(offer for offer in listed.secondary if offer.slot in self.slot_types)
         return replace(
-            device, gone=False, health=listed.health, reason=listed.reason, secondary=secondary
+            device,
+            gone=False,
+            health=listed.health,
+            reason=listed.reason,
+            secondary=secondary,
+            files=listed.files,
         )
 
     def with_withheld(self, reason: str) -> Inventory:
@@ -491,7 +498,12 @@ def restore_last_form(
             continue
         current = {"gone": False, "health": device.health, "reason": device.reason}
         result += [
-            replace(form, secondary=_merge_secondary(form, device, slots), **current)
+            replace(
+                form,
+                secondary=_merge_secondary(form, device, slots),
+                files=device.files if form.stable_id == device.stable_id else form.files,
+                **current,
+            )
             for form in [form for form in last_forms if not form.gone] or last_forms
         ]
     return result

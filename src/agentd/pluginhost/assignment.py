@@ -65,6 +65,7 @@ def device_infos(known: Sequence[Device]) -> list[DeviceInfo]:
             device.attributes,
             device.is_simulated,
             {other.slot: format_amount(other.capacity, other.kind) for other in device.secondary},
+            device.files,
         )
         for device in known
     ]

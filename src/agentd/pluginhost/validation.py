@@ -198,6 +198,9 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
         raise InvalidAnswer(f"invalid health of {info.id}: {quote_untrusted(info.health)}")
     if info.numa_node is not None and info.numa_node < 0:
         raise InvalidAnswer(f"invalid NUMA node of {info.id}: {info.numa_node}")
+    for file in info.files:
+        if not file.startswith("/") or one_line(file) != file:
+            raise InvalidAnswer(f"invalid file of {info.id}: {quote_untrusted(file)}")
     return Device(
         device_id=DeviceId(name, info.id),
         stable_id=info.stable_id,
@@ -213,6 +216,7 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
         attributes={one_line(key): one_line(value) for key, value in info.attributes.items()},
         is_simulated=info.is_simulated,
         secondary=tuple(_convert_secondary(info, types)),
+        files=tuple(info.files),
     )
 
 

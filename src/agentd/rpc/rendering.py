@@ -248,6 +248,7 @@ def device_view(
             _holder_view(holder, share, is_visible=is_visible(holder))
             for holder, share in holders.items()
         ],
+        "files": [] if device.gone else list(device.files),
     }
 
 

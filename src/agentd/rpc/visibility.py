@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from agentd.core.access import Caller
+from msgspec.structs import replace
+
+from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import Holder
 from agentd.core.claim.claim import Claim, ClaimStatus, Collision, EndedClaim
 from agentd.core.devices import Device
@@ -23,8 +25,13 @@ class Visibility:
         self._access = access
 
     def visible_device(self, device: Device, caller: Caller) -> DeviceView:
-        """Return a device; kernels that the caller cannot see appear as `other`."""
+        """Return a device; kernels that the caller cannot see appear as `other`.
+
+        Only administrators see its files.
+        """
         split, ledger = self._devices.split, self._state.ledger
+        if caller.role is not Role.ADMIN:
+            device = replace(device, files=())
         if caller.agents is None:
             return rendering.device_view(device, split, ledger)
 

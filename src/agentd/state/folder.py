@@ -190,6 +190,7 @@ class StateFolder:
                 withheld="",
                 awaited="",
                 busy="",
+                files=(),
             )
             for device in devices
         ]

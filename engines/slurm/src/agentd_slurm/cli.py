@@ -115,18 +115,30 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
     agentctl slurm gres --agent slurm
     agentctl slurm gres --agent slurm --json > /etc/agentd/slurm-gres.json
 
-    For a device without its own device file, gres.conf names a stand-in. Create it (mknod FILE c 1
-    3) before slurmd starts.
+    Slurm confines a job to the device files of its GPUs, which only administrators can list. With
+    --files, a device without such a file gets a stand-in. Create it (mknod FILE c 1 3) before
+    slurmd starts.
 
-    Exit status: 0 printed, 1 the agent does not exist or has no accelerators.
+    Exit status: 0 printed, 1 the agent does not exist or has no accelerators, or gres.conf cannot
+    express a device.
     """
-    from agentd_slurm.device_files import STAND_INS, assign_files
-    from agentd_slurm.gres import NoGres, choose_agent, gpus_of, gres_conf, gres_map, node_gres
+    from agentd_slurm.gres import (
+        NoGres,
+        choose_agent,
+        files_of,
+        gpus_of,
+        gres_conf,
+        gres_map,
+        node_gres,
+    )
     from agentd_slurm.gres_map import DEFAULT_MAP
 
     try:
         chosen = choose_agent(agent, [row["agent_id"] for row in client.agents()])
         devices = gpus_of(chosen, client.devices())
+        if not as_json and (role := client.whoami()["role"]) != "admin":
+            raise NoGres(f"role {role} cannot list device files (required: admin)")
+        files_by_id = {} if as_json else files_of(devices, files)
     except NoGres as error:
         raise click.ClickException(str(error)) from None
     devices_by_index = gres_map(chosen, devices)
@@ -134,12 +146,12 @@ def gres(client: Client, agent: str | None, *, as_json: bool, files: str | None)
     if as_json:
         click.echo(content)
         return
-    file_by_id, stand_ins = assign_files(devices, files or STAND_INS)
     click.echo("# gres.conf")
-    click.echo("\n".join(gres_conf(devices_by_index, file_by_id)))
+    click.echo("\n".join(gres_conf(devices_by_index, files_by_id)))
     click.echo("\n# slurm.conf, in the NodeName= line of this node")
     click.echo(node_gres(devices_by_index))
     click.echo(f"\n# {DEFAULT_MAP}\n{content}")
+    stand_ins = [f"{files}/{row['id']}" for row in devices if not row["files"]]
     for file in stand_ins:
         if not Path(file).exists():
             click.echo(f"agentctl: {file} is missing; create it with: mknod {file} c 1 3", err=True)

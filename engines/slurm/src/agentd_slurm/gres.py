@@ -5,6 +5,7 @@ One line for each device, each with a type of its own, so that a job can name on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from agentd_slurm.gres_map import GresDevice, GresMap
 
 NO_GPUS = ("cpu", "mem")
 """Device names that Slurm manages itself."""
+_FILE = re.compile(r"/[A-Za-z0-9/_.:@+-]+")
+"""Names of files that mean themselves in gres.conf, where commas and brackets make lists."""
 
 
 class NoGres(Exception):
@@ -62,11 +65,41 @@ def gres_map(agent: str, devices: Iterable[Mapping[str, Any]]) -> GresMap:
     return GresMap.of(agent, (GresDevice(row["id"], row["stable_id"]) for row in devices))
 
 
-def gres_conf(devices: GresMap, files: Mapping[str, str]) -> list[str]:
-    """Return the lines of gres.conf; `files` has each device's file by its stable id."""
+def files_of(
+    devices: Iterable[Mapping[str, Any]], stand_ins: str | None = None
+) -> dict[str, list[str]]:
+    """Return the device files of each device by its stable id.
+
+    A device without one gets a stand-in in the folder `stand_ins`, if that is given.
+
+    Raises:
+        NoGres: gres.conf cannot express the files of some devices.
+    """
+    files: dict[str, list[str]] = {}
+    without = []
+    for row in devices:
+        names = list(row["files"]) or ([f"{stand_ins}/{row['id']}"] if stand_ins else [])
+        files[row["stable_id"]] = names
+        if not names:
+            has_reason = row["state"] != "ok" and row["reason"]
+            without.append(f"{row['id']} ({row['reason']})" if has_reason else row["id"])
+        if unreadable := [name for name in names if not _FILE.fullmatch(name)]:
+            raise NoGres(f"gres.conf cannot name a device file of {row['id']}: {unreadable[0]!r}")
+    if without:
+        raise NoGres(
+            f"no device file of its own: {', '.join(without)}; for stand-ins name a folder with"
+            " --files"
+        )
+    return files
+
+
+def gres_conf(devices: GresMap, files: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of gres.conf; `files` has the files of each device by its stable id."""
     return [
-        f"Name=gpu Type={device.gres_type} File={files[device.stable_id]}"
+        f"Name=gpu Type={device.gres_type} {'File' if len(names) == 1 else 'MultipleFiles'}="
+        + ",".join(names)
         for _, device in sorted(devices.devices.items())
+        for names in [files[device.stable_id]]
     ]
 
 

@@ -43,7 +43,7 @@ from agentd.plugin_api import (
 from agentd_sim import faults
 
 _KEYS = (
-    *("count", "memory", "numa-nodes", "devices", "links", "health-file"),
+    *("count", "memory", "numa-nodes", "devices", "links", "health-file", "files"),
     *MODE_KEYS,
     *faults.KEYS,
 )
@@ -70,6 +70,9 @@ class SimPlugin(AcceleratorPlugin):
         problems += _check_size(settings)
         if not isinstance(settings.get("health-file", ""), str):
             problems.append(SettingProblem("health-file", "expected the path of a file"))
+        files = settings.get("files", [])
+        if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+            problems.append(SettingProblem("files", 'expected a list such as ["/dev/sim/{id}"]'))
         links = settings.get("links", [])
         if not isinstance(links, list) or not all(map(_is_link, links)):
             reason = 'expected lists of two or more ids, such as [["a0", "a3"]]'
@@ -143,6 +146,9 @@ class SimPlugin(AcceleratorPlugin):
                 else {},
                 is_simulated=True,
                 secondary=memory_offered(self.name, self.settings, size),
+                files=[
+                    name.replace("{id}", entry["id"]) for name in self.settings.get("files", [])
+                ],
             )
             for n, entry in enumerate(entries)
         ]
