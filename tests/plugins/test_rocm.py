@@ -197,6 +197,7 @@ SHARES = {"mode": "shares", "memory-slot": True}
 NO_ADDRESS = "fail amdsmi_get_gpu_device_bdf 2 0"
 HIDDEN = ("unique_id", NO_ADDRESS)
 """Faults that leave a GPU without identity in a process that has not seen it before."""
+NOT_SUPPORTED = "Command not supported"
 UNREADABLE = "cannot be read: Is a directory"
 
 
@@ -216,8 +217,8 @@ def form(device: Device) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        ("fail amdsmi_get_gpu_memory_total 2 0", "AMD SMI does not tell its memory"),
-        (NO_ADDRESS, "AMD SMI does not tell its PCI address"),
+        ("fail amdsmi_get_gpu_memory_total 2 0", f"its memory: {NOT_SUPPORTED}"),
+        (NO_ADDRESS, f"its PCI address: {NOT_SUPPORTED}"),
         ("unique_id", UNREADABLE),
         ("current_compute_partition", UNREADABLE),
         ("current_memory_partition", UNREADABLE),
@@ -239,7 +240,7 @@ async def test_gpu_in_trouble_keeps_its_form(
             (gpu / trouble).unlink()
             (gpu / trouble).mkdir()  # even root cannot read it
         else:
-            reason = f"no answer: {reason}"
+            reason = f"AMD SMI does not tell {reason}"
             (tmp_path / "gpus").write_text(f"{GPUS}{trouble}\n")
         first = await until(made, reason)
         assert first.health is Health.UNHEALTHY

@@ -5,32 +5,40 @@ else the PCI address, which is an alias otherwise. A kernel gets `/dev/kfd`, the
 GPUs and the groups that own them. The GPUs are numbered from zero in a container, where only they
 are visible, and named outside.
 
-A GPU in compute partitions is several processors with one PCI address, each with a render node; the
-second and later ones are identified by their index on it. Partitions have slots of their own, such
-as `rocm.device:cpx_nps4`.
+A GPU in compute partitions is several processors of one PCI device, each with a render node; they
+are identified by their index on it. Partitions have slots of their own, such as
+`rocm.device:cpx_nps4`.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from agentd.plugin_api import (
     MODE_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     DeviceNode,
+    DeviceRead,
+    DeviceReads,
     Features,
     Measurement,
     NotPresent,
     SettingProblem,
     SlotTypeInfo,
     group_id,
-    log_once,
+    guard_each,
     memory_offered,
     mode_problems,
     mode_slots,
@@ -38,12 +46,36 @@ from agentd.plugin_api import (
     primary_slot,
     unknown_settings,
 )
-from agentd_rocm import smi
+from agentd_rocm import kfd, smi
+from agentd_rocm.smi import SmiRefusedError
 
 _KEYS = (*MODE_KEYS, "groups", "sysfs")
 _PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
+_SERIAL = re.compile(r"GPU-(?!0{16})[0-9a-f]{16}")
+_COMPUTE = "current_compute_partition"
 _KFD = "/dev/kfd"
 _VENDOR = "1002"
+
+
+class AmdGpu(msgspec.Struct, frozen=True):
+    """A GPU, or a partition of one."""
+
+    pci: str
+    slot: str
+    model: str
+    memory_bytes: int
+    numa_node: int | None
+    render_node: str
+    """Empty if Linux has none for it."""
+    runtime_index: int
+    """Its index in ROCm's runtime outside of containers, which also knows serial numbers."""
+
+
+class _Place(NamedTuple):
+    """The PCI address of a processor, and its index among those with this address."""
+
+    pci: str
+    partition: int
 
 
 class RocmPlugin(AcceleratorPlugin):
@@ -65,9 +97,13 @@ class RocmPlugin(AcceleratorPlugin):
         super().__init__(name, settings)
         self._sysfs_root = Path(settings.get("sysfs", "/sys"))
         self._sysfs = self._sysfs_root / "bus/pci/devices"
-        self._last: dict[int, smi.AmdGpu] = {}
-        self._last_texts: dict[tuple[str, str], str] = {}
-        self._unreadable: dict[str, str] = {}
+        self._reads = DeviceReads[int, AmdGpu]("GPU", SmiRefusedError)
+        self._listed: Sequence[DeviceRead[int, AmdGpu]] = ()
+        self._addresses: dict[int, str] = {}
+        self._places: dict[int, _Place] = {}
+        self._unplaced: Mapping[int, str] = {}
+        self._processors: Mapping[str, Sequence[kfd.Processor]] = {}
+        self._files_read: set[Path] = set()
 
     def open(self) -> None:
         addresses = on_pci_bus(_VENDOR, sysfs=self._sysfs_root)
@@ -85,151 +121,217 @@ class RocmPlugin(AcceleratorPlugin):
         smi.shut_down()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        partitions = {self._slot(gpu) for gpu in self._gpus()} - {self._whole_slot}
+        slots = {device.state.slot for device in self._read() if device.state}
         return [
             *mode_slots(self.name, self.settings, unit="GPU"),
-            *(SlotTypeInfo(slot, exclusive_group="mode") for slot in sorted(partitions)),
+            *(
+                SlotTypeInfo(slot, exclusive_group="mode")
+                for slot in sorted(slots - {self._whole_slot})
+            ),
         ]
-
-    def _slot(self, gpu: smi.AmdGpu) -> str:
-        """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
-
-        The driver reports the partitioning of a GPU, in compute and in memory
-        (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
-        """
-        compute = self._read_text(gpu.pci, "current_compute_partition")
-        memory = self._read_text(gpu.pci, "current_memory_partition")
-        if not _PARTITION.fullmatch(compute) or compute == "spx":
-            return self._whole_slot
-        return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
 
     @property
     def _whole_slot(self) -> str:
         return primary_slot(self.name, self.settings)
 
-    def _gpus(self) -> list[smi.AmdGpu]:
-        """Return the GPUs, without those whose serial number cannot be read and never was."""
-        self._unreadable.clear()
-        gpus = []
-        for gpu in smi.list_gpus(self._last):
-            self._read_text(gpu.pci, "unique_id")
-            reason = self._unreadable.get(gpu.pci)
-            if reason is None or (gpu.pci, "unique_id") in self._last_texts:
-                gpus.append(gpu)
-            else:
-                log_once(f"{gpu.pci} is left out: {reason}")
-        return gpus
+    def _read(self) -> list[DeviceRead[int, AmdGpu]]:
+        self._processors = kfd.read_processors(self._sysfs_root)
+        self._places, self._unplaced = self._locate()
+        return self._reads.read(range(smi.count_gpus()), self._identify, self._read_gpu)
+
+    def _locate(self) -> tuple[dict[int, _Place], dict[int, str]]:
+        """Return the places of processors, and the refusals to tell an address.
+
+        A processor that refuses has its last address, or the one that KFD leaves for it.
+        """
+        indices = range(smi.count_gpus())
+        reported, refused = guard_each(indices, smi.read_address, SmiRefusedError)
+        for index, address in reported.items():
+            self._addresses[index] = kfd.real_address(address, self._sysfs_root)
+        addresses = self._addresses
+        in_order = [pci for pci in sorted(self._processors) for _ in self._processors[pci]]
+        if len(in_order) == len(indices) and all(
+            in_order[index] == address for index, address in addresses.items()
+        ):
+            addresses = dict(enumerate(in_order))
+        places, partitions = {}, Counter[str]()
+        for index in sorted(addresses):
+            places[index] = _Place(addresses[index], partitions[addresses[index]])
+            partitions[addresses[index]] += 1
+        return places, refused
+
+    def _identify(self, index: int) -> str:
+        """Return a GPU's serial number or PCI address, for a partition with its index."""
+        if index not in self._places:
+            raise SmiRefusedError(self._unplaced[index])
+        pci, partition = self._places[index]
+        serial = f"GPU-{self._read_text(pci, 'unique_id')}"
+        physical = serial if _SERIAL.fullmatch(serial) else pci
+        try:
+            is_part = partition > 0 or self._is_partitioned(pci)
+        except SmiRefusedError:
+            if self._sysfs / pci / _COMPUTE in self._files_read:
+                raise
+            is_part = False  # agentd knows its form from earlier
+        return f"{physical}-p{partition}" if is_part else physical
+
+    def _read_gpu(self, index: int, last: AmdGpu | None) -> AmdGpu:
+        if index in self._unplaced:
+            raise SmiRefusedError(self._unplaced[index])
+        pci, partition = self._places[index]
+        numa_node = self._read_text(pci, "numa_node")
+        try:
+            memory = smi.read_memory(index)
+        except SmiRefusedError:
+            if self.settings.get("memory-slot") or (last and last.memory_bytes):
+                raise
+            memory = 0
+        processors = self._processors.get(pci, ())
+        processor = processors[partition] if partition < len(processors) else None
+        render_nodes = sorted(path.name for path in (self._sysfs / pci / "drm").glob("renderD*"))
+        render_node = f"/dev/dri/{render_nodes[0]}" if render_nodes and not partition else ""
+        return AmdGpu(
+            pci=pci,
+            slot=self._slot(pci),
+            model=smi.read_model(index) or (last.model if last else ""),
+            memory_bytes=memory,
+            numa_node=int(numa_node) if numa_node.isdigit() else None,
+            render_node=render_node or (processor.render_node if processor else ""),
+            runtime_index=processor.runtime_index if processor else index,
+        )
+
+    def _slot(self, pci: str) -> str:
+        """Return the slot of a GPU; a partition's is named as in AMD's own k8s-device-plugin.
+
+        The driver reports the partitioning of a GPU, in compute and in memory
+        (https://docs.kernel.org/gpu/amdgpu/driver-misc.html).
+        """
+        memory = self._read_text(pci, "current_memory_partition")
+        if not self._is_partitioned(pci):
+            return self._whole_slot
+        compute = self._read_text(pci, _COMPUTE)
+        return f"{self.name}.device:{compute}_{memory if _PARTITION.fullmatch(memory) else 'nps1'}"
+
+    def _is_partitioned(self, pci: str) -> bool:
+        compute = self._read_text(pci, _COMPUTE)
+        return compute != "spx" and _PARTITION.fullmatch(compute) is not None
+
+    def _read_text(self, pci: str, name: str) -> str:
+        """Return the content of a file of a GPU, empty if the GPU never had it.
+
+        Raises:
+            SmiRefusedError: it is unreadable: the driver refuses some while it resets a GPU.
+        """
+        file = self._sysfs / pci / name
+        try:
+            text = file.read_text(encoding="ascii").strip().lower()
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and file not in self._files_read:
+                return ""
+            raise SmiRefusedError(f"{name} cannot be read: {error.strerror}") from None
+        self._files_read.add(file)
+        return text
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        devices = []
-        for gpu in self._gpus():
-            node, slot = self._render_node(gpu), self._slot(gpu)
-            whole, stable_id = self._physical_id(gpu), self._stable_id(gpu, slot)
-            numa_node = self._numa_node(gpu.pci)
-            problem = self._health_problem(gpu, node)
-            devices.append(
-                DeviceInfo(
-                    id=f"{self.name}{gpu.index}",
-                    stable_id=stable_id,
-                    slot=slot,
-                    aliases=[gpu.pci] if stable_id == whole != gpu.pci else [],
-                    parent=None if slot == self._whole_slot else whole,
-                    model=gpu.model,
-                    numa_node=numa_node,
-                    health="unhealthy" if problem else "healthy",
-                    reason=problem,
-                    attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
-                    secondary=self._secondary_slots(gpu, slot),
-                )
-            )
-        return devices
+        self._listed = self._read()
+        return [self._device_info(device) for device in self._listed]
 
-    def _health_problem(self, gpu: smi.AmdGpu, node: str | None) -> str:
-        if not node:
+    def _device_info(self, device: DeviceRead[int, AmdGpu]) -> DeviceInfo:
+        identity, gpu = device.identity, device.state
+        parent = identity.rpartition("-p")[0] or None
+        info = DeviceInfo(
+            f"{self.name}{device.key}",
+            stable_id=identity,
+            slot=self._whole_slot,
+            parent=parent,
+            health="unhealthy",
+            reason=device.problem,
+        )
+        if gpu is None:
+            return info
+        problem = device.problem or self._health_problem(gpu)
+        secondary = memory_offered(self.name, self.settings, gpu.memory_bytes)
+        return replace(
+            info,
+            slot=gpu.slot,
+            aliases=[] if parent or identity == gpu.pci else [gpu.pci],
+            model=gpu.model,
+            numa_node=gpu.numa_node,
+            health="unhealthy" if problem else "healthy",
+            reason=problem,
+            attributes={"memory": str(gpu.memory_bytes), "pci": gpu.pci},
+            secondary=secondary if gpu.slot == self._whole_slot else {},
+            files=[gpu.render_node] if gpu.render_node else [],
+        )
+
+    def _health_problem(self, gpu: AmdGpu) -> str:
+        if not gpu.render_node:
             return f"{gpu.pci} has no render node in sysfs"
         if self.settings.get("memory-slot") and not gpu.memory_bytes:
             return "AMD SMI does not tell its memory"
-        return gpu.problem or self._unreadable.get(gpu.pci, "")
+        return ""
 
-    def _secondary_slots(self, gpu: smi.AmdGpu, slot: str) -> dict[str, str]:
-        if slot != self._whole_slot:
-            return {}
-        return memory_offered(self.name, self.settings, gpu.memory_bytes)
+    def conditions(self) -> Sequence[ConditionInfo]:
+        return [
+            *(ConditionInfo(reason) for reason in self._reads.describe_unidentified()),
+            *self._missing_gpus(),
+            *self._refused_files(),
+        ]
 
-    def _physical_id(self, gpu: smi.AmdGpu) -> str:
-        unique = self._unique_id(gpu.pci)
-        return f"GPU-{unique}" if unique else gpu.pci
+    def _missing_gpus(self) -> Iterator[ConditionInfo]:
+        """Yield the GPUs that Linux has and AMD SMI lacks, but for those of virtual machines."""
+        listed = Counter(place.pci for place in self._places.values())
+        for pci in on_pci_bus(_VENDOR, sysfs=self._sysfs_root):
+            driver = self._sysfs / pci / "driver"
+            if pci not in listed and driver.resolve().name != "vfio-pci":
+                reason = f"GPU {pci} is on the PCI bus, and AMD SMI does not list it"
+                yield ConditionInfo(reason, "look for amdgpu in the log of Linux")
+        for pci, count in listed.items():
+            if count < (expected := len(self._processors.get(pci, ()))):
+                reason = f"GPU {pci} has {expected} partitions, and AMD SMI lists {count}"
+                yield ConditionInfo(reason, "restart agentd")
 
-    def _stable_id(self, gpu: smi.AmdGpu, slot: str) -> str:
-        is_part = gpu.partition_index or slot != self._whole_slot
-        return (
-            f"{self._physical_id(gpu)}-p{gpu.partition_index}"
-            if is_part
-            else self._physical_id(gpu)
-        )
-
-    def _unique_id(self, pci: str) -> str:
-        text = self._read_text(pci, "unique_id")
-        return text if re.fullmatch(r"[0-9a-f]{16}", text) and int(text, 16) else ""
-
-    def _numa_node(self, pci: str) -> int | None:
-        text = self._read_text(pci, "numa_node")
-        return int(text) if text.isdigit() else None
-
-    def _read_text(self, pci: str, name: str) -> str:
-        """Return the content of a file of a GPU, empty without one.
-
-        A file that became unreadable has its last content: the driver refuses some while it resets
-        a GPU.
-        """
-        try:
-            text = (self._sysfs / pci / name).read_text(encoding="ascii").strip().lower()
-        except OSError as error:
-            if (pci, name) in self._last_texts or not isinstance(error, FileNotFoundError):
-                self._unreadable[pci] = f"{name} cannot be read: {error.strerror}"
-            return self._last_texts.get((pci, name), "")
-        self._last_texts[pci, name] = text
-        return text
+    def _refused_files(self) -> Iterator[ConditionInfo]:
+        """Yield the device files that agentd may not open, which its own kernels cannot either."""
+        files = {_KFD: ""} | {
+            device.state.render_node: device.identity for device in self._listed if device.state
+        }
+        for file, stable_id in files.items():
+            if Path(file).exists() and not os.access(file, os.R_OK | os.W_OK):
+                reason = (
+                    f"agentd has no permission to open {file}, nor have processes that it starts"
+                )
+                yield ConditionInfo(reason, "add its user to the group of the file", stable_id)
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
     ) -> ContainerEdits:
         if not allocation:
             return ContainerEdits(env={"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""})
-        gpu_by_id = {self._stable_id(gpu, self._slot(gpu)): gpu for gpu in self._gpus()}
-        if missing := [device.id for device in allocation if device.stable_id not in gpu_by_id]:
+        gpu_by_id = {device.identity: device.state for device in self._read()}
+        gpus = [gpu for device in allocation if (gpu := gpu_by_id.get(device.stable_id))]
+        if missing := [device.id for device in allocation if not gpu_by_id.get(device.stable_id)]:
             raise LookupError(f"no answer from {', '.join(missing)}")
-        gpus = [gpu_by_id[device.stable_id] for device in allocation]
         indices = ",".join(str(index) for index in range(len(gpus)))
-        nodes = [_KFD, *filter(None, (self._render_node(gpu) for gpu in gpus))]
+        nodes = [_KFD, *filter(None, (gpu.render_node for gpu in gpus))]
         if len(nodes) <= len(gpus):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
         numbers = [*map(group_id, groups)] if groups else _owner_groups(nodes)
         # A container has only its own GPUs; outside all are visible and are named.
-        visible = (
-            indices if features.runtime == "docker" else ",".join(map(self._runtime_name, gpus))
-        )
+        names = [
+            device.stable_id if _SERIAL.fullmatch(device.stable_id) else str(gpu.runtime_index)
+            for device, gpu in zip(allocation, gpus, strict=True)
+        ]
+        visible = indices if features.runtime == "docker" else ",".join(names)
         return ContainerEdits(
             env={"ROCR_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": indices},
             device_nodes=tuple(DeviceNode(node, node) for node in nodes),
             groups=tuple(numbers),
         )
 
-    def _runtime_name(self, gpu: smi.AmdGpu) -> str:
-        """Return the runtime's name of a GPU outside of containers: its serial number or index."""
-        unique = self._unique_id(gpu.pci)
-        return f"GPU-{unique}" if unique and not gpu.partition_index else str(gpu.index)
-
-    def _render_node(self, gpu: smi.AmdGpu) -> str | None:
-        names = sorted(path.name for path in (self._sysfs / gpu.pci / "drm").glob("renderD*"))
-        return (
-            f"/dev/dri/{names[gpu.partition_index]}" if gpu.partition_index < len(names) else None
-        )
-
     def measure(self) -> Sequence[Measurement]:
-        gpus = self._gpus()
-        return [smi.measure_gpu(gpu.index, self._stable_id(gpu, self._slot(gpu))) for gpu in gpus]
+        return [smi.measure_gpu(device.key, device.identity) for device in self._listed]
 
 
 def _owner_groups(nodes: Sequence[str]) -> list[str]:

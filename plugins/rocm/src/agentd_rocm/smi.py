@@ -3,7 +3,7 @@
 - It passes 64-bit handles without declaring them, and `ctypes` cuts those to 32 bits: the library
   then knows no GPU (https://github.com/ROCm/pyrsmi/issues/28). The arguments are declared here
   before it is initialised.
-- It returns -1 or "" on failure; here that is None.
+- It returns -1 or "" on failure, without the library's words; here that is an error, or None.
 - It has no temperature; the library is called directly.
 - Its unique id is the PCI address, so a GPU is identified by that, until the driver reports a
   serial number.
@@ -13,12 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-from msgspec.structs import replace
 from pyrsmi import rocml
 
 from agentd.plugin_api import Measurement
@@ -39,25 +35,19 @@ _ARGUMENTS = {
 }
 _SENSORS, _CURRENT = (0, 1), 0
 """Sensors: edge, or hotspot if there is no edge sensor."""
+_VRAM = 0
+_MAX_ANSWER = 4096
+"""Bytes, more than any of the answers above has."""
 _UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
 """AMD SMI's "not available": every bit is set."""
 
 
-class AmdGpu(msgspec.Struct, frozen=True):
-    """A GPU as the library lists it."""
-
-    index: int
-    pci: str
-    model: str
-    memory_bytes: int
-    partition_index: int = 0
-    """Its index among the processors with one PCI address."""
-    problem: str = ""
-    """Why some of its values are only the last known ones."""
-
-
 class NoLibraryError(Exception):
     """AMD SMI is not installed."""
+
+
+class SmiRefusedError(Exception):
+    """AMD SMI does not tell something about a GPU; the text has its words."""
 
 
 def initialise() -> None:
@@ -85,30 +75,56 @@ def shut_down() -> None:
     rocml.smi_shutdown()
 
 
-def list_gpus(last: dict[int, AmdGpu]) -> Iterator[AmdGpu]:
-    """Yield the GPUs and save them in `last`, which replaces a GPU that does not answer."""
-    gpus_at_address: Counter[str] = Counter()
-    for index in range(rocml.smi_get_device_count()):
-        last_gpu = last.get(index)
-        address = rocml.smi_get_device_pci_id(index)
-        memory = _parse_number(rocml.smi_get_device_memory_total(index))
-        model = rocml.smi_get_device_name(index)
-        name = model if isinstance(model, str) else ""
-        if address is None or address < 0:
-            if last_gpu is None:
-                continue
-            gpu = replace(last_gpu, problem="no answer: AMD SMI does not tell its PCI address")
-        else:
-            pci = pci_address(address)
-            last_memory = (
-                last_gpu.memory_bytes if last_gpu is not None and last_gpu.pci == pci else 0
-            )
-            has_lost_memory = memory is None and last_memory > 0
-            problem = "no answer: AMD SMI does not tell its memory" if has_lost_memory else ""
-            gpu = AmdGpu(index, pci, name, memory or last_memory, gpus_at_address[pci], problem)
-        last[index] = gpu
-        gpus_at_address[gpu.pci] += 1
-        yield gpu
+def count_gpus() -> int:
+    """Return the number of GPUs, where each compute partition counts as one."""
+    return int(rocml.smi_get_device_count())
+
+
+def read_address(index: int) -> str:
+    """Return the PCI address of a GPU.
+
+    Raises:
+        SmiRefusedError: the library does not tell it.
+    """
+    packed = rocml.smi_get_device_pci_id(index)
+    if packed is None or packed < 0:
+        raise _refusal("its PCI address", "amdsmi_get_gpu_device_bdf", index)
+    return pci_address(packed)
+
+
+def read_memory(index: int) -> int:
+    """Return the size of a GPU's memory in bytes.
+
+    Raises:
+        SmiRefusedError: the library does not tell it.
+    """
+    memory = _parse_number(rocml.smi_get_device_memory_total(index))
+    if memory is None:
+        raise _refusal("its memory", "amdsmi_get_gpu_memory_total", index, _VRAM)
+    return memory
+
+
+def read_model(index: int) -> str:
+    """Return the name of a GPU's model, empty if the library does not tell it."""
+    model = rocml.smi_get_device_name(index)
+    return model if isinstance(model, str) else ""
+
+
+def _refusal(what: str, name: str, index: int, *arguments: int) -> SmiRefusedError:
+    """Return an error with the library's words, which pyrsmi drops: the call is repeated."""
+    reason, function = (
+        f"AMD SMI does not tell {what}",
+        getattr(rocml.rocm_lib, name, None),
+    )
+    if function is None:
+        return SmiRefusedError(reason)
+    status = function(_handle(index), *arguments, ctypes.create_string_buffer(_MAX_ANSWER))
+    words = rocml.amdsmi_status_verbose_err_out.get(status, f"status {status}")
+    return SmiRefusedError(f"{reason}: {words}" if status else reason)
+
+
+def _handle(index: int) -> Any:
+    return rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public function
 
 
 def pci_address(packed: int) -> str:
@@ -139,9 +155,8 @@ def _read_temperature(index: int) -> float | None:
     if read_metric is None:
         return None
     degrees = ctypes.c_int64()
-    handle = rocml._get_processor_handle(index)  # noqa: SLF001 - there is no public function
     for sensor in _SENSORS:
-        if read_metric(handle, sensor, _CURRENT, ctypes.byref(degrees)) == 0:
+        if read_metric(_handle(index), sensor, _CURRENT, ctypes.byref(degrees)) == 0:
             return float(degrees.value)
     return None
 
