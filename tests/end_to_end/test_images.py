@@ -126,18 +126,6 @@ async def test_credentials_come_from_the_operator_s_file(dockered: Daemon, folde
         await registry.stop()
 
 
-async def test_an_image_for_another_platform_is_refused(
-    serving_docker: Serving, registry: Registry, engine: Engine
-) -> None:
-    dockered = await serving_docker()
-    image = registry.image("foreign", rootfs(), architecture="s390x")
-    answer = await dockered.create(image=image, slots={"cuda.device": 1})
-    assert (answer.status, answer.json["code"]) == (422, "ImageNotFound"), answer.content
-    assert "platform" in answer.json["detail"]
-    assert engine.containers() == []
-    assert await dockered.free("cuda.device") == "2"
-
-
 async def test_a_stop_sends_the_image_s_own_signal(
     serving_docker: Serving, registry: Registry
 ) -> None:

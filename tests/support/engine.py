@@ -27,7 +27,8 @@ class Engine:
     """dockerd with folders of its own, live-restore on, and one small image.
 
     `programs` is where another engine than the installed one is unpacked; `cdi` lets it take
-    names of the Container Device Interface, from specifications in `cdi_specs`.
+    names of the Container Device Interface, from specifications in `cdi_specs`. With
+    `containerd_store` its images are containerd's.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Engine:
         cdi: bool = False,
         live_restore: bool = True,
         own_containerd: bool = False,
+        containerd_store: bool = False,
     ) -> None:
         self.folder = folder
         self.live_restore = live_restore
@@ -48,6 +50,10 @@ class Engine:
         self._config = {"features": {"cdi": True}, "cdi-spec-dirs": [str(self.cdi_specs)]}
         if not cdi:
             self._config = {}
+        self._storage_driver = "overlay2"
+        if containerd_store:
+            self._config = {"features": {"containerd-snapshotter": True}}
+            self._storage_driver = "overlayfs"
         self.socket = folder / "docker.sock"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,7 +76,7 @@ class Engine:
                     f"--host=unix://{self.socket}",
                     f"--pidfile={self.folder}/docker.pid",
                     f"--config-file={self.folder}/none.json",
-                    "--storage-driver=overlay2",
+                    f"--storage-driver={self._storage_driver}",
                     "--iptables=false",
                     "--ip6tables=false",
                     "--bridge=none",

@@ -55,11 +55,14 @@ class Registry:
         name: str,
         tar: bytes,
         *,
-        architecture: str = "",
+        architecture: str | None = "",
         padding: int = 0,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Offer an image, and return its full name; `padding` random bytes make it larger."""
+        """Offer an image, and return its full name; `padding` random bytes make it larger.
+
+        Without an architecture (None), its configuration names no platform at all.
+        """
         if padding:
             tar = _with_file(tar, os.urandom(padding))
         layer = gzip.compress(tar, 1)
@@ -69,6 +72,8 @@ class Registry:
             "config": {"Env": ["PATH=/bin"], **settings},
             "rootfs": {"type": "layers", "diff_ids": [_digest(tar)]},
         }
+        if architecture is None:
+            del config["architecture"], config["os"]
         content = json.dumps(config).encode()
         self.blobs |= {_digest(content): content, _digest(layer): layer}
         manifest = {

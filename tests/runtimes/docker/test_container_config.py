@@ -105,7 +105,7 @@ def full_plan() -> KernelPlan:
 
 def test_a_full_spec_is_a_full_request() -> None:
     full = full_plan()
-    facts = DockerFacts(Features("docker"), "linux/amd64", frozenset(), reads_recursively=True)
+    facts = DockerFacts(Features("docker"), frozenset(), reads_recursively=True)
     settings = DockerSettings.model_validate(
         {"network": "none", "capabilities": ["KILL"], "log-max-size": "1m", "log-max-files": 3}
     )

@@ -21,6 +21,7 @@ from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.names import quote_untrusted
+from agentd.core.slots import CPU, MEM
 from agentd.errors import Problem
 from agentd.runtimes.docker.docker_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
@@ -161,7 +162,7 @@ def container_config(
         },
         "ExposedPorts": {_port(port): {} for port in plan.ports},
         "HostConfig": {
-            **_limits(plan, settings),
+            **_limits(plan, settings, engine),
             **_devices(plan),
             "NetworkMode": network_of(spec, settings),
             "IpcMode": "private",
@@ -191,18 +192,21 @@ def container_config(
     return config
 
 
-def _limits(plan: KernelPlan, settings: DockerSettings) -> dict[str, Any]:
+def _limits(plan: KernelPlan, settings: DockerSettings, engine: DockerFacts) -> dict[str, Any]:
+    """Return the limits of a container, without those that the engine discards or refuses."""
     options = container_options(plan.spec)
+    memory_bytes = 0 if MEM in engine.not_enforced else plan.memory_bytes
     limits: dict[str, Any] = {
-        "CpusetCpus": ",".join(plan.cpus),
-        "Memory": plan.memory_bytes,
-        "MemorySwap": plan.memory_bytes,
-        "PidsLimit": options.pids_limit or settings.pids_limit,
+        "CpusetCpus": "" if CPU in engine.not_enforced else ",".join(plan.cpus),
+        "Memory": memory_bytes,
+        "MemorySwap": memory_bytes,
         "Ulimits": [
             {"Name": name, "Soft": limit.soft, "Hard": limit.hard}
             for name, limit in options.ulimits.items()
         ],
     }
+    if "pids_limit" not in engine.not_enforced:
+        limits["PidsLimit"] = options.pids_limit or settings.pids_limit
     if options.shm_size is not None:
         limits["ShmSize"] = options.shm_size
     return limits

@@ -16,10 +16,9 @@ _DEVICE_REQUESTS_SINCE, _READ_ONLY_BELOW_SINCE = (1, 40), (1, 44)
 
 
 class DockerFacts(msgspec.Struct, frozen=True):
-    """Features for plugins, the platform of images, and limits that the engine cannot enforce."""
+    """Features for plugins, and limits that the engine cannot enforce."""
 
     features: Features
-    platform: str
     not_enforced: frozenset[str]
     restores_live: bool = False
     """Whether containers outlive the engine."""
@@ -53,11 +52,9 @@ def parse_docker_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> D
         device_requests=api >= _DEVICE_REQUESTS_SINCE,
         cdi_spec_dirs=cdi_spec_dirs,
     )
-    platform = f"{version.get('Os', 'linux')}/{version.get('Arch', '')}".rstrip("/")
     not_enforced = {slot for member, slot in _SLOT_BY_LIMIT.items() if info.get(member) is False}
     return DockerFacts(
         features,
-        platform,
         frozenset(not_enforced),
         restores_live=info.get("LiveRestoreEnabled") is True,
         reads_recursively=api >= _READ_ONLY_BELOW_SINCE,

@@ -6,8 +6,9 @@ The engine reports them by text alone; these are the texts of Engine 20.10 to 26
 from __future__ import annotations
 
 import os
+import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
@@ -22,6 +23,10 @@ _LOW_LIMITS = {
     "nproc": "resource temporarily unavailable",
 }
 """Texts of a limit that is too low for runc itself."""
+_FOREIGN_IMAGE = re.compile(
+    r"image's platform \((\w+/\S+)\) does not match the detected host platform \((\S+)\)"
+)
+"""A warning about an image that names its architecture; a home-made one may name none."""
 
 
 def request_problem(message: str, spec: KernelSpec) -> Problem | None:
@@ -30,6 +35,15 @@ def request_problem(message: str, spec: KernelSpec) -> Problem | None:
         if text in message:
             return Problem(where, truncate_message(message[message.index(text) :]))
     return None
+
+
+def foreign_image_reason(warnings: Iterable[str]) -> str:
+    """Return why an image is not for this node, from the engine's warnings; "" if it is."""
+    for warning in warnings:
+        if found := _FOREIGN_IMAGE.search(warning):
+            image, host = found.groups()
+            return f"its platform is {image}, this node's is {host}; to run it, set platform"
+    return ""
 
 
 def _texts(message: str, spec: KernelSpec) -> Iterator[tuple[str, str]]:

@@ -72,6 +72,7 @@ from agentd.runtimes.docker.images import Images
 from agentd.runtimes.docker.inspection import verify_container
 from agentd.runtimes.docker.last_seen import OutageLog
 from agentd.runtimes.docker.mounts import MountSource, refuse_missing, resolve_sources
+from agentd.runtimes.docker.request_errors import foreign_image_reason
 from agentd.services.protocols import CreateProgress, CreateUndone, LogQuery, Session, Support
 
 
@@ -84,7 +85,6 @@ class _Attempt:
     def __init__(self, plan: KernelPlan, facts: DockerFacts, settings: DockerSettings) -> None:
         self.plan = plan
         self.options = container_options(plan.spec)
-        self.platform = self.options.platform or facts.platform
         self.sources: list[MountSource] = []
         self.config: dict[str, Any] = {}
         self.may_exist = False
@@ -239,10 +239,16 @@ class DockerRuntime:
                 return
         progress(KernelState.PULLING)
         await self._images.pull(
-            image, attempt.platform, lambda pull: progress(KernelState.PULLING, pull)
+            image, options.platform, lambda pull: progress(KernelState.PULLING, pull)
         )
         await hit_async("create.after_pull")
-        await self._create_container(attempt, progress)
+        try:
+            await self._create_container(attempt, progress)
+        except ImageNotFound as error:
+            if options.platform is None:
+                raise
+            reason = f"not available for the requested platform {options.platform}"
+            raise ImageNotFound(f"image {image}: {reason} ({error})") from error
 
     async def _create_container(self, attempt: _Attempt, progress: CreateProgress) -> None:
         """Create a container, and report `creating` before."""
@@ -252,7 +258,9 @@ class DockerRuntime:
         await complete_shielded(self._request_container(attempt))
 
     async def _request_container(self, attempt: _Attempt) -> None:
-        params = {"name": attempt.plan.name, "platform": attempt.platform}
+        params = {"name": attempt.plan.name}
+        if attempt.options.platform is not None:
+            params["platform"] = attempt.options.platform
         attempt.may_exist = True
         try:
             response = await self._docker.call("POST", "/containers/create", params, attempt.config)
@@ -265,6 +273,11 @@ class DockerRuntime:
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
         attempt.container_id = parse_container_id(response.get("Id"))
+        if reason := foreign_image_reason(response.get("Warnings") or ()):
+            foreign = ImageNotFound(f"image {attempt.config['Image']}: {reason}")
+            await self._undo(attempt, foreign)
+            attempt.container_id = ""
+            raise foreign
 
     async def _undo(self, attempt: _Attempt, error: BaseException) -> None:
         """Remove the container of a failed create, by id and never by name.

@@ -1,0 +1,159 @@
+"""Engines as people have them: a proxy before an engine that answers as those do.
+
+Each function makes an `EngineProxy` speak one dialect. Behind it is a real engine, or the stand-in
+of `benchmarks/`, which has every image and starts at once.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from support.engine_proxy import Answer, EngineProxy
+
+CREATE, PULL, INFO = "POST .*/containers/create", "POST .*/images/create", "GET .*/info$"
+Edit = Callable[[dict[str, Any]], None]
+
+
+def answers(content: object, status: int = 200) -> Answer:
+    """Answer in the engine's place; a list is sent line by line, as the progress of a pull."""
+    lines = content if isinstance(content, list) else [content]
+    body = b"".join(json.dumps(line).encode() + b"\r\n" for line in lines)
+
+    async def answer(_: web.Request, __: bytes) -> web.StreamResponse:
+        return web.Response(body=body, status=status, content_type="application/json")
+
+    return answer
+
+
+def changes_answer(proxy: EngineProxy, edit: Edit) -> Answer:
+    """Change what an engine answers."""
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        async with proxy.engine(request, body) as response:
+            content = json.loads(await response.read())
+            if response.status < 400:
+                edit(content)
+            return web.json_response(content, status=response.status)
+
+    return answer
+
+
+def has_no_image(proxy: EngineProxy, *, always: bool = False) -> None:
+    """Refuse the next create, or each, since the image is not there."""
+    answer = answers({"message": "No such image: agentd-test:1"}, 404)
+    proxy.rule(CREATE, answer, always=always)
+
+
+def pull_succeeds(proxy: EngineProxy) -> None:
+    """Pull whatever is asked for, whenever the image is missing."""
+    lines = [
+        {"status": "Pulling from library/agentd-test", "id": "1"},
+        {"status": "Download complete", "progressDetail": {}, "id": "0123456789ab"},
+        {"status": "Status: Downloaded newer image for agentd-test:1"},
+    ]
+    proxy.rule(PULL, answers(lines), always=True)
+
+
+def pull_fails_at_once(proxy: EngineProxy, text: str, status: int = 500) -> None:
+    """Refuse a pull with a status; Engine 20.10 has 500 for every reason."""
+    has_no_image(proxy)
+    proxy.rule(PULL, answers({"message": text}, status))
+
+
+def pull_fails_midway(
+    proxy: EngineProxy, text: str, *, has_error_member: bool = True, code: int | None = None
+) -> None:
+    """Fail a pull after its first line; newer engines send `errorDetail` alone."""
+    has_no_image(proxy)
+    detail: dict[str, Any] = {"message": text} | ({} if code is None else {"code": code})
+    failure = {"errorDetail": detail} | ({"error": text} if has_error_member else {})
+    lines = [{"status": "Pulling from library/agentd-test", "id": "1"}, failure]
+    proxy.rule(PULL, answers(lines))
+
+
+def pull_is_cut(proxy: EngineProxy) -> None:
+    """Break the connection to the engine within a pull."""
+    has_no_image(proxy)
+    lines = [{"status": "Downloading", "id": "0123456789ab", "progressDetail": {"current": 1}}]
+    proxy.rule(PULL, answers(lines))
+
+
+def pulls_without_status_line(proxy: EngineProxy) -> None:
+    """Pull as Podman does: no line says that the pull is complete."""
+    lines = [
+        {"status": "Pulling fs layer", "progressDetail": {}, "id": "0123456789ab"},
+        {"status": "Download complete", "progressDetail": {}, "id": "0123456789ab"},
+        {"status": "Download complete", "progressDetail": {}, "id": "ba9876543210"},
+    ]
+    proxy.rule(PULL, answers(lines), always=True)
+
+
+def has_no_cpuset(proxy: EngineProxy) -> None:
+    """Discard cores without an error, as an engine whose cgroup has no cpuset controller."""
+    _lacks(proxy, "CPUSet", lambda host: host.update(CpusetCpus=""))
+
+
+def has_no_memory_limit(proxy: EngineProxy) -> None:
+    """Discard limits of memory without an error, as an engine without the memory controller."""
+    _lacks(proxy, "MemoryLimit", lambda host: host.update(Memory=0, MemorySwap=0))
+
+
+def _lacks(proxy: EngineProxy, member: str, discard: Edit, create: Answer | None = None) -> None:
+    proxy.rule(INFO, changes_answer(proxy, lambda info: info.update({member: False})), always=True)
+    create = create or proxy.change(lambda config: discard(config["HostConfig"]))
+    proxy.rule(CREATE, create, always=True)
+
+
+def refuses_cpuset(proxy: EngineProxy) -> None:
+    """Refuse a container with cores, as Podman without the cpuset controller."""
+    text = "crun: the requested cgroup controller `cpuset` is not available"
+    refuse = answers({"message": text}, 500)
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse | None:
+        has_cores = json.loads(body)["HostConfig"].get("CpusetCpus")
+        return await refuse(request, body) if has_cores else None
+
+    _lacks(proxy, "CPUSet", lambda _: None, answer)
+
+
+def loses_limits(proxy: EngineProxy) -> None:
+    """Discard cores, and claim otherwise, as rootless Podman on cgroup v1."""
+    discard = proxy.change(lambda config: config["HostConfig"].update(CpusetCpus=""))
+    proxy.rule(CREATE, discard, always=True)
+
+
+def answers_info_slowly(proxy: EngineProxy, gate: asyncio.Event) -> None:
+    """Keep every request for `/info` waiting until a gate opens."""
+    proxy.rule(INFO, proxy.stall(gate, before=True), always=True)
+
+
+def finds_no_image_of_a_platform(proxy: EngineProxy) -> None:
+    """Hold images whose configuration names no platform in the containerd store.
+
+    Such an image is found only by requests that name no platform, also right after its pull.
+    """
+    missing = answers({"message": "No such image: agentd-test:1"}, 404)
+    proxy.rule(f"{CREATE}.*platform=", missing, always=True)
+    pull_succeeds(proxy)
+
+
+def has_a_foreign_image(proxy: EngineProxy, platform: str = "linux/s390x") -> None:
+    """Create containers of an image that is for another platform, with a warning alone."""
+    warning = (
+        f"The requested image's platform ({platform}) does not match the detected host platform"
+        " (linux/amd64/v3) and no specific platform was requested"
+    )
+    edit = changes_answer(proxy, lambda content: content.update(Warnings=[warning]))
+    proxy.rule(f"{CREATE}(?!.*platform=)", edit, always=True)
+    pull_succeeds(proxy)
+
+
+def credentials_sent(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the credentials that came with a pull, none if there are none."""
+    import base64
+
+    encoded = headers.get("X-Registry-Auth", "")
+    return json.loads(base64.urlsafe_b64decode(encoded)) if encoded else {}

@@ -1,0 +1,62 @@
+"""The docker runtime on engines as people have them; each test names one."""
+
+from collections.abc import Callable
+
+import pytest
+
+from runtimes.field import engine_dialects as dialects
+from support.daemon import Daemon
+from support.engine_proxy import EngineProxy
+
+
+@pytest.mark.parametrize(
+    ("dialect", "limit"),
+    [
+        (dialects.has_no_cpuset, "cpu"),
+        (dialects.refuses_cpuset, "cpu"),
+        (dialects.has_no_memory_limit, "mem"),
+    ],
+)
+async def test_engine_without_a_limit_runs_kernels(
+    field_node: Daemon,
+    field_engine: EngineProxy,
+    dialect: Callable[[EngineProxy], None],
+    limit: str,
+) -> None:
+    dialect(field_engine)
+    await field_node.start()
+    kernel = await field_node.running(kernel_id="k1", slots={"cpu": 2, "mem": "1g"})
+    assert kernel["not_enforced"] == [limit]
+    await field_node.restart()
+    kernel = await field_node.get("/v1/kernels/k1")
+    assert (kernel["state"], kernel["not_enforced"]) == ("running", [limit])
+    assert kernel["degraded"] == []
+
+
+async def test_engine_that_hides_a_lost_limit_is_refused(
+    field_node: Daemon, field_engine: EngineProxy
+) -> None:
+    dialects.loses_limits(field_engine)
+    await field_node.start()
+    answer = await field_node.create(slots={"cpu": 1})
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "CpusetCpus" in answer.json["detail"]
+
+
+async def test_image_without_a_platform_runs(field_node: Daemon, field_engine: EngineProxy) -> None:
+    dialects.finds_no_image_of_a_platform(field_engine)
+    await field_node.start()
+    await field_node.running()
+
+
+async def test_foreign_image_is_named_with_its_platform(
+    field_node: Daemon, field_engine: EngineProxy
+) -> None:
+    dialects.has_a_foreign_image(field_engine)
+    await field_node.start()
+    answer = await field_node.create(slots={"cuda.device": 1})
+    assert (answer.status, answer.json["code"]) == (422, "ImageNotFound")
+    assert "linux/s390x" in answer.json["detail"]
+    assert await field_node.free("cuda.device") == "1"
+    assert await field_node.get("/v1/kernels") == []
+    assert (await field_node.create(platform="linux/s390x")).status == 201
