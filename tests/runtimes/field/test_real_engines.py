@@ -1,9 +1,11 @@
-"""Images of other platforms, and of none, on real engines."""
+"""Real engines of several kinds: versions, stores of images, and what the host lacks."""
 
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,19 +18,32 @@ from support.registry import Registry
 pytestmark = pytest.mark.docker
 
 
-@pytest.fixture(scope="module")
-def containerd_store() -> Iterator[Engine]:
-    """An engine that keeps its images in containerd, as Engine 29 does by default."""
-    require(*engines.NEEDS, "engine-26")
+LACKING = """#!/bin/sh
+exec unshare --mount sh -c 'umount /sys/fs/cgroup/{controller} && exec {dockerd} "$@"' sh "$@"
+"""
+
+
+@contextmanager
+def started(**options: Any) -> Iterator[Engine]:
+    """Run an engine with a folder of its own."""
     folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
-    running = Engine(folder, ENGINE_26, containerd_store=True)
+    running = Engine(folder, **options)
     try:
         running.start()
+        running.import_image()
         yield running
         running.clean()
     finally:
         running.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def containerd_store() -> Iterator[Engine]:
+    """An engine that keeps its images in containerd, as Engine 29 does by default."""
+    require(*engines.NEEDS, "engine-26")
+    with started(programs=ENGINE_26, containerd_store=True) as engine:
+        yield engine
 
 
 @pytest.fixture(params=["engine", "engine26", "containerd_store"])
@@ -38,10 +53,18 @@ def any_engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture
 async def node(any_engine: Engine, folder: Path) -> AsyncIterator[Daemon]:
-    daemon = Daemon(folder, "docker", any_engine)
+    async with node_of(any_engine, folder) as daemon:
+        yield daemon
+
+
+@asynccontextmanager
+async def node_of(engine: Engine, folder: Path) -> AsyncIterator[Daemon]:
+    daemon = Daemon(folder, "docker", engine)
     await daemon.start(AGENTS + gpus())
-    yield daemon
-    await daemon.close()
+    try:
+        yield daemon
+    finally:
+        await daemon.close()
 
 
 async def test_image_without_a_platform_runs(node: Daemon, registry: Registry) -> None:
@@ -74,3 +97,25 @@ async def test_platform_that_an_image_lacks_is_named(node: Daemon, registry: Reg
     answer = await node.create(image=image, platform="linux/s390x")
     assert (answer.status, answer.json["code"]) == (422, "ImageNotFound"), answer.content
     assert "linux/s390x" in answer.json["detail"]
+
+
+@pytest.mark.parametrize(("controller", "slot"), [("cpuset", "cpu"), ("memory", "mem")])
+async def test_host_without_a_controller_runs_kernels(
+    folder: Path, controller: str, slot: str
+) -> None:
+    """On cgroup v1 without the controller's hierarchy, as in rootless Docker's default."""
+    require(*engines.NEEDS)
+    if not Path("/sys/fs/cgroup", controller, "cgroup.procs").exists():
+        pytest.skip(f"no cgroup v1 hierarchy of {controller} on this host")
+    program = folder / "usr/sbin/dockerd"
+    program.parent.mkdir(parents=True)
+    dockerd = shutil.which("dockerd")
+    program.write_text(LACKING.format(controller=controller, dockerd=dockerd))
+    program.chmod(0o755)
+    with started(programs=folder) as engine:
+        async with node_of(engine, folder) as daemon:
+            kernel = await daemon.running(kernel_id="k1", slots={"cpu": 1, "mem": "64m"})
+            assert kernel["not_enforced"] == [slot]
+            await daemon.restart()
+            kernel = await daemon.get("/v1/kernels/k1")
+            assert (kernel["state"], kernel["degraded"]) == ("running", [])
