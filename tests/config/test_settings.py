@@ -226,6 +226,12 @@ def test_a_missing_or_unreadable_file_is_one_clear_error(tmp_path: Path) -> None
         load(binary, {})
 
 
+def test_file_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    marked = tmp_path / "marked.toml"
+    marked.write_text('[node]\nid = "n1"\n', encoding="utf-8-sig")
+    assert load(marked, {}).settings.node.id == "n1"
+
+
 def test_the_file_is_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     there = tmp_path / "agent.toml"
     monkeypatch.setattr("agentd.config.loading.DEFAULT_PATH", there)

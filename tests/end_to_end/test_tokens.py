@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentd.cli.agentctl.main import agentctl
+from agentd.cli.agentctl.options import token_of
 from agentd.config.loading import load
 from agentd.errors import ConfigRefused
 from agentd.http.credentials import read_tokens as tokens_of
@@ -140,6 +141,17 @@ def test_tokens_that_cannot_be_used_are_refused(
     with pytest.raises(ConfigRefused) as refused:
         tokens_of(load(made.daemon.config_file, {}).settings.rpc)
     assert why in str(refused.value)
+    made.daemon.notes.close()
+
+
+def test_byte_order_mark_is_not_part_of_a_token(folder: Path) -> None:
+    made = Tokens(Daemon(folder, "process"))
+    made.add("team")
+    file = folder / "token-team"
+    file.write_text(f"{made.secrets['team']}\n", encoding="utf-8-sig")
+    made.configure(made.entry("team", "read"))
+    (token,) = tokens_of(load(made.daemon.config_file, {}).settings.rpc)
+    assert token.secret == token_of(str(file)) == made.secrets["team"]
     made.daemon.notes.close()
 
 

@@ -151,6 +151,12 @@ def test_map_that_is_missing_says_how_to_make_it(tmp_path: Path) -> None:
         read_map(tmp_path / "none.json")
 
 
+def test_map_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    mapped = GresMap.of("slurm", [GresDevice("cuda0", "GPU-0")])
+    (tmp_path / "map.json").write_text(json.dumps(mapped.as_json()), encoding="utf-8-sig")
+    assert read_map(tmp_path / "map.json") == mapped
+
+
 @given(st.lists(st.from_regex(r"cuda[0-9]{1,3}", fullmatch=True), unique=True))
 def test_map_is_read_back_in_its_order(ids: list[str]) -> None:
     mapped = GresMap.of("slurm", [GresDevice(name, f"GPU-{name}") for name in ids])

@@ -42,3 +42,19 @@ def test_anything_else_is_refused_and_never_waited_for(tmp_path: Path) -> None:
         read_regular(tmp_path / "absent")
     with pytest.raises(UnusableFile, match="is not UTF-8"):
         _ = read_regular(tmp_path / "bytes").text
+
+
+TEXTS = [("utf-8", "is UTF-8"), ("utf-8-sig", "a mark"), ("utf-8-sig", "")]
+
+
+@pytest.mark.parametrize(("encoding", "text"), TEXTS)
+def test_byte_order_mark_is_not_part_of_a_text(tmp_path: Path, encoding: str, text: str) -> None:
+    (tmp_path / "file").write_text(text, encoding=encoding)
+    assert read_regular(tmp_path / "file").text == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
+def test_utf_16_is_refused_by_its_name(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "file").write_text("key = 1", encoding=encoding)
+    with pytest.raises(UnusableFile, match="is not UTF-8: it looks like UTF-16"):
+        _ = read_regular(tmp_path / "file").text

@@ -6,6 +6,7 @@ not block, and anything but a regular file of limited size is refused.
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from agentd.concurrency import thread_waiting_for
 
 MAX_BYTES = 1 << 20
+_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFDIR: "a directory",
@@ -46,13 +48,15 @@ class RegularFile(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The content as text.
+        """The content as text without a byte order mark, which editors of Windows write.
 
         Raises:
             UnusableFile: the content is not UTF-8.
         """
+        if b"\0" in self.content or self.content.startswith(_UTF_16_MARKS):
+            raise UnusableFile("is not UTF-8: it looks like UTF-16")
         try:
-            return self.content.decode()
+            return self.content.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise UnusableFile("is not UTF-8") from None
 

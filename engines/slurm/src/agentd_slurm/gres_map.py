@@ -110,6 +110,6 @@ def read_map(path: Path) -> GresMap:
         reason = f"{error.strerror}; create it with: agentctl slurm gres --json"
         raise UnusableMap(f"{path}: {reason}") from None
     try:
-        return parse_map(raw.decode())
+        return parse_map(raw.decode("utf-8-sig"))
     except (UnusableMap, UnicodeDecodeError) as error:
         raise UnusableMap(f"{path}: {error}") from None
