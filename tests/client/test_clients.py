@@ -23,8 +23,10 @@ from agentd.errors import (
     Forbidden,
     InsufficientResource,
     InvalidRequest,
+    NodeUnavailable,
     NotReady,
     Refused,
+    RuntimeUnavailable,
     UnknownKernel,
     Unreachable,
     UnsupportedResource,
@@ -224,6 +226,41 @@ async def test_client_raises_own_errors_for_silent_or_odd_servers() -> None:
                 await node.node()
         with pytest.raises(Refused, match="not JSON"):
             await asyncio.to_thread(Client(url=url).node)
+
+
+CUTS = [
+    (None, RuntimeUnavailable, "its runtime or agentd restarted"),
+    (("RuntimeUnavailable", 503), RuntimeUnavailable, "docker is away"),
+    (("NodeUnavailable", 503), NodeUnavailable, "docker is away"),
+    (("UnknownKernel", 404), UnknownKernel, "docker is away"),
+]
+
+
+@pytest.mark.parametrize(("answer", "error", "reason"), CUTS)
+async def test_log_that_is_cut_off_names_the_reason(
+    tmp_path: Path, answer: tuple[str, int] | None, error: type[AgentdError], reason: str
+) -> None:
+    async def logs(request: web.Request) -> web.StreamResponse:
+        if "follow" not in request.query:
+            assert request.query["tail"] == "0"
+            if answer is None:
+                return web.Response()
+            content = {"code": answer[0], "detail": reason}
+            return web.json_response(content, status=answer[1])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"line\n")
+        raise ConnectionResetError
+
+    path = tmp_path / "socket"
+    async with served(path, logs):
+        async with AsyncClient(path) as node:
+            chunks = node.logs("k1", follow=True)
+            assert await anext(chunks) == b"line\n"
+            with pytest.raises(error, match=reason):
+                await anext(chunks)
+        with pytest.raises(error, match=reason):
+            await asyncio.to_thread(list, Client(path).logs("k1", follow=True))
 
 
 async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> None:

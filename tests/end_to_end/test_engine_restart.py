@@ -1,20 +1,25 @@
 """An engine that dies and comes back, with its containers alive and without."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from agentd.client import AsyncClient
+from agentd.errors import RuntimeUnavailable
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import IMAGE, NEEDS, Engine
 from support.needs import require
 
 pytestmark = pytest.mark.docker
+BIN = Path(sys.executable).parent
 KILLED = "agentd-test:killed"
 """An image whose containers are stopped by SIGKILL: an engine that starts waits 10 s for others."""
 GPU = {"cuda.device": 1}
@@ -91,6 +96,32 @@ async def test_kernels_name_the_engine_stop_that_ended_them(mortal: Daemon) -> N
     await mortal.stop()
     await mortal.start()
     assert (await mortal.get("/v1/kernels/k2"))["reason"] == "the engine was stopped"
+
+
+async def test_followed_log_names_the_engine_that_ended(mortal: Daemon) -> None:
+    path = mortal.folder / "agentd.sock"
+    await mortal.trapping(TRAP, kernel_id="k1", image=KILLED)
+    words = [BIN / "agentctl", "--socket", path, "logs", "-f", "k1"]
+    following = await asyncio.create_subprocess_exec(
+        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert following.stdout is not None
+    assert await asyncio.wait_for(following.stdout.readline(), 20) == b"ready\n"
+    async with AsyncClient(path) as node:
+        chunks = node.logs("k1", follow=True)
+        assert await anext(chunks) == b"ready\n"
+        await asyncio.to_thread(mortal.test_engine.stop, signal.SIGKILL)
+        with pytest.raises(RuntimeUnavailable, match=r"the log of k1 was cut off .*docker.sock: "):
+            await anext(chunks)
+    _, errors = await asyncio.wait_for(following.communicate(), 20)
+    assert following.returncode == 1
+    assert b"RuntimeUnavailable: the log of k1 was cut off before its end: " in errors
+    events = [json.loads(line) for line in mortal.log.splitlines()]
+    of_requests = [e for e in events if e["event"].startswith(("logs.", "request."))]
+    assert [e["event"] for e in of_requests] == ["logs.interrupted"] * 2
+    assert "the engine cut its response off" in of_requests[0]["reason"]
+    await asyncio.to_thread(mortal.test_engine.start)
+    await mortal.runtime_is("available", within_s=30)
 
 
 async def test_the_reason_of_an_outage_outlives_agentd(mortal: Daemon) -> None:

@@ -49,6 +49,12 @@ def label_parameters(labels: Mapping[str, str] | None) -> list[str]:
     return [f"{name}={value}" for name, value in (labels or {}).items()]
 
 
+def logs_call(kernel_id: str, node: str | None, **query: object) -> Call[bytes]:
+    """`GET /v1/kernels/{kernel}/logs`."""
+    path = api_path("kernels", kernel_id, "logs", **query, node=node)
+    return Call("GET", path, is_repeatable=False)
+
+
 def events_call(after: str | None = None) -> Call[bytes]:
     """`GET /v1/events`, from the event after `after` on."""
     headers = {} if after is None else {"Last-Event-ID": after}

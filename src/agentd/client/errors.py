@@ -19,6 +19,7 @@ from agentd.errors import (
     InvalidSlotCombination,
     Problem,
     Refused,
+    RuntimeUnavailable,
     Unavailable,
     Unreachable,
     UnsupportedResource,
@@ -101,6 +102,13 @@ def unreachable_error(address: str, error: Exception) -> Unreachable:
     """Return the error of a call without an answer."""
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return Unreachable(f"{address}: {reason}")
+
+
+def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:
+    """Return the error of a log that broke; `cause` is the answer to another read of it."""
+    reason = cause or "its runtime or agentd restarted"
+    error_class = RuntimeUnavailable if cause is None else type(cause)
+    return error_class(f"the log of {kernel_id} was cut off before its end: {reason}")
 
 
 _LISTED = (ConfigRefused, InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import NoReturn
 
 import aiohttp
 
 from agentd.client import calls
 from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, SILENCE_S
-from agentd.client.errors import unreachable_error
+from agentd.client.errors import cut_log_error
 from agentd.client.events import EventParser, NodeEvent
 from agentd.client.exec import Execution
 from agentd.client.paths import api_path
@@ -61,16 +62,26 @@ class StreamCalls(Transport):
         """Yield a kernel's output as it arrives; with `follow` until the kernel ends.
 
         At a gateway `node` names the kernel's node, if the fleet did not place it.
+
+        Raises:
+            AgentdError: the log cannot be read, or was cut off before its end.
         """
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        path = api_path("kernels", kernel_id, "logs", **query, stream=stream, node=node)
-        call: Call[bytes] = Call("GET", path, is_repeatable=False)
+        call = calls.logs_call(kernel_id, node, **query, stream=stream)
         async with await self._open_stream(call) as response:
             try:
                 async for chunk in response.content.iter_chunked(CHUNK):
                     yield chunk
-            except aiohttp.ClientError as error:
-                raise unreachable_error(self._address, error) from None
+            except aiohttp.ClientError:
+                await self._raise_cut_log(kernel_id, node)
+
+    async def _raise_cut_log(self, kernel_id: str, node: str | None) -> NoReturn:
+        """Read a log that broke once more, and raise the reason."""
+        try:
+            await self._fetch(calls.logs_call(kernel_id, node, tail=0), self._timeout_s)
+        except Unavailable as cause:
+            raise cut_log_error(kernel_id, cause) from None
+        raise cut_log_error(kernel_id, None) from None
 
     async def _open_stream(
         self, call: Call[bytes], *, silence_s: float | None = None

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import urlsplit
 
 from agentd.client import calls
@@ -20,9 +20,13 @@ from agentd.client.defaults import (
     SILENCE_S,
     TIMEOUT_S,
 )
-from agentd.client.errors import error_from_response, parse_content, unreachable_error
+from agentd.client.errors import (
+    cut_log_error,
+    error_from_response,
+    parse_content,
+    unreachable_error,
+)
 from agentd.client.events import EventParser, NodeEvent
-from agentd.client.paths import api_path
 from agentd.client.tls import client_tls
 from agentd.errors import Unavailable
 
@@ -134,16 +138,28 @@ class BlockingTransport:
         """Yield a kernel's output as it arrives; with `follow` until the kernel ends.
 
         At a gateway `node` names the kernel's node, if the fleet did not place it.
+
+        Raises:
+            AgentdError: the log cannot be read, or was cut off before its end.
         """
         query = {"follow": follow, "tail": tail, "since": since, "timestamps": timestamps}
-        path = api_path("kernels", kernel_id, "logs", **query, stream=stream, node=node)
-        call: Call[bytes] = Call("GET", path, is_repeatable=False)
+        call = calls.logs_call(kernel_id, node, **query, stream=stream)
         response = self.open(call, CREATE_TIMEOUT_S if follow else None)
         try:
             while chunk := response.read1(CHUNK):
                 yield chunk
-        except (OSError, http.client.HTTPException) as error:
+        except TimeoutError as error:
             raise unreachable_error(self._address, error) from None
+        except (OSError, http.client.HTTPException):
+            self._raise_cut_log(kernel_id, node)
+
+    def _raise_cut_log(self, kernel_id: str, node: str | None) -> NoReturn:
+        """Read a log that broke once more, and raise the reason."""
+        try:
+            self._fetch(calls.logs_call(kernel_id, node, tail=0), None)
+        except Unavailable as cause:
+            raise cut_log_error(kernel_id, cause) from None
+        raise cut_log_error(kernel_id, None) from None
 
     def events(self, *, after: str | None = None) -> Iterator[NodeEvent]:
         """Yield events of the node after the event `after`, until the node stops."""

@@ -45,6 +45,8 @@ def logs(client: Client, /, kernels: Sequence[str], **options: Any) -> None:
 
     With several kernels, each line begins with the kernel's id.
 
+    Exit status: 0 the logs are complete, 1 one was refused or cut off.
+
     \b
     agentctl logs -f train-1
     agentctl logs --tail 20 train-1 train-2

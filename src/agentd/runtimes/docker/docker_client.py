@@ -142,6 +142,8 @@ class DockerClient:
         except aiohttp.SocketTimeoutError as error:
             reason = f"no response from the engine within {timeout_s:g} s"
             raise DockerResponseLost(f"{self._socket}: {reason}") from error
+        except aiohttp.ClientPayloadError as error:
+            raise DockerResponseLost(f"{self._socket}: the engine cut its response off") from error
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             reason = truncate_message(f"{type(error).__name__}: {error}")
             raise DockerResponseLost(f"{self._socket}: {reason}") from error

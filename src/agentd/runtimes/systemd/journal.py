@@ -74,6 +74,8 @@ async def read_journal(
                 break
             cursor, line = entry
             yield line
+        if not end_task.done():
+            raise RuntimeUnavailable("journalctl ended before the kernel")
     finally:
         end_task.cancel()
         await entries.aclose()
