@@ -162,6 +162,23 @@ def test_report_that_is_lost_itself_is_repeated() -> None:
     assert reports(lost) == [(3, "again")]
 
 
+def test_attempt_that_is_lost_is_not_counted() -> None:
+    lost = LostLines()
+    lost.add(2, "why")
+    found: list[int] = []
+    for _ in range(3):
+        lost.report(lambda *_: lost.add(1, "again"), is_attempt=True)
+    assert lost.total == 2
+
+    def write(lines: int, _: str) -> None:
+        found.append(lines)
+        lost.mark_writable()
+
+    lost.report(write, is_attempt=True)
+    lost.report(write, is_attempt=True)
+    assert (found, lost.total) == ([2], 2)
+
+
 PROGRAM = """
 import logging, os, sys, warnings
 from agentd import stderr

@@ -84,6 +84,11 @@ class _Sink:
     debug = info = warning = error = critical = msg
 
 
+def report_lost_lines() -> None:
+    """Report the lines that were lost if the log can be written again, also without an event."""
+    LOST.report(_report_lost, is_attempt=True)
+
+
 def _report_lost(lines: int, reason: str) -> None:
     log.error("log.lines_lost", lines=lines, reason=reason)
 

@@ -54,14 +54,20 @@ class LostLines:
         """Return whether a line was lost within the last `seconds`."""
         return self._clock() - self._lost_at < seconds
 
-    def report(self, write: Callable[[int, str], None]) -> None:
-        """Write how many lines were lost, and why, once the log is writable again."""
-        if not self._unreported or not self._is_writable:
+    def report(self, write: Callable[[int, str], None], *, is_attempt: bool = False) -> None:
+        """Write how many lines were lost, and why, once the log is writable again.
+
+        An attempt finds out whether it is. One that fails does not count as a lost line.
+        """
+        if not self._unreported or not (self._is_writable or is_attempt):
             return
         lines, self._unreported = self._unreported, 0
+        total = self.total
         write(lines, self._reason)
         if not self._is_writable:
             self._unreported += lines
+            if is_attempt:
+                self._unreported, self.total = lines, total
 
     def warnings(self) -> list[str]:
         """Return a warning while the log is not writable, and for `WARN_S` afterwards."""

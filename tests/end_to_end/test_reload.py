@@ -17,6 +17,7 @@ from support.fork_server import run
 __all__ = ["tokens"]
 
 WORK = {
+    "log": "agentd.daemon.lifecycle:Daemon._report_lost_lines",
     "claims": "agentd.services.claims.claim_ends:ClaimEnds.run",
     "reconciler": "agentd.services.kernels.reconciler:ReconcilerLoops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",

@@ -41,6 +41,7 @@ from agentd.http.credentials import build_endpoint, credential_weaknesses
 from agentd.http.route import Route
 from agentd.http.server import Server
 from agentd.http.static import HOME, Pages
+from agentd.log import report_lost_lines
 from agentd.pluginhost.host import PluginHost
 from agentd.program.background import Background
 from agentd.program.boot_id import boot_id
@@ -64,6 +65,8 @@ FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 STATUS_PAUSE_S = 1.0
+LOG_RETRY_S = 10.0
+"""Seconds after which a log that could not be written is tried again without an event."""
 
 
 class StopReport(msgspec.Struct, kw_only=True):
@@ -207,6 +210,7 @@ class Daemon:
         if self._notifier.is_enabled:
             background.run("status", self._update_status(node))
         background.run("reload", self._reload_on_hangup())
+        background.run("log", self._report_lost_lines())
 
     async def _assemble(
         self,
@@ -298,6 +302,12 @@ class Daemon:
             self._hangup.clear()
             with contextlib.suppress(ConfigRefused):  # it was logged
                 await self._reload_now()
+
+    @staticmethod
+    async def _report_lost_lines() -> None:
+        while True:
+            await asyncio.sleep(LOG_RETRY_S)
+            report_lost_lines()
 
     async def _update_status(self, node: Node) -> None:
         """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""

@@ -18,6 +18,7 @@ NOT_VITAL = frozenset(
         "unclaimed",  # processes without a claim go unnoticed
         "retention",  # ended kernels pile up
         "status",  # systemd shows an old status
+        "log",  # lines were lost, and the log does not say so
     }
 )
 """Tasks whose end is a warning; the program stops with any other one."""
