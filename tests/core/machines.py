@@ -55,3 +55,8 @@ def machine(*devices: Device, quantum: int = ONE) -> Inventory:
 def shared(inventory: Inventory, *agents: str) -> Split:
     rules = SplitRules(AllocationMode.SHARED, tuple(AgentRule(agent) for agent in agents))
     return split(inventory, rules)
+
+
+def texts(result: Split) -> tuple[str, ...]:
+    """The conditions of a partition, as texts."""
+    return tuple(map(str, result.conditions))

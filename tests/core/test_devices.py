@@ -1,6 +1,8 @@
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.conditions import Condition
+from agentd.core.device_conditions import MAX_CONDITIONS, device_conditions
 from agentd.core.devices import (
     MAX_NAMED,
     Device,
@@ -13,7 +15,6 @@ from agentd.core.devices import (
     natural_key,
     restore_last_form,
     with_shared_health,
-    withheld_warnings,
 )
 from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine
@@ -137,15 +138,34 @@ def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
     assert warnings[-1] == "496 more devices of gpu are served by others; withheld"
 
 
-def test_withheld_devices_are_one_warning_for_each_name() -> None:
+def test_each_withheld_device_is_a_condition_up_to_a_bound() -> None:
     simulated = [replace(d, is_simulated=True, device_id=DeviceId("sim", "0")) for d in gpus(1)]
     inventory = Inventory.of([], [*cores(2), *simulated, *gpus(*[1] * 300)])
     withheld = inventory.with_withheld("served by agentd other")
     assert [*withheld.with_withheld("").devices] == [*inventory.devices]
-    assert [*withheld_warnings(withheld)] == [
-        (
-            "300 devices of cuda are withheld (cuda0, cuda1, cuda2, cuda3 and 296 more):"
-            " served by agentd other"
+    first, *_, last = conditions = [*device_conditions(withheld)]
+    assert first == Condition("device/cuda/cuda0", "cuda0 is withheld: served by agentd other")
+    assert last == Condition("plugin/cuda", "236 more devices of cuda are withheld")
+    assert len(conditions) == MAX_CONDITIONS + 1
+
+
+def test_a_troubled_device_is_a_condition_with_a_remedy() -> None:
+    healthy, sick, lost, unknown = gpus(1, 1, 1, 1)
+    inventory = Inventory.of(
+        [],
+        [
+            healthy,
+            replace(sick, health=Health.UNHEALTHY, reason="Xid 79"),
+            replace(lost, gone=True, reason="not found on the node"),
+            replace(unknown, gone=True, health=Health.UNKNOWN, reason="plugin cuda is pending"),
+        ],
+    )
+    assert [*device_conditions(inventory)] == [
+        Condition("device/cuda/cuda1", "cuda1 is unhealthy: Xid 79"),
+        Condition(
+            "device/cuda/cuda2",
+            "cuda2 is gone: not found on the node; its place is kept",
+            "if it does not return: agentctl forget cuda2",
         ),
     ]
 

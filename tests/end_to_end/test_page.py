@@ -57,7 +57,7 @@ async def test_page_answers_operators_questions(node: Daemon, page: Visit) -> No
     assert "kernel big, asked by agentd" in await page.text("#refusals")
     await page.until("#tiles", "of 4 cuda free")
     warnings = await page.text("#warnings")
-    assert "broken: plugin pending: open" in warnings
+    assert "plugin broken is pending: open" in warnings
     assert "cuda cuda3: unhealthy" in warnings
     assert "it coughs" in warnings
     assert "cuda.shares" in await page.text("#agents")

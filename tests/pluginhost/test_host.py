@@ -67,10 +67,10 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
         ("Missing", "import: AttributeError"),
         ("NotAPlugin", "is not an AcceleratorPlugin"),
         ("OldApi", "unsupported plugin API: got 0, expected 1"),
-        ("RaisesAtOpen", "open: RuntimeError: no driver here; next try in 1 s"),
-        ("ExitsAtOpen", "open: SystemExit: 3; next try in 1 s"),
-        ("StopsIteration", "open: StopIteration; next try in 1 s"),
-        ("RaisesAtList", "list: OSError: device lost; next try in 1 s"),
+        ("RaisesAtOpen", "open: RuntimeError: no driver here"),
+        ("ExitsAtOpen", "open: SystemExit: 3"),
+        ("StopsIteration", "open: StopIteration"),
+        ("RaisesAtList", "list: OSError: device lost"),
         ("OutsidePrefix", "slot 'cpu' is outside the prefix 'bad'"),
         ("NegativeAmount", "invalid capacity of d0: '-1' is negative"),
         ("NanAmount", "not finite"),
@@ -85,8 +85,8 @@ async def test_allow_and_block_hold_entry_point_names(host, allow, block) -> Non
         ("OddNode", "invalid NUMA node of d0: -1"),
         ("OddEdits", "Expected `str`, got `int`"),
         ("ListsNonsense", "Expected `object`, got `str` - at `$.devices[0]`"),
-        ("CrashesAtOpen", "open: killed by SIGSEGV; next try in 1 s"),
-        ("LeavesAtOpen", "open: exited with status 7; next try in 1 s"),
+        ("CrashesAtOpen", "open: killed by SIGSEGV"),
+        ("LeavesAtOpen", "open: exited with status 7"),
         ("ClosesEverything", "open: "),
     ],
 )
@@ -96,7 +96,11 @@ async def test_a_plugin_that_misbehaves_is_reported_and_left_out(
     made = host(good="Good", bad=target)
     seen = await opened(made)
     assert seen["good"][0] is PluginState.READY
-    is_mended_by_time = seen["bad"][1].endswith("; next try in 1 s")
+    is_mended_by_time = "At" in target or target in {
+        "Missing",
+        "StopsIteration",
+        "ClosesEverything",
+    }
     assert seen["bad"][0] is (PluginState.PENDING if is_mended_by_time else PluginState.FAILED)
     assert why in seen["bad"][1]
     assert [listing.name for listing in made.listings()] == ["good"]

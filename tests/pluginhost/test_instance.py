@@ -33,7 +33,7 @@ async def test_a_plugin_that_leaks_is_started_again(host, tmp_path) -> None:
     await opened(made)
     file.write_text("leak")
     await until(made, lambda: states(made)["one"] is PluginState.FAILED)
-    assert re.fullmatch(r"it uses \d+ MiB of memory; next try in 1 s", made.statuses()[0].reason)
+    assert re.fullmatch(r"it uses \d+ MiB of memory", made.statuses()[0].reason)
     with pytest.raises(PluginUnavailable, match="plugin one is failed"):
         await made.container_edits(given("one"), PROCESS)
     file.write_text("fine")
@@ -101,7 +101,7 @@ async def test_unkillable_plugin_processes_are_limited_to_two(host, tmp_path, mo
         file.write_text("hang")
         await until(made, lambda: states(made)["one"] is PluginState.FAILED)
         reason = made.statuses()[0].reason
-        assert f"process {pids[-1]} cannot be killed and was abandoned; next try in" in reason
+        assert reason.endswith(f"process {pids[-1]} cannot be killed and was abandoned")
         file.write_text("fine")
     await until(made, lambda: made.statuses()[0].reason.startswith("processes"))
     assert f"processes {pids[0]}, {pids[1]} cannot be killed" in made.statuses()[0].reason

@@ -9,6 +9,7 @@ import pytest
 
 from agentd.core.slots import MAX_SLOT_NAME
 from agentd.plugin_api import (
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     DeviceNode,
@@ -55,6 +56,15 @@ def test_reason_is_one_line_of_bounded_length(name: str) -> None:
     with pytest.raises(InvalidAnswer) as caught:
         validate_listing("x", slots(1), twice)
     assert len(str(caught.value)) <= MAX_TEXT
+
+
+def test_conditions_are_bounded_and_printable() -> None:
+    said = [ConditionInfo("GPU 3\nis \x1blost" + "!" * 999, "  ", "GPU-3"), ConditionInfo(" ")]
+    (condition,) = validate_listing("x", slots(1), [], said).conditions
+    assert condition.reason.startswith("GPU 3 is \N{REPLACEMENT CHARACTER}lost")
+    assert (len(condition.reason), condition.remedy) == (MAX_TEXT, "")
+    with pytest.raises(InvalidAnswer, match="too many conditions: got 257, expected at most 256"):
+        validate_listing("x", slots(1), [], [ConditionInfo("r")] * 257)
 
 
 def test_unit_is_one_short_line() -> None:

@@ -1,10 +1,12 @@
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.conditions import Condition
 from agentd.core.devices import DeviceId, Health
 from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import Conflict, InsufficientResource, UnknownDevice
+from agentd.plugin_api import ConditionInfo
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
@@ -34,6 +36,25 @@ async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) ->
     assert all(ledger.holders(device.device_id) for device in served[:2])
     with pytest.raises(InsufficientResource):
         await again.create("k2", npu_device=2)
+
+
+async def test_a_plugin_reports_conditions_of_itself_and_its_devices(rig: Rig) -> None:
+    rig.plugins.ready[0] = replace(
+        rig.plugins.ready[0],
+        conditions=(
+            ConditionInfo("7 of 8 GPUs answer", "look at the kernel log"),
+            ConditionInfo("nobody watches cuda1", stable_id="GPU-cuda-1"),
+        ),
+    )
+    assert [*rig.devices.conditions()] == [
+        Condition("plugin/cuda", "7 of 8 GPUs answer", "look at the kernel log"),
+        Condition("device/cuda/cuda1", "nobody watches cuda1"),
+    ]
+    rig.plugins.failed["npu"] = "no driver"
+    *_, last = rig.devices.conditions()
+    retry = "to retry at once: agentctl plugins retry npu"
+    assert last == Condition("plugin/npu", "plugin npu is failed: no driver", retry)
+    assert rig.devices.warnings[0] == "7 of 8 GPUs answer (look at the kernel log)"
 
 
 async def test_failing_peer_changes_nothing(rig: Rig) -> None:

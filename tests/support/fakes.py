@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from msgspec.structs import replace
 
 from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
+from agentd.core.conditions import Condition
 from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
@@ -197,7 +198,7 @@ class FakePlugins:
     def listings(self) -> list[PluginListing]:
         return self.ready
 
-    def warnings(self) -> list[str]:
+    def conditions(self) -> list[Condition]:
         return []
 
     async def retry(self, name: str) -> PluginStatus:

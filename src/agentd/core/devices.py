@@ -9,7 +9,7 @@ a missing GPU renames any other device or moves it to another agent.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -372,40 +372,10 @@ def group(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     return groups
 
 
-def warnings_by_name(
-    devices: Iterable[Device],
-    state: str,
-    reason_of: Callable[[Device], str],
-    endings: tuple[str, str] = ("", ""),
-) -> Iterator[str]:
-    """Yield one warning for each device name with devices in a state, such as `gone`.
-
-    It names the first devices and counts the others. `endings` are appended for one device and for
-    several.
-    """
-    ending_of_one, ending_of_several = endings
-    for name, named_devices in group_by_name(devices).items():
-        first, *others = dict.fromkeys(map(reason_of, named_devices))
-        reason = f"{first}, and {len(others)} other reasons" if others else first
-        ids = [device.device_id.id for device in named_devices]
-        if len(ids) == 1:
-            text = str(named_devices[0].device_id) if name == CPU else ids[0]
-            yield f"{text} is {state}: {reason}{ending_of_one}"
-        else:
-            text = join_first(ids)
-            yield f"{len(ids)} devices of {name} are {state} ({text}): {reason}{ending_of_several}"
-
-
 def join_first(ids: Sequence[str]) -> str:
     """Return the first ids, and the number of the others."""
     text = ", ".join(ids[:MAX_NAMED])
     return text if len(ids) <= MAX_NAMED else f"{text} and {len(ids) - MAX_NAMED} more"
-
-
-def withheld_warnings(inventory: Inventory) -> Iterator[str]:
-    """Yield the warnings about devices that another agentd of this host serves."""
-    devices = (device for device in inventory.devices if device.withheld)
-    return warnings_by_name(devices, "withheld", lambda device: device.withheld)
 
 
 def _secondary_warnings(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,6 +19,7 @@ from importlib_metadata import EntryPoint
 
 from agentd.config.plugins import PluginTable
 from agentd.core.allocation.ledger import Allocation
+from agentd.core.conditions import Condition
 from agentd.core.kernel.edits import ContainerEdits, merge_edits
 from agentd.core.slots import CPU, MEM, format_amount
 from agentd.errors import Conflict, PluginUnavailable, Problem, UnknownPlugin
@@ -179,8 +180,11 @@ class PluginHost:
             if i.attempts
         }
 
-    def warnings(self) -> list[str]:
-        return [f"{missing.where}: {missing.why}" for missing in self.missing_entry_points()]
+    def conditions(self) -> Iterator[Condition]:
+        for missing in self.missing_entry_points():
+            yield Condition("host", f"{missing.where}: {missing.why}")
+        for instance in self._instances.values():
+            yield from instance.conditions()
 
     async def retry(self, name: str) -> PluginStatus:
         instance = self._instances.get(name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.concurrency import wait_event
+from agentd.core.conditions import Condition
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.errors import PluginUnavailable, Problem
 from agentd.failpoints import hit_async
@@ -145,6 +146,8 @@ class PluginInstance:
         self._backoff = Backoff()
         self._ready_since: float | None = None
         self._events_waiting = 0
+        self._is_throttled = False
+        self._measure_failure = ""
 
     @property
     def status(self) -> PluginStatus:
@@ -168,7 +171,15 @@ class PluginInstance:
             return ""
         if not self.validation.is_set():
             return f"{self._step}: no answer yet"
-        return self.reason.partition("; next try")[0] if self._step == "settings" else ""
+        return self.reason if self._step == "settings" else ""
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the conditions of its process; its state and listing are known elsewhere."""
+        about, name = f"plugin/{self.spec.name}", self.spec.name
+        if self.state is PluginState.READY and self._is_throttled:
+            yield Condition(about, f"plugin {name}: {_THROTTLED_REASON}")
+        if self.state is PluginState.READY and self._measure_failure:
+            yield Condition(about, f"plugin {name} cannot measure: {self._measure_failure}")
 
     def enter_state(self, state: PluginState, reason: str) -> None:
         """Enter a state that other parts may rely on."""
@@ -206,7 +217,6 @@ class PluginInstance:
                 self._backoff.reset()
             if self._backoff.is_new(self.reason):
                 log.warning("plugin.lost", plugin=self.spec.name, reason=self.reason)
-            self.reason += f"; next try in {self._backoff.next_s:g} s"
             self._on_change(self.spec.name)
             await self._backoff.wait()
 
@@ -280,8 +290,7 @@ class PluginInstance:
             self.hiding = await self._hiding_edits(process)
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise type(error)(f"{self._step}: {error}") from None
-        first_listing = self.listing or listing
-        self.listing = replace(first_listing, devices=listing.devices)
+        self._apply_listing(listing)
         self._ready_since = time.monotonic()
         self.enter_state(PluginState.READY, "")
         self._on_change(spec.name)
@@ -300,7 +309,9 @@ class PluginInstance:
         answer: DeviceListing = await process.call(
             "listing", timeout_s=self._timeouts.call_timeout_s
         )
-        listing = validate_listing(self.spec.name, answer.slot_types, answer.devices)
+        listing = validate_listing(
+            self.spec.name, answer.slot_types, answer.devices, answer.conditions
+        )
         self.listed_at = time.monotonic()
         return listing
 
@@ -330,7 +341,8 @@ class PluginInstance:
         while process is not None and self.state is PluginState.READY:
             is_woken = await wait_event(self._change_reported, self._timeouts.health_interval_s)
             wake_count = wake_count + 1 if is_woken else 0
-            if wake_count > MAX_WAKES:
+            self._is_throttled = wake_count > MAX_WAKES
+            if self._is_throttled:
                 if wake_count == MAX_WAKES + 1:
                     log.warning("plugin.throttled", plugin=self.spec.name, reason=_THROTTLED_REASON)
                 await wait_event(process.lost, self._timeouts.health_interval_s)
@@ -346,17 +358,27 @@ class PluginInstance:
             listing = await self._list_devices(process)
         except (PluginRefused, InvalidAnswer) as error:
             raise PluginLost(f"list: {error}") from None
-        if self.listing is not None and listing.devices != self.listing.devices:
-            self.listing = replace(self.listing, devices=listing.devices)
+        if self._apply_listing(listing):
             self._on_change(self.spec.name)
         if self._facts is not None and self._facts.has_measurements:
             try:
                 timeout_s = self._timeouts.call_timeout_s
                 measured = await process.call("measure", timeout_s=timeout_s)
                 self.measurements = validate_measurements(measured)
+                self._measure_failure = ""
             except (PluginRefused, InvalidAnswer) as error:
                 self.measurements = ()
-                log.warning("plugin.measure_failed", plugin=self.spec.name, reason=str(error))
+                if self._measure_failure != str(error):
+                    log.warning("plugin.measure_failed", plugin=self.spec.name, reason=str(error))
+                self._measure_failure = str(error)
+
+    def _apply_listing(self, listing: PluginListing) -> bool:
+        """Take over a listing, except its slots after the first one; return whether it is new."""
+        before = self.listing
+        self.listing = replace(
+            before or listing, devices=listing.devices, conditions=listing.conditions
+        )
+        return self.listing != before
 
     async def _end_attempt(self, reason: str, state: PluginState | None = None) -> None:
         """End the process with a reason; a plugin that may still become ready is pending."""
@@ -368,6 +390,8 @@ class PluginInstance:
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
         never_ready = self.listing is None
+        if self.listing is not None:
+            self.listing = replace(self.listing, conditions=())
         self.enter_state(
             state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason
         )

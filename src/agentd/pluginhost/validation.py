@@ -38,6 +38,7 @@ from agentd.core.slots import (
 )
 from agentd.plugin_api import (
     API_VERSION,
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     Measurement,
@@ -49,6 +50,7 @@ from agentd.services.protocols import PluginListing
 
 MAX_DEVICES = 4096
 MAX_SLOT_TYPES = 256
+MAX_CONDITIONS = 256
 MAX_SECONDARY = 7
 """Secondary slots of one device."""
 _MAX_UNIT = 32
@@ -87,7 +89,10 @@ def check_version(version: object) -> None:
 
 
 def validate_listing(
-    name: str, slot_infos: Iterable[SlotTypeInfo], device_infos: Iterable[DeviceInfo]
+    name: str,
+    slot_infos: Iterable[SlotTypeInfo],
+    device_infos: Iterable[DeviceInfo],
+    conditions: Sequence[ConditionInfo] = (),
 ) -> PluginListing:
     """Convert a plugin's listing to the core's values.
 
@@ -107,7 +112,22 @@ def validate_listing(
     devices = tuple(_convert_device(name, info, types) for info in infos)
     _refuse_duplicates("id", [device.device_id.id for device in devices])
     _refuse_duplicates("stable id", [device.stable_id for device in devices])
-    return PluginListing(name, tuple(types.values()), devices)
+    return PluginListing(
+        name, tuple(types.values()), devices, conditions=_printable_conditions(conditions)
+    )
+
+
+def _printable_conditions(conditions: Sequence[ConditionInfo]) -> tuple[ConditionInfo, ...]:
+    """Return the conditions with texts that can be shown; refuse too many."""
+    if len(conditions) > MAX_CONDITIONS:
+        raise InvalidAnswer(
+            f"too many conditions: got {len(conditions)}, expected at most {MAX_CONDITIONS}"
+        )
+    return tuple(
+        ConditionInfo(one_line(info.reason), one_line(info.remedy), one_line(info.stable_id))
+        for info in conditions
+        if info.reason.strip()
+    )
 
 
 def _convert_slot_type(name: str, info: SlotTypeInfo) -> SlotType:

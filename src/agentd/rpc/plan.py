@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentd.core.devices import withheld_warnings
 from agentd.core.partition.split import Partition, Split
 from agentd.core.slots import MEM, SlotKind, format_amount
 from agentd.rpc.rendering import device_ids_by_name, format_amounts
 
 
-def plan_view(split: Split, warnings: Sequence[str] = ()) -> dict[str, object]:
-    """Return a partition as `agentd plan --json` prints it, with its own and other warnings."""
+def plan_view(split: Split, warnings: Sequence[str]) -> dict[str, object]:
+    """Return a partition as `agentd plan --json` prints it, with the node's warnings."""
     return {
         "allocation_mode": split.mode.value,
         "agents": {
@@ -34,11 +33,7 @@ def plan_view(split: Split, warnings: Sequence[str] = ()) -> dict[str, object]:
             **{name: list(ids) for name, ids in split.unassigned.items()},
             **({MEM: str(split.unassigned_memory)} if split.unassigned_memory else {}),
         },
-        "warnings": [
-            *split.warnings,
-            *withheld_warnings(split.inventory),
-            *warnings,
-        ],
+        "warnings": list(warnings),
     }
 
 

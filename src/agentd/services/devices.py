@@ -7,12 +7,14 @@ kernels change the inventory, and each change raises `generation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Holder
+from agentd.core.conditions import Condition
+from agentd.core.device_conditions import about_device, about_name, device_conditions
 from agentd.core.devices import (
     Device,
     Health,
@@ -20,7 +22,6 @@ from agentd.core.devices import (
     deduplicate_devices,
     merge_remembered,
     with_shared_health,
-    withheld_warnings,
 )
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
@@ -59,7 +60,7 @@ class NodeDevices:
         self._host_types = tuple(host_types)
         self._host_devices = tuple(host_devices)
         self._split: Split | None = None
-        self._warnings: tuple[str, ...] = ()
+        self._duplicates: tuple[str, ...] = ()
         self._listing_warnings: dict[str, tuple[str, ...]] = {}
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
@@ -87,14 +88,48 @@ class NodeDevices:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about devices, plugins and the partition."""
-        listing_warnings = (
-            warning for warnings in self._listing_warnings.values() for warning in warnings
-        )
-        installed, saved = self._plugins.warnings(), self._store.warnings()
-        split_warnings = (*self.split.warnings, *withheld_warnings(self.inventory))
+        """The texts of the conditions."""
+        return tuple(dict.fromkeys(map(str, self.conditions())))
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the conditions of plugins, devices, the partition and the state folder."""
+        yield from self._plugins.conditions()
+        yield from self._reported_conditions()
+        yield from self._unready_plugins()
+        for name, warnings in self._listing_warnings.items():
+            yield from (Condition(about_name(name), text) for text in warnings)
+        yield from (Condition("host", text) for text in self._duplicates)
+        yield from device_conditions(self.inventory)
+        yield from self.split.conditions
         unsaved = [self._unsaved] if self._unsaved else []
-        return (*installed, *self._warnings, *listing_warnings, *split_warnings, *saved, *unsaved)
+        for text in (*self._store.warnings(), *unsaved):
+            yield Condition("state-dir", text)
+
+    def _reported_conditions(self) -> Iterator[Condition]:
+        """Yield the conditions that plugins report about themselves and their devices."""
+        for listing in self._plugins.listings():
+            for info in listing.conditions:
+                device = self.inventory.by_stable_id.get(info.stable_id)
+                about = about_device(device) if device else about_name(listing.name)
+                yield Condition(about, info.reason, info.remedy)
+
+    def _unready_plugins(self) -> Iterator[Condition]:
+        """Yield the conditions of plugins that are needed and not ready."""
+        for status in self._plugins.statuses():
+            if status.state is PluginState.READY or not self._is_needed(status):
+                continue
+            is_retried = status.state in (PluginState.PENDING, PluginState.FAILED)
+            yield Condition(
+                f"plugin/{status.name}",
+                f"plugin {status.name} is {status.state.value}: {status.reason}".rstrip(": "),
+                f"to retry at once: agentctl plugins retry {status.name}" if is_retried else "",
+            )
+
+    def _is_needed(self, status: PluginStatus) -> bool:
+        """Return whether a plugin has a table, or an agent or a known device names it."""
+        named = any(status.name in {*rule.devices, *rule.limits} for rule in self._rules.agents)
+        has_table = status.has_table and status.state is not PluginState.ABSENT
+        return has_table or named or status.name in self.inventory.by_name
 
     @property
     def generation(self) -> int:
@@ -108,7 +143,7 @@ class NodeDevices:
             ConfigRefused: the rules do not fit the devices.
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
-        self._warnings = ()
+        self._duplicates = ()
         self._dealings = dict(self._store.load_dealings())
         self._merge_listings(self._plugins.listings())
 
@@ -205,7 +240,7 @@ class NodeDevices:
         }
         self._duplicate_keys |= listed_keys - served_keys
         self._split = self._split.with_inventory(self._withhold(self._split.inventory))
-        self._warnings = (*self._warnings, *warnings)
+        self._duplicates = (*self._duplicates, *warnings)
         self._generation += 1
         self._save()
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
+from agentd.core.conditions import Condition
 from agentd.core.devices import Device, restore_last_form
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
@@ -21,7 +22,7 @@ from agentd.core.kernel.usage import UsageReading
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
-from agentd.plugin_api import Features, Measurement
+from agentd.plugin_api import ConditionInfo, Features, Measurement
 
 
 class PluginState(StrEnum):
@@ -63,6 +64,7 @@ class PluginListing(msgspec.Struct, frozen=True):
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
     assignment: PluginAssignment | None = None
+    conditions: tuple[ConditionInfo, ...] = ()
 
     def with_last_form(self, past: Iterable[Device]) -> PluginListing:
         """Return the listing in which unhealthy devices are what they were last."""
@@ -87,8 +89,8 @@ class Plugins(Protocol):
         """Return restarts and listing ages of the started plugins, by device name."""
         ...
 
-    def warnings(self) -> Sequence[str]:
-        """Return warnings about the installed plugins."""
+    def conditions(self) -> Iterable[Condition]:
+        """Return the conditions of plugins, and those that they report about their devices."""
         ...
 
     async def retry(self, name: str) -> PluginStatus:

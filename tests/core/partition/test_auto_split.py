@@ -10,7 +10,7 @@ from agentd.core.partition.auto_split import split_units
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
 from agentd.core.partition.split import Split, split
 from agentd.core.slots import ONE, SlotKind
-from core.machines import GIB, cores, gpus, machine, memory, threads
+from core.machines import GIB, cores, gpus, machine, memory, texts, threads
 
 ONE_SOCKET = threads(*((0, n) for n in range(4)))
 ONE_SOCKET_SMT = threads(*((0, n % 4) for n in range(8)))
@@ -76,7 +76,7 @@ def test_cores_are_dealt_as_physical_cores_node_by_node(
     assert ["".join(sorted(mine)) for mine in ids(node, "cpu")] == [
         "".join(sorted(mine)) for mine in expected
     ]
-    assert node.warnings == ()
+    assert texts(node) == ()
 
 
 def test_two_sockets_with_threads_give_each_agent_a_socket() -> None:
@@ -90,7 +90,7 @@ def test_two_sockets_with_threads_give_each_agent_a_socket() -> None:
 def test_auto_split_deals_threads_when_cores_are_few() -> None:
     node = dealt(threads((0, 0), (0, 1), (0, 0), (0, 1)), 3)
     assert ids(node, "cpu") == [["0", "2"], ["1"], ["3"]]
-    assert node.warnings == ("cpu 1, 3 are threads of one core and go to a2 and a3",)
+    assert texts(node) == ("cpu 1, 3 are threads of one core and go to a2 and a3",)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from agentd.core.partition.rules import (
 from agentd.core.partition.split import Split, split
 from agentd.core.slots import ONE, ResourceSlots, SlotKind
 from agentd.errors import ConfigRefused, InsufficientResource
-from core.machines import CPU, GIB, MEM, cores, gpus, machine, memory
+from core.machines import CPU, GIB, MEM, cores, gpus, machine, memory, texts
 from core.placing import CENT, slots
 
 HALF = Amount("0.5")
@@ -68,13 +68,13 @@ def shown(node: Split) -> dict[str, dict[str, tuple[str, bool]]]:
 def test_limits_are_guaranteed_only_when_they_add_up(limits, expected, warning) -> None:
     node = limited(one_gpu(), *limits)
     assert shown(node) == expected
-    assert node.warnings == ((warning,) if warning else ())
+    assert texts(node) == ((warning,) if warning else ())
 
 
 def test_guarantee_covers_the_amount_on_several_devices() -> None:
     inventory = machine(*cores(2), *gpus(1, 1, slot="cuda.shares"), memory(), quantum=CENT)
     node = limited(inventory, {"cuda": Amount("1")}, {"cuda": Amount("1")})
-    (warning,) = node.warnings
+    (warning,) = texts(node)
     assert warning.startswith("cuda: the amounts are guaranteed, not in one piece")
 
 
@@ -100,7 +100,7 @@ def test_a_limit_that_cannot_be_is_refused_with_its_place(rule, where, why) -> N
 def test_limits_warn_outside_shared_mode() -> None:
     node = limited(one_gpu(), {"cuda": HALF}, {}, mode=AllocationMode.AUTO_SPLIT)
     assert shown(node) == {"a1": {}, "a2": {}}
-    assert "limits of a1 are not used in auto-split mode: it has devices" in node.warnings
+    assert "limits of a1 are not used in auto-split mode: it has devices" in texts(node)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from agentd.core.conditions import Condition
 from agentd.core.partition.auto_split import split_units
 from agentd.core.partition.rules import (
     AgentRule,
@@ -16,7 +17,7 @@ from agentd.core.partition.rules import (
 from agentd.core.partition.split import split
 from agentd.core.slots import ONE
 from agentd.errors import ConfigRefused
-from core.machines import GIB, cores, gpus, machine, memory
+from core.machines import GIB, cores, gpus, machine, memory, texts
 
 NODE = machine(*cores(8), memory(), *gpus(1, 1, 1, 1, 1))
 
@@ -77,32 +78,11 @@ def test_devices_are_dealt_in_natural_order() -> None:
     assert ids(result, "a", "cuda") == [f"cuda{n}" for n in range(6)]
 
 
-def test_warnings_count_devices_and_name_the_first() -> None:
-    lost = [
-        replace(d, gone=True, reason="no plugin cuda is installed and allowed")
-        for d in gpus(*[1] * 4096)
-    ]
-    node = machine(*cores(2), memory(), *lost)
+def test_conditions_count_devices_and_name_the_first() -> None:
+    node = machine(*cores(2), memory(), *gpus(*[1] * 4096))
     result = split(node, SplitRules(AllocationMode.MANUAL, (described("a", cpu=2, mem="1g"),)))
-    assert [warning for warning in result.warnings if "cuda" in warning] == [
-        (
-            "4096 devices of cuda are gone (cuda0, cuda1, cuda2, cuda3 and 4092 more):"
-            " no plugin cuda is installed and allowed; their places are kept"
-        ),
-        "cuda0, cuda1, cuda2, cuda3 and 4092 more are assigned to no agent",
-    ]
-
-
-def test_warning_counts_further_reasons() -> None:
-    lost = [replace(d, gone=True, reason=f"r{n}") for n, d in enumerate(gpus(1, 1, 1))]
-    result = split(
-        machine(*cores(2), memory(), *lost), SplitRules(AllocationMode.SHARED, agents("a"))
-    )
-    (warning,) = result.warnings
-    assert warning == (
-        "3 devices of cuda are gone (cuda0, cuda1, cuda2): r0, and 2 other reasons;"
-        " their places are kept"
-    )
+    text = "cuda0, cuda1, cuda2, cuda3 and 4092 more are assigned to no agent"
+    assert result.conditions == (Condition("plugin/cuda", text),)
 
 
 def test_reservation_is_withheld_from_everyone() -> None:
@@ -149,7 +129,7 @@ def test_manual_mode_follows_the_rules() -> None:
     assert ids(result, "a", "cuda") == ["cuda1", "cuda2"]
     assert result.partitions["a"].memory_bytes == 16 * GIB
     assert result.unassigned == {"cpu": ("3",), "cuda": ("cuda3",)}
-    assert "cuda3 is assigned to no agent" in result.warnings
+    assert "cuda3 is assigned to no agent" in texts(result)
     assert result.unassigned_memory == 15 * GIB
 
 
@@ -201,7 +181,7 @@ def test_manual_mode_lists_all_problems_at_once() -> None:
     }
 
 
-def test_missing_or_failed_device_is_only_a_warning() -> None:
+def test_missing_or_failed_device_does_not_stop_the_split() -> None:
     node = machine(*cores(4), memory(), *(replace(d, gone=True) for d in gpus(1, 1)))
     result = split(
         node,
@@ -209,7 +189,6 @@ def test_missing_or_failed_device_is_only_a_warning() -> None:
         unlisted={"tpu": "plugin tpu failed: no driver"},
     )
     assert ids(result, "a", "cuda") == ["cuda0"]
-    assert "tpu: plugin tpu failed: no driver" in result.warnings
 
 
 def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
@@ -231,13 +210,13 @@ def test_a_single_agent_has_the_scaling_factor_one() -> None:
 def test_agents_that_get_nothing_are_a_warning() -> None:
     node = machine(*cores(1), memory(8 * GIB))
     result = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b"), align=8 * GIB))
-    assert any("agent b has no core" in warning for warning in result.warnings)
-    assert any("agent b has no memory" in warning for warning in result.warnings)
+    assert any("agent b has no core" in warning for warning in texts(result))
+    assert any("agent b has no memory" in warning for warning in texts(result))
 
 
 def test_agent_rules_warn_outside_manual_mode() -> None:
     result = split(NODE, SplitRules(AllocationMode.SHARED, (described("a", cpu=1),)))
-    assert any("not used in shared mode" in warning for warning in result.warnings)
+    assert any("not used in shared mode" in warning for warning in texts(result))
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,8 @@ def _plan_split(config_file: str | None) -> Any:
             )
             problems.raise_if_any()
             discovery.refuse_failed_required(plugins)
-            warnings = discovery.withhold_if_served(settings, devices)
-            return devices.split, warnings
+            lock_warnings = discovery.withhold_if_served(settings, devices)
+            return devices.split, [*devices.warnings, *lock_warnings]
 
     return _run(discover_devices(), loaded.source)
 

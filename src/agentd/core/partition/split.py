@@ -18,15 +18,9 @@ from types import MappingProxyType
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.devices import (
-    MEMORY,
-    Device,
-    DeviceId,
-    Inventory,
-    group,
-    join_first,
-    warnings_by_name,
-)
+from agentd.core.conditions import Condition
+from agentd.core.device_conditions import about_name
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, group, join_first
 from agentd.core.partition.auto_split import deal_devices, split_core_warnings, split_units
 from agentd.core.partition.limits import (
     DeviceNameCapacity,
@@ -94,7 +88,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     reserved_mem: int
     unassigned: Mapping[str, tuple[str, ...]]
     unassigned_memory: int
-    warnings: tuple[str, ...]
+    conditions: tuple[Condition, ...]
 
     @cached_property
     def members(self) -> frozenset[DeviceId]:
@@ -164,13 +158,16 @@ class Split(msgspec.Struct, frozen=True, dict=True):
                 for agent, part in self.partitions.items()
             }
             return replace(self, inventory=inventory, partitions=partitions)
-        unassigned, warnings = dict(self.unassigned), [*self.warnings]
+        unassigned, conditions = dict(self.unassigned), [*self.conditions]
         for name, ids in group(new).items():
             unassigned[name] = (*unassigned.get(name, ()), *ids)
             texts = [f"{CPU}/{core}" for core in ids] if name == CPU else ids
             are, them = ("is", "it") if len(ids) == 1 else ("are", "them")
-            warnings.append(f"{join_first(texts)} {are} new; restart agentd to assign {them}")
-        return replace(self, inventory=inventory, unassigned=unassigned, warnings=tuple(warnings))
+            reason = f"{join_first(texts)} {are} new; restart agentd to assign {them}"
+            conditions.append(Condition(about_name(name), reason))
+        return replace(
+            self, inventory=inventory, unassigned=unassigned, conditions=tuple(conditions)
+        )
 
 
 def split_late_devices(
@@ -237,7 +234,7 @@ def split(
     Raises:
         ConfigRefused: the rules do not fit the devices; every reason is listed.
     """
-    warnings: list[str] = []
+    conditions: list[Condition] = []
     reserved, problems = _reserve_cores(inventory, rules)
     memory = inventory.by_id[MEMORY]
     memory_bytes = max(0, memory.capacity - rules.reserved_mem)
@@ -261,7 +258,7 @@ def split(
         )
     elif rules.mode is AllocationMode.AUTO_SPLIT:
         assignment = _split_automatically(pool, rules, dealings)
-        warnings += _dealing_warnings(pool, rules, dealings)
+        conditions += _dealing_conditions(pool, rules, dealings)
     else:
         assignment, more_problems = assign_manually(pool, rules)
         problems += more_problems
@@ -271,10 +268,10 @@ def split(
     if problems:
         raise ConfigRefused(problems)
     if rules.mode is AllocationMode.SHARED:
-        warnings += limit_warnings(limits, available)
+        conditions += (Condition("host", text) for text in limit_warnings(limits, available))
     else:
         limits = {}
-    return _build_split(inventory, rules, pool, assignment, limits, warnings)
+    return _build_split(inventory, rules, pool, assignment, limits, conditions)
 
 
 def _limitable_by_name(
@@ -335,19 +332,22 @@ def _split_automatically(
     return Assignment(dealt, sizes)
 
 
-def _dealing_warnings(
+def _dealing_conditions(
     pool: AssignableDevices, rules: SplitRules, dealings: Mapping[str, PluginAssignment | None]
-) -> Iterator[str]:
+) -> Iterator[Condition]:
     if rules.uses_plugin_order and not dealings and not pool.unlisted:
-        yield (
+        yield Condition(
+            "host",
             'auto-split-order is "plugin", but no plugin of this node deals its devices;'
-            ' they are dealt as with "id"'
+            ' they are dealt as with "id"',
         )
     for name, dealing in dealings.items():
         if dealing is None:
-            yield f"{name}: its plugin is not ready to deal its devices, so no agent has them"
+            reason = "its plugin is not ready to deal its devices, so no agent has them"
+            yield Condition(about_name(name), f"{name}: {reason}")
         elif dealing.reason:
-            yield f"{name}: its plugin deals unequal numbers of devices: {dealing.reason}"
+            reason = f"its plugin deals unequal numbers of devices: {dealing.reason}"
+            yield Condition(about_name(name), f"{name}: {reason}")
 
 
 def _build_split(
@@ -356,7 +356,7 @@ def _build_split(
     pool: AssignableDevices,
     assignment: Assignment,
     limits: Mapping[str, Mapping[str, Limit]],
-    warnings: Iterable[str],
+    conditions: Iterable[Condition],
 ) -> Split:
     dealt = {device_id for devices in assignment.devices.values() for device_id in devices}
     unassigned = {
@@ -383,48 +383,44 @@ def _build_split(
         reserved_mem=rules.reserved_mem,
         unassigned=unassigned,
         unassigned_memory=0 if is_shared else pool.memory_bytes - assigned_bytes,
-        warnings=(
-            *(f"{name}: {reason}" for name, reason in sorted(pool.unlisted.items())),
-            *_gone_warnings(inventory),
-            *(_unassigned_warning(name, ids) for name, ids in unassigned.items()),
-            *_ignored_rule_warnings(rules),
-            *_idle_agent_warnings(assignment),
+        conditions=(
+            *(_unassigned_condition(name, ids) for name, ids in unassigned.items()),
+            *_ignored_rule_conditions(rules),
+            *_idle_agent_conditions(assignment),
             *(
-                ()
-                if is_shared
-                else split_core_warnings(assignment.devices, pool.by_name.get(CPU, ()))
+                Condition("host", text)
+                for text in split_core_warnings(assignment.devices, pool.by_name.get(CPU, ()))
+                if not is_shared
             ),
-            *warnings,
+            *conditions,
         ),
     )
 
 
-def _gone_warnings(inventory: Inventory) -> Iterator[str]:
-    gone = (device for device in inventory.devices if device.gone)
-    endings = ("; its place is kept", "; their places are kept")
-    return warnings_by_name(gone, "gone", lambda device: device.reason, endings)
-
-
-def _unassigned_warning(name: str, ids: tuple[str, ...]) -> str:
+def _unassigned_condition(name: str, ids: tuple[str, ...]) -> Condition:
     lead = f"{name} " if name == CPU else ""
-    return f"{lead}{join_first(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+    reason = f"{lead}{join_first(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
+    return Condition(about_name(name), reason)
 
 
-def _ignored_rule_warnings(rules: SplitRules) -> Iterator[str]:
-    if rules.mode is not AllocationMode.MANUAL:
-        for rule in rules.agents:
-            if rule.described:
-                mode = rules.mode.value
-                yield f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+def _ignored_rule_conditions(rules: SplitRules) -> Iterator[Condition]:
+    mode = rules.mode.value
     for rule in rules.agents:
+        about = f"agent/{rule.agent_id}"
+        if rule.described and rules.mode is not AllocationMode.MANUAL:
+            reason = f"[agents.resource] of {rule.agent_id} is not used in {mode} mode"
+            yield Condition(about, reason)
         if rule.limits and rules.mode is not AllocationMode.SHARED:
-            mode = rules.mode.value
-            yield f"limits of {rule.agent_id} are not used in {mode} mode: it has devices"
+            reason = f"limits of {rule.agent_id} are not used in {mode} mode: it has devices"
+            yield Condition(about, reason)
 
 
-def _idle_agent_warnings(assignment: Assignment) -> Iterator[str]:
+def _idle_agent_conditions(assignment: Assignment) -> Iterator[Condition]:
     for agent, devices in assignment.devices.items():
+        about = f"agent/{agent}"
         if not any(device_id.name == CPU for device_id in devices):
-            yield f"agent {agent} has no core: there are more agents than cores"
+            reason = f"agent {agent} has no core: there are more agents than cores"
+            yield Condition(about, reason)
         if not assignment.memory[agent]:
-            yield f"agent {agent} has no memory: there is less than one aligned unit for it"
+            reason = f"agent {agent} has no memory: there is less than one aligned unit for it"
+            yield Condition(about, reason)
