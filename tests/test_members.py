@@ -22,12 +22,14 @@ from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelSpec
 from agentd.errors import AgentdError, InvalidRequest
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS
+from agentd.host.groups import with_group_ids
+from agentd.host.lookups import Lookups
 from agentd.rpc.requests import CreateKernelRequest
 from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.host.environment import kernel_environment
-from agentd.runtimes.host.request_limits import HOST_MEMBERS
-from agentd.runtimes.host.user_accounts import UserAccounts
+from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_options
+from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import shim_request
 from agentd.runtimes.systemd.runtime import SystemdRuntime
@@ -59,8 +61,12 @@ OTHER: dict[str, Any] = {
     "shm_size": "64m",
     "pids_limit": 9,
     "ulimits": {"nofile": 100},
+    "init": True,
+    "groups": [7],
+    "entrypoint": [],
 }
 """Another value than the usual one for each member."""
+ACCOUNT = UserAccount("u", 1000, 1000, (1000,))
 OF_AGENTD = ("kernel_id", "slots", "devices", "claim", "keep_claim", "labels")
 """Members that agentd carries out before it calls a runtime."""
 
@@ -118,7 +124,7 @@ class Host:
         self._engine = FakeEngine(folder / "engine.sock")
         self._engine.answer = self._answer
         settings = {"allowed_networks": ["other"], "allowed_mounts": ["/usr"], "network": "none"}
-        settings |= {"socket": folder / "engine.sock"}
+        settings |= {"socket": folder / "engine.sock", "allowed_groups": [7]}
         self._docker = DockerSettings.model_validate(settings, by_name=True)
 
     async def _answer(self, request: web.Request) -> web.Response:
@@ -134,19 +140,20 @@ class Host:
         """Return what a create asks for."""
         self._requests.clear()
         if name == "systemd":
+            plan = await with_group_ids(plan, host_options(plan.spec).groups, [7], Lookups())
             units = properties(plan, "/f", SystemdSettings(), UserAccounts(), [])
             return [units, kernel_environment(plan)]
         runtime: Any = self.runtime(name)
         if name == "process":
+            plan = await runtime._with_group_ids(plan)
             cgroup = runtime._create_cgroup(plan)
             request = shim_request(
                 plan,
                 folder=self._folder,
                 boot_id="boot",
                 settings=ProcessSettings(),
-                account=None,
+                account=ACCOUNT,
                 cgroup=cgroup,
-                groups=(),
             )
             return [*self._requests, request]
         await self._engine.start()
@@ -165,12 +172,16 @@ class Host:
                 self._folder,
                 "n",
                 "boot",
-                settings=ProcessSettings(),
-                accounts=UserAccounts(),
+                settings=ProcessSettings.model_validate({"allowed-groups": [7]}),
+                accounts=UserAccounts(ACCOUNT),
                 cgroups=Cgroups(self._requests),
             ),
             "systemd": lambda: SystemdRuntime(
-                self._folder, "n", "boot", SystemdSettings(), UserAccounts()
+                self._folder,
+                "n",
+                "boot",
+                SystemdSettings.model_validate({"allowed-groups": [7]}),
+                UserAccounts(),
             ),
         }
         return factories[name]()

@@ -42,7 +42,17 @@ GONE: Mapping[str, frozenset[str]] = {
     ),
 }
 """Recorded names that exist no more, by their list."""
+_RUNTIMES = ("docker", "systemd", "process")
+_LIMITS = ("", ".*.soft", ".*.hard")
+_AGENT = ("allowed-groups", "allowed-mounts", "allowed-networks", "network", "registry-auth")
 NEW: Mapping[str, frozenset[str]] = {
+    "configuration": frozenset(
+        {
+            *(f"agents.{key}" for key in _AGENT),
+            *(f"runtime.{runtime}.allowed-groups" for runtime in _RUNTIMES),
+            *(f"runtime.{name}.default-ulimits{part}" for name in _RUNTIMES for part in _LIMITS),
+        }
+    ),
     "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
     "log_events": frozenset(
         {
@@ -59,6 +69,11 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentctl fleet logs --stream",
             "agentctl fleet logs --timestamps/-t",
             "agentctl fleet logs kernels",
+            *(
+                f"agentctl {command} --{option}"
+                for command in ("create", "run", "fleet create")
+                for option in ("entrypoint", "group", "init")
+            ),
         }
     ),
     "schemas": frozenset(
@@ -66,6 +81,11 @@ NEW: Mapping[str, frozenset[str]] = {
             "agentd DeviceView files",
             "gateway DeviceView files",
             "gateway FleetDeviceView files",
+        }
+        | {
+            f"{model} {member}"
+            for model in ("agentd CreateKernelRequest", "gateway FleetKernelRequest")
+            for member in ("entrypoint", "groups", "init")
         }
     ),
 }

@@ -18,7 +18,7 @@ MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
 MAX_WHERE, MAX_WHY, MAX_DETAIL = 100, 1000, 4096
 """Maximum characters of a problem's location, of its reason, and of all problems as one text."""
-PRIVATE_MEMBERS = frozenset({"env", "command", "labels"})
+PRIVATE_MEMBERS = frozenset({"env", "command", "entrypoint", "labels"})
 """Members of a request with content that only its caller may see; reasons never quote them."""
 
 
@@ -411,7 +411,7 @@ class Refused(AgentdError):
 
 
 class NotReady(Unavailable):
-    """The daemon has not finished starting."""
+    """The daemon has not finished starting, or the host lacks a group that it should have."""
 
     code = "NotReady"
 

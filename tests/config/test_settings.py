@@ -114,6 +114,43 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback requires tls-cert"),
         (f'[rpc]\nsocket = "/{"x" * 120}"', "rpc.socket: longer than 107 bytes"),
         ('[runtime.docker]\nallowed-mounts = ["data"]', "invalid path data: expected"),
+        (
+            "[runtime.process]\nulimits = { nofile = 9 }\ndefault-ulimits = { nofile = 10 }",
+            "runtime.process.default-ulimits: nofile: 10 exceeds the limit of 9",
+        ),
+        (
+            "[runtime.systemd]\ndefault-ulimits = { rtprio = { soft = 0, hard = 1 } }",
+            "runtime.systemd.default-ulimits: rtprio: 1 exceeds the limit of 0",
+        ),
+        (
+            "[runtime.docker]\ndefault-ulimits = { nofile = -1 }\nulimits = { nofile = 9 }",
+            "runtime.docker.default-ulimits: nofile: unlimited exceeds the limit of 9",
+        ),
+        (
+            "[runtime.docker]\ndefault-ulimits = { nofile = { soft = 2, hard = 1 } }",
+            "default-ulimits: the soft limit of nofile is above its hard limit",
+        ),
+        (
+            "[runtime.docker]\ndefault-ulimits = { nofiles = 1 }",
+            "default-ulimits: invalid ulimit nofiles: expected one of core, cpu",
+        ),
+        (
+            "[runtime.docker]\ndefault-ulimits = { nofile = true }",
+            "default-ulimits.nofile.soft: expected a number, not true",
+        ),
+        (
+            "[runtime.docker]\ndefault-ulimits = { nofile = { soft = 1 } }",
+            "default-ulimits.nofile.hard: is missing",
+        ),
+        (
+            "[runtime.process]\nallowed-groups = [true]",
+            "runtime.process.allowed-groups.0: expected the name of a group, or its number from 0",
+        ),
+        (
+            '[[agents]]\nid = "a"\nallowed-mounts = ["data"]',
+            "agents.0.allowed-mounts: invalid path data: expected an absolute path",
+        ),
+        ('[[agents]]\nid = "a"\nallowed-groups = [-1]', "agents.0.allowed-groups.0: expected the"),
         ("[[agents]]", "agents.0.id: is missing, and has no default"),
         ('[[agents]]\nid = "a"\n[[agents]]\nid = "a"', "agents: duplicate id a"),
         (
@@ -166,6 +203,49 @@ def test_slot_based_file_is_refused_with_the_forms_to_write(text: str, where: st
 
 def test_key_named_as_an_older_table_is_unknown() -> None:
     assert "agents.0.agent: unknown key" in refusal('[[agents]]\nid = "a"\nagent = 1\n')[0]
+
+
+MEANS = """[[agents]]
+id = "a"
+allowed-mounts = ["/data/a"]
+network = "net-a"
+allowed-networks = ["jobs-a"]
+registry-auth = "/etc/agentd/a.json"
+allowed-groups = [2000, "daemon"]
+[[agents]]
+id = "b"
+network = "net-b"
+[[agents]]
+id = "c"
+"""
+
+
+def test_means_of_an_agent_replace_those_of_docker() -> None:
+    runtime = '[runtime.docker]\nallowed-mounts = ["/data"]\npids-limit = 7\n'
+    settings = read(runtime + MEANS)
+    docker, own = settings.runtime.docker, settings.docker_settings_by_agent()
+    assert own.keys() == {"a", "b"}
+    assert own["a"] == docker.model_copy(
+        update={
+            "allowed_mounts": (Path("/data/a"),),
+            "network": "net-a",
+            "allowed_networks": ("jobs-a",),
+            "registry_auth": Path("/etc/agentd/a.json"),
+            "allowed_groups": (2000, "daemon"),
+        }
+    )
+    assert own["b"] == docker.model_copy(update={"network": "net-b"})
+
+
+@pytest.mark.parametrize("runtime", ["process", "systemd"])
+def test_other_runtimes_refuse_means_of_an_agent(runtime: str) -> None:
+    reason = f"is for the docker runtime; this node's runtime is {runtime}"
+    keys = ("allowed-mounts", "network", "allowed-networks", "registry-auth", "allowed-groups")
+    lines = [f"agent.toml: agents.0.{key}: {reason}" for key in keys]
+    assert refusal(f'[node]\nruntime = "{runtime}"\n{MEANS}') == [
+        *lines,
+        f"agent.toml: agents.1.network: {reason}",
+    ]
 
 
 def test_errors_of_file_and_environment_are_reported_at_once(

@@ -30,8 +30,17 @@ DOCKER = {
     "registry-auth": "/etc/agentd/registry.json",
     "stop-timeout": 3,
     "ulimits": {"nofile": 1024},
+    "default-ulimits": {"nofile": {"soft": 512, "hard": 1024}},
+    "allowed-groups": [44],
 }
-SYSTEMD = {"user": "nobody", "pids-limit": 8, "stop-timeout": 4, "ulimits": {"nofile": 1025}}
+SYSTEMD = {
+    "user": "nobody",
+    "pids-limit": 8,
+    "stop-timeout": 4,
+    "ulimits": {"nofile": 1025},
+    "default-ulimits": {"core": {"soft": 0, "hard": 0}},
+    "allowed-groups": ["daemon"],
+}
 PROCESS = {
     "user": "daemon",
     "log-max-size": "2m",
@@ -39,6 +48,8 @@ PROCESS = {
     "pids-limit": 9,
     "stop-timeout": 5,
     "ulimits": {"nofile": 1026},
+    "default-ulimits": {"nofile": {"soft": 1026, "hard": 1026}},
+    "allowed-groups": [45, "daemon"],
 }
 
 

@@ -190,7 +190,7 @@ async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
         ["runtime.docker.socket", "runtime.docker.publish-address"],
         [],
     )
-    assert (docker._settings.pids_limit, docker._images._registry_auth) == (7, Path("/auth"))
+    assert (docker._settings.pids_limit, docker._settings.registry_auth) == (7, Path("/auth"))
 
 
 async def test_weak_credentials_are_warned_of(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import InitErrorDetails
 
+from agentd.config.runtimes import Groups, MountFolders, Networks
 from agentd.core.partition.rules import (
     AgentRule,
     DeviceRule,
@@ -21,6 +23,8 @@ from agentd.core.slots import CPU, MEM, device_name_of
 from agentd.tomlfile.section import AgentId, Section
 
 _R = TypeVar("_R")
+MEANS = ("allowed_mounts", "network", "allowed_networks", "registry_auth", "allowed_groups")
+"""Fields of an agent that replace those of `[runtime.docker]` for its kernels."""
 
 OLDER_FORM = (
     "belongs to an older form, which divides slots; assign whole devices with `devices` in manual"
@@ -133,12 +137,33 @@ class AgentSettings(Section):
         default=None,
         description="User of its process kernels. Default: runtime.process.user.",
     )
+    allowed_mounts: MountFolders | None = Field(
+        default=None, description="Host folders below which its requests may mount."
+    )
+    network: str | None = Field(default=None, description="Default network of its kernels.")
+    allowed_networks: Networks | None = Field(
+        default=None, description="Further networks that its requests may select."
+    )
+    registry_auth: Path | None = Field(
+        default=None, description="Registry credentials of its pulls."
+    )
+    allowed_groups: Groups | None = Field(
+        default=None, description="Groups that its requests may add to their kernels."
+    )
     resource: AgentResources | None = None
 
     @classmethod
     def explain_unknown(cls, key: str, value: object) -> str | None:
         """Return the reason for a table of the older form."""
         return OLDER_FORM if key == "agent" and isinstance(value, Mapping) else None
+
+    def means(self) -> dict[str, Any]:
+        """Return its means that replace those of `[runtime.docker]`, by field."""
+        return {name: value for name in MEANS if (value := getattr(self, name)) is not None}
+
+    def with_means_of(self, other: AgentSettings) -> AgentSettings:
+        """Return this entry with another one's means."""
+        return self.model_copy(update={name: getattr(other, name) for name in MEANS})
 
     def to_rule(self) -> AgentRule:
         """Return this entry as a rule for the partition."""

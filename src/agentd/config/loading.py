@@ -82,8 +82,8 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     """
     source = source_name(path)
     settings, raw = parse_settings(Settings, text, source, environ, ENV_PREFIX)
-    if unknown := list(settings.unknown_agents()):
-        raise ConfigRefused(unknown, source)
+    if problems := [*settings.unknown_agents(), *settings.means_elsewhere()]:
+        raise ConfigRefused(problems, source)
     return LoadedSettings(settings, path, raw, environ)
 
 

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from agentd.core.allocation.ports import PortRange
-from agentd.core.kernel.options import ULIMITS
+from agentd.core.kernel.options import (
+    ULIMITS,
+    Ulimit,
+    over_ceiling,
+    parse_group,
+)
 from agentd.tomlfile.section import Section, SizeBytes, refuse_bool
 
 CAPABILITIES = (
@@ -69,10 +74,24 @@ _ALL_CAPABILITIES = [
 """Source: capabilities(7)."""
 
 
+def _validate_mounts(value: tuple[Path, ...]) -> tuple[Path, ...]:
+    if relative := [str(path) for path in value if not path.is_absolute()]:
+        raise ValueError(
+            f"invalid path {', '.join(relative)}: expected an absolute path such as /data"
+        )
+    return value
+
+
 LogSize = Annotated[SizeBytes, Field(ge=4096)]
 LogFiles = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=1000)]
 PidsLimit = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=2**22)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
+
+
+MountFolders = Annotated[tuple[Path, ...], AfterValidator(_validate_mounts)]
+Networks = tuple[Annotated[str, Field(min_length=1)], ...]
+Group = Annotated[int | str, BeforeValidator(parse_group)]
+Groups = tuple[Group, ...]
 
 
 def _validate_ulimits(value: object) -> object:
@@ -82,11 +101,55 @@ def _validate_ulimits(value: object) -> object:
     return value
 
 
+def _both_limits(raw: object) -> object:
+    return {"soft": raw, "hard": raw} if isinstance(raw, int) else raw
+
+
 Ceiling = Annotated[int, BeforeValidator(refuse_bool), Field(ge=-1, le=2**63 - 1)]
 Ulimits = Annotated[Mapping[str, Ceiling], BeforeValidator(_validate_ulimits)]
+
+
+class UlimitSettings(Section):
+    """A limit of setrlimit(2) that a kernel has unless its request says otherwise."""
+
+    soft: Ceiling = Field(description="The limit that applies.")
+    hard: Ceiling = Field(description="The maximum up to which a kernel can raise it.")
+
+
+DefaultUlimit = Annotated[
+    UlimitSettings,
+    BeforeValidator(_both_limits, json_schema_input_type=Ceiling | UlimitSettings),
+]
+
+
+def default_limits(limits: Mapping[str, UlimitSettings]) -> dict[str, Ulimit]:
+    """Return default limits as those of a request."""
+    return {name: Ulimit(limit.soft, limit.hard) for name, limit in limits.items()}
+
+
+def _refuse_over_ceilings(
+    value: Mapping[str, UlimitSettings], info: ValidationInfo
+) -> Mapping[str, UlimitSettings]:
+    limits = default_limits(value)
+    inverted = (name for name, limit in limits.items() if limit.is_inverted)
+    problems = [f"the soft limit of {name} is above its hard limit" for name in inverted]
+    ceilings = info.data.get("ulimits", {})
+    problems += [f"{name}: {why}" for name, why in over_ceiling(limits, ceilings)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return value
+
+
+DefaultUlimits = Annotated[
+    Mapping[str, DefaultUlimit],
+    BeforeValidator(_validate_ulimits),
+    AfterValidator(_refuse_over_ceilings),
+]
 CEILINGS: Mapping[str, int] = {"rtprio": 0, "nice": 20}
 """No real-time priority, and no niceness below 0: both can starve the other processes."""
 ULIMITS_TEXT = "Maximum of each ulimit in a request; -1 or missing: unlimited."
+DEFAULT_ULIMITS_TEXT = "Ulimits of kernels whose requests do not set them, within `ulimits`."
+GROUPS_TEXT = "Groups, by name or number, that a request may add to its kernel."
 
 
 class DockerSettings(Section):
@@ -97,10 +160,10 @@ class DockerSettings(Section):
         default="bridge",
         description='Default network: "bridge", "none", "host" or a network\'s name.',
     )
-    allowed_mounts: tuple[Path, ...] = Field(
+    allowed_mounts: MountFolders = Field(
         default=(), description="Host folders below which a request may mount."
     )
-    allowed_networks: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    allowed_networks: Networks = Field(
         default=(), description="Further networks that a request may select."
     )
     publish_address: str = Field(
@@ -121,6 +184,8 @@ class DockerSettings(Section):
     )
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
+    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
+    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
     @field_validator("publish_address")
     @classmethod
@@ -157,15 +222,6 @@ class DockerSettings(Section):
         first, _, last = self.publish_ports.partition("-")
         return PortRange(self.publish_address, int(first), int(last))
 
-    @field_validator("allowed_mounts")
-    @classmethod
-    def _validate_mounts(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        if relative := [str(path) for path in value if not path.is_absolute()]:
-            raise ValueError(
-                f"invalid path {', '.join(relative)}: expected an absolute path such as /data"
-            )
-        return value
-
 
 class ProcessSettings(Section):
     """[runtime.process]: plain processes."""
@@ -178,6 +234,8 @@ class ProcessSettings(Section):
     pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
+    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
+    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
 
 class SystemdSettings(Section):
@@ -190,6 +248,8 @@ class SystemdSettings(Section):
     pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
     ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
+    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
+    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
 
 class RuntimeSettings(Section):

@@ -16,7 +16,7 @@ from pydantic_settings import SettingsConfigDict
 
 from agentd.config.agents import AgentSettings
 from agentd.config.plugins import PluginSettings
-from agentd.config.runtimes import RuntimeSettings
+from agentd.config.runtimes import DockerSettings, RuntimeSettings
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.names import find_duplicates
 from agentd.core.partition.rules import (
@@ -198,6 +198,23 @@ class Settings(FileSettings):
     def explain_unknown(cls, key: str, value: object) -> str | None:
         """Return the reason for a table of the older form."""
         return AgentSettings.explain_unknown(key, value)
+
+    def docker_settings_by_agent(self) -> dict[str, DockerSettings]:
+        """Return the settings of the docker runtime for each agent with means of its own."""
+        docker = self.runtime.docker
+        return {
+            agent.id: docker.model_copy(update=means)
+            for agent in self.agents
+            if (means := agent.means())
+        }
+
+    def means_elsewhere(self) -> Iterator[Problem]:
+        """Yield agents' means that the runtime of this node does not have."""
+        runtime = self.node.runtime
+        for index, agent in enumerate(self.agents if runtime != "docker" else ()):
+            for name in agent.means():
+                reason = f"is for the docker runtime; this node's runtime is {runtime}"
+                yield Problem(f"agents.{index}.{name.replace('_', '-')}", reason)
 
     def unknown_agents(self) -> Iterator[Problem]:
         """Yield problems of tokens and sockets for agents without an [[agents]] table."""

@@ -18,7 +18,7 @@ from agentd import failpoints
 from agentd.config.loading import load, source_name
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
-from agentd.daemon import discovery
+from agentd.daemon import discovery, runtime_factory
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem
 from agentd.events import EventLog
@@ -50,8 +50,9 @@ class ConfigCheck(msgspec.Struct, frozen=True):
 async def check_configuration(path: Path | None) -> ConfigCheck:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    It also reports three kinds of problems that no start refuses: entry points that are not
-    installed, tables that their plugins did not validate, and an expired certificate.
+    It also reports four kinds of problems that no start refuses: entry points that are not
+    installed, tables that their plugins did not validate, an expired certificate, and allowed
+    groups that this host does not know.
 
     Raises:
         ConfigRefused: the file or the environment is unusable; lists every problem of them.
@@ -100,6 +101,7 @@ async def _check(
     rpc = settings.rpc
     expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
     add(ExitStatus.CONFIG, expired)
+    add(ExitStatus.CONFIG, runtime_factory.unknown_group_problems(settings))
     warnings: tuple[str, ...] = ()
     if not start_problems.collected:
         lock_warnings = discovery.withhold_if_served(settings, devices)

@@ -2,7 +2,8 @@
 
 Everything is read and checked first, off the event loop, and exactly that is applied. `APPLIED` has
 the keys that each step applies; every other key is reported and requires a restart. Related keys
-are applied together: tokens and the certificate with `listen`, user accounts with the agents.
+are applied together: tokens and the certificate with `listen`, user accounts with the agents. Of an
+agent, only its means are applied: those that replace keys of `[runtime.docker]`.
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ APPLIED: Mapping[str, tuple[str, ...]] = {
         "runtime.docker.registry-auth",
         "runtime.docker.stop-timeout",
         "runtime.docker.ulimits",
+        "runtime.docker.default-ulimits",
+        "runtime.docker.allowed-groups",
     ),
     "systemd": (
         "runtime.systemd.user",
         "runtime.systemd.pids-limit",
         "runtime.systemd.stop-timeout",
         "runtime.systemd.ulimits",
+        "runtime.systemd.default-ulimits",
+        "runtime.systemd.allowed-groups",
     ),
     "process": (
         "runtime.process.user",
@@ -60,6 +65,8 @@ APPLIED: Mapping[str, tuple[str, ...]] = {
         "runtime.process.pids-limit",
         "runtime.process.stop-timeout",
         "runtime.process.ulimits",
+        "runtime.process.default-ulimits",
+        "runtime.process.allowed-groups",
     ),
 }
 """The keys that each step applies; a step of a runtime has its name."""
@@ -97,6 +104,7 @@ class Reload:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
         self._rpc = loaded.settings.rpc
+        self._agents = loaded.settings.agents
         self._server = server
         self._runtimes = runtimes
         self._weaknesses = weaknesses
@@ -112,7 +120,9 @@ class Reload:
         started = self._loaded.settings
         settings = load(self._loaded.path, self._loaded.environ).settings
         rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self._rpc
-        applicable = settings.model_copy(update={"agents": started.agents, "rpc": rpc})
+        listed = {agent.id: agent for agent in settings.agents}
+        agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self._agents)
+        applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
         steps = list(self._steps(applicable))
         return settings, applicable, steps
 
@@ -143,7 +153,8 @@ class Reload:
         for step in steps:
             step.apply()
             self._in_force |= {key: values[key] for key in step.keys}
-        self._rpc = applicable.rpc
+        self._rpc, self._agents = applicable.rpc, applicable.agents
+        self._in_force["agents"] = self._agents
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 

@@ -17,6 +17,7 @@ from typing import Any
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups, find_existing_cgroups
+from agentd.host.groups import unknown_groups
 from agentd.host.node_warnings import host_warnings
 from agentd.host.systemd.availability import (
     failed_units,
@@ -48,7 +49,9 @@ def create_runtime(
         from agentd.runtimes.docker.runtime import DockerRuntime
 
         last_seen = OutageLog(bundles[name] / "last_seen.json", boot_id())
-        return DockerRuntime(node_id=node_id, settings=settings.runtime.docker, last_seen=last_seen)
+        return DockerRuntime(
+            node_id, settings.runtime.docker, last_seen, settings.docker_settings_by_agent()
+        )
     folder, accounts = bundles[name], user_accounts(settings, name)
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
@@ -85,7 +88,7 @@ def prepare_settings_update(runtime: Any, settings: Settings) -> Callable[[], ob
     """
     section = getattr(settings.runtime, runtime.name)
     if runtime.name == "docker":
-        return partial(runtime.update_settings, section)
+        return partial(runtime.update_settings, section, settings.docker_settings_by_agent())
     return partial(runtime.update_settings, section, user_accounts(settings, runtime.name))
 
 
@@ -106,6 +109,19 @@ def refuse_unusable_runtime(settings: Settings) -> None:
         problems += error.problems
     if problems:
         raise ConfigRefused(problems)
+
+
+def unknown_group_problems(settings: Settings) -> list[Problem]:
+    """Return a problem for each allowed group that this host does not know; may block, as NSS does.
+
+    A start goes on: only creates that name such a group are refused.
+    """
+    runtime = settings.node.runtime
+    allowed = getattr(settings.runtime, runtime).allowed_groups
+    problems = unknown_groups(f"runtime.{runtime}.allowed-groups", allowed)
+    for index, agent in enumerate(settings.agents):
+        problems += unknown_groups(f"agents.{index}.allowed-groups", agent.allowed_groups or ())
+    return problems
 
 
 _NOT_ROOT = "agentd is not root and runs kernels as its own user"
@@ -230,7 +246,8 @@ def settings_warnings(settings: Settings) -> list[str]:
     """Return warnings about rights that these settings give to kernels."""
     flags = os.ST_NOSUID | os.ST_NODEV
     warnings = _systemd_warnings() if settings.node.runtime == "systemd" else []
-    for folder in settings.runtime.docker.allowed_mounts:
+    docker = (settings.runtime.docker, *settings.docker_settings_by_agent().values())
+    for folder in dict.fromkeys(folder for each in docker for folder in each.allowed_mounts):
         with suppress(OSError):
             if os.statvfs(folder).f_flag & flags != flags:
                 warnings.append(

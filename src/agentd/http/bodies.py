@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -35,7 +35,7 @@ MAX_VARIABLES = 1024
 
 
 MAX_COMMAND_BYTES = 128 << 10
-"""Maximum bytes of all words of a command."""
+"""Maximum bytes of all words of a command, with those of its entrypoint."""
 
 
 MAX_NAME, MAX_PATH = 256, 4095
@@ -131,9 +131,18 @@ def _executable(words: list[str]) -> list[str]:
         raise ValueError("expected a non-empty first word in the command")
     if words and len(words[0].encode(errors="replace")) > MAX_PATH:
         raise ValueError(f"the first word is longer than {MAX_PATH} bytes, the limit for a path")
+    refuse_too_long(words)
+    return words
+
+
+def refuse_too_long(words: Sequence[str]) -> None:
+    """Refuse a command line of more than `MAX_COMMAND_BYTES`.
+
+    Raises:
+        ValueError: it is longer.
+    """
     if (size := sum(len(word.encode(errors="replace")) for word in words)) > MAX_COMMAND_BYTES:
         raise ValueError(f"{size} bytes in all words exceed the limit of {MAX_COMMAND_BYTES}")
-    return words
 
 
 Command = Annotated[Words, AfterValidator(_executable)]

@@ -15,6 +15,7 @@ import msgspec
 from pydantic import (
     BeforeValidator,
     Field,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -23,7 +24,12 @@ from pydantic import (
 from agentd.core.access import Caller
 from agentd.core.claim.claim import MAX_TTL_S, MIN_TTL_S, ClaimHolder, ClaimSpec
 from agentd.core.kernel.exec_spec import ExecSpec
-from agentd.core.kernel.options import ULIMITS
+from agentd.core.kernel.options import (
+    MAX_GROUP_ID,
+    ULIMITS,
+    Ulimit,
+    parse_group,
+)
 from agentd.core.kernel.states import KernelSpec
 from agentd.core.slots import (
     CPU,
@@ -50,6 +56,7 @@ from agentd.http.bodies import (
     Path,
     Text,
     Variables,
+    refuse_too_long,
 )
 
 MAX_LIMIT = 2**63 - 1
@@ -81,6 +88,16 @@ Size = Annotated[int, BeforeValidator(_size, json_schema_input_type=_WrittenSize
 """Bytes, as a number or as text such as "64m"."""
 
 
+MAX_GROUPS = 64
+"""Maximum groups of a request; each name is looked up on the host."""
+Group = Annotated[
+    int | str,
+    BeforeValidator(
+        parse_group,
+        json_schema_input_type=Annotated[int, Field(ge=0, le=MAX_GROUP_ID)] | Name,
+    ),
+]
+"""A group of the host, by name or number."""
 _Limit = Annotated[int, Field(ge=-1, le=MAX_LIMIT)]
 Amounts = Annotated[
     dict[Annotated[str, Field(max_length=MAX_NAME)], _Amount], Field(max_length=MAX_ITEMS)
@@ -189,6 +206,17 @@ class CreateKernelRequest(Body):
     ulimits: dict[Name, _Limits] = Field(
         {}, max_length=len(ULIMITS), description="Limits of setrlimit(2); -1 is unlimited."
     )
+    init: bool = Field(
+        False, description="Whether process 1 is a small init, which reaps and forwards signals."
+    )
+    groups: list[Group] = Field(
+        [],
+        max_length=MAX_GROUPS,
+        description="Further groups, by name or number: some of `allowed-groups`.",
+    )
+    entrypoint: Command | None = Field(
+        None, description="Entrypoint; an empty one removes the image's. Default: the image's."
+    )
 
     @field_validator("ulimits")
     @classmethod
@@ -196,8 +224,14 @@ class CreateKernelRequest(Body):
         for name, limit in value.items():
             if name not in ULIMITS:
                 raise ValueError(f"invalid ulimit {name!r}: expected one of {', '.join(ULIMITS)}")
-            if limit.hard != -1 and not -1 < limit.soft <= limit.hard:
+            if Ulimit(limit.soft, limit.hard).is_inverted:
                 raise ValueError(f"the soft limit of {name} is above its hard limit")
+        return value
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _fits_with_command(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        refuse_too_long([*(value or ()), *info.data.get("command", ())])
         return value
 
     @model_validator(mode="after")

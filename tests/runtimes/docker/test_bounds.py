@@ -163,5 +163,5 @@ def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
 async def test_pull_progress_is_bounded(engine, client, lines, error, told) -> None:
     engine.answer = pieces(*(line + b"\n" for line in lines))
     with pytest.raises(error, match=told) as caught:
-        await Images(client, None).pull("image:1", None, lambda _: None)
+        await Images(client).pull("image:1", None, None, lambda _: None)
     assert len(str(caught.value)) < 1200

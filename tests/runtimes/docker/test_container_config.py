@@ -10,7 +10,7 @@ from agentd.core.kernel.options import Ulimit, over_ceiling
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelSpec
 from agentd.plugin_api import Features
-from agentd.runtimes.docker.container_config import container_config, request_problems
+from agentd.runtimes.docker.container_config import container_config, program_of, request_problems
 from agentd.runtimes.docker.docker_facts import DockerFacts
 from agentd.runtimes.docker.mounts import MountSource
 from contracts.test_runtime import plan
@@ -76,6 +76,16 @@ EDITS = ContainerEdits(
     groups=("44",),
 )
 
+FULL_SETTINGS = DockerSettings.model_validate(
+    {
+        "network": "none",
+        "capabilities": ["KILL"],
+        "log-max-size": "1m",
+        "log-max-files": 3,
+        "default-ulimits": {"nofile": 7, "core": {"soft": 0, "hard": 1}},
+    }
+)
+
 
 def full_plan() -> KernelPlan:
     options = {
@@ -86,6 +96,9 @@ def full_plan() -> KernelPlan:
         "shm_size": 8192,
         "pids_limit": 9,
         "ulimits": {"nofile": {"soft": 10, "hard": -1}},
+        "init": True,
+        "groups": [2000],
+        "entrypoint": ["tini", "--"],
     }
     mounts = (Mount("/link", "/data", read_only=False),)
     further = {"labels": {"team": "a"}, "working_dir": "/work", "user": "1000", "mounts": mounts}
@@ -106,13 +119,11 @@ def full_plan() -> KernelPlan:
 def test_a_full_spec_is_a_full_request() -> None:
     full = full_plan()
     facts = DockerFacts(Features("docker"), frozenset(), reads_recursively=True)
-    settings = DockerSettings.model_validate(
-        {"network": "none", "capabilities": ["KILL"], "log-max-size": "1m", "log-max-files": 3}
-    )
     sources = [MountSource("/real", 1, 2)]
-    assert container_config(full, settings, sources, facts) == {
+    assert container_config(full, FULL_SETTINGS, sources, facts) == {
         "Image": full.spec.image,
         "Cmd": ["train", "--fast"],
+        "Entrypoint": ["tini", "--"],
         "WorkingDir": "/work",
         "User": "1000",
         "Env": ["A=b", "CUDA_VISIBLE_DEVICES=0"],
@@ -131,7 +142,11 @@ def test_a_full_spec_is_a_full_request() -> None:
             "Memory": 1 << 20,
             "MemorySwap": 1 << 20,
             "PidsLimit": 9,
-            "Ulimits": [{"Name": "nofile", "Soft": 10, "Hard": -1}],
+            "Ulimits": [
+                {"Name": "nofile", "Soft": 10, "Hard": -1},
+                {"Name": "core", "Soft": 0, "Hard": 1},
+            ],
+            "Init": True,
             "ShmSize": 8192,
             "Devices": [
                 {
@@ -174,3 +189,30 @@ def test_a_full_spec_is_a_full_request() -> None:
             },
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "sent", "program"),
+    [
+        (None, None, "train"),
+        ([], [""], "train"),
+        (["/bin/sh", "-c"], ["/bin/sh", "-c"], "/bin/sh"),
+    ],
+)
+def test_entrypoint_is_the_image_s_unless_given(entrypoint, sent, program: str) -> None:
+    """An engine takes `[]` for "the image's", and `[""]` for none (API, ContainerConfig)."""
+    facts = DockerFacts(Features("docker"), "linux/amd64", frozenset())
+    options = {} if entrypoint is None else {"entrypoint": entrypoint}
+    made = plan("train", options=options)
+    assert container_config(made, SETTINGS, [], facts).get("Entrypoint") == sent
+    assert program_of(made.spec) == program
+
+
+def test_kernel_without_entrypoint_needs_a_command() -> None:
+    spec = KernelSpec("k", "a", (), "h", image="i", options={"entrypoint": []})
+    assert [str(problem) for problem in request_problems(spec, SETTINGS)] == [
+        "command: is empty; without an entrypoint it is required"
+    ]
+    other = replace(spec, options={"entrypoint": ["x"]})
+    assert list(request_problems(other, SETTINGS)) == []
+    assert program_of(replace(spec, options={})) == ""

@@ -43,3 +43,10 @@ def command(folder: Path) -> Proc:
 def shim(folder: Path) -> Proc:
     who = identity(folder)
     return Proc(who["shim_pid"], who["shim_start_time"])
+
+
+def groups_of_kernel(folder: Path) -> set[int]:
+    """Return the supplementary groups of the kernel's first process."""
+    status = Path(f"/proc/{identity(folder)['pid']}/status").read_text()
+    (groups,) = (line for line in status.splitlines() if line.startswith("Groups:"))
+    return {*map(int, groups.split()[1:])}

@@ -6,7 +6,6 @@ import os
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -17,9 +16,8 @@ from agentd.host import lookups
 from agentd.host.cgroups.hierarchies import find_cgroups
 from agentd.host.processes import process_started_at
 from agentd.runtimes.process.runtime import ProcessRuntime
-from agentd.runtimes.process.spawn import resolve_group_ids
 from contracts.test_runtime import NODE, plan
-from runtimes.process.rig import K1, bundle, create, found, identity
+from runtimes.process.rig import K1, bundle, create, found, groups_of_kernel
 
 OTHER = plan("sleep", kernel_id="k2", node="node-b").record
 PROBLEMS = {
@@ -73,11 +71,6 @@ def test_start_of_a_process_is_a_time() -> None:
     assert process_started_at(2**22 + 1) is None
 
 
-def test_groups_are_those_that_the_node_has() -> None:
-    daemon = grp.getgrnam("daemon").gr_gid
-    assert resolve_group_ids(["daemon", "44", "no such group"]) == [daemon, 44]
-
-
 @pytest.mark.needs("root")
 async def test_a_group_lookup_that_blocks_holds_up_nothing(runtime, folder, monkeypatch) -> None:
     """An NSS service that does not answer, as of a directory whose server is gone."""
@@ -103,10 +96,8 @@ async def test_a_group_lookup_that_blocks_holds_up_nothing(runtime, folder, monk
 
 @pytest.mark.needs("root")
 async def test_a_kernel_is_in_the_groups_of_its_devices(runtime, folder) -> None:
-    await created_with(runtime, ContainerEdits(groups=("daemon", "44")))
-    status = Path(f"/proc/{identity(folder)['pid']}/status").read_text()
-    (groups,) = (line for line in status.splitlines() if line.startswith("Groups:"))
-    assert {"44", str(grp.getgrnam("daemon").gr_gid)} <= {*groups.split()}
+    await created_with(runtime, ContainerEdits(groups=("daemon", "44", "no such group")))
+    assert {44, grp.getgrnam("daemon").gr_gid} <= groups_of_kernel(folder)
 
 
 async def created_with(runtime: ProcessRuntime, edits: ContainerEdits) -> None:

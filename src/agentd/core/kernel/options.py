@@ -16,6 +16,11 @@ class Ulimit(msgspec.Struct, frozen=True):
     soft: int
     hard: int
 
+    @property
+    def is_inverted(self) -> bool:
+        """Whether the soft limit is above the hard one."""
+        return self.hard != UNLIMITED and not UNLIMITED < self.soft <= self.hard
+
 
 ULIMITS = (
     "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue", "nice", "nofile", "nproc",
@@ -23,9 +28,27 @@ ULIMITS = (
 )  # fmt: skip
 """The names that an engine accepts (setrlimit(2) without RLIMIT_)."""
 UNLIMITED = -1
+MAX_GROUP_ID = 2**31 - 1
+"""The largest id of a user or group that an engine accepts."""
+_MAX_GROUP_NAME = 256
 _PATH_MAX, _NAME_MAX = 4095, 255
 """Maximum bytes of a path and of each name in it (limits.h)."""
 TOO_LONG = f"is too long: expected at most {_PATH_MAX} bytes, and {_NAME_MAX} in each name"
+
+
+def parse_group(raw: object) -> int | str:
+    """Return the number of a group, or its name; a name of digits is a number.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(raw, str) and raw.isascii() and raw.isdecimal():
+        raw = int(raw) if len(raw) <= len(str(MAX_GROUP_ID)) else None
+    if type(raw) is int and 0 <= raw <= MAX_GROUP_ID:
+        return raw
+    if isinstance(raw, str) and 0 < len(raw) <= _MAX_GROUP_NAME and "\0" not in raw:
+        return raw
+    raise ValueError(f"expected the name of a group, or its number from 0 to {MAX_GROUP_ID}")
 
 
 def is_too_long(path: str) -> bool:
@@ -53,6 +76,11 @@ _OF_AGENTD = frozenset(
     }
 )
 """Members of a spec that agentd carries out itself, on every runtime."""
+_REASONS = {
+    "init": ", which reaps ended processes already",
+    "entrypoint": ", which uses no image",
+}
+"""Further words about members that only a container needs."""
 
 
 def unsupported_members(
@@ -66,4 +94,4 @@ def unsupported_members(
     given = [*(name for name in members if getattr(spec, name)), *spec.options]
     for name in given:
         if name not in supported:
-            yield Problem(name, f"not supported by the {runtime} runtime")
+            yield Problem(name, f"not supported by the {runtime} runtime{_REASONS.get(name, '')}")

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from agentd.config.runtimes import DockerSettings
+from agentd.config.runtimes import DockerSettings, default_limits
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceiling
+from agentd.core.kernel.options import MAX_GROUP_ID, TOO_LONG, Ulimit, is_too_long, over_ceiling
 from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
@@ -38,8 +38,7 @@ LOG_DRIVER = "local"
 
 _ENGINE_TARGETS = ("/proc", "/sys", "/dev", "/dev/null")
 """Paths that the engine fills itself, without which no container starts."""
-_MAX_ID = 2**31 - 1
-"""The largest user or group id that an engine accepts."""
+_MAX_ID = MAX_GROUP_ID
 
 UNPUBLISHED_NETWORKS = ("none", "host")
 """Networks on which the engine publishes no ports."""
@@ -70,6 +69,9 @@ class ContainerOptions(msgspec.Struct, frozen=True):
     shm_size: int | None = None
     pids_limit: int | None = None
     ulimits: Mapping[str, Ulimit] = {}
+    init: bool = False
+    groups: tuple[int | str, ...] = ()
+    entrypoint: tuple[str, ...] | None = None
 
 
 CONTAINER_MEMBERS = frozenset(
@@ -86,6 +88,11 @@ def container_options(spec: KernelSpec) -> ContainerOptions:
     return msgspec.convert(spec.options, ContainerOptions)
 
 
+def program_of(spec: KernelSpec) -> str:
+    """Return the first word of a kernel's command line; nothing if the image has it."""
+    return next(iter((*(container_options(spec).entrypoint or ()), *spec.command)), "")
+
+
 def network_of(spec: KernelSpec, settings: DockerSettings) -> str:
     """Return the network of a container."""
     return container_options(spec).network or settings.network
@@ -96,6 +103,8 @@ def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Pro
     options = container_options(spec)
     if not spec.image:
         yield Problem("image", "is missing; the docker runtime requires an image")
+    if options.entrypoint == () and not spec.command:
+        yield Problem("command", "is empty; without an entrypoint it is required")
     networks = (settings.network, *settings.allowed_networks)
     if network_of(spec, settings) not in networks:
         why = f"invalid network {options.network!r}: expected one of {', '.join(networks)}"
@@ -185,6 +194,8 @@ def container_config(
     }
     if spec.command:
         config["Cmd"] = list(spec.command)
+    if (entrypoint := container_options(spec).entrypoint) is not None:
+        config["Entrypoint"] = list(entrypoint) or [""]  # the engine's form for "none"
     if spec.working_dir:
         config["WorkingDir"] = spec.working_dir
     if spec.user:
@@ -196,17 +207,20 @@ def _limits(plan: KernelPlan, settings: DockerSettings, engine: DockerFacts) -> 
     """Return the limits of a container, without those that the engine discards or refuses."""
     options = container_options(plan.spec)
     memory_bytes = 0 if MEM in engine.not_enforced else plan.memory_bytes
+    ulimits = {**default_limits(settings.default_ulimits), **options.ulimits}
     limits: dict[str, Any] = {
         "CpusetCpus": "" if CPU in engine.not_enforced else ",".join(plan.cpus),
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
         "Ulimits": [
             {"Name": name, "Soft": limit.soft, "Hard": limit.hard}
-            for name, limit in options.ulimits.items()
+            for name, limit in ulimits.items()
         ],
     }
     if "pids_limit" not in engine.not_enforced:
         limits["PidsLimit"] = options.pids_limit or settings.pids_limit
+    if options.init:
+        limits["Init"] = True
     if options.shm_size is not None:
         limits["ShmSize"] = options.shm_size
     return limits

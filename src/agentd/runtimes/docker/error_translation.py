@@ -15,6 +15,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
 )
+from agentd.runtimes.docker.container_config import program_of
 from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
@@ -59,7 +60,8 @@ def _translate_refusal(
         return InvalidRequest([problem])
     if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
-            command = quote_untrusted(plan.spec.command[0]) if plan.spec.command else "of the image"
+            program = program_of(plan.spec)
+            command = quote_untrusted(program) if program else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])

@@ -43,7 +43,8 @@ _PAUSE_S = 0.2
 """Seconds between two progress reports."""
 
 Listener: TypeAlias = Callable[[Pull], None]
-_Key: TypeAlias = tuple[str, str | None]
+_Key: TypeAlias = tuple[str, str | None, Path | None]
+"""Image, platform and credentials: no agent waits for a pull with another agent's."""
 
 
 class _SharedPull(msgspec.Struct):
@@ -57,28 +58,27 @@ class _SharedPull(msgspec.Struct):
 class Images:
     """The images of an engine."""
 
-    def __init__(self, docker: DockerClient, registry_auth: Path | None) -> None:
+    def __init__(self, docker: DockerClient) -> None:
         self._docker = docker
-        self._registry_auth = registry_auth
         self._lookups = Lookups()
         self._pulls: dict[_Key, _SharedPull] = {}
 
-    def set_registry_auth(self, registry_auth: Path | None) -> None:
-        """Use another credentials file from now on."""
-        self._registry_auth = registry_auth
+    async def pull(
+        self, image: str, platform: str | None, registry_auth: Path | None, listener: Listener
+    ) -> None:
+        """Pull an image with the credentials in a file, or join the same pull in progress.
 
-    async def pull(self, image: str, platform: str | None, listener: Listener) -> None:
-        """Pull an image, or join the pull in progress; `listener` gets the progress.
+        `listener` gets the progress.
 
         Raises:
             ImageNotFound: the image is not available.
             RuntimeUnavailable: the engine did not answer.
         """
         image = _add_default_tag(image)
-        key = (image, platform)
+        key = (image, platform, registry_auth)
         pull = self._pulls.get(key)
         if pull is None:
-            pull = self._pulls[key] = _SharedPull(asyncio.create_task(self._pull(image, platform)))
+            pull = self._pulls[key] = _SharedPull(asyncio.create_task(self._pull(key)))
             pull.task.add_done_callback(lambda task: self._forget(key, task))
         pull.listeners.append(listener)
         try:
@@ -93,18 +93,19 @@ class Images:
         if key in self._pulls and self._pulls[key].task is task:
             del self._pulls[key]
 
-    async def _pull(self, image: str, platform: str | None) -> None:
+    async def _pull(self, key: _Key) -> None:
+        image = key[0]
         layers: dict[str, Pull] = {}
         log.info("image.pull_started", image=image)
         try:
             is_complete = False
-            async with aclosing(self._read_progress(image, platform)) as lines:
+            async with aclosing(self._read_progress(*key)) as lines:
                 async for line in lines:
                     if "error" in line:
                         raise ImageNotFound(f"image {image}: {clean_message(str(line['error']))}")
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
                     if _update_layer(layers, line):
-                        self._notify((image, platform), layers)
+                        self._notify(key, layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
         except DockerError as error:
@@ -116,13 +117,13 @@ class Images:
         log.info("image.pulled", image=image)
 
     async def _read_progress(
-        self, image: str, platform: str | None
+        self, image: str, platform: str | None, registry_auth: Path | None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Start a pull and yield its progress lines; closing the generator stops the pull."""
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        read_credentials = partial(self._read_credentials, image)
+        read_credentials = partial(self._read_credentials, image, registry_auth)
         credentials = await self._lookups.call("the credentials of registries", read_credentials)
         encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
         headers = {"X-Registry-Auth": encoded} if credentials else {}
@@ -139,21 +140,22 @@ class Images:
             for listener in list(pull.listeners):
                 listener(Pull(current, total))
 
-    def _read_credentials(self, image: str) -> dict[str, Any] | None:
+    @staticmethod
+    def _read_credentials(image: str, registry_auth: Path | None) -> dict[str, Any] | None:
         """Return the credentials for an image's registry, None if there are none.
 
         Raises:
             RuntimeFailure: the file cannot be read; without it a pull could fetch another image.
         """
-        if self._registry_auth is None:
+        if registry_auth is None:
             return None
         registry = registry_of(image)
         try:
-            auths = json.loads(read_regular(self._registry_auth).content).get("auths", {})
+            auths = json.loads(read_regular(registry_auth).content).get("auths", {})
             names = (registry, f"https://{registry}", f"https://{registry}/v1/")
             entry = next((_parse_login(auths[name]) for name in names if name in auths), None)
         except (ValueError, AttributeError, TypeError, KeyError) as error:
-            reason = f"runtime.docker.registry-auth {self._registry_auth} cannot be read: {error}"
+            reason = f"registry-auth {registry_auth} cannot be read: {error}"
             raise RuntimeFailure(f"image {image}: {reason}") from None
         if entry is None:
             return None

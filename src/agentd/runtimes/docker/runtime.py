@@ -33,6 +33,7 @@ from agentd.errors import (
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import read_usages
+from agentd.host.groups import group_problems, with_group_ids
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.container_config import (
     CONTAINER_MEMBERS,
@@ -41,6 +42,7 @@ from agentd.runtimes.docker.container_config import (
     container_config,
     container_options,
     network_of,
+    program_of,
     request_problems,
 )
 from agentd.runtimes.docker.container_observer import (
@@ -90,12 +92,12 @@ class _Attempt:
         self.may_exist = False
         self.container_id = ""
         self._facts = facts
-        self._settings = settings
+        self.settings = settings
 
     def set_sources(self, sources: list[MountSource]) -> None:
         """Build the engine's request from freshly resolved mounts."""
         self.sources = sources
-        self.config = container_config(self.plan, self._settings, self.sources, self._facts)
+        self.config = container_config(self.plan, self.settings, self.sources, self._facts)
 
 
 _SOURCES = "a mount's source"
@@ -111,25 +113,38 @@ class DockerRuntime:
     members = CONTAINER_MEMBERS
 
     def __init__(
-        self, node_id: str, settings: DockerSettings, last_seen: OutageLog | None = None
+        self,
+        node_id: str,
+        settings: DockerSettings,
+        last_seen: OutageLog | None = None,
+        own_settings: Mapping[str, DockerSettings] | None = None,
     ) -> None:
+        """Create the runtime; `own_settings` are those of agents with means of their own."""
         self._node_id = node_id
         self._settings = settings
+        self._own_settings = own_settings or {}
         self._socket = settings.socket
         self._docker = DockerClient(settings.socket)
-        self._images = Images(self._docker, settings.registry_auth)
+        self._images = Images(self._docker)
         self._facts: DockerFacts | None = None
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
+        self._group_lookups = Lookups()
         self._is_swept = False
         self._last_seen = last_seen or OutageLog()
         self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
 
-    def update_settings(self, settings: DockerSettings) -> None:
+    def update_settings(
+        self, settings: DockerSettings, own_settings: Mapping[str, DockerSettings]
+    ) -> None:
         """Replace the settings, except the engine's socket; existing kernels keep theirs."""
         self._settings = settings
-        self._images.set_registry_auth(settings.registry_auth)
+        self._own_settings = own_settings
+
+    def _settings_of(self, spec: KernelSpec) -> DockerSettings:
+        """Return the settings of a request's agent."""
+        return self._own_settings.get(spec.agent_id, self._settings)
 
     async def close(self) -> None:
         self._last_seen.save()
@@ -138,7 +153,7 @@ class DockerRuntime:
     async def support(self, spec: KernelSpec) -> Support:
         facts = await self._fetch_facts()
         not_enforced = facts.not_enforced
-        publishes = network_of(spec, self._settings) not in UNPUBLISHED_NETWORKS
+        publishes = network_of(spec, self._settings_of(spec)) not in UNPUBLISHED_NETWORKS
         if spec.ports and not publishes:
             not_enforced |= {"ports"}
         return Support(facts.features, not_enforced)
@@ -154,12 +169,14 @@ class DockerRuntime:
         return self._facts
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
-        problems = list(request_problems(spec, self._settings))
+        problems = list(request_problems(spec, self._settings_of(spec)))
         try:
             await self._resolve_sources(spec)
         except InvalidRequest as error:
             problems += error.problems
-        return problems
+        requested = container_options(spec).groups
+        allowed = self._settings_of(spec).allowed_groups
+        return [*problems, *await group_problems(requested, allowed, self._group_lookups)]
 
     async def _resolve_sources(self, spec: KernelSpec) -> list[MountSource]:
         """Resolve the mounts of a request.
@@ -170,17 +187,20 @@ class DockerRuntime:
         """
         if not spec.mounts:
             return []
-        allowed = self._settings.allowed_mounts
+        allowed = self._settings_of(spec).allowed_mounts
         return await self._lookups.call(_SOURCES, lambda: resolve_sources(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
-        command = plan.spec.command[0] if plan.spec.command else ""
+        command = program_of(plan.spec)
         if is_too_long(command):
             raise CommandNotFound(f"command {quote_untrusted(command)}: {TOO_LONG}")
         facts = await self._fetch_facts()
         facts.refuse_unsupported(plan.edits)
         refuse_missing(plan.edits)
-        attempt = _Attempt(plan, facts, self._settings)
+        settings, requested = self._settings_of(plan.spec), container_options(plan.spec).groups
+        allowed = settings.allowed_groups
+        plan = await with_group_ids(plan, requested, allowed, self._group_lookups)
+        attempt = _Attempt(plan, facts, settings)
         self._creating.add(plan.name)
         try:
             await self._create_or_pull(attempt, progress)
@@ -239,7 +259,10 @@ class DockerRuntime:
                 return
         progress(KernelState.PULLING)
         await self._images.pull(
-            image, options.platform, lambda pull: progress(KernelState.PULLING, pull)
+            image,
+            options.platform,
+            attempt.settings.registry_auth,
+            lambda pull: progress(KernelState.PULLING, pull),
         )
         await hit_async("create.after_pull")
         try:

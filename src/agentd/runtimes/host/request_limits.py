@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceiling
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
+from agentd.host.groups import group_problems
+from agentd.host.lookups import Lookups
+from agentd.runtimes.host.user_accounts import UserAccounts
 
 
 class HostOptions(msgspec.Struct, frozen=True):
@@ -16,6 +19,7 @@ class HostOptions(msgspec.Struct, frozen=True):
 
     pids_limit: int | None = None
     ulimits: Mapping[str, Ulimit] = {}
+    groups: tuple[int | str, ...] = ()
 
 
 HOST_MEMBERS = frozenset(
@@ -46,3 +50,17 @@ def host_problems(
         yield Problem("working_dir", TOO_LONG)
     for name, why in over_ceiling(options.ulimits, ceilings):
         yield Problem(f"ulimits.{name}", why)
+
+
+async def host_group_problems(
+    spec: KernelSpec, allowed: Sequence[int | str], accounts: UserAccounts, lookups: Lookups
+) -> Sequence[Problem]:
+    """Return the problems of the groups of a request; only root can add any.
+
+    Raises:
+        NotReady, RuntimeUnavailable: see `group_problems`.
+    """
+    groups = host_options(spec).groups
+    if groups and accounts.is_unprivileged:
+        return [Problem("groups", "agentd is not root and cannot add groups")]
+    return await group_problems(groups, allowed, lookups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,24 @@ from agentd.errors import (
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
 from agentd.host.cgroups.usage import read_usages
+from agentd.host.groups import with_group_ids
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.plugin_api import Features
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
-from agentd.runtimes.host.request_limits import HOST_MEMBERS, host_options, host_problems
+from agentd.runtimes.host.request_limits import (
+    HOST_MEMBERS,
+    host_group_problems,
+    host_options,
+    host_problems,
+)
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import query_problems, read_log
 from agentd.runtimes.process.spawn import (
     daemon_user_name,
-    resolve_group_ids,
     shim_request,
     spawn_shim,
     spawn_shim_unit,
@@ -108,7 +112,9 @@ class ProcessRuntime:
         if spec.user is not None and not user:
             user = await self._lookups.call("the user database", daemon_user_name)
         ceilings = settings.pids_limit, settings.ulimits
-        return list(host_problems(spec, "process", user, *ceilings))
+        problems = host_problems(spec, "process", user, *ceilings)
+        allowed, accounts = settings.allowed_groups, self._user_accounts
+        return [*problems, *await host_group_problems(spec, allowed, accounts, self._lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
@@ -132,7 +138,7 @@ class ProcessRuntime:
         if bundle.path_exists():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
-            return await self._start(plan, bundle)
+            return await self._start(await self._with_group_ids(plan), bundle)
         except BaseException as error:
             await self._undo(ref, error)
             if isinstance(error, OSError):
@@ -147,7 +153,6 @@ class ProcessRuntime:
             await hit_async("create.after_record")
             cgroup = self._create_cgroup(plan)
             await hit_async("create.after_group")
-            groups = await self._group_ids(plan)
             request = shim_request(
                 plan,
                 folder=bundle.path,
@@ -155,7 +160,6 @@ class ProcessRuntime:
                 settings=self._settings,
                 account=self._user_accounts.account_for(plan.spec.agent_id),
                 cgroup=cgroup,
-                groups=groups,
             )
             spawn_task = asyncio.create_task(self._spawn_shim(plan, request, lock))
             try:
@@ -171,16 +175,12 @@ class ProcessRuntime:
             raise RuntimeFailure(f"{bundle.path} was removed during the start of its kernel")
         return kernel
 
-    async def _group_ids(self, plan: KernelPlan) -> Sequence[int]:
-        """Return the ids of the groups that a kernel's devices need.
-
-        Raises:
-            RuntimeUnavailable: the lookup does not finish in time.
-        """
-        if not plan.edits.groups or self._user_accounts.account_for(plan.spec.agent_id) is None:
-            return ()
-        names = plan.edits.groups
-        return await self._lookups.call("the group database", partial(resolve_group_ids, names))
+    async def _with_group_ids(self, plan: KernelPlan) -> KernelPlan:
+        """Return a plan with the numbers of its groups, if kernels of its agent can have any."""
+        if self._user_accounts.account_for(plan.spec.agent_id) is None:
+            return plan
+        requested, allowed = host_options(plan.spec).groups, self._settings.allowed_groups
+        return await with_group_ids(plan, requested, allowed, self._lookups)
 
     async def _spawn_shim(
         self, plan: KernelPlan, request: Mapping[str, Any], lock: int

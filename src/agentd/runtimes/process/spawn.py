@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import grp
 import json
 import os
 import pwd
@@ -12,12 +11,12 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agentd.config.runtimes import ProcessSettings
+from agentd.config.runtimes import ProcessSettings, default_limits
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import (
     AgentdError,
@@ -50,22 +49,6 @@ def daemon_user_name() -> str:
     return str(os.geteuid())
 
 
-def resolve_group_ids(names: Sequence[str]) -> list[int]:
-    """Return the ids of the groups that exist on this host.
-
-    Names are looked up by NSS (nsswitch.conf(5)), which may query a server and block.
-    """
-    ids = (int(name) if name.isdecimal() else _find_group_id(name) for name in names)
-    return [group for group in ids if group is not None]
-
-
-def _find_group_id(name: str) -> int | None:
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        return None
-
-
 def shim_request(
     plan: KernelPlan,
     *,
@@ -74,14 +57,15 @@ def shim_request(
     settings: ProcessSettings,
     account: UserAccount | None,
     cgroup: Cgroup | None,
-    groups: Sequence[int],
 ) -> dict[str, Any]:
     """Return the request for a kernel's shim, without the lock.
 
-    `groups` are added to those of the account; without an account they are ignored.
+    The plan's groups are added to those of the account, if this host knows them; without an
+    account they are ignored.
     """
     spec = plan.spec
-    limits = host_options(spec).ulimits.items()
+    groups = [int(group) for group in plan.edits.groups if group.isdecimal()]
+    limits = {**default_limits(settings.default_ulimits), **host_options(spec).ulimits}
     return {
         "folder": str(folder),
         "boot_id": boot_id,
@@ -94,7 +78,7 @@ def shim_request(
         else {"uid": account.uid, "gid": account.gid, "groups": [*account.groups, *groups]},
         "cgroup_procs": [str(file) for file in cgroup.procs_files] if cgroup else [],
         "oom_file": str(cgroup.oom_file) if cgroup else "",
-        "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits},
+        "ulimits": {name: [limit.soft, limit.hard] for name, limit in limits.items()},
         "log_name": LOG,
         "log_max_size": settings.log_max_size,
         "log_max_files": settings.log_max_files,
@@ -205,7 +189,9 @@ def start_error(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
     if step.startswith("ulimits."):
-        return InvalidRequest([Problem(step, f"cannot be set on this node: {reason}")])
+        if step.removeprefix("ulimits.") in host_options(plan.spec).ulimits:
+            return InvalidRequest([Problem(step, f"cannot be set on this node: {reason}")])
+        step = f"runtime.process.default-{step}"
     if number == errno.EAGAIN and "nproc" in host_options(plan.spec).ulimits:
         return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {reason}")])
     is_temporary = number in (errno.EAGAIN, errno.ENOMEM)

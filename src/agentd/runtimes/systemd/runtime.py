@@ -32,6 +32,8 @@ from agentd.errors import (
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
+from agentd.host.groups import with_group_ids
+from agentd.host.lookups import Lookups
 from agentd.host.probe import numa_nodes
 from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
@@ -39,7 +41,11 @@ from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import kernel_environment
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import TRASH, list_names, os_errors_as_unavailable
-from agentd.runtimes.host.request_limits import HOST_MEMBERS
+from agentd.runtimes.host.request_limits import (
+    HOST_MEMBERS,
+    host_group_problems,
+    host_options,
+)
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.systemd.journal import JournalSource, read_journal
 from agentd.runtimes.systemd.slices import ExitDropIn, Slices
@@ -65,8 +71,8 @@ ENDING_SUBSTATES = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command has ended and whose `ExecStopPost=` may be running."""
 POLL_S = 1.0
 """Maximum seconds between observations of a unit that is about to end."""
-_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS = 200, 203, 205
-"""Exit codes of systemd's own child if it cannot change the folder, execute, or set a limit.
+_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS, _EXIT_GROUP = 200, 203, 205, 216
+"""Exit codes of systemd's own child if it cannot change folder, execute, limit, or set groups.
 
 See systemd.exec(5), "Process Exit Codes".
 """
@@ -94,6 +100,7 @@ class SystemdRuntime:
         self._manager = SystemdManager(is_user=accounts.is_unprivileged)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
+        self._lookups = Lookups()
         self._ends = ExitDropIn(self._manager, node_id, folder)
 
     def update_settings(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
@@ -105,8 +112,9 @@ class SystemdRuntime:
         await self._manager.close()
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
-        user = self._accounts.user_for(spec.agent_id)
-        return list(request_problems(spec, self._settings, user))
+        user, allowed = self._accounts.user_for(spec.agent_id), self._settings.allowed_groups
+        problems = request_problems(spec, self._settings, user)
+        return [*problems, *await host_group_problems(spec, allowed, self._accounts, self._lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._accounts.is_unprivileged
@@ -126,6 +134,8 @@ class SystemdRuntime:
         kernel_id = plan.spec.kernel_id
         bundle, unit = self._observer.bundle(kernel_id), unit_name(self._node_id, kernel_id)
         nodes = numa_nodes(plan.cpus)
+        requested, allowed = host_options(plan.spec).groups, self._settings.allowed_groups
+        plan = await with_group_ids(plan, requested, allowed, self._lookups)
         unit_properties = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
         if bundle.path_exists():
@@ -165,8 +175,11 @@ class SystemdRuntime:
             return CommandNotFound(
                 f"command {quote_untrusted(plan.spec.command[0])}: not executable"
             )
-        if status == _EXIT_LIMITS:
+        if status == _EXIT_LIMITS and host_options(plan.spec).ulimits:
             return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
+        if status == _EXIT_GROUP and host_options(plan.spec).groups:
+            reason = "a number is in no entry of this host's group database, as systemd requires"
+            return InvalidRequest([Problem("groups", reason)])
         if status == _EXIT_CHDIR:
             folder = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from agentd.config.runtimes import SystemdSettings
+from agentd.config.runtimes import SystemdSettings, default_limits
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
 from agentd.core.kernel.states import KernelSpec
@@ -164,7 +164,7 @@ def _limit_properties(
     for counted in ("CPUAccounting", "IOAccounting", "MemoryAccounting", "TasksAccounting"):
         yield counted, "b", True
     yield "TasksMax", "t", options.pids_limit or settings.pids_limit
-    for name, limit in options.ulimits.items():
+    for name, limit in {**default_limits(settings.default_ulimits), **options.ulimits}.items():
         yield f"Limit{name.upper()}", "t", _limit_value(limit.hard)
         yield f"Limit{name.upper()}Soft", "t", _limit_value(limit.soft)
 

@@ -1,0 +1,103 @@
+"""Groups of this host: their ids, and those of a request.
+
+A name means the same group in every kernel, whatever an image calls it. Names are looked up by NSS
+(nsswitch.conf(5)), which may query a server and block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import grp
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from agentd.core.kernel.plan import KernelPlan
+from agentd.errors import InvalidRequest, NotReady, Problem
+from agentd.host.lookups import Lookups
+
+_SUBJECT = "the group database"
+
+
+def find_group_id(group: int | str) -> int | None:
+    """Return the id of a group, None if this host does not know its name."""
+    if isinstance(group, int):
+        return group
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, UnicodeError):
+        return None
+
+
+def unknown_groups(key: str, groups: Iterable[int | str]) -> list[Problem]:
+    """Return a problem for each configured name that this host does not know."""
+    return [
+        Problem(f"{key}.{index}", f"no group {group!r} on this host")
+        for index, group in enumerate(groups)
+        if find_group_id(group) is None
+    ]
+
+
+def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str]) -> list[int]:
+    """Return the ids of the groups of a request.
+
+    Raises:
+        InvalidRequest: some of them are not allowed; lists these.
+        NotReady: this host does not know an allowed one.
+    """
+    allowed_ids = {find_group_id(group) for group in allowed} - {None}
+    ids: list[int] = []
+    problems: list[Problem] = []
+    for index, group in enumerate(requested):
+        group_id = find_group_id(group)
+        if group_id is None and group in allowed:
+            raise NotReady(f"group {group!r} of allowed-groups does not exist on this host")
+        if group_id is None or group_id not in allowed_ids:
+            names = ", ".join(map(str, allowed)) or "none"
+            problems.append(Problem(f"groups.{index}", f"{group!r} is not one of {names}"))
+        else:
+            ids.append(group_id)
+    if problems:
+        raise InvalidRequest(problems)
+    return ids
+
+
+async def group_problems(
+    requested: Sequence[int | str], allowed: Sequence[int | str], lookups: Lookups
+) -> Sequence[Problem]:
+    """Return the problems of the groups of a request.
+
+    Raises:
+        NotReady: this host does not know an allowed one.
+        RuntimeUnavailable: the lookup does not finish in time.
+    """
+    try:
+        if requested:
+            await lookups.call(_SUBJECT, partial(resolve_groups, requested, allowed))
+    except InvalidRequest as error:
+        return error.problems
+    return ()
+
+
+async def with_group_ids(
+    plan: KernelPlan, requested: Sequence[int | str], allowed: Sequence[int | str], lookups: Lookups
+) -> KernelPlan:
+    """Return a plan with the groups of its request beside those of its devices, as numbers.
+
+    Names of devices' groups that this host does not know are kept.
+
+    Raises:
+        InvalidRequest, NotReady, RuntimeUnavailable: see `resolve_groups` and `Lookups.call`.
+    """
+    names = [name for name in plan.edits.groups if not name.isdecimal()]
+    if not requested and not names:
+        return plan
+
+    def resolve() -> tuple[str, ...]:
+        ids = {name: find_group_id(name) for name in names}
+        of_devices = (name if (n := ids.get(name)) is None else n for name in plan.edits.groups)
+        return tuple(dict.fromkeys(map(str, (*of_devices, *resolve_groups(requested, allowed)))))
+
+    groups = await lookups.call(_SUBJECT, resolve)
+    return replace(plan, edits=dataclasses.replace(plan.edits, groups=groups))

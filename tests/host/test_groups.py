@@ -1,0 +1,104 @@
+"""Groups of a request: by number or name, allowed by number, beside those of devices."""
+
+import dataclasses
+import grp
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.kernel.edits import ContainerEdits
+from agentd.core.kernel.options import parse_group
+from agentd.errors import InvalidRequest, NotReady
+from agentd.host.groups import group_problems, resolve_groups, unknown_groups, with_group_ids
+from agentd.host.lookups import Lookups
+from contracts.test_runtime import plan
+
+IDS = {"root": 0, "video": 44, "vid": 44, "docker": 999, "render": 105}
+
+
+@pytest.fixture(autouse=True)
+def database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grp, "getgrnam", lambda name: SimpleNamespace(gr_gid=IDS[name]))
+
+
+@pytest.mark.parametrize(
+    ("requested", "allowed", "ids"),
+    [
+        ([], [], []),
+        ([2000, "video"], ["video", 2000], [2000, 44]),
+        ([44], ["video"], [44]),
+        (["video"], [44], [44]),
+        (["vid"], ["video"], [44]),
+        ([0], ["root"], [0]),
+        (["video", 44], [44], [44, 44]),
+        (["video"], ["no such group", "video"], [44]),
+    ],
+)
+def test_allowed_groups_are_resolved(requested, allowed, ids: list[int]) -> None:
+    assert resolve_groups(requested, allowed) == ids
+
+
+@pytest.mark.parametrize(
+    ("requested", "allowed", "lines"),
+    [
+        ([0], [], ["groups.0: 0 is not one of none"]),
+        (["root"], ["video"], ["groups.0: 'root' is not one of video"]),
+        (["docker"], ["video", 2000], ["groups.0: 'docker' is not one of video, 2000"]),
+        (
+            ["no such group", 44, 999],
+            ["video"],
+            ["groups.0: 'no such group' is not one of video", "groups.2: 999 is not one of video"],
+        ),
+        (["vide"], ["video"], ["groups.0: 'vide' is not one of video"]),
+        (["\ud800"], ["video"], ["groups.0: '\\ud800' is not one of video"]),
+    ],
+)
+async def test_other_groups_are_refused_alike(requested, allowed, lines: list[str]) -> None:
+    """Whether the host has such a group is not the caller's business."""
+    assert [str(p) for p in await group_problems(requested, allowed, Lookups())] == lines
+    with pytest.raises(InvalidRequest):
+        resolve_groups(requested, allowed)
+
+
+def test_allowed_group_that_the_host_lacks_may_come() -> None:
+    with pytest.raises(NotReady, match="group 'team-a' of allowed-groups does not exist"):
+        resolve_groups(["team-a"], ["team-a"])
+    problems = unknown_groups("runtime.docker.allowed-groups", ["video", 7, "team-a"])
+    assert list(map(str, problems)) == [
+        "runtime.docker.allowed-groups.2: no group 'team-a' on this host"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_devices", "requested", "groups"),
+    [
+        ((), [], ()),
+        (("44", "105"), [], ("44", "105")),
+        (("render", "no such group"), [], ("105", "no such group")),
+        (("105",), [2000, "video", "render"], ("105", "2000", "44")),
+    ],
+)
+async def test_groups_of_devices_come_first(of_devices, requested, groups) -> None:
+    made = replace(plan("true"), edits=ContainerEdits(env={"A": "b"}, groups=of_devices))
+    changed = await with_group_ids(made, requested, [2000, 44, 105], Lookups())
+    assert changed == replace(made, edits=dataclasses.replace(made.edits, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("raw", "group"),
+    [
+        *((0, 0), (2000, 2000), ("2000", 2000), ("video", "video"), ("domain users",) * 2),
+        *((2**31 - 1, 2**31 - 1), ("007", 7), ("-1", "-1")),
+    ],
+)
+def test_name_of_digits_is_a_number(raw: object, group: int | str) -> None:
+    assert parse_group(raw) == group
+
+
+@pytest.mark.parametrize(
+    "raw", [-1, 2**31, "2147483648", "9" * 5000, "0" * 11, True, 1.0, None, "", "a\0", "x" * 257]
+)
+def test_other_values_are_no_groups(raw: object) -> None:
+    with pytest.raises(ValueError, match="expected the name of a group, or its number from 0"):
+        parse_group(raw)
