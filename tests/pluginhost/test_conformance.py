@@ -101,6 +101,30 @@ def test_excerpts_of_the_how_to_do_what_it_says() -> None:
     assert dealt == plugin_api.PartitionInfo({"a": ["b0", "b3"], "b": ["b1", "b2"]})
 
 
+def test_excerpt_about_refusals_lists_the_other_devices() -> None:
+    excerpts = re.findall(r"```python\n# excerpt\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (excerpt,) = (text for text in excerpts if "DeviceReads(" in text)
+
+    def uuid(index: int) -> str:
+        if index == 1:
+            raise ArithmeticError("GPU is lost")
+        return f"GPU-{index}"
+
+    vendor = SimpleNamespace(
+        Error=ArithmeticError, init=lambda: None, count=lambda: 3, uuid=uuid, measure=uuid,
+        model=str, memory=str,
+    )  # fmt: skip
+    members: dict = {"vendor": vendor}
+    exec(excerpt, members)  # noqa: S102 - the page is ours
+    plugin = SimpleNamespace(name="vendor")
+    members["open"](plugin)
+    listed = [(d.stable_id, d.health) for d in members["list_devices"](plugin)]
+    assert listed == [("GPU-0", "healthy"), ("GPU-2", "healthy")]
+    assert members["measure"](plugin) == ["GPU-0", "GPU-2"]
+    (condition,) = members["conditions"](plugin)
+    assert condition.reason == "GPU 1 does not answer: GPU is lost"
+
+
 def test_missing_device_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     edits = plugin_api.ContainerEdits(
