@@ -124,22 +124,13 @@ async def test_driver_without_a_function_or_events_still_serves(node: Node, trou
     assert second.health is Health.HEALTHY
 
 
-async def test_a_gpu_that_is_lost_at_the_start_is_left_out_and_said_so(node: Node) -> None:
-    node.say(HEALTHY.replace("lost=0", "lost=2", 1))
-    with capture_logs() as logged:
-        host = await node.plugin()
-        assert [d.stable_id for d in devices(host)] == ["GPU-bbbb"]
-        await host.close()
-    assert any("GPU 0 is left out" in entry.get("text", "") for entry in logged)
-
-
 async def test_an_xid_of_a_gpu_that_is_lost_with_it_counts(node: Node) -> None:
     host = await node.plugin()
     gone = HEALTHY.replace("lost=0", "lost=2", 1)
     node.say(f"{gone}xid id=1 gpu=0 code=79 gi=4294967295 ci=4294967295\n")
     await until(host, lambda found: found[0].health is Health.UNHEALTHY)
     node.say(HEALTHY.replace("recovery=0", "recovery=-1", 1))
-    await until(host, lambda found: found[0].reason == "Xid 79")
+    await until(host, lambda found: found[0].reason.startswith("Xid 79; "))
 
 
 async def test_shares_by_setting(node: Node) -> None:
@@ -288,16 +279,6 @@ async def test_xid_makes_a_gpu_unhealthy_unless_a_job_caused_it(node: Node) -> N
              "xid id=2 gpu=0 code=79 gi=4294967295 ci=4294967295\n")  # fmt: skip
     first, second = await until(host, lambda found: found[0].health is Health.UNHEALTHY)
     assert (first.reason, second.health) == ("Xid 79", Health.HEALTHY)
-
-
-async def test_wait_for_events_that_fails_is_said(node: Node) -> None:
-    node.say(f"{HEALTHY}fail nvmlEventSetWait_v2 999\n")
-    with capture_logs() as logged:
-        host = await node.plugin()
-        async with asyncio.timeout(10):
-            while "waiting for events fails" not in str(logged):
-                await asyncio.sleep(0.02)
-    assert {device.health for device in devices(host)} == {Health.HEALTHY}
 
 
 async def test_new_event_set_knows_no_xid_of_before(node: Node) -> None:

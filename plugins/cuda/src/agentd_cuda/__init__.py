@@ -4,17 +4,15 @@
 the PCI address is an alias. A GPU in MIG mode offers only its parts, each a unique slot such as
 `cuda.device:1g.10gb-mig`.
 
-Health: an Xid event makes a GPU unhealthy, unless it is one that jobs cause. If the driver reports
-the required recovery, that decides, and the GPU is healthy again once none is required. Otherwise
-it stays unhealthy until the plugin's process restarts.
+Health: an Xid event makes a GPU unhealthy, or the MIG part that it names, unless jobs cause it. If
+the driver reports the required recovery, that decides, and the GPU is healthy again once none is
+required. Otherwise it stays unhealthy until an operator clears it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -26,9 +24,11 @@ from agentd.plugin_api import (
     MODE_KEYS,
     AcceleratorPlugin,
     AllocatedDevice,
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     DeviceNode,
+    DeviceRead,
     DeviceRequest,
     Features,
     Measurement,
@@ -37,25 +37,31 @@ from agentd.plugin_api import (
     SettingProblem,
     SlotTypeInfo,
     dealt_by_slots,
-    log_once,
     memory_offered,
     mode_problems,
     mode_slots,
     on_pci_bus,
     primary_slot,
+    size_in_bytes,
     unknown_settings,
 )
-from agentd_cuda import cdi, links, mps, nvml
-from agentd_cuda.files import device_files
+from agentd_cuda import bus, cdi, links, mps, nvml
+from agentd_cuda.files import COMMON, MIG_MINORS, device_files
+from agentd_cuda.xids import APPLICATION_XIDS, Xid, XidWatch
 
-_KEYS = (*MODE_KEYS, "ignored-xids", "sysfs", *mps.KEYS)
-_VENDOR = "10de"
-APPLICATION_XIDS = (13, 31, 43, 45, 68, 109)
-"""Xids that a job causes and the GPU survives; NVIDIA's own k8s-device-plugin ignores them, too."""
+_KEYS = (*MODE_KEYS, "memory", "ignored-xids", "sysfs", *mps.KEYS)
 XID_HOLDS_S = 60.0
 """Minimum seconds for which an Xid counts, whatever recovery the driver reports."""
-_WAIT_MS = 200
-"""Longest wait for an event: `nvmlShutdown` blocks until it is over (seen with driver 580)."""
+_IMEX = 5
+_RECOVERY = {
+    1: "a GPU reset",
+    2: "a reboot of the node",
+    3: "a peer-to-peer drain",
+    4: "a drain and a reset",
+    6: "a bus reset",
+    7: "a reboot of the system",
+}
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action, and `_IMEX` concerns no GPU alone."""
 
 
 class CudaPlugin(AcceleratorPlugin):
@@ -71,41 +77,40 @@ class CudaPlugin(AcceleratorPlugin):
             problems.append(SettingProblem("sysfs", "expected the path of a folder"))
         if settings.get("memory-slot") is True and settings.get("mode") != "shares":
             problems.append(SettingProblem("memory-slot", 'needs mode = "shares"'))
+        try:
+            is_size = size_in_bytes(settings.get("memory", "1m")) >= 1 << 20
+        except ValueError:
+            is_size = False
+        if not is_size:
+            problems.append(SettingProblem("memory", 'expected a size such as "119g"'))
         return problems + mps.problems(settings)
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
         self._sysfs = Path(settings.get("sysfs", "/sys"))
-        self._ignored_xids = frozenset(settings.get("ignored-xids", APPLICATION_XIDS))
-        self._event_set: Any = None
-        self._xids: dict[str, tuple[int, float]] = {}
-        self._last: dict[int, nvml.Gpu] = {}
-        self._uuids: dict[int | None, str] = {}
-        self._failed_waits = 0
+        self._gpus = nvml.Gpus()
+        self._listed: list[DeviceRead[int, nvml.Gpu]] = []
+        self._watch = XidWatch(frozenset(settings.get("ignored-xids", APPLICATION_XIDS)))
+        self._xids: dict[str, Xid] = {}
+        self._unfit: dict[int, str] = {}
         self._mps = mps.MpsServer.of(settings)
 
     def open(self) -> None:
         self._start_nvml()
-        if self._mps is not None and (
-            problem := self._mps.unavailable_reason() or self._mps_problem()
-        ):
-            raise RuntimeError(problem)
-        try:
-            self._event_set = nvml.call_optional(pynvml.nvmlEventSetCreate)
-        except pynvml.NVMLError as error:
-            log_once(f"no events: {error}")
-        for index, handle in nvml.handles() if self._event_set is not None else ():
-            try:
-                self._register(handle)
-            except pynvml.NVMLError as error:
-                log_once(f"no events of GPU {index}: {error}")
+        if self._mps is not None:
+            unfit = (
+                f"{self.name}{index}: {reason}" for index, reason in self._unfit_gpus().items()
+            )
+            if problem := self._mps.unavailable_reason() or "; ".join(unfit):
+                raise RuntimeError(problem)
+        self._watch.wait(0)  # from now on, no Xid is missed
 
     def _start_nvml(self) -> None:
         """Start NVML.
 
         If its library is installed, the bus proves nothing: not every GPU is on PCI.
         """
-        addresses = on_pci_bus(_VENDOR, sysfs=self._sysfs)
+        addresses = on_pci_bus(bus.VENDOR, sysfs=self._sysfs)
         on_bus = f"; on the PCI bus: {', '.join(addresses)}" if addresses else ""
         try:
             pynvml.nvmlInit()
@@ -118,23 +123,17 @@ class CudaPlugin(AcceleratorPlugin):
         except pynvml.NVMLError as error:
             raise RuntimeError(f"NVML does not start: {error}{on_bus}") from None
 
-    def _mps_problem(self) -> str:
-        reasons = ((index, mps.unsupported_reason(handle)) for index, handle in nvml.handles())
-        return "; ".join(f"{self.name}{index}: {reason}" for index, reason in reasons if reason)
-
-    def _register(self, handle: Any) -> None:
-        self._uuids[_handle_address(handle)] = pynvml.nvmlDeviceGetUUID(handle)
-        supported = nvml.call_optional(pynvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
-        if event_types := supported & pynvml.nvmlEventTypeXidCriticalError:
-            nvml.call_optional(
-                pynvml.nvmlDeviceRegisterEvents, handle, event_types, self._event_set
-            )
+    def _unfit_gpus(self) -> dict[int, str]:
+        """Return why MPS cannot limit clients, for each GPU where it cannot."""
+        reasons, _ = nvml.call_each(mps.unsupported_reason)
+        return {index: reason for index, reason in reasons.items() if reason}
 
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        profiles = {part.profile for gpu in self._gpus() for part in gpu.parts}
+        gpus = [gpu.state for gpu in self._gpus.read() if gpu.state]
+        profiles = {part.state.profile for gpu in gpus for part in gpu.parts if part.state}
         return [
             *mode_slots(self.name, self.settings, unit="GPU"),
             *(
@@ -148,97 +147,152 @@ class CudaPlugin(AcceleratorPlugin):
         return f"{self.name}.device:{profile.replace('+', '.')}-mig"
 
     def list_devices(self) -> Sequence[DeviceInfo]:
-        return [device for gpu in self._gpus() for device in self._devices(gpu)]
+        self._listed = self._gpus.read()
+        self._watch.is_due = True
+        self._assign_xids()
+        if self._mps is not None:
+            self._unfit = self._unfit_gpus()
+        return [device for gpu in self._listed for device in self._devices(gpu)]
 
-    def _devices(self, gpu: nvml.Gpu) -> Sequence[DeviceInfo]:
+    def _devices(self, gpu: DeviceRead[int, nvml.Gpu]) -> Sequence[DeviceInfo]:
+        state = gpu.state
         problem = self._health_problem(gpu)
         try:
-            numa_node = nvml.numa_node(gpu.pci, self._sysfs)
+            numa_node = nvml.numa_node(state.pci, self._sysfs) if state else None
         except OSError as error:
             numa_node = None
             problem = problem or f"its NUMA node cannot be read: {error.strerror}"
+        memory_bytes = self._memory_bytes(state)
+        xid = self._xid_reason(gpu.identity, state)
         whole = DeviceInfo(
-            id=f"{self.name}{gpu.index}",
-            stable_id=gpu.uuid,
+            id=f"{self.name}{gpu.key}",
+            stable_id=gpu.identity,
             slot=primary_slot(self.name, self.settings),
-            aliases=[gpu.pci] if gpu.pci else [],
-            model=gpu.model,
+            aliases=[state.pci] if state and state.pci else [],
+            model=state.model if state else "",
             numa_node=numa_node,
-            health="unhealthy" if problem else "healthy",
-            reason=problem,
-            attributes={"memory": str(gpu.memory_bytes)},
+            health="unhealthy" if problem or xid else "healthy",
+            reason=problem or xid,
+            attributes={"memory": str(memory_bytes)},
+            files=_listed_files(state, None),
         )
-        if not gpu.is_mig:
-            memory = memory_offered(self.name, self.settings, gpu.memory_bytes)
+        if state is None or not state.is_mig:
+            memory = memory_offered(self.name, self.settings, memory_bytes)
             return [replace(whole, secondary=memory)]
-        return [
-            replace(
-                whole,
-                id=f"{whole.id}:{part.index_on_gpu}",
-                stable_id=nvml.stable_id(part.uuid),
-                slot=self._mig_slot(part.profile),
-                aliases=[],
-                parent=gpu.uuid,
-                health="unhealthy" if problem or part.problem else "healthy",
-                reason=problem or part.problem,
-                attributes={"memory": str(part.memory_bytes), "profile": part.profile},
-            )
-            for part in gpu.parts
-        ]
+        return [self._part(whole, state, part, part.state) for part in state.parts if part.state]
 
-    def _gpus(self) -> list[nvml.Gpu]:
-        """Read all GPUs; one that does not answer has its last known values, and the reason."""
-        gpus: dict[str, nvml.Gpu] = {}
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                self._last[index] = gpu = nvml.read_gpu(index, self._last.get(index))
-            except pynvml.NVMLError as error:
-                log_once(f"GPU {index} is left out; its identity cannot be read: {error}")
-            else:
-                gpus.setdefault(gpu.uuid, gpu)
-        return list(gpus.values())
+    def _part(
+        self,
+        whole: DeviceInfo,
+        gpu: nvml.Gpu,
+        read: DeviceRead[int, nvml.MigPart],
+        part: nvml.MigPart,
+    ) -> DeviceInfo:
+        problem = f"no answer: {read.problem}" if read.problem else part.problem
+        reason = whole.reason or problem or self._xid_reason(read.identity, gpu)
+        return replace(
+            whole,
+            id=f"{whole.id}:{read.key}",
+            stable_id=read.identity,
+            slot=self._mig_slot(part.profile),
+            aliases=[],
+            parent=whole.stable_id,
+            health="unhealthy" if reason else "healthy",
+            reason=reason,
+            attributes={"memory": str(part.memory_bytes), "profile": part.profile},
+            files=_listed_files(gpu, part),
+        )
 
-    def _health_problem(self, gpu: nvml.Gpu) -> str:
-        if gpu.problem:
-            return gpu.problem
-        if self._mps is not None and not gpu.is_mig and (problem := self._mps.unavailable_reason()):
-            return problem
-        xid, since = self._xids.get(gpu.uuid, (0, 0.0))
-        if xid and gpu.reports_recovery and time.monotonic() - since > XID_HOLDS_S:
-            del self._xids[gpu.uuid]
+    def _memory_bytes(self, gpu: nvml.Gpu | None) -> int:
+        """Return the memory of a GPU, that of the settings if its driver reports none."""
+        if gpu is None:
+            return 0
+        return gpu.memory_bytes or size_in_bytes(self.settings.get("memory", 0))
+
+    def _health_problem(self, gpu: DeviceRead[int, nvml.Gpu]) -> str:
+        if gpu.problem or gpu.state is None:
+            return f"no answer: {gpu.problem}"
+        if self._mps is not None and not gpu.state.is_mig:
+            problem = self._mps.unavailable_reason() or self._unfit.get(gpu.key, "")
+            if problem:
+                return problem
+        action = gpu.state.recovery
+        if not action or action == _IMEX:
             return ""
-        return f"Xid {xid}" if xid else ""
+        return f"the driver requires {_RECOVERY.get(action, f'recovery action {action}')}"
 
-    def wait_for_change(self, timeout_s: float) -> bool:
-        if self._event_set is None:
-            time.sleep(timeout_s)
-            return False
-        try:
-            event = pynvml.nvmlEventSetWait(self._event_set, min(_WAIT_MS, int(timeout_s * 1000)))
-        except pynvml.NVMLError_Timeout:
-            return False
-        except pynvml.NVMLError as error:
-            log_once(f"waiting for events fails: {error}")
-            self._failed_waits += 1
-            time.sleep(min(timeout_s, 2.0**self._failed_waits))
-            return self._failed_waits == 1
-        self._failed_waits = 0
-        uuid = self._uuids.get(_handle_address(event.device))
-        xid = int(event.eventData)
-        if uuid is None or xid in self._ignored_xids:
-            return False
-        self._xids[uuid] = (xid, time.monotonic())
-        return True
+    def _assign_xids(self) -> None:
+        """Assign the Xids since the last listing to the parts that they name, or to the GPU."""
+        gpu_by_uuid = {gpu.identity: gpu.state for gpu in self._listed}
+        while self._watch.seen:
+            xid = self._watch.seen.popleft()
+            gpu = gpu_by_uuid.get(xid.uuid)
+            if gpu is None or not gpu.is_mig or xid.gpu_instance is None:
+                self._xids[xid.uuid] = xid
+                continue
+            for part in gpu.parts:
+                if part.state and xid.concerns(part.state):
+                    self._xids[part.identity] = xid
+
+    def _xid_reason(self, stable_id: str, gpu: nvml.Gpu | None) -> str:
+        """Return the Xid of a device, unless the driver requires no recovery any more."""
+        if (xid := self._xids.get(stable_id)) is None:
+            return ""
+        if gpu is None or gpu.recovery is None:
+            return f"Xid {xid.number}; after a check, end this with: agentctl clear DEVICE"
+        if time.monotonic() - xid.seen_s > XID_HOLDS_S:
+            del self._xids[stable_id]
+            return ""
+        return f"Xid {xid.number}"
+
+    def clear(self, device_ids: Sequence[str]) -> None:
+        gpu_of = {
+            part.identity: gpu.identity
+            for gpu in self._listed
+            for part in (gpu.state.parts if gpu.state else ())
+        }
+        for stable_id in device_ids:
+            for owner in (stable_id, gpu_of.get(stable_id, "")):
+                self._xids.pop(owner, None)
+
+    def conditions(self) -> Sequence[ConditionInfo]:
+        addresses = [gpu.state.pci if gpu.state else "" for gpu in self._listed]
+        silent = self._gpus.reads.describe_unidentified()
+        found = [*map(ConditionInfo, silent), *bus.conditions(self._sysfs, addresses)]
+        if self._watch.problem:
+            found.append(ConditionInfo(f"no GPU is watched for Xids: {self._watch.problem}"))
+        for gpu in self._listed:
+            if gpu.state and not gpu.problem:
+                found += self._gpu_conditions(gpu.key, gpu.identity, gpu.state)
+        return found
+
+    def _gpu_conditions(self, index: int, uuid: str, gpu: nvml.Gpu) -> Iterator[ConditionInfo]:
+        name = f"{self.name}{index}"
+        if words := self._watch.refusals.get(index):
+            yield ConditionInfo(f"{name} is not watched for Xids: {words}", stable_id=uuid)
+        if gpu.recovery == _IMEX:
+            reason = f"the driver of {name} requires a recovery of its IMEX domain"
+            yield ConditionInfo(reason, "nvidia-imex-ctl shows the domain", uuid)
+        if not gpu.is_mig and self.settings.get("memory-slot") and not self._memory_bytes(gpu):
+            reason = f"{name} reports no memory, and offers no {self.name}.mem"
+            yield ConditionInfo(reason, f'set memory = "…" in [plugins.{self.name}]', uuid)
+        if gpu.is_mig and not gpu.parts and not gpu.silent_parts:
+            yield ConditionInfo(f"{name} is in MIG mode and has no instances", stable_id=uuid)
+        if any(sentence.endswith(nvml.NO_PERMISSION) for sentence in gpu.silent_parts):
+            reason = f"{name} is in MIG mode, and agentd has no permission to open its instances"
+            yield ConditionInfo(reason, "run agentd as a user who may read /dev/nvidia-caps", uuid)
+        else:
+            for sentence in gpu.silent_parts:
+                yield ConditionInfo(f"{name}: {sentence}", stable_id=uuid)
 
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]
     ) -> PartitionInfo | None:
-        handles = {
-            self._last[index].uuid: handle
-            for index, handle in nvml.handles()
-            if index in self._last
-        }
-        groups = links.close_groups(handles)
+        handles, _ = nvml.call_each(lambda handle: handle)
+        uuid_of = {gpu.key: gpu.identity for gpu in self._listed}
+        groups = links.close_groups(
+            {uuid_of[index]: handle for index, handle in handles.items() if index in uuid_of}
+        )
         group_of = {uuid: number for number, group in enumerate(groups) for uuid in group}
         return dealt_by_slots(devices, agents, group_of)
 
@@ -255,7 +309,7 @@ class CudaPlugin(AcceleratorPlugin):
         shares = [device for device in allocation if device.slot == f"{self.name}.shares"]
         if self._mps is None or not shares:
             return edits
-        memory = {gpu.uuid: gpu.memory_bytes for gpu in self._gpus()}
+        memory = {gpu.identity: self._memory_bytes(gpu.state) for gpu in self._listed}
         mps_shares = [
             mps.MpsShare(share, int(device.amounts.get(f"{self.name}.mem", whole * share)))
             for device in shares
@@ -276,15 +330,30 @@ class CudaPlugin(AcceleratorPlugin):
             return ContainerEdits(env=env, device_requests=(DeviceRequest("nvidia", uuids),))
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         if features.runtime == "systemd":  # systemd closes all files that are not named
-            return ContainerEdits(env=env, device_nodes=_device_nodes(device_files(uuids)))
+            files = [file for device in allocation for file in self._device_files(device)]
+            return ContainerEdits(env=env, device_nodes=_device_nodes([*files, *COMMON]))
         return ContainerEdits(env=env)
 
+    def _device_files(self, device: AllocatedDevice) -> list[str]:
+        """Return the files of a device as last read; the driver is not asked about others.
+
+        Raises:
+            LookupError: it has not been listed, or its files are not known.
+        """
+        for gpu in self._listed:
+            for part in gpu.state.parts if gpu.state else ():
+                if part.identity == device.stable_id:
+                    return device_files(gpu.state, part.state, MIG_MINORS)
+            if gpu.identity == device.stable_id:
+                return device_files(gpu.state, None, MIG_MINORS)
+        raise LookupError(f"{device.stable_id} does not answer")
+
     def measure(self) -> Sequence[Measurement]:
-        measurements: list[Measurement] = []
-        for _, handle in nvml.handles():
-            with suppress(pynvml.NVMLError):
-                measurements += nvml.measurements(handle)
-        return measurements
+        results, _ = nvml.call_each(nvml.measurements)
+        return [measurement for found in results.values() for measurement in found]
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        return self._watch.wait(timeout_s)
 
 
 def _nvidia_uuid(stable_id: str) -> str:
@@ -292,10 +361,12 @@ def _nvidia_uuid(stable_id: str) -> str:
     return stable_id.replace(":", "/") if stable_id.startswith("MIG-GPU-") else stable_id
 
 
-def _handle_address(handle: Any) -> int | None:
-    """Return the address of a GPU's handle, which identifies it even if the GPU is lost."""
-    return ctypes.cast(handle, ctypes.c_void_p).value
+def _listed_files(gpu: nvml.Gpu | None, part: nvml.MigPart | None) -> Sequence[str]:
+    try:
+        return device_files(gpu, part, MIG_MINORS)
+    except LookupError:
+        return ()
 
 
 def _device_nodes(files: Sequence[str]) -> tuple[DeviceNode, ...]:
-    return tuple(DeviceNode(file, file) for file in files)
+    return tuple(DeviceNode(file, file) for file in dict.fromkeys(files))

@@ -1,28 +1,25 @@
 """NVML's data about GPUs, as plain values; the only module that uses `pynvml`.
 
 API: https://docs.nvidia.com/deploy/nvml-api/. A call that a driver or GPU does not support returns
-None. A GPU or part that does not answer is as last seen, with the driver's reason; it affects only
-itself.
+None. A GPU or part that refuses is as last read, with the driver's words; it affects only itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from math import ceil, floor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pynvml
-from msgspec.structs import replace
 
-from agentd.plugin_api import Measurement, ProcessUse, log_once
+from agentd.plugin_api import DeviceRead, DeviceReads, Measurement, ProcessUse, guard_each
 
 _T = TypeVar("_T")
-_RECOVERY = {1: "a GPU reset", 2: "a reboot", 3: "a peer-to-peer drain", 4: "a drain and a reset"}
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION; 0 means no action."""
 _PROFILE = re.compile(r"\bMIG ((?:[0-9]+c\.)?[0-9]+g\.[0-9]+gb(?:[+-][a-z]+(?:\.[a-z]+)*)*)$")
 _NOT_OFFERED = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -31,30 +28,31 @@ _NOT_OFFERED = (
 )
 _NO_PART = (*_NOT_OFFERED, pynvml.NVML_ERROR_NOT_FOUND)
 _UNSUPPORTED = (*_NOT_OFFERED, pynvml.NVML_ERROR_NO_PERMISSION)
+NO_PERMISSION = str(pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION))
 
 
 class MigPart(msgspec.Struct, frozen=True):
-    """A MIG device: its index on its GPU, and its profile, such as `1g.10gb+me`."""
+    """A MIG device and its profile, such as `1g.10gb+me`; the ids of its instances, if known."""
 
-    index_on_gpu: int
-    uuid: str
     profile: str
     memory_bytes: int
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
     problem: str = ""
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU; `problem` is why it cannot be used, and `is_mig` that only its parts can."""
+    """A GPU; with `is_mig` only its parts can be used, and `recovery` is the required action."""
 
-    index: int
-    uuid: str
-    pci: str = ""
-    model: str = ""
-    memory_bytes: int = 0
-    is_mig: bool = False
-    parts: tuple[MigPart, ...] = ()
-    problem: str = ""
-    reports_recovery: bool = False
+    pci: str
+    model: str
+    memory_bytes: int
+    minor: int | None
+    is_mig: bool
+    parts: Sequence[DeviceRead[int, MigPart]]
+    silent_parts: Sequence[str]
+    """A sentence for each part that has not told enough to be listed."""
+    recovery: int | None
 
 
 def call_optional(
@@ -71,6 +69,21 @@ def call_optional(
         if error.value in none_for:
             return None
         raise
+
+
+def _call_or_last(function: Callable[[Any], _T], handle: Any, last: _T | None) -> _T | None:
+    """Call NVML about something that a device can do without; `last` if the driver refuses."""
+    try:
+        return function(handle)
+    except pynvml.NVMLError:
+        return last
+
+
+def call_each(call: Callable[[Any], _T]) -> tuple[dict[int, _T], dict[int, str]]:
+    """Call a function with the handle of each GPU; return results and refusals by index."""
+    handle_of = pynvml.nvmlDeviceGetHandleByIndex
+    indices = range(pynvml.nvmlDeviceGetCount())
+    return guard_each(indices, lambda index: call(handle_of(index)), pynvml.NVMLError)
 
 
 def pci_address(bus_id: str) -> str:
@@ -92,56 +105,73 @@ def numa_node(pci: str, sysfs: Path = Path("/sys")) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def handles() -> Iterator[tuple[int, Any]]:
-    """Yield the index and handle of each reachable GPU."""
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        try:
-            yield index, pynvml.nvmlDeviceGetHandleByIndex(index)
-        except pynvml.NVMLError:
-            continue
+class Gpus:
+    """The GPUs of the driver and their parts, over many reads."""
+
+    def __init__(self) -> None:
+        self.reads = DeviceReads[int, Gpu]("GPU", pynvml.NVMLError)
+        self._part_reads: dict[str, DeviceReads[int, MigPart]] = {}
+
+    def read(self) -> list[DeviceRead[int, Gpu]]:
+        """Read all GPUs; a GPU needs nothing but its identity."""
+        handle_of = pynvml.nvmlDeviceGetHandleByIndex
+        return self.reads.read(
+            range(pynvml.nvmlDeviceGetCount()),
+            lambda index: pynvml.nvmlDeviceGetUUID(handle_of(index)),
+            lambda index, last: self._read_gpu(index, handle_of(index), last),
+        )
+
+    def _read_gpu(self, index: int, handle: Any, last: Gpu | None) -> Gpu:
+        """Read everything but the identity.
+
+        Refused permission counts as a failure, except for the memory of a GPU in MIG mode, which
+        only monitors of all its parts may read.
+        """
+        pci = call_optional(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_NOT_OFFERED)
+        mode = call_optional(pynvml.nvmlDeviceGetMigMode, handle, none_for=_NOT_OFFERED)
+        is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+        refused = _UNSUPPORTED if is_mig else _NOT_OFFERED
+        memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
+        total = int(memory.total) if memory else last.memory_bytes if last else 0
+        parts, silent_parts = self._read_parts(handle, total) if is_mig else ([], [])
+        return Gpu(
+            pci=pci_address(pci.busId) if pci else last.pci if last else "",
+            model=call_optional(pynvml.nvmlDeviceGetName, handle) or (last.model if last else ""),
+            memory_bytes=total,
+            minor=_call_or_last(partial(_minor, index), handle, last.minor if last else None),
+            is_mig=is_mig,
+            parts=parts,
+            silent_parts=silent_parts,
+            recovery=_recovery_action(handle),
+        )
+
+    def _read_parts(
+        self, handle: Any, total_bytes: int
+    ) -> tuple[list[DeviceRead[int, MigPart]], list[str]]:
+        """Return the parts of a GPU, and a sentence for each that cannot be listed."""
+        handle_of = partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle)
+        reads = self._part_reads.setdefault(
+            pynvml.nvmlDeviceGetUUID(handle), DeviceReads("MIG instance", pynvml.NVMLError)
+        )
+        count = call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED)
+        handles, refused = guard_each(
+            range(count or 0),
+            partial(call_optional, handle_of, none_for=_NO_PART),
+            pynvml.NVMLError,
+        )
+        found = reads.read(
+            [index for index in range(count or 0) if index in refused or handles[index]],
+            lambda index: stable_id(pynvml.nvmlDeviceGetUUID(handle_of(index))),
+            lambda index, last: _read_part(handle, handle_of(index), total_bytes, last),
+        )
+        silent = [f"MIG instance {part.key}: {part.problem}" for part in found if not part.state]
+        return [part for part in found if part.state], [*reads.describe_unidentified(), *silent]
 
 
-def read_gpu(index: int, last: Gpu | None = None) -> Gpu:
-    """Read a GPU; one that does not answer has its last known values and a `problem`.
-
-    Raises:
-        NVMLError: its identity is unreadable, and unknown.
-    """
-    gpu = last
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = pynvml.nvmlDeviceGetUUID(handle)
-        if gpu is None or gpu.uuid != uuid:
-            gpu = Gpu(index, uuid)
-        if pci := call_optional(pynvml.nvmlDeviceGetPciInfo, handle, none_for=_NOT_OFFERED):
-            gpu = replace(gpu, pci=pci_address(pci.busId))
-        return _read_gpu(gpu, handle)
-    except pynvml.NVMLError as error:
-        if gpu is None:
-            raise
-        return replace(gpu, problem=f"no answer: {error}")
-
-
-def _read_gpu(gpu: Gpu, handle: Any) -> Gpu:
-    """Read everything but the identity.
-
-    Refused permission counts as a failure, except for the memory of a GPU in MIG mode, which only
-    monitors of all its parts may read.
-    """
-    mode = call_optional(pynvml.nvmlDeviceGetMigMode, handle, none_for=_NOT_OFFERED)
-    is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    refused = _UNSUPPORTED if is_mig else _NOT_OFFERED
-    memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, handle, none_for=refused)
-    gpu = replace(gpu, memory_bytes=int(memory.total) if memory else gpu.memory_bytes)
-    action = _recovery_action(handle)
-    return replace(
-        gpu,
-        model=call_optional(pynvml.nvmlDeviceGetName, handle) or gpu.model,
-        is_mig=is_mig,
-        parts=tuple(_read_parts(handle, gpu)) if is_mig else (),
-        problem=f"the driver requires {_RECOVERY.get(action, 'recovery')}" if action else "",
-        reports_recovery=action is not None,
-    )
+def _minor(index: int, handle: Any) -> int:
+    """Return the minor number of a GPU: its index where the driver has none, off the PCI bus."""
+    minor = call_optional(pynvml.nvmlDeviceGetMinorNumber, handle, none_for=_NOT_OFFERED)
+    return index if minor is None else int(minor)
 
 
 def _recovery_action(handle: Any) -> int | None:
@@ -154,42 +184,37 @@ def _recovery_action(handle: Any) -> int | None:
     return int(values[0].value.uiVal)
 
 
-def part_handles(handle: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the index and handle of each MIG device of a GPU."""
+def part_handles(handle: Any) -> Iterator[Any]:
+    """Yield the handle of each MIG device of a GPU that can be opened."""
     for index in range(call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
-            yield index, pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except pynvml.NVMLError as error:
             if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
                 raise
 
 
-def _read_parts(handle: Any, gpu: Gpu) -> Iterator[MigPart]:
-    """Yield the parts of a GPU; a silent one has its last known values and a `problem`."""
-    last_part_by_index = {part.index_on_gpu: part for part in gpu.parts}
-    for index in range(
-        call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED) or 0
-    ):
-        part = last_part_by_index.get(index)
-        get_handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
-        try:
-            if (part_handle := call_optional(get_handle, handle, index, none_for=_NO_PART)) is None:
-                continue
-            uuid, profile = pynvml.nvmlDeviceGetUUID(part_handle), _profile_from_name(part_handle)
-            if part is None or part.uuid != uuid:
-                part = MigPart(index, uuid, profile, 0) if profile else None
-            attributes = pynvml.nvmlDeviceGetAttributes(part_handle)
-            memory_bytes = int(attributes.memorySizeMB) << 20
-            if not profile:
-                total = gpu.memory_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-                slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
-                profile = profile_name(*slices, memory_bytes, total)
-            yield MigPart(index, uuid, profile, memory_bytes)
-        except pynvml.NVMLError as error:
-            if part is not None:
-                yield replace(part, problem=f"no answer: {error}")
-            else:
-                log_once(f"MIG device {index} of GPU {gpu.index} is left out: {error}")
+def _read_part(handle: Any, part: Any, total_bytes: int, last: MigPart | None) -> MigPart:
+    """Read everything but the identity; a part with a profile is listed without its attributes."""
+    gpu_instance = _call_or_last(
+        pynvml.nvmlDeviceGetGpuInstanceId, part, last.gpu_instance if last else None
+    )
+    compute_instance = _call_or_last(
+        pynvml.nvmlDeviceGetComputeInstanceId, part, last.compute_instance if last else None
+    )
+    profile = _profile_from_name(part)
+    try:
+        attributes = pynvml.nvmlDeviceGetAttributes(part)
+    except pynvml.NVMLError as error:
+        if last or not profile:
+            raise
+        return MigPart(profile, 0, gpu_instance, compute_instance, f"no answer: {error}")
+    memory_bytes = int(attributes.memorySizeMB) << 20
+    if not profile:
+        total_bytes = total_bytes or int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+        profile = profile_name(*slices, memory_bytes, total_bytes)
+    return MigPart(profile, memory_bytes, gpu_instance, compute_instance)
 
 
 def _profile_from_name(part: Any) -> str:
@@ -238,7 +263,7 @@ def measurements(handle: Any) -> list[Measurement]:
         pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
     )
     results = []
-    for device in [part for _, part in part_handles(handle)] if is_mig else [handle]:
+    for device in part_handles(handle) if is_mig else [handle]:
         memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, device)
         results.append(
             Measurement(
