@@ -19,14 +19,15 @@ devices of the node in a plain process, which sees them all.
 
 A device's identity is its PCI address, where sysfs tells one that no other file has, else
 the path that its file really has. It is healthy as long as its file is there and gone when it
-is not. A file whose name cannot be used in an id is left out, and the log says so.
+is not. A VFIO group is one device, if all in it is one card's or of these vendors. A file that
+is left out is a condition of the node, and so is a card on the PCI bus that has no file.
 """
 
 from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,16 +36,19 @@ import msgspec
 from agentd.plugin_api import (
     AcceleratorPlugin,
     AllocatedDevice,
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     DeviceNode,
+    DeviceRead,
+    DeviceReads,
     Features,
     Mount,
     SettingProblem,
     SlotTypeInfo,
     group_id,
-    log_once,
     memory_slot,
+    on_pci_bus,
     size_in_bytes,
     unknown_settings,
 )
@@ -57,16 +61,34 @@ _FIELDS = ("ids", "paths", "uuids", "places")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,100}")
+_VFIO_STUBS = ("", "pci-stub")
+"""Drivers that leave a VFIO group usable, beside those of VFIO: none, and a stub."""
 _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
+class _FileState(msgspec.Struct, frozen=True):
+    """The data of sysfs about a device file: PCI devices with their vendors, more of the first."""
+
+    vendor_by_pci: Mapping[str, str]
+    numa_node: int | None
+    pci_class: str
+    driver: str
+    problem: str
+
+    @property
+    def is_one_card(self) -> bool:
+        """Whether all its PCI devices are functions of one."""
+        return len({pci.partition(".")[0] for pci in self.vendor_by_pci}) == 1
+
+
 class _DeviceFile(msgspec.Struct, frozen=True):
-    """A device file and its identity."""
+    """A device file and its identity; `pci` is its first PCI device."""
 
     path: str
     number: str
     pci: str | None
     numa_node: int | None
+    problem: str
 
     @property
     def stable_id(self) -> str:
@@ -107,7 +129,11 @@ class GenericPlugin(AcceleratorPlugin):
     def open(self) -> None:
         self._sysfs = Sysfs(Path(self.settings.get("sysfs", "/sys")))
         self._groups = tuple(map(group_id, self.settings.get("groups", ())))
-        self._addresses: dict[Path, str | None] = {}
+        self._reads = DeviceReads[Path, _FileState]("device", OSError)
+        self._found: Sequence[DeviceRead[Path, _FileState]] = ()
+        self._vendors = {
+            vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
+        }
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
         types = [SlotTypeInfo(self._slot)]
@@ -120,40 +146,99 @@ class GenericPlugin(AcceleratorPlugin):
         return f"{self.name}.{self.settings.get('slot', 'device')}"
 
     def _find_files(self) -> list[_DeviceFile]:
-        """Find the device files, each once, however many names it has.
-
-        A file keeps its PCI address if sysfs loses it, as it does while a VFIO group is emptied.
-        """
-        vendors = {
-            vendor.lower().removeprefix("0x") for vendor in self.settings.get("pci-vendors", ())
-        }
-        files = dict.fromkeys(
+        """Find the device files, each once, however many names it has."""
+        paths = dict.fromkeys(
             path.resolve()
             for pattern in self.settings["devices"]
             for path in sorted(Path("/").glob(pattern.lstrip("/")), key=_natural_key)
             if _is_device(path)
         )
-        addresses = {
-            path: self._sysfs.pci_address(path) or self._addresses.get(path) for path in files
-        }
-        self._addresses.update(addresses)
-        numbers = {path: match[1] for path in files if (match := _NUMBER.search(path.name))}
+        self._found = self._reads.read(paths, str, self._read_file)
+        reads = {read.key: read for read in self._found if self._exclusion_reason(read) is None}
+        addresses = {path: self._pci_address(read.state) for path, read in reads.items()}
+        numbers = {path: match[1] for path in paths if (match := _NUMBER.search(path.name))}
         device_files = []
-        for path, pci in addresses.items():
-            if vendors and (pci is None or self._sysfs.vendor(pci) not in vendors):
-                continue
-            if not _ID.fullmatch(_path_to_id(str(path))):
-                log_once(f"{str(path)!r} is skipped: its name is not usable as an id")
-                continue
+        for path, read in reads.items():
             number = numbers.get(path, path.name)
             if [*numbers.values()].count(number) > 1:
                 number = f":{_path_to_id(str(path))}"
-            is_alone = [*addresses.values()].count(pci) == 1
-            numa_node = self._sysfs.numa_node(pci) if pci else None
-            device_files.append(
-                _DeviceFile(str(path), number, pci if is_alone else None, numa_node)
-            )
+            is_alone = [*addresses.values()].count(addresses[path]) == 1
+            pci = addresses[path] if is_alone else None
+            numa_node = read.state.numa_node if read.state else None
+            problem = read.problem or (read.state.problem if read.state else "")
+            device_files.append(_DeviceFile(str(path), number, pci, numa_node, problem))
         return device_files
+
+    def _read_file(self, path: Path, last: _FileState | None) -> _FileState:
+        """Read sysfs; a file keeps what sysfs loses, as it does while a VFIO group is emptied."""
+        addresses = self._sysfs.pci_addresses(path)
+        if not addresses and last:
+            return last
+        first = addresses[0] if addresses else ""
+        numa_node = self._sysfs.read(first, "numa_node")
+        drivers = {pci: self._sysfs.driver(pci) for pci in addresses}
+        in_use = [
+            f"{pci} has the driver {driver}"
+            for pci, driver in drivers.items()
+            if path.parent.name == "vfio" and driver not in _VFIO_STUBS and "vfio" not in driver
+        ]
+        return _FileState(
+            {pci: self._sysfs.read(pci, "vendor") for pci in addresses},
+            int(numa_node) if numa_node.isdigit() else None,
+            self._sysfs.read(first, "class"),
+            drivers.get(first, ""),
+            f"its VFIO group cannot be opened: {', '.join(in_use)}" if in_use else "",
+        )
+
+    def _exclusion_reason(self, read: DeviceRead[Path, _FileState]) -> str | None:
+        """Return why a file is not a device, None if it is, empty if it is another vendor's."""
+        vendor_by_pci = read.state.vendor_by_pci if read.state else {}
+        foreign = [pci for pci, vendor in vendor_by_pci.items() if vendor not in self._vendors]
+        if not _ID.fullmatch(_path_to_id(read.identity)):
+            return "its name is not usable as an id"
+        if not self._vendors or (vendor_by_pci and not foreign):
+            return None
+        if not vendor_by_pci:
+            return read.problem or "sysfs lists no PCI device behind it"
+        if len(foreign) == len(vendor_by_pci):
+            return ""
+        if read.state and read.state.is_one_card:
+            return None
+        others = (f"{pci} ({vendor_by_pci[pci] or 'unknown'})" for pci in foreign)
+        return f"its VFIO group also has devices of other vendors: {', '.join(others)}"
+
+    def _pci_address(self, state: _FileState | None) -> str | None:
+        """Return the address that identifies a file; all cards of a VFIO group are one device."""
+        if state is None or not (state.is_one_card or (self._vendors and state.vendor_by_pci)):
+            return None
+        return min(state.vendor_by_pci)
+
+    def conditions(self) -> Sequence[ConditionInfo]:
+        reasons = {read.identity: self._exclusion_reason(read) for read in self._found}
+        left_out = [
+            ConditionInfo(f"{file!r} is left out: {reason}")
+            for file, reason in reasons.items()
+            if reason
+        ]
+        return [*left_out, *self._missing_devices()]
+
+    def _missing_devices(self) -> Iterator[ConditionInfo]:
+        """Yield what is on the PCI bus like the devices, and has no file; or that there are none.
+
+        A device with another driver is not meant to have such a file.
+        """
+        patterns = ", ".join(self.settings["devices"])
+        found = [read.state for read in self._found if self._exclusion_reason(read) is None]
+        if not found:
+            yield ConditionInfo(f"no device file matches {patterns}", "load the driver")
+        known = {pci for read in self._found if read.state for pci in read.state.vendor_by_pci}
+        classes = {state.pci_class for state in found if state and state.pci_class}
+        drivers = {"", *(state.driver for state in found if state)}
+        for vendor in sorted(self._vendors):
+            for pci in on_pci_bus(vendor, [*classes], self._sysfs.root):
+                if pci not in known and self._sysfs.driver(pci) in drivers:
+                    reason = f"{pci} is on the PCI bus, and has no device file like {patterns}"
+                    yield ConditionInfo(reason, "look for its driver in the log of Linux")
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         memory = self.settings.get("memory")
@@ -166,8 +251,18 @@ class GenericPlugin(AcceleratorPlugin):
                 aliases=[_path_to_id(file.path)] if file.pci else [],
                 model=str(self.settings.get("model", "")),
                 numa_node=file.numa_node,
+                health="unhealthy" if file.problem else "healthy",
+                reason=file.problem,
                 attributes={"path": file.path},
                 secondary=secondary,
+                files=[
+                    file.path,
+                    *(
+                        pattern.replace("{id}", file.number)
+                        for pattern in self.settings.get("per-device", ())
+                        if "{id}" in pattern
+                    ),
+                ],
             )
             for file in self._find_files()
         ]
