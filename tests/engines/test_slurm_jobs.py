@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+from support.slurm_cluster import make_device
 from support.slurm_nodes import NodesOf, SlurmNodes
 
 GPU = {"cuda.device": "1"}
@@ -35,6 +37,27 @@ async def test_job_of_two_types_claims_both(slurm: NodesOf) -> None:
     nodes = await slurm()
     job = nodes.cluster.submit("--gres=gpu:cuda1:1,gpu:cuda3:1")
     await nodes.until_claims({f"slurm-{job}": ["cuda1", "cuda3"]})
+
+
+async def test_slurm_takes_printed_lines_of_several_files(slurm: NodesOf) -> None:
+    """As of MIG instances: a file that they share, and two of each one's own."""
+
+    def with_files(nodes: SlurmNodes) -> str:
+        dev = nodes.cluster.own / "dev"
+        return f'{nodes.text}files = ["{dev}/gpu", "{dev}/{{id}}-gi", "{dev}/{{id}}-ci"]\n'
+
+    nodes = await slurm(gpu_count=2, text=with_files)
+    printed = nodes.agentctl(nodes.node, "slurm", "gres", "--agent=slurm")
+    lines = re.findall(r"^Name=gpu .*MultipleFiles=.*$", printed, re.MULTILINE)
+    (gres,) = re.findall(r"^Gres=.*$", printed, re.MULTILINE)
+    for name in ("gpu", "cuda0-gi", "cuda0-ci", "cuda1-gi", "cuda1-ci"):
+        make_device(nodes.folder / nodes.node / "dev" / name)
+    nodes.cluster.gres[nodes.node] = ("\n".join(lines), gres)
+    nodes.configure_slurm("")
+    job = nodes.cluster.submit("--gres=gpu:cuda1:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda1"]})
+    other = nodes.cluster.submit("--gres=gpu:1")
+    await nodes.until_claims({f"slurm-{job}": ["cuda1"], f"slurm-{other}": ["cuda0"]})
 
 
 async def test_collision_requeues_the_job_and_drains_nothing(slurm: NodesOf) -> None:

@@ -184,7 +184,9 @@ def test_refusal_of_one_partition_concerns_it_alone(
 def test_partition_without_processor_in_kfd_has_no_render_node(node: Node) -> None:
     node.write(ONE, "dpx")
     (node.sysfs / "class/kfd/kfd/topology/nodes/2/properties").unlink()
-    first, second = node.plugin().list_devices()
+    plugin = node.plugin()
+    first, second = plugin.list_devices()
+    assert plugin.conditions() == [], "it is in its health"
     assert (first.health, second.health) == ("healthy", "unhealthy")
     assert second.reason == "0000:05:00.0 has no render node in sysfs"
     assert (second.stable_id, second.files) == (f"GPU-{SERIALS[0]}-p1", [])

@@ -47,7 +47,7 @@ from agentd.plugin_api import (
     unknown_settings,
 )
 from agentd_rocm import kfd, smi
-from agentd_rocm.smi import SmiRefusedError
+from agentd_rocm.smi import GpuRefusedError
 
 _KEYS = (*MODE_KEYS, "groups", "sysfs")
 _PARTITION = re.compile(r"[a-z]{2,4}[0-9]?")
@@ -97,11 +97,11 @@ class RocmPlugin(AcceleratorPlugin):
         super().__init__(name, settings)
         self._sysfs_root = Path(settings.get("sysfs", "/sys"))
         self._sysfs = self._sysfs_root / "bus/pci/devices"
-        self._reads = DeviceReads[int, AmdGpu]("GPU", SmiRefusedError)
+        self._reads = DeviceReads[int, AmdGpu]("GPU", GpuRefusedError)
         self._listed: Sequence[DeviceRead[int, AmdGpu]] = ()
         self._addresses: dict[int, str] = {}
         self._places: dict[int, _Place] = {}
-        self._unplaced: Mapping[int, str] = {}
+        self._refusals: Mapping[int, str] = {}
         self._processors: Mapping[str, Sequence[kfd.Processor]] = {}
         self._files_read: set[Path] = set()
 
@@ -136,7 +136,7 @@ class RocmPlugin(AcceleratorPlugin):
 
     def _read(self) -> list[DeviceRead[int, AmdGpu]]:
         self._processors = kfd.read_processors(self._sysfs_root)
-        self._places, self._unplaced = self._locate()
+        self._places, self._refusals = self._locate()
         return self._reads.read(range(smi.count_gpus()), self._identify, self._read_gpu)
 
     def _locate(self) -> tuple[dict[int, _Place], dict[int, str]]:
@@ -145,7 +145,7 @@ class RocmPlugin(AcceleratorPlugin):
         A processor that refuses has its last address, or the one that KFD leaves for it.
         """
         indices = range(smi.count_gpus())
-        reported, refused = guard_each(indices, smi.read_address, SmiRefusedError)
+        reported, refused = guard_each(indices, smi.read_address, GpuRefusedError)
         for index, address in reported.items():
             self._addresses[index] = kfd.real_address(address, self._sysfs_root)
         addresses = self._addresses
@@ -163,26 +163,26 @@ class RocmPlugin(AcceleratorPlugin):
     def _identify(self, index: int) -> str:
         """Return a GPU's serial number or PCI address, for a partition with its index."""
         if index not in self._places:
-            raise SmiRefusedError(self._unplaced[index])
+            raise GpuRefusedError(self._refusals[index])
         pci, partition = self._places[index]
         serial = f"GPU-{self._read_text(pci, 'unique_id')}"
         physical = serial if _SERIAL.fullmatch(serial) else pci
         try:
             is_part = partition > 0 or self._is_partitioned(pci)
-        except SmiRefusedError:
+        except GpuRefusedError:
             if self._sysfs / pci / _COMPUTE in self._files_read:
                 raise
             is_part = False  # agentd knows its form from earlier
         return f"{physical}-p{partition}" if is_part else physical
 
     def _read_gpu(self, index: int, last: AmdGpu | None) -> AmdGpu:
-        if index in self._unplaced:
-            raise SmiRefusedError(self._unplaced[index])
+        if index in self._refusals:
+            raise GpuRefusedError(self._refusals[index])
         pci, partition = self._places[index]
         numa_node = self._read_text(pci, "numa_node")
         try:
             memory = smi.read_memory(index)
-        except SmiRefusedError:
+        except GpuRefusedError:
             if self.settings.get("memory-slot") or (last and last.memory_bytes):
                 raise
             memory = 0
@@ -220,7 +220,7 @@ class RocmPlugin(AcceleratorPlugin):
         """Return the content of a file of a GPU, empty if the GPU never had it.
 
         Raises:
-            SmiRefusedError: it is unreadable: the driver refuses some while it resets a GPU.
+            GpuRefusedError: it is unreadable: the driver refuses some while it resets a GPU.
         """
         file = self._sysfs / pci / name
         try:
@@ -228,7 +228,7 @@ class RocmPlugin(AcceleratorPlugin):
         except OSError as error:
             if isinstance(error, FileNotFoundError) and file not in self._files_read:
                 return ""
-            raise SmiRefusedError(f"{name} cannot be read: {error.strerror}") from None
+            raise GpuRefusedError(f"{name} cannot be read: {error.strerror}") from None
         self._files_read.add(file)
         return text
 
@@ -275,7 +275,7 @@ class RocmPlugin(AcceleratorPlugin):
         return [
             *(ConditionInfo(reason) for reason in self._reads.describe_unidentified()),
             *self._missing_gpus(),
-            *self._refused_files(),
+            *self._unusable_files(),
         ]
 
     def _missing_gpus(self) -> Iterator[ConditionInfo]:
@@ -291,16 +291,20 @@ class RocmPlugin(AcceleratorPlugin):
                 reason = f"GPU {pci} has {expected} partitions, and AMD SMI lists {count}"
                 yield ConditionInfo(reason, "restart agentd")
 
-    def _refused_files(self) -> Iterator[ConditionInfo]:
-        """Yield the device files that agentd may not open, which its own kernels cannot either."""
+    def _unusable_files(self) -> Iterator[ConditionInfo]:
+        """Yield the device files that kernels lack, and those that agentd may not open."""
         files = {_KFD: ""} | {
-            device.state.render_node: device.identity for device in self._listed if device.state
+            device.state.render_node: device.identity
+            for device in self._listed
+            if device.state and device.state.render_node
         }
         for file, stable_id in files.items():
-            if Path(file).exists() and not os.access(file, os.R_OK | os.W_OK):
-                reason = (
-                    f"agentd has no permission to open {file}, nor have processes that it starts"
-                )
+            if not Path(file).exists():
+                if self._sysfs_root == Path("/sys"):  # not the tree of another host
+                    reason = f"{file} does not exist, which kernels need"
+                    yield ConditionInfo(reason, "look for amdgpu in the log of Linux", stable_id)
+            elif not os.access(file, os.R_OK | os.W_OK):
+                reason = f"agentd has no permission to open {file}, nor its process kernels"
                 yield ConditionInfo(reason, "add its user to the group of the file", stable_id)
 
     def container_edits(

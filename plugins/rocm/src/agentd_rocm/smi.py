@@ -46,8 +46,8 @@ class NoLibraryError(Exception):
     """AMD SMI is not installed."""
 
 
-class SmiRefusedError(Exception):
-    """AMD SMI does not tell something about a GPU; the text has its words."""
+class GpuRefusedError(Exception):
+    """AMD SMI, or its driver, does not tell something about a GPU; the text has the words."""
 
 
 def initialise() -> None:
@@ -84,7 +84,7 @@ def read_address(index: int) -> str:
     """Return the PCI address of a GPU.
 
     Raises:
-        SmiRefusedError: the library does not tell it.
+        GpuRefusedError: the library does not tell it.
     """
     packed = rocml.smi_get_device_pci_id(index)
     if packed is None or packed < 0:
@@ -96,7 +96,7 @@ def read_memory(index: int) -> int:
     """Return the size of a GPU's memory in bytes.
 
     Raises:
-        SmiRefusedError: the library does not tell it.
+        GpuRefusedError: the library does not tell it.
     """
     memory = _parse_number(rocml.smi_get_device_memory_total(index))
     if memory is None:
@@ -110,17 +110,17 @@ def read_model(index: int) -> str:
     return model if isinstance(model, str) else ""
 
 
-def _refusal(what: str, name: str, index: int, *arguments: int) -> SmiRefusedError:
+def _refusal(what: str, name: str, index: int, *arguments: int) -> GpuRefusedError:
     """Return an error with the library's words, which pyrsmi drops: the call is repeated."""
     reason, function = (
         f"AMD SMI does not tell {what}",
         getattr(rocml.rocm_lib, name, None),
     )
     if function is None:
-        return SmiRefusedError(reason)
+        return GpuRefusedError(reason)
     status = function(_handle(index), *arguments, ctypes.create_string_buffer(_MAX_ANSWER))
     words = rocml.amdsmi_status_verbose_err_out.get(status, f"status {status}")
-    return SmiRefusedError(f"{reason}: {words}" if status else reason)
+    return GpuRefusedError(f"{reason}: {words}" if status else reason)
 
 
 def _handle(index: int) -> Any:
