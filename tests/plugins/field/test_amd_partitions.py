@@ -138,12 +138,26 @@ def test_each_partition_is_a_device_with_its_own_render_node(
 
 
 @pytest.mark.parametrize(
-    ("runtime", "visible"), [("docker", "0,1"), ("process", f"3,GPU-{SERIALS[1]}")]
+    ("runtime", "has_own_serials", "visible"),
+    [
+        ("docker", False, "0,1"),
+        ("process", False, f"3,GPU-{SERIALS[1]}"),
+        ("systemd", False, "0,1"),
+        ("docker", True, "0,1"),
+        ("process", True, f"GPU-0000000000000004,GPU-{SERIALS[1]}"),
+        ("systemd", True, f"GPU-0000000000000004,GPU-{SERIALS[1]}"),
+    ],
 )
 def test_kernel_gets_the_render_nodes_of_its_partitions(
-    node: Node, runtime: str, visible: str
+    node: Node, runtime: str, has_own_serials: bool, visible: str
 ) -> None:
+    """The runtime's serial number is KFD's: https://github.com/ROCm/container-toolkit/issues/116."""
     node.write(FORMS["functions in AMD SMI"], "cpx", "spx")
+    if has_own_serials:
+        for number in range(1, 9):
+            file = node.sysfs / f"class/kfd/kfd/topology/nodes/{number}/properties"
+            own = file.read_text().replace(str(int(SERIALS[0], 16)), str(number))
+            file.write_text(own)
     ids = f"GPU-{SERIALS[0]}-p3", f"GPU-{SERIALS[1]}"
     given = [AllocatedDevice("rocm", stable_id, "", "1") for stable_id in ids]
     edits = node.plugin().container_edits(given, Features(runtime))
@@ -190,6 +204,17 @@ def test_partition_without_processor_in_kfd_has_no_render_node(node: Node) -> No
     assert (first.health, second.health) == ("healthy", "unhealthy")
     assert second.reason == "0000:05:00.0 has no render node in sysfs"
     assert (second.stable_id, second.files) == (f"GPU-{SERIALS[0]}-p1", [])
+
+
+def test_partition_without_minor_number_has_no_render_node(node: Node) -> None:
+    """A processor for which Linux could not make a render node has the minor number 0 in KFD."""
+    node.write(ONE, "cpx", "spx")
+    file = node.sysfs / "class/kfd/kfd/topology/nodes/8/properties"
+    file.write_text(file.read_text().replace("drm_render_minor 135", "drm_render_minor 0"))
+    *others, last, whole = node.plugin().list_devices()
+    rows = expected(0, "cpx") + expected(1, "spx")
+    assert [row(device) for device in [*others, whole]] == rows[:7] + rows[8:]
+    assert (last.stable_id, last.health, last.files) == (rows[7][0], "unhealthy", [])
 
 
 def test_gpu_that_amd_smi_lacks_is_a_condition(node: Node) -> None:
@@ -240,5 +265,4 @@ def test_device_file_without_permission_is_a_condition(
     plugin = node.plugin()
     plugin.list_devices()
     (condition,) = plugin.conditions()
-    assert condition.reason.startswith(f"agentd has no permission to open {kfd}")
-    assert condition.stable_id == ""
+    assert condition.reason == f"agentd and its process kernels may not open {kfd}"

@@ -67,8 +67,8 @@ class AmdGpu(msgspec.Struct, frozen=True):
     numa_node: int | None
     render_node: str
     """Empty if Linux has none for it."""
-    runtime_index: int
-    """Its index in ROCm's runtime outside of containers, which also knows serial numbers."""
+    runtime_name: str
+    """Its serial number or index in ROCm's runtime, where all GPUs are visible."""
 
 
 class _Place(NamedTuple):
@@ -165,8 +165,7 @@ class RocmPlugin(AcceleratorPlugin):
         if index not in self._places:
             raise GpuRefusedError(self._refusals[index])
         pci, partition = self._places[index]
-        serial = f"GPU-{self._read_text(pci, 'unique_id')}"
-        physical = serial if _SERIAL.fullmatch(serial) else pci
+        physical = self._serial(pci) or pci
         try:
             is_part = partition > 0 or self._is_partitioned(pci)
         except GpuRefusedError:
@@ -174,6 +173,11 @@ class RocmPlugin(AcceleratorPlugin):
                 raise
             is_part = False  # agentd knows its form from earlier
         return f"{physical}-p{partition}" if is_part else physical
+
+    def _serial(self, pci: str) -> str:
+        """Return the serial number of a GPU, as ROCm's runtime writes it; empty if it has none."""
+        serial = f"GPU-{self._read_text(pci, 'unique_id')}"
+        return serial if _SERIAL.fullmatch(serial) else ""
 
     def _read_gpu(self, index: int, last: AmdGpu | None) -> AmdGpu:
         if index in self._refusals:
@@ -197,7 +201,9 @@ class RocmPlugin(AcceleratorPlugin):
             memory_bytes=memory,
             numa_node=int(numa_node) if numa_node.isdigit() else None,
             render_node=render_node or (processor.render_node if processor else ""),
-            runtime_index=processor.runtime_index if processor else index,
+            runtime_name=processor.runtime_name
+            if processor
+            else (not partition and self._serial(pci)) or str(index),
         )
 
     def _slot(self, pci: str) -> str:
@@ -293,19 +299,18 @@ class RocmPlugin(AcceleratorPlugin):
 
     def _unusable_files(self) -> Iterator[ConditionInfo]:
         """Yield the device files that kernels lack, and those that agentd may not open."""
-        files = {_KFD: ""} | {
-            device.state.render_node: device.identity
-            for device in self._listed
-            if device.state and device.state.render_node
-        }
-        for file, stable_id in files.items():
-            if not Path(file).exists():
-                if self._sysfs_root == Path("/sys"):  # not the tree of another host
-                    reason = f"{file} does not exist, which kernels need"
-                    yield ConditionInfo(reason, "look for amdgpu in the log of Linux", stable_id)
-            elif not os.access(file, os.R_OK | os.W_OK):
-                reason = f"agentd has no permission to open {file}, nor its process kernels"
-                yield ConditionInfo(reason, "add its user to the group of the file", stable_id)
+        nodes = [device.state.render_node for device in self._listed if device.state]
+        files = [_KFD, *filter(None, nodes)]
+        missing = [file for file in files if not Path(file).exists()]
+        refused = [
+            file for file in files if file not in missing and not os.access(file, os.R_OK | os.W_OK)
+        ]
+        if missing and self._sysfs_root == Path("/sys"):  # not the tree of another host
+            reason = f"kernels need {_join_first(missing)}, which does not exist"
+            yield ConditionInfo(reason, "look for amdgpu in the log of Linux")
+        if refused:
+            reason = f"agentd and its process kernels may not open {_join_first(refused)}"
+            yield ConditionInfo(reason, "add its user to the group of the file")
 
     def container_edits(
         self, allocation: Sequence[AllocatedDevice], features: Features
@@ -322,12 +327,11 @@ class RocmPlugin(AcceleratorPlugin):
             raise LookupError(f"{', '.join(d.id for d in allocation)}: no render node in sysfs")
         groups = self.settings.get("groups", [])
         numbers = [*map(group_id, groups)] if groups else _owner_groups(nodes)
-        # A container has only its own GPUs; outside all are visible and are named.
-        names = [
-            device.stable_id if _SERIAL.fullmatch(device.stable_id) else str(gpu.runtime_index)
-            for device, gpu in zip(allocation, gpus, strict=True)
-        ]
-        visible = indices if features.runtime == "docker" else ",".join(names)
+        # A container has only its own GPUs, and a unit sees only those. A process sees all.
+        names = [gpu.runtime_name for gpu in gpus]
+        has_serials = all(map(_SERIAL.fullmatch, names))
+        is_named = features.runtime == "process" or (features.runtime != "docker" and has_serials)
+        visible = ",".join(names) if is_named else indices
         return ContainerEdits(
             env={"ROCR_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": indices},
             device_nodes=tuple(DeviceNode(node, node) for node in nodes),
@@ -347,3 +351,7 @@ def _owner_groups(nodes: Sequence[str]) -> list[str]:
         except OSError:
             continue
     return [str(number) for number in dict.fromkeys(groups) if number]
+
+
+def _join_first(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
