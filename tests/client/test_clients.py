@@ -411,7 +411,9 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
 
 
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
-    assert isinstance(error_from_response(502, b"<html>"), Refused)
+    assert isinstance(error_from_response(500, b"<html>"), Refused)
+    for status in (502, 503, 504):
+        assert isinstance(error_from_response(status, b"<html>"), Unreachable)
     assert isinstance(error_from_problem({"code": "FromTheFuture", "detail": "x"}), Refused)
     assert isinstance(error_from_problem({"code": "NotReady", "detail": "x"}), NotReady)
     forbidden = error_from_problem({"code": "Forbidden", "detail": "x", "roles": ["admin"]})

@@ -78,6 +78,7 @@ NEEDS = {
     "chromium": Need(_programs("chromium"), "sudo apt-get install chromium"),
     "prometheus": Need(_programs("prometheus", "promtool"), "sudo apt-get install prometheus"),
     "curl": Need(_programs("curl"), "sudo apt-get install curl"),
+    "nginx": Need(_programs("nginx"), "sudo apt-get install nginx-light"),
     "gcc": Need(_programs("gcc"), "sudo apt-get install gcc libc6-dev"),
     "openssl": Need(_programs("openssl"), "sudo apt-get install openssl"),
     "slurm": Need(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from agentd import errors
@@ -27,6 +28,8 @@ from agentd.errors import (
 
 _T = TypeVar("_T")
 _SERVER_ERROR = 500
+_PROXY_ERRORS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
+"""Statuses of a proxy that got no answer."""
 
 
 def error_from_problem(content: Mapping[str, Any]) -> AgentdError:
@@ -75,8 +78,11 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
         content = json.loads(body)
     except (ValueError, RecursionError):
         content = None
+    error: AgentdError
     if isinstance(content, dict):
         error = error_from_problem(content)
+    elif status in _PROXY_ERRORS:
+        error = Unreachable(f"a proxy answered: {status} {HTTPStatus(status).phrase}")
     else:
         text = body[:MAX_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})

@@ -80,11 +80,12 @@ async def test_a_kernel_is_looked_at_stopped_and_removed_where_it_is(fleet) -> N
     made = await gateway.create(kernel_id="k1", **body)
     assert made.json["node_id"] == rocm
     assert (await gateway.get("/v1/kernels/k1"))["labels"] == {"job": "x"}
-    await until(
+    log = await until(
         lambda: gateway.call("GET", "/v1/kernels/k1/logs"),
         lambda value: value.content == b"hello\n",
         within_s=10,
     )
+    assert log.headers["X-Accel-Buffering"] == "no", "no proxy keeps it back"
     assert (await gateway.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200
     assert (await gateway.call("DELETE", "/v1/kernels/k1?timeout=0")).status == 204
     assert (await gateway.call("GET", "/v1/kernels/k1")).json["code"] == "UnknownKernel"

@@ -30,6 +30,7 @@ RESPONSE_HEADERS = (
     "Link",
     "Retry-After",
     "Preference-Applied",
+    "X-Accel-Buffering",
 )
 
 

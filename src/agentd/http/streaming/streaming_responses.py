@@ -29,6 +29,8 @@ FIRST_CHUNK_TIMEOUT_S = 1.0
 """Seconds that a follower waits for the first bytes before the response begins."""
 KEEP_ALIVE_S = 15.0
 HANG_UP_POLL_S = 0.5
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Headers of a stream: nginx and proxies like it keep a response back without the second."""
 MAX_STREAMS = 64
 """Maximum open streams of one caller."""
 
@@ -95,7 +97,8 @@ async def stream_log(request: web.Request, chunks: AsyncGenerator[bytes]) -> web
         await asyncio.wait([next_chunk], timeout=FIRST_CHUNK_TIMEOUT_S)
         if next_chunk.done():
             next_chunk.result()  # a runtime that does not answer is still a problem response here
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        headers = {**HEADERS, "Content-Type": "application/octet-stream"}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         try:
             while chunk := await next_chunk:
@@ -120,8 +123,7 @@ async def stream_events(
     `encode` returns the bytes of an event, empty if the client must not see it.
     """
     last_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id")
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
-    response = web.StreamResponse(headers=headers)
+    response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
     with events.subscribe(last_id) as listener:
         await response.prepare(request)
         await response.write(b": agentd\n\n")
