@@ -142,7 +142,7 @@ async def test_proxy_passes_users_pages_and_execs_on(proxied, kind: str) -> None
 async def test_commands_work_through_a_proxy(proxied) -> None:
     world = proxied("loopback")
     await world.start()
-    await world.daemon.running(kernel_id="k1", command=["echo", "done"])
+    assert (await world.daemon.create(kernel_id="k1", command=["echo", "done"])).status == 201
     env = {**os.environ, "AGENTD_URL": world.nginx.url, "AGENTD_TOKEN_FILE": str(world.token)}
     env["SSL_CERT_FILE"] = str(world.cert)
 
