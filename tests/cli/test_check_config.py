@@ -156,6 +156,19 @@ def test_check_config_refuses_an_expired_certificate(config: Config) -> None:
     assert text.count(f"rpc.tls-cert: {cert} expired at ") == text.count("expired") == 1
 
 
+def test_check_config_names_unusable_logins_of_registries(config: Config) -> None:
+    file = config.folder / "registry.json"
+    file.write_text('{"auths": {"a.example": {"auth": "?"}}, "credsStore": "absent"}')
+    config.write(f'[runtime.docker]\nregistry-auth = "{file}"\n')
+    status, text = config.run("check-config")
+    where = f"agentd: {config.file}: runtime.docker.registry-auth: {file}"
+    assert status == 78
+    assert text.splitlines() == [
+        f"{where}: auths.a.example cannot be used: auth is not the base64 of user:password",
+        f"{where}: credsStore cannot be used: docker-credential-absent is not in PATH",
+    ]
+
+
 def test_check_config_reads_failpoints(config: Config) -> None:
     config.write()
     status, text = config.run("check-config", AGENTD_FAILPOINTS="nosuch=kill")

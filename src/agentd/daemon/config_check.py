@@ -30,6 +30,7 @@ from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.program.exit_status import ExitStatus
 from agentd.program.weaknesses import Weaknesses
+from agentd.runtimes.docker.registry_auth import registry_auth_problems
 from agentd.state.folder import StateFolder
 
 CALL_MARGIN_S = 5.0
@@ -50,9 +51,9 @@ class ConfigCheck(msgspec.Struct, frozen=True):
 async def check_configuration(path: Path | None) -> ConfigCheck:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    It also reports four kinds of problems that no start refuses: entry points that are not
-    installed, tables that their plugins did not validate, an expired certificate, and allowed
-    groups that this host does not know.
+    It also reports five kinds of problems that no start refuses: entry points that are not
+    installed, tables that their plugins did not validate, an expired certificate, allowed groups
+    that this host does not know, and credentials of registries that no pull can use.
 
     Raises:
         ConfigRefused: the file or the environment is unusable; lists every problem of them.
@@ -96,6 +97,11 @@ async def _check(
         if name not in reported:
             add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
+    credentials = {"runtime.docker": settings.runtime.docker.registry_auth}
+    credentials |= {f"agents.{agent.id}": agent.registry_auth for agent in settings.agents}
+    for where, path in credentials.items():
+        if path is not None:
+            add(ExitStatus.CONFIG, registry_auth_problems(f"{where}.registry-auth", path))
     add(ExitStatus.CONFIG, plugins.missing_entry_points())
     add(ExitStatus.FAILED, unvalidated)
     rpc = settings.rpc

@@ -6,7 +6,7 @@ of `benchmarks/`, which has every image and starts at once.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -149,11 +149,3 @@ def has_a_foreign_image(proxy: EngineProxy, platform: str = "linux/s390x") -> No
     edit = changes_answer(proxy, lambda content: content.update(Warnings=[warning]))
     proxy.rule(f"{CREATE}(?!.*platform=)", edit, always=True)
     pull_succeeds(proxy)
-
-
-def credentials_sent(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the credentials that came with a pull, none if there are none."""
-    import base64
-
-    encoded = headers.get("X-Registry-Auth", "")
-    return json.loads(base64.urlsafe_b64decode(encoded)) if encoded else {}

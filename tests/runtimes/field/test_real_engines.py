@@ -1,5 +1,6 @@
 """Real engines of several kinds: versions, stores of images, and what the host lacks."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -58,9 +59,9 @@ async def node(any_engine: Engine, folder: Path) -> AsyncIterator[Daemon]:
 
 
 @asynccontextmanager
-async def node_of(engine: Engine, folder: Path) -> AsyncIterator[Daemon]:
+async def node_of(engine: Engine, folder: Path, docker: str = "") -> AsyncIterator[Daemon]:
     daemon = Daemon(folder, "docker", engine)
-    await daemon.start(AGENTS + gpus())
+    await daemon.start(docker + AGENTS + gpus())
     try:
         yield daemon
     finally:
@@ -90,6 +91,25 @@ async def test_foreign_image_is_replaced_by_the_node_s(node: Daemon, registry: R
     assert (await node.create(image=image)).status == 422
     registry.image("replaced", rootfs())
     await node.running(image=image)
+
+
+@pytest.mark.parametrize("key", ["https://HOST/v2/", "HOST/namespace"])
+async def test_private_image_is_pulled_with_the_login_of_its_host(
+    any_engine: Engine, folder: Path, key: str
+) -> None:
+    """Engines compare the address that comes with a login, each in its own way."""
+    private = Registry(login=("ada", "se:cret"))
+    await private.start()
+    file = folder / "registry.json"
+    login = {"username": "ada", "password": "se:cret", "auth": ""}
+    auths = {key.replace("HOST", f"127.0.0.1:{private.port}"): login}
+    file.write_text(json.dumps({"auths": auths}))
+    try:
+        image = private.image("private", rootfs())
+        async with node_of(any_engine, folder, f'registry-auth = "{file}"\n') as daemon:
+            await daemon.running(image=image)
+    finally:
+        await private.stop()
 
 
 async def test_platform_that_an_image_lacks_is_named(node: Daemon, registry: Registry) -> None:

@@ -1,8 +1,6 @@
 """Image pulls: one at a time for each image, shared by all creates that wait for it.
 
 The engine stops a pull when its client disconnects, so a pull without waiting creates is cancelled.
-Credentials come from a file of the operator in the format of Docker's `config.json`
-(`{"auths": {"registry.example:5000": {"auth": "<base64 of user:password>"}}}`), read at each pull.
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from base64 import b64decode, urlsafe_b64encode
+from base64 import urlsafe_b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +18,7 @@ import msgspec
 import structlog
 
 from agentd.core.kernel.states import Pull
-from agentd.errors import ImageNotFound, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import ImageNotFound, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import (
@@ -30,12 +27,10 @@ from agentd.runtimes.docker.docker_errors import (
     DockerUnreachable,
     clean_message,
 )
-from agentd.tomlfile.regular_files import read_regular
+from agentd.runtimes.docker.registry_auth import find_credentials
 
 log = structlog.get_logger()
 
-DOCKER_HUB = "https://index.docker.io/v1/"
-_HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _DONE_STATUSES = ("Download complete", "Pull complete", "Already exists")
 _COMPLETE_PREFIX = "Status: "
 """Prefix of the last line of a complete pull."""
@@ -123,8 +118,7 @@ class Images:
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        read_credentials = partial(self._read_credentials, image, registry_auth)
-        credentials = await self._lookups.call("the credentials of registries", read_credentials)
+        credentials = await find_credentials(image, registry_auth, self._lookups)
         encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
         headers = {"X-Registry-Auth": encoded} if credentials else {}
         async with self._docker.stream("POST", "/images/create", params, headers) as stream:
@@ -140,51 +134,9 @@ class Images:
             for listener in list(pull.listeners):
                 listener(Pull(current, total))
 
-    @staticmethod
-    def _read_credentials(image: str, registry_auth: Path | None) -> dict[str, Any] | None:
-        """Return the credentials for an image's registry, None if there are none.
-
-        Raises:
-            RuntimeFailure: the file cannot be read; without it a pull could fetch another image.
-        """
-        if registry_auth is None:
-            return None
-        registry = registry_of(image)
-        try:
-            auths = json.loads(read_regular(registry_auth).content).get("auths", {})
-            names = (registry, f"https://{registry}", f"https://{registry}/v1/")
-            entry = next((_parse_login(auths[name]) for name in names if name in auths), None)
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
-            reason = f"registry-auth {registry_auth} cannot be read: {error}"
-            raise RuntimeFailure(f"image {image}: {reason}") from None
-        if entry is None:
-            return None
-        return {**entry, "serveraddress": registry}
-
 
 def _add_default_tag(image: str) -> str:
     return image if {":", "@"} & set(image.rpartition("/")[2]) else f"{image}:latest"
-
-
-def _parse_login(entry: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the credentials of an entry; None if a helper keeps them, or if it has none."""
-    if not entry:
-        return None
-    if "identitytoken" in entry:
-        return {"identitytoken": entry["identitytoken"]}
-    if "auth" not in entry:
-        return {"username": entry["username"], "password": entry["password"]}
-    user, _, password = b64decode(entry["auth"]).decode().partition(":")
-    return {"username": user, "password": password}
-
-
-def registry_of(image: str) -> str:
-    """Return the registry of an image name: its first part if that is a host."""
-    host, separator, _ = image.partition("/")
-    if host in _HUB_NAMES:
-        return DOCKER_HUB
-    is_host = bool(separator) and (bool({".", ":"} & set(host)) or host == "localhost")
-    return host if is_host else DOCKER_HUB
 
 
 def _update_layer(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:

@@ -1,0 +1,238 @@
+"""Credentials of registries, from a file of the operator in the format of Docker's `config.json`.
+
+`auths` has logins by registry, `credHelpers` and `credsStore` name programs that keep them. As with
+`docker pull`, the entry of a registry is found whatever its scheme, path and final slash. Among
+entries of one registry, the longest namespace that contains the image wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+from base64 import b64decode
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from agentd.errors import AgentdError, Problem, RuntimeFailure, RuntimeUnavailable
+from agentd.host.lookups import Lookups
+from agentd.tomlfile.regular_files import UnusableFile, read_regular
+
+Credentials: TypeAlias = dict[str, str]
+
+DOCKER_HUB = "https://index.docker.io/v1/"
+_HUB_HOST = "docker.io"
+_HUB_NAMES = (_HUB_HOST, "index.docker.io", "registry-1.docker.io")
+_HELPER = re.compile(r"docker-credential-[\w.-]+")
+_HELPER_VARIABLES = (
+    *("HOME", "LANG", "PATH"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+)
+"""Variables of agentd that a helper gets, if they are set."""
+HELPER_TIMEOUT_S = 30.0
+_NOT_FOUND = b"credentials not found"
+"""Output of a helper that has no credentials for a registry."""
+_TOKEN_USER = "<token>"  # noqa: S105 - the protocol's name for "the secret is a token"
+_WRITABLE_BY_OTHERS = 0o022
+
+
+class RegistryAuth(msgspec.Struct, rename="camel"):
+    """The content of a file; other members are ignored."""
+
+    auths: dict[str, Any] = {}
+    creds_store: str = ""
+    cred_helpers: dict[str, str] = {}
+
+    def login_of(self, image: str) -> Credentials | None:
+        """Return the login in the file for an image, None if there is none.
+
+        Raises:
+            ValueError: the entry is malformed.
+        """
+        key = _best_key((key for key, entry in self.auths.items() if entry), image)
+        return None if key is None else _parse_login(self.auths[key])
+
+    @property
+    def helpers(self) -> dict[str, str]:
+        """The programs that keep logins, by member."""
+        names = {f"credHelpers.{key}": name for key, name in self.cred_helpers.items()}
+        if self.creds_store:
+            names["credsStore"] = self.creds_store
+        return {member: f"docker-credential-{name}" for member, name in names.items()}
+
+    def helper_of(self, image: str) -> str:
+        """Return the program that keeps the login for an image, "" for none."""
+        key = _best_key(self.cred_helpers, image)
+        return self.helpers.get("credsStore" if key is None else f"credHelpers.{key}", "")
+
+
+def read_registry_auth(path: Path) -> RegistryAuth:
+    """Read a file of credentials.
+
+    Raises:
+        ValueError: it cannot be read, or others could replace the helpers that it names.
+    """
+    file = read_regular(path)
+    auth = msgspec.convert(json.loads(file.content), RegistryAuth)
+    for member, program in auth.helpers.items():
+        if not _HELPER.fullmatch(program):
+            raise UnusableFile(f"{member} is not the name of a credential helper")
+    if auth.helpers and file.mode & _WRITABLE_BY_OTHERS:
+        raise UnusableFile("names credential helpers, and other users can write to it")
+    return auth
+
+
+async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> Credentials | None:
+    """Return the credentials for the registry of an image, None if there are none.
+
+    Raises:
+        RuntimeFailure: the file or its entry is unusable; without it a pull could fetch another
+            image.
+        RuntimeUnavailable: the file's file system does not answer, or a helper fails.
+    """
+    if path is None:
+        return None
+    where = f"image {image}: registry-auth {path}"
+    try:
+        auth = await lookups.call(
+            "the credentials of registries", partial(read_registry_auth, path)
+        )
+        login, helper = auth.login_of(image), auth.helper_of(image)
+    except ValueError as error:
+        raise RuntimeFailure(f"{where}: {error}") from None
+    if helper:
+        try:
+            login = await _run_helper(helper, registry_of(image), where) or login
+        except AgentdError:
+            if login is None:
+                raise
+    return login and {**login, "serveraddress": registry_of(image)}
+
+
+async def _run_helper(program: str, registry: str, where: str) -> Credentials | None:
+    """Return the credentials that a helper keeps; None if it has none.
+
+    https://github.com/docker/docker-credential-helpers
+    """
+    env = {name: os.environ[name] for name in _HELPER_VARIABLES if name in os.environ}
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(program, "get"), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL,
+            env=env, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
+    try:
+        async with asyncio.timeout(HELPER_TIMEOUT_S):
+            output, _ = await process.communicate(registry.encode())
+    except TimeoutError:
+        reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
+        raise RuntimeUnavailable(f"{where}: {reason}") from None
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode and _NOT_FOUND in output:
+        return None
+    if process.returncode:
+        reason = f"{program} fails with exit status {process.returncode}"
+        raise RuntimeUnavailable(f"{where}: {reason}")
+    try:
+        answer = json.loads(output)
+        user, secret = answer["Username"], answer["Secret"]
+    except (ValueError, KeyError, TypeError):
+        raise RuntimeFailure(f"{where}: {program} answers without credentials") from None
+    if user == _TOKEN_USER:
+        return {"identitytoken": secret}
+    return {"username": user, "password": secret}
+
+
+def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
+    """Yield the entries of a file that no pull can use."""
+    try:
+        auth = read_registry_auth(path)
+    except ValueError as error:
+        yield Problem(where, f"{path}: {error}")
+        return
+    for key, entry in auth.auths.items():
+        try:
+            if entry or not auth.helpers:  # an empty entry belongs to a helper
+                _parse_login(entry)
+        except ValueError as error:
+            yield Problem(where, f"{path}: auths.{key} {error}")
+    for member, program in auth.helpers.items():
+        if shutil.which(program) is None:
+            yield Problem(where, f"{path}: {member} cannot be used: {program} is not in PATH")
+
+
+def _parse_login(entry: Any) -> Credentials:
+    """Return the credentials of an entry.
+
+    Raises:
+        ValueError: the entry is malformed.
+    """
+    members = ("username", "password", "auth", "identitytoken", "registrytoken")
+    try:
+        login = {name: entry[name] for name in members if entry.get(name)}
+        if auth := login.pop("auth", ""):
+            decoded = b64decode("".join(auth.split()), validate=True).decode()
+            login["username"], login["password"] = decoded.split(":", 1)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError("cannot be used: auth is not the base64 of user:password") from None
+    if not {"password", "identitytoken", "registrytoken"} & login.keys():
+        raise ValueError("cannot be used: it has no auth, no username and password, and no token")
+    return login
+
+
+def _best_key(keys: Iterable[str], image: str) -> str | None:
+    """Return the key for an image, None if none is about its registry.
+
+    The longest namespace that contains the image wins. Without one, any key of the registry
+    counts, as with Docker, which compares hosts alone.
+    """
+    name = _image_name(image)
+
+    def rank(key: str) -> tuple[int, bool]:
+        scope = _scope(key)
+        return len(scope) if f"{name}/".startswith(f"{scope}/") else 0, key == scope
+
+    host = name.partition("/")[0]
+    of_host = [key for key in keys if _scope(key).partition("/")[0] == host]
+    return max(of_host, key=rank, default=None)
+
+
+def _scope(key: str) -> str:
+    """Return the host of a key and its namespace, if it has one."""
+    address = key.removeprefix("http://").removeprefix("https://").strip("/")
+    host, _, path = address.partition("/")
+    host = _HUB_HOST if host in _HUB_NAMES else host
+    return f"{host}/{path}" if path and path not in {"v1", "v2"} else host
+
+
+def _image_name(image: str) -> str:
+    """Return an image's host and path, without tag and digest."""
+    name = image.partition("@")[0]
+    folder, slash, last = name.rpartition("/")
+    name = f"{folder}{slash}{last.partition(':')[0]}"
+    if registry_of(image) != DOCKER_HUB:
+        return name
+    path = name.partition("/")[2] if name.partition("/")[0] in _HUB_NAMES else name
+    return f"{_HUB_HOST}/{path}" if "/" in path else f"{_HUB_HOST}/library/{path}"
+
+
+def registry_of(image: str) -> str:
+    """Return the registry of an image name: its first part if that is a host."""
+    host, separator, _ = image.partition("/")
+    if host in _HUB_NAMES:
+        return DOCKER_HUB
+    is_host = bool(separator) and (bool({".", ":"} & set(host)) or host == "localhost")
+    return host if is_host else DOCKER_HUB

@@ -1,0 +1,219 @@
+"""Files of credentials as people have them: every entry that `docker pull` finds."""
+
+import asyncio
+import json
+import os
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentd.errors import RuntimeFailure, RuntimeUnavailable
+from agentd.host.lookups import Lookups
+from agentd.runtimes.docker import registry_auth
+from agentd.runtimes.docker.registry_auth import find_credentials, registry_auth_problems
+
+HOST = "registry.example:5000"
+IMAGE = f"{HOST}/team/project/image:1"
+LOGIN = {"username": "ada", "password": "se:cret"}
+
+
+def entry(user: str = "ada") -> dict[str, str]:
+    return {"auth": b64encode(f"{user}:se:cret".encode()).decode()}
+
+
+async def find(folder: Path, content: Mapping[str, Any], image: str = IMAGE) -> Any:
+    """Return the credentials that a pull of an image sends, without the registry's address."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(content))
+    credentials = await find_credentials(image, file, Lookups())
+    return credentials and {k: v for k, v in credentials.items() if k != "serveraddress"}
+
+
+def write_helper(folder: Path, name: str, script: str) -> None:
+    program = folder / f"docker-credential-{name}"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+@pytest.fixture
+def programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs that agentd finds."""
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        HOST,
+        f"{HOST}/",
+        f"http://{HOST}",
+        f"https://{HOST}",
+        f"https://{HOST}/",
+        f"https://{HOST}/v1/",
+        f"{HOST}/v2/",
+        f"https://{HOST}/v2/",
+        f"{HOST}/team",
+        f"{HOST}/team/project",
+        f"{HOST}/team/project/image",
+        f"https://{HOST}/another",
+    ],
+)
+async def test_login_is_found_under_every_key_of_a_host(folder: Path, key: str) -> None:
+    assert await find(folder, {"auths": {"other.example": entry("no"), key: entry()}}) == LOGIN
+
+
+@pytest.mark.parametrize(
+    ("key", "image"),
+    [
+        ("https://index.docker.io/v1/", "busybox"),
+        ("docker.io", "busybox:1"),
+        ("index.docker.io", "docker.io/team/image"),
+        ("registry-1.docker.io", "index.docker.io/team/image@sha256:0"),
+        ("docker.io/team", "team/image"),
+    ],
+)
+async def test_login_of_docker_hub_is_found_by_each_name(
+    folder: Path, key: str, image: str
+) -> None:
+    assert await find(folder, {"auths": {key: entry()}}, image) == LOGIN
+
+
+@pytest.mark.parametrize(
+    "key", ["registry.example", f"{HOST}0", "example:5000", "docker.io", f"other/{HOST}"]
+)
+async def test_login_of_another_host_is_not_sent(folder: Path, key: str) -> None:
+    assert await find(folder, {"auths": {key: entry()}}) is None
+
+
+async def test_longest_namespace_of_a_login_wins(folder: Path) -> None:
+    users = ["", "/team", "/team/project", "/team/proj", "/team/project/image/x", "/zzz-longer-one"]
+    auths = {f"{HOST}{path}": entry(path or "host") for path in users}
+    assert (await find(folder, {"auths": auths}))["username"] == "/team/project"
+    assert (await find(folder, {"auths": auths}, f"{HOST}/team/x"))["username"] == "/team"
+    assert (await find(folder, {"auths": auths}, f"{HOST}/teams/x"))["username"] == "host"
+
+
+@pytest.mark.parametrize(
+    ("login", "sent"),
+    [
+        ({**LOGIN, "auth": ""}, LOGIN),
+        (LOGIN, LOGIN),
+        ({**LOGIN, "username": "x", **entry()}, LOGIN),
+        ({"auth": "YWRhOnNl\nOmNyZXQ="}, LOGIN),
+        ({"identitytoken": "t", "auth": ""}, {"identitytoken": "t"}),
+        ({"registrytoken": "t"}, {"registrytoken": "t"}),
+    ],
+)
+async def test_each_form_of_a_login_is_sent(folder: Path, login: Any, sent: Any) -> None:
+    assert await find(folder, {"auths": {HOST: login}}) == sent
+
+
+@pytest.mark.parametrize(
+    "login", [{"auth": "no base64"}, {"auth": b64encode(b"ada").decode()}, {"username": "x"}, 5]
+)
+async def test_unusable_login_is_named(folder: Path, login: Any) -> None:
+    with pytest.raises(RuntimeFailure, match=r"config\.json: .*cannot be used"):
+        await find(folder, {"auths": {HOST: login, "other.example": entry()}})
+    [problem] = registry_auth_problems("runtime.docker.registry-auth", folder / "config.json")
+    assert f"auths.{HOST} cannot be used" in problem.why
+
+
+@pytest.mark.parametrize("member", ["credsStore", "credHelpers"])
+async def test_helper_is_run_with_the_registry(programs: Path, member: str) -> None:
+    answer = '{"ServerURL": "x", "Username": "ada", "Secret": "se:cret"}'
+    write_helper(
+        programs, "vault", f"cat > {programs}/asked; env > {programs}/env; echo '{answer}'"
+    )
+    named = "vault" if member == "credsStore" else {f"https://{HOST}": "vault", "x": "no"}
+    content = {member: named, "auths": {HOST: {}}}
+    assert await find(programs, content) == LOGIN
+    assert (programs / "asked").read_text() == HOST
+    names = {line.partition("=")[0] for line in (programs / "env").read_text().splitlines()}
+    assert "AGENTD_SEED" in os.environ
+    assert not {name for name in names if name.startswith("AGENTD")}
+
+
+async def test_helper_s_token_is_sent_as_one(programs: Path) -> None:
+    write_helper(programs, "vault", """echo '{"Username": "<token>", "Secret": "t"}'""")
+    assert await find(programs, {"credsStore": "vault"}) == {"identitytoken": "t"}
+
+
+async def test_helper_without_a_login_leaves_the_file_s(programs: Path) -> None:
+    write_helper(programs, "vault", "echo credentials not found in native keychain; exit 1")
+    assert await find(programs, {"credsStore": "vault"}) is None
+    assert await find(programs, {"credsStore": "vault", "auths": {HOST: entry()}}) == LOGIN
+    absent = {"credsStore": "absent", "auths": {HOST: entry()}}
+    assert await find(programs, absent) == LOGIN, "a laptop's config.json names its own store"
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "reason"),
+    [
+        ("echo locked; exit 3", RuntimeUnavailable, "fails with exit status 3"),
+        ("echo hello", RuntimeFailure, "answers without credentials"),
+        ("sleep 60 & wait", RuntimeUnavailable, r"does not answer within 0\.3 s"),
+        (None, RuntimeFailure, "cannot run: No such file or directory"),
+    ],
+)
+async def test_helper_that_fails_is_refused_by_name(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: Any, reason: str
+) -> None:
+    monkeypatch.setattr(registry_auth, "HELPER_TIMEOUT_S", 0.3 if "sleep" in str(script) else 30)
+    if script is not None:
+        write_helper(programs, "vault", script)
+    with pytest.raises(error, match=f"docker-credential-vault {reason}"):
+        await find(programs, {"credHelpers": {HOST: "vault"}})
+    assert await find(programs, {"credHelpers": {"other.example": "vault"}}) is None
+
+
+async def test_cancelled_pull_ends_its_helper(programs: Path) -> None:
+    write_helper(programs, "vault", f"echo $$ > {programs}/pid; exec sleep 60")
+    pull = asyncio.create_task(find(programs, {"credsStore": "vault"}))
+    async with asyncio.timeout(20):
+        while not (programs / "pid").exists() or not (programs / "pid").read_text().strip():
+            await asyncio.sleep(0.02)
+    pid = int((programs / "pid").read_text())
+    pull.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pull
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["../../tmp/x", "a b", "x/y"])
+async def test_helper_with_a_path_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(RuntimeFailure, match="credsStore is not the name of a credential helper"):
+        await find(folder, {"credsStore": name})
+
+
+async def test_helper_is_not_run_from_a_file_of_others(programs: Path) -> None:
+    (programs / "config.json").touch()
+    (programs / "config.json").chmod(0o666)
+    with pytest.raises(RuntimeFailure, match="other users can write to it"):
+        await find(programs, {"credsStore": "vault"})
+
+
+def test_check_names_every_entry_that_cannot_be_used(folder: Path) -> None:
+    file = folder / "config.json"
+    content = {
+        "auths": {"a.example": entry(), "b.example": {}, "c.example": {"auth": "!"}},
+        "credHelpers": {"d.example": "absent"},
+    }
+    file.write_text(json.dumps(content))
+    problems = [p.why for p in registry_auth_problems("runtime.docker.registry-auth", file)]
+    assert [text.split(":")[1].split()[0] for text in problems] == [
+        "auths.c.example",
+        "credHelpers.d.example",
+    ]
+    del content["credHelpers"]
+    file.write_text(json.dumps(content))
+    problems = [p.why for p in registry_auth_problems("runtime.docker.registry-auth", file)]
+    assert any("auths.b.example" in text for text in problems)
+    file.unlink()
+    [missing] = registry_auth_problems("runtime.docker.registry-auth", file)
+    assert "No such file" in missing.why
