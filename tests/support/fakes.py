@@ -46,6 +46,7 @@ class FakeRuntime:
 
     name = "fake"
     minimum_memory_bytes = 1
+    unready_reason = ""
     members = CONTAINER_MEMBERS
 
     def __init__(self) -> None:

@@ -98,7 +98,8 @@ async def _check(
             add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
     credentials = {"runtime.docker": settings.runtime.docker.registry_auth}
-    credentials |= {f"agents.{agent.id}": agent.registry_auth for agent in settings.agents}
+    agents = enumerate(settings.agents)
+    credentials |= {f"agents.{index}": agent.registry_auth for index, agent in agents}
     for where, path in credentials.items():
         if path is not None:
             add(ExitStatus.CONFIG, registry_auth_problems(f"{where}.registry-auth", path))

@@ -194,6 +194,11 @@ class Runtime(Protocol):
     members: frozenset[str]
     """Members of a request that it carries out; it is never asked for any other."""
 
+    @property
+    def unready_reason(self) -> str:
+        """Why no kernel can be created at the moment though it answers, "" if one can."""
+        ...
+
     async def close(self) -> None: ...
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:

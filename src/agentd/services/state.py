@@ -308,11 +308,12 @@ class NodeState:
         """Whether the kernels of every runtime are known."""
         return all(status.is_listed for status in self._runtimes.values())
 
-    def mark_available(self, name: str, ignored: tuple[str, ...] = ()) -> None:
-        """Mark a runtime as available after a complete list was applied."""
-        self._set_status(
-            RuntimeStatus(name, RuntimeState.AVAILABLE, is_listed=True, ignored=ignored)
-        )
+    def mark_available(self, name: str, ignored: tuple[str, ...] = (), reason: str = "") -> None:
+        """Mark a runtime as available after a complete list was applied.
+
+        `reason`: why it creates no kernels at the moment.
+        """
+        self._set_status(RuntimeStatus(name, RuntimeState.AVAILABLE, reason, True, ignored))
 
     def mark_unavailable(self, name: str, reason: str) -> None:
         """Mark a runtime as unavailable; its kernels stay as they are.

@@ -1,5 +1,7 @@
 """The docker runtime on engines as people have them; each test names one."""
 
+import asyncio
+import re
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from runtimes.field import engine_dialects as dialects
 from support.daemon import Daemon
 from support.engine_proxy import EngineProxy
+from support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,38 @@ async def test_foreign_image_is_named_with_its_platform(
     assert await field_node.free("cuda.device") == "1"
     assert await field_node.get("/v1/kernels") == []
     assert (await field_node.create(platform="linux/s390x")).status == 201
+
+
+async def test_slow_info_is_named_and_its_answer_is_kept(
+    field_node: Daemon, field_engine: EngineProxy
+) -> None:
+    gate = asyncio.Event()
+    dialects.answers_info_slowly(field_engine, gate)
+    field_node.deadlines = {"agentd.runtimes.docker.runtime.INSPECT_TIMEOUT_S": 0.3}
+    await field_node.start()
+    reason = r"the engine has not answered GET /info within 0\.3 s \(called at \d{4}-.*Z\)"
+    for _ in range(2):
+        answer = await field_node.create(slots={"cuda.device": 1})
+        assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+        assert re.fullmatch(reason, answer.json["detail"])
+        assert int(answer.headers["Retry-After"]) > 0
+    runtime = await until(
+        lambda: field_node.get("/v1/node"), lambda node: node["runtime"]["reason"]
+    )
+    assert runtime["runtime"]["state"] == "available"
+    assert re.fullmatch(reason, runtime["runtime"]["reason"])
+    gate.set()
+    await until(lambda: field_node.get("/v1/node"), lambda node: not node["runtime"]["reason"])
+    await field_node.running(slots={"cuda.device": 1})
+    assert sum("/info" in line for line in field_engine.asked) == 1
+
+
+async def test_failed_info_is_asked_for_again(
+    field_node: Daemon, field_engine: EngineProxy
+) -> None:
+    for _ in range(2):  # at the connection, and at the first create
+        field_engine.rule(dialects.INFO, field_engine.fail)
+    await field_node.start()
+    answer = await field_node.create()
+    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    await field_node.running()

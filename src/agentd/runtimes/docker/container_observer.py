@@ -15,6 +15,7 @@ from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import kernel_name
 from agentd.core.kernel.states import LIVE, Kernel, KernelRef, ObservedState
 from agentd.core.names import quote_untrusted
+from agentd.errors import RuntimeUnavailable
 from agentd.host.cgroups.usage import CgroupCounters, find_counters
 from agentd.runtimes.docker.container_config import KERNEL_LABEL, NODE_LABEL, RECORD_LABEL
 from agentd.runtimes.docker.docker_client import DockerClient
@@ -60,9 +61,13 @@ class ContainerObserver:
 
     async def list_kernels(self) -> Listing:
         """Return every kernel; a container that cannot be inspected is as the list describes it."""
-        with errors_as_unavailable():
+        try:
             async with asyncio.timeout(LIST_TIMEOUT_S):
-                return await self._inspect_all()
+                with errors_as_unavailable():
+                    return await self._inspect_all()
+        except TimeoutError:
+            reason = f"no complete list of the engine's containers within {LIST_TIMEOUT_S:g} s"
+            raise RuntimeUnavailable(reason) from None
 
     async def _inspect_all(self) -> Listing:
         filters = json.dumps({"label": [f"{NODE_LABEL}={self._node_id}"]})

@@ -80,7 +80,7 @@ class DockerClient:
         params: Mapping[str, str] | None = None,
         body: object = None,
         *,
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = CALL_TIMEOUT_S,
     ) -> Any:
         """Make a call and return the JSON of the response, None if it is empty."""
         path = await self._versioned_path(path)
@@ -140,7 +140,7 @@ class DockerClient:
         except aiohttp.ConnectionTimeoutError as error:
             raise DockerUnreachable(f"{self._socket}: {error}") from error
         except aiohttp.SocketTimeoutError as error:
-            reason = f"no response from the engine within {timeout_s:g} s"
+            reason = f"no response from the engine to {method} {path} within {timeout_s:g} s"
             raise DockerResponseLost(f"{self._socket}: {reason}") from error
         except aiohttp.ClientPayloadError as error:
             raise DockerResponseLost(f"{self._socket}: the engine cut its response off") from error

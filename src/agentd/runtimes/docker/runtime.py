@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -126,7 +128,9 @@ class DockerRuntime:
         self._socket = settings.socket
         self._docker = DockerClient(settings.socket)
         self._images = Images(self._docker)
-        self._facts: DockerFacts | None = None
+        self._facts: asyncio.Task[DockerFacts] | None = None
+        """The request for the engine's capabilities, in flight or answered."""
+        self._facts_requested_at = 0.0
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
@@ -148,6 +152,8 @@ class DockerRuntime:
 
     async def close(self) -> None:
         self._last_seen.save()
+        if self._facts is not None:
+            self._facts.cancel()
         await self._docker.close()
 
     async def support(self, spec: KernelSpec) -> Support:
@@ -159,14 +165,41 @@ class DockerRuntime:
         return Support(facts.features, not_enforced)
 
     async def _fetch_facts(self) -> DockerFacts:
-        """Return the engine's capabilities, requested once for each connection to its events."""
+        """Return the engine's capabilities, requested once for each connection to its events.
+
+        Only the caller's patience is limited: a late answer serves the next caller.
+        """
         if self._facts is None:
+            self._facts = asyncio.create_task(self._request_facts())
+            self._facts_requested_at = time.time()
+        try:
+            async with asyncio.timeout(INSPECT_TIMEOUT_S):
+                return await asyncio.shield(self._facts)
+        except TimeoutError:
+            raise RuntimeUnavailable(self._slow_facts_reason()) from None
+
+    async def _request_facts(self) -> DockerFacts:
+        try:
             with errors_as_unavailable():
-                async with asyncio.timeout(INSPECT_TIMEOUT_S):
-                    version = await self._docker.fetch_version()
-                    info = await self._docker.call("GET", "/info")
-            self._facts = parse_docker_facts(info, version)
-        return self._facts
+                version = await self._docker.fetch_version()
+                info = await self._docker.call("GET", "/info", timeout_s=None)
+                return parse_docker_facts(info, version)
+        except RuntimeUnavailable:
+            self._facts = None
+            raise
+
+    @property
+    def unready_reason(self) -> str:
+        is_pending = self._facts is not None and not self._facts.done()
+        is_late = time.time() - self._facts_requested_at >= INSPECT_TIMEOUT_S
+        return self._slow_facts_reason() if is_pending and is_late else ""
+
+    def _slow_facts_reason(self) -> str:
+        called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
+        return (
+            f"the engine has not answered GET /info within {INSPECT_TIMEOUT_S:g} s"
+            f" (called at {called_at:%Y-%m-%dT%H:%M:%SZ})"
+        )
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(request_problems(spec, self._settings_of(spec)))
@@ -317,9 +350,11 @@ class DockerRuntime:
         except BaseException as cleanup_error:
             raise unknown_outcome_error(attempt.plan, error) from cleanup_error
 
-    async def _delete(self, container: str, *, force: bool) -> None:
+    async def _delete(
+        self, container: str, *, force: bool, timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
         path, params = f"/containers/{container}", {"v": "1", "force": str(int(force))}
-        await self._docker.call("DELETE", path, params)
+        await self._docker.call("DELETE", path, params, timeout_s=timeout_s)
 
     def _container_reference(self, ref: KernelRef) -> str:
         """Return the id of a kernel's container, or its name."""
@@ -339,8 +374,8 @@ class DockerRuntime:
         container = self._container_reference(ref)
         with translate_errors(), suppress_not_found():
             try:
-                async with asyncio.timeout(LIST_TIMEOUT_S if unless_alive else None):
-                    await self._delete(container, force=not unless_alive)
+                timeout_s = LIST_TIMEOUT_S if unless_alive else CALL_TIMEOUT_S
+                await self._delete(container, force=not unless_alive, timeout_s=timeout_s)
             except DockerError as error:
                 if error.status != CONFLICT:
                     raise
@@ -363,7 +398,8 @@ class DockerRuntime:
         return await self._observer.find(ref)
 
     async def watch_events(self) -> AsyncIterator[str]:
-        self._facts = None  # a restarted engine may differ
+        if self._facts is not None and self._facts.done():
+            self._facts = None  # a restarted engine may differ
         self._docker.forget_version()
         try:
             async with aclosing(

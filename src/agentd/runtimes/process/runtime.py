@@ -70,6 +70,7 @@ class ProcessRuntime:
 
     name = "process"
     minimum_memory_bytes = 1
+    unready_reason = ""
     members = HOST_MEMBERS
 
     def __init__(

@@ -130,7 +130,7 @@ class Reconciler:
             self.requeue(kernel_id)
         if state.runtime(runtime.name).state is not RuntimeState.AVAILABLE:
             log.info("runtime.listed", runtime=runtime.name, kernels=len(kernels))
-        state.mark_available(runtime.name, listing.ignored)
+        state.mark_available(runtime.name, listing.ignored, runtime.unready_reason)
         self._first_lists[runtime.name].set()
 
     def _is_duplicate(self, item: ObservedKernel) -> bool:
@@ -212,6 +212,10 @@ class Reconciler:
         """Retry unavailable runtimes and creates with an unknown outcome."""
         self._devices.retry()
         names = self._watched_runtimes & self._state.runtimes.keys()
+        for name in names:
+            status, reason = self._state.runtime(name), self._runtimes[name].unready_reason
+            if status.state is RuntimeState.AVAILABLE and status.reason != reason:
+                self._state.mark_available(name, status.ignored, reason)
         await asyncio.gather(*(self._retry_runtime(name) for name in names))
         if self._to_reobserve and self._clock.steady() >= self._partial_retry_at:
             self._partial_retry_at = self._clock.steady() + REOBSERVE_PAUSE_S
