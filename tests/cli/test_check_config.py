@@ -116,6 +116,42 @@ def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> Non
     assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this host"]
 
 
+@pytest.mark.parametrize(
+    ("runtime", "text", "lines"),
+    [
+        (
+            "process",
+            '[runtime.process]\nallowed-groups = ["daemon", 4711, "nosuch"]\n',
+            ["runtime.process.allowed-groups.2: no group 'nosuch' on this host"],
+        ),
+        (
+            "docker",
+            """
+[runtime.docker]
+allowed-groups = ["nosuch"]
+[[agents]]
+id = "a"
+allowed-groups = ["root", "nosuch"]
+""",
+            [
+                "runtime.docker.allowed-groups.0: no group 'nosuch' on this host",
+                "agents.0.allowed-groups.1: no group 'nosuch' on this host",
+            ],
+        ),
+        ("process", '[runtime.docker]\nallowed-groups = ["nosuch"]\n', []),
+    ],
+)
+def test_check_config_refuses_an_unknown_allowed_group(
+    config: Config, runtime: str, text: str, lines: list[str]
+) -> None:
+    """A start does not: the directory of groups may be away at a boot."""
+    config.write(text, node=config.values["node"].replace("process", runtime))
+    status, output = config.run("check-config")
+    lead = f"agentd: {config.file}: "
+    assert [line.removeprefix(lead) for line in output.splitlines()] == lines, output
+    assert status == (78 if lines else 0)
+
+
 @pytest.mark.parametrize("below", ["file", "file/below"])
 def test_check_config_refuses_a_state_dir_that_cannot_be(config: Config, below: str) -> None:
     file = config.folder / "file"

@@ -1,6 +1,7 @@
 """The contract of every runtime, including the fake."""
 
 import asyncio
+import grp
 import os
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -84,8 +85,12 @@ def process_runtime(
     )
 
 
+OPERATORS: dict[str, Any] = {"allowed_groups": ["daemon", 44], "default_ulimits": {"nofile": 500}}
+"""The operator's groups (44 is video in Debian) and limits, on each runtime."""
+
+
 def docker_settings(socket: Path) -> DockerSettings:
-    given = {"socket": socket, "network": "none", "stop_timeout": 5}
+    given = {"socket": socket, "network": "none", "stop_timeout": 5, **OPERATORS}
     return DockerSettings.model_validate(given, by_name=True)
 
 
@@ -131,12 +136,13 @@ async def rig(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Rig
         elif request.param == "process":
             kernels = folder / "kernels"
             kernels.mkdir(exist_ok=True)
-            runtimes.append(process_runtime(kernels, node))
+            runtimes.append(process_runtime(kernels, node, **OPERATORS))
         elif request.param == "systemd":
             units = folder / "units"
             units.mkdir(exist_ok=True)
             accounts = UserAccounts(is_unprivileged=os.geteuid() != 0)
-            runtimes.append(SystemdRuntime(units, node, boot_id(), SystemdSettings(), accounts))
+            settings = SystemdSettings.model_validate(OPERATORS, by_name=True)
+            runtimes.append(SystemdRuntime(units, node, boot_id(), settings, accounts))
         else:
             runtimes.append(FakeRuntime())
     yield Rig(*runtimes)
@@ -291,6 +297,26 @@ async def test_exec_shares_the_kernel_but_ends_by_itself(rig: Rig) -> None:
     await rig.runtime.stop(K1, 0)
     with pytest.raises((KernelConflict, RuntimeFailure)):
         await rig.runtime.start_exec(kernel, asked)
+
+
+@pytest.mark.needs("root")
+async def test_kernel_and_its_execs_have_groups_and_limits(rig: Rig) -> None:
+    if isinstance(rig.runtime, FakeRuntime):
+        return
+    script = "echo $(id -G) $(ulimit -n)"
+    groups = {"groups": ["daemon", 44]}
+    made = plan("sh", "-c", f"{script}; sleep 1000 & wait", options=groups)
+    assert await rig.runtime.validate_spec(made.spec) == []
+    kernel = as_known(await rig.runtime.create(made, lambda *_: None))
+    async with asyncio.timeout(30):
+        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+            pass
+    session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
+    assert b"".join([data async for _, data in session.output()]) == said
+    await session.close()
+    *ids, files = map(int, said.split())
+    assert {grp.getgrnam("daemon").gr_gid, 44} <= set(ids)
+    assert files == 500
 
 
 def as_known(found: ObservedKernel) -> Kernel:

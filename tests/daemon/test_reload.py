@@ -193,6 +193,35 @@ async def test_every_key_of_a_runtime_is_taken_or_named(tmp_path: Path) -> None:
     assert (docker._settings.pids_limit, docker._settings.registry_auth) == (7, Path("/auth"))
 
 
+async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> None:
+    from agentd.runtimes.docker.runtime import DockerRuntime
+
+    node = Node(tmp_path)
+    agents = '[[agents]]\nid = "a"\n{}[[agents]]\nid = "b"\n{}'
+    node.write(rest=agents.format('network = "old"\n', ""))
+    docker = DockerRuntime("n", module.load(node.file, {}).settings.runtime.docker)
+    runtimes: Any = {"docker": docker}
+    server: Any = node.server
+    node.reload = Reload(load(node.file, {}), server, runtimes, node.known)
+
+    def networks() -> dict[str, str]:
+        return {name: settings.network for name, settings in docker._own_settings.items()}
+
+    node.write(rest=agents.format("", 'network = "new"\n'))
+    assert await node.reloaded() == ([], [])
+    assert networks() == {"b": "new"}
+    node.write(rest=agents.format('network = "newer"\n', 'user = "daemon"\n'))
+    assert await node.reloaded() == (["agents"], [])
+    assert networks() == {"a": "newer"}
+    node.write(rest='[[agents]]\nid = "b"\nnetwork = "last"\n')
+    assert await node.reloaded() == (["agents"], [])
+    assert networks() == {"a": "newer", "b": "last"}
+    node.write(rest=agents.format('allowed-mounts = ["x"]\n', ""))
+    reasons = (await node.reloaded())[1]
+    assert "agents.0.allowed-mounts: invalid path x" in reasons[0]
+    assert networks() == {"a": "newer", "b": "last"}
+
+
 async def test_weak_credentials_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,16 +42,27 @@ def test_allowed_groups_are_resolved(requested, allowed, ids: list[int]) -> None
 @pytest.mark.parametrize(
     ("requested", "allowed", "lines"),
     [
-        ([0], [], ["groups.0: 0 is not one of none"]),
-        (["root"], ["video"], ["groups.0: 'root' is not one of video"]),
-        (["docker"], ["video", 2000], ["groups.0: 'docker' is not one of video, 2000"]),
+        ([0], [], ["groups.0: group 0 is not allowed; allowed-groups: none"]),
+        (["root"], ["video"], ["groups.0: group 'root' is not allowed; allowed-groups: video"]),
+        (
+            ["docker"],
+            ["video", 2000],
+            ["groups.0: group 'docker' is not allowed; allowed-groups: video, 2000"],
+        ),
         (
             ["no such group", 44, 999],
             ["video"],
-            ["groups.0: 'no such group' is not one of video", "groups.2: 999 is not one of video"],
+            [
+                "groups.0: group 'no such group' is not allowed; allowed-groups: video",
+                "groups.2: group 999 is not allowed; allowed-groups: video",
+            ],
         ),
-        (["vide"], ["video"], ["groups.0: 'vide' is not one of video"]),
-        (["\ud800"], ["video"], ["groups.0: '\\ud800' is not one of video"]),
+        (["vide"], ["video"], ["groups.0: group 'vide' is not allowed; allowed-groups: video"]),
+        (
+            ["\ud800"],
+            ["video"],
+            ["groups.0: group '\\ud800' is not allowed; allowed-groups: video"],
+        ),
     ],
 )
 async def test_other_groups_are_refused_alike(requested, allowed, lines: list[str]) -> None:

@@ -55,7 +55,8 @@ def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str])
             raise NotReady(f"group {group!r} of allowed-groups does not exist on this host")
         if group_id is None or group_id not in allowed_ids:
             names = ", ".join(map(str, allowed)) or "none"
-            problems.append(Problem(f"groups.{index}", f"{group!r} is not one of {names}"))
+            reason = f"group {group!r} is not allowed; allowed-groups: {names}"
+            problems.append(Problem(f"groups.{index}", reason))
         else:
             ids.append(group_id)
     if problems:

@@ -49,6 +49,16 @@ MEANINGS = {
     ),
     "AppArmor without its parser": (500, PARSER, 128, RuntimeFailure),
     "a hook that is not there": (400, f"{INIT}{HOOK}: unknown", 127, RuntimeFailure),
+    "an init that is not there": (
+        500, 'exec: "docker-init": executable file not found in $PATH', 128, RuntimeFailure,
+    ),
+    "an init that init-path does not name": (
+        400, f'{INIT}error mounting "/x" to rootfs at "/sbin/docker-init": stat /x: no such file',
+        127, RuntimeFailure,
+    ),
+    "a default limit that cannot be set": (
+        500, f"{INIT}error setting rlimit type 7: operation not permitted", 128, RuntimeFailure,
+    ),
     "a runtime that is not there": (
         500, 'failed to start shim: exec: "runc": executable file not found in $PATH: unknown', 128,
         RuntimeFailure,

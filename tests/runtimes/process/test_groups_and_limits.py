@@ -1,40 +1,17 @@
 """Groups that a request adds to its processes, and the node's default limits."""
 
-import grp
-import os
 import resource
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from agentd.config.runtimes import ProcessSettings
-from agentd.core.kernel.edits import ContainerEdits
-from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.errors import RuntimeFailure
 from agentd.runtimes.host.exec_target import read_limits
 from agentd.runtimes.host.user_accounts import UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
 from contracts.test_runtime import plan
-from runtimes.process.rig import groups_of_kernel, identity
-
-
-@pytest.mark.needs("root")
-async def test_kernel_and_its_execs_have_requested_groups(runtime, folder) -> None:
-    settings = ProcessSettings.model_validate({"allowed-groups": ["daemon", 2000]})
-    runtime.update_settings(settings, UserAccounts(find_account("nobody", "user")))
-    made = plan("sleep", "1000", options={"groups": [2000, "daemon"]})
-    assert await runtime.validate_spec(made.spec) == []
-    await runtime.create(replace(made, edits=ContainerEdits(groups=("44",))), lambda *_: None)
-    nobody = set(os.getgrouplist("nobody", 65534))
-    assert groups_of_kernel(folder) == {44, 2000, grp.getgrnam("daemon").gr_gid, *nobody}
-    kernel: Any = SimpleNamespace(kernel_id="k1")
-    session = await runtime.start_exec(kernel, ExecSpec(("id", "-G")))
-    output = b"".join([chunk async for _, chunk in session.output()])
-    await session.close()
-    assert {*map(int, output.split())} == groups_of_kernel(folder) | {65534}
+from runtimes.process.rig import identity
 
 
 async def test_only_root_can_add_groups(folder: Path) -> None:

@@ -275,6 +275,11 @@ def test_the_properties_close_what_a_kernel_was_not_given() -> None:
     assert found["ExecStart"] == [["sh", ["sh", "-c", "echo $$HOME"], False]]
     assert not [name for name in found if name.endswith("Ex")], "lost in a daemon-reload"
     assert "SECRET" not in str(found)
+    default = {"nofile": 7, "core": {"soft": 0, "hard": 8}}
+    with_default = told(made, default_ulimits=default)
+    assert (with_default["LimitNOFILE"], with_default["LimitNOFILESoft"]) == (2**64 - 1, 5)
+    assert (with_default["LimitCORE"], with_default["LimitCORESoft"]) == (8, 0)
+    assert found["SupplementaryGroups"] == ["7"]
     named = told(made, UserAccounts(UserAccount("kernels", 1000, 1000, ())))
     assert named["User"] == "kernels"
     assert "DynamicUser" not in named
