@@ -30,8 +30,8 @@ from agentd.core.kernel.states import (
     STARTING,
     KernelState,
 )
+from agentd.error_codes import ERROR_CODES, Scope
 from agentd.http.bodies import Body
-from agentd.http.problem_responses import STATUSES
 from agentd.program.exit_status import MEANINGS
 from agentd.rpc.requests import ExecRequest
 from agentd.rpc.routes import ROUTES
@@ -347,10 +347,23 @@ def error_texts() -> dict[str, dict[str, str]]:
     return texts
 
 
+SCOPE_TEXTS = {
+    Scope.REQUEST: ("fails at every node", "raises the error", "returns the node's answer"),
+    Scope.NODE: ("fails here", "raises the error", "tries another node"),
+    Scope.MOMENT: ("may succeed later", "repeats the call", "tries another node"),
+    Scope.UNKNOWN: (
+        "completes it, if it has a `kernel_id`",
+        "repeats a 503",
+        "returns the node's answer; only this node is asked again",
+    ),
+}
+"""Consequences of a failure by its scope: on repetition, in clients, and in a fleet."""
+
+
 def errors_page() -> str:
     """Return the page of error codes, from `agentd.errors` and `errors.toml`."""
     texts = error_texts()
-    clients = [code for code in texts if code not in STATUSES]
+    clients = [code for code in texts if code not in ERROR_CODES]
     return "\n".join(
         [
             "# Error codes",
@@ -363,11 +376,20 @@ def errors_page() -> str:
             "",
             "## Error responses",
             "",
-            "| code | status | cause | remedy |",
-            "|---|---|---|---|",
-            *_error_rows((code for code in texts if code in STATUSES), texts),
+            "| code | status | about | cause | remedy |",
+            "|---|---|---|---|---|",
+            *_error_rows((code for code in texts if code in ERROR_CODES), texts),
             "",
-            "A 503 passes: the response says in `Retry-After` when to retry, and `agentd.client` does so.",
+            "Each failure is about one of these (`agentd.error_codes`), and the rest follows from that:",
+            "",
+            "| about | the same request again | `agentd.client` | a fleet |",
+            "|---|---|---|---|",
+            *(f"| {scope} | {' | '.join(texts)} |" for scope, texts in SCOPE_TEXTS.items()),
+            "",
+            "A 503 has the header `Retry-After`: the seconds until the next try, which the client waits for.",
+            "A node that answers a create with a 503 comes last in the choice of its fleet for 60 s.",
+            "`agentctl` does not repeat a call; only `agentctl run` does, for 15 s. Its exit status is the",
+            "same for all codes ([exit codes](exit-codes.md)), except for `CommandNotFound` of `agentctl run`.",
             "",
             "## Errors outside responses",
             "",
@@ -387,7 +409,8 @@ def errors_page() -> str:
 def _error_rows(codes: Iterable[str], texts: dict[str, dict[str, str]]) -> Iterator[str]:
     for code in codes:
         text = texts[code]
-        yield f"| `{code}` | {STATUSES[code]} | {text['cause']} | {text['remedy']} |"
+        row = ERROR_CODES[code]
+        yield f"| `{code}` | {row.status} | {row.scope} | {text['cause']} | {text['remedy']} |"
 
 
 def commands_page() -> str:

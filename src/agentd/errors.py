@@ -3,8 +3,9 @@
 An error carries its facts as fields and a stable `code`. The layer of each protocol maps a code to
 an HTTP status or an exit status.
 
-Families: `ConfigRefused` and `StartRefused` stop the start, the client must fix a `RequestError`,
-`Unavailable` is temporary, `RuntimeFailure` is the engine's answer.
+Families: `ConfigRefused` and `StartRefused` stop the start, a `RequestError` fails however often
+it is repeated here, `Unavailable` is temporary, `RuntimeFailure` is the engine's answer. Whether
+another node may help is the `scope` of a code (`agentd.error_codes`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
 
+from agentd.error_codes import ERROR_CODES, Scope
+
 MAX_PROBLEMS = 64
 """Maximum entries of `errors` in one refusal."""
 MAX_WHERE, MAX_WHY, MAX_DETAIL = 100, 1000, 4096
 """Maximum characters of a problem's location, of its reason, and of all problems as one text."""
+_SERVER_ERROR = 500
 PRIVATE_MEMBERS = frozenset({"env", "command", "entrypoint", "labels"})
 """Members of a request with content that only its caller may see; reasons never quote them."""
 
@@ -62,6 +66,15 @@ class AgentdError(Exception):
     """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
     """Headers of an answer with this error."""
+
+    @property
+    def scope(self) -> Scope:
+        """The concern of the failure; a code of a newer version has that of its status."""
+        if (row := ERROR_CODES.get(self.code)) is not None:
+            return row.scope
+        status = self.content.get("status")
+        is_refused = isinstance(status, int) and status < _SERVER_ERROR
+        return Scope.REQUEST if is_refused else Scope.UNKNOWN
 
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""
@@ -112,7 +125,7 @@ class DaemonFailed(AgentdError):
 
 
 class RequestError(AgentdError):
-    """The request will fail however often it is repeated."""
+    """The request will fail on this node however often it is repeated."""
 
 
 class _ListedRequestError(RequestError):
@@ -251,7 +264,7 @@ class Conflict(RequestError):
 
 
 class ImageNotFound(RequestError):
-    """The image is not on the node and not available from its registry."""
+    """The image does not exist, this node may not pull it, or it is for another platform."""
 
     code = "ImageNotFound"
 
@@ -370,7 +383,7 @@ class RuntimeFailure(AgentdError):
 class Unavailable(AgentdError):
     """A temporary failure; the same call may succeed after `retry_after_s` seconds."""
 
-    retry_after_s: ClassVar[int] = 2
+    retry_after_s: int = 2
 
 
 class PluginUnavailable(Unavailable):
@@ -389,8 +402,20 @@ class OutcomeUnknown(RuntimeUnavailable):
     """The runtime was called and its answer was lost: it may have acted."""
 
 
+class ImageUnavailable(Unavailable):
+    """The image cannot be pulled now: its registry is overloaded, fails or cannot be reached."""
+
+    code = "ImageUnavailable"
+    retry_after_s = 10
+
+    def __init__(self, detail: str = "", retry_after_s: int | None = None) -> None:
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+        super().__init__(detail)
+
+
 class StateUnavailable(Unavailable):
-    """The state folder is not writable, so a change cannot be saved, or it cannot be read."""
+    """A disk of the node is full, or the state folder cannot be read or written."""
 
     code = "StateUnavailable"
 
@@ -408,6 +433,10 @@ class Refused(AgentdError):
         self.code = code  # type: ignore[misc]
         self.content = dict(content)
         super().__init__(detail)
+
+
+class RefusedForNow(Refused, Unavailable):
+    """A `Refused` of status 503, such as a code of a newer version; raised by clients only."""
 
 
 class NotReady(Unavailable):

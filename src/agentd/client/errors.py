@@ -20,6 +20,7 @@ from agentd.errors import (
     InvalidSlotCombination,
     Problem,
     Refused,
+    RefusedForNow,
     RuntimeUnavailable,
     Unavailable,
     Unreachable,
@@ -27,7 +28,7 @@ from agentd.errors import (
 )
 
 _T = TypeVar("_T")
-_SERVER_ERROR = 500
+_SERVER_ERROR, _UNAVAILABLE = 500, 503
 _PROXY_ERRORS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 """Statuses of a proxy that got no answer."""
 
@@ -37,7 +38,8 @@ def error_from_problem(content: Mapping[str, Any]) -> AgentdError:
     code, detail = str(content.get("code", "Internal")), str(content.get("detail", content))
     error_class = _CLASSES.get(code)
     if error_class is None:
-        return Refused(code, detail, content)
+        kind = RefusedForNow if content.get("status") == _UNAVAILABLE else Refused
+        return kind(code, detail, content)
     error = _with_facts(error_class, content)
     error.args = (detail,)
     error.content = dict(content)
@@ -87,7 +89,7 @@ def error_from_response(status: int, body: bytes, retry_after: str | None = None
         text = body[:MAX_DETAIL].decode(errors="replace") or f"HTTP {status}"
         error = Refused("Internal" if status >= _SERVER_ERROR else "BadRequest", text, {})
     if isinstance(error, Unavailable) and re.fullmatch("[0-9]{1,9}", retry_after or ""):
-        error.retry_after_s = max(1, int(retry_after or ""))  # type: ignore[misc]
+        error.retry_after_s = max(1, int(retry_after or ""))
     return error
 
 

@@ -1,4 +1,4 @@
-"""Problems (RFC 9457): error codes and their statuses."""
+"""Problems (RFC 9457): the responses of errors."""
 
 from __future__ import annotations
 
@@ -8,52 +8,10 @@ from typing import Any
 
 from aiohttp import web
 
+from agentd.error_codes import ERROR_CODES
+
 BAD_GATEWAY = 502
-STATUSES = {
-    "UnsupportedResource": 422,
-    "ConfigRefused": 422,
-    "InvalidRequest": 422,
-    "InvalidSlotAmount": 422,
-    "InvalidSlotCombination": 422,
-    "ImageNotFound": 422,
-    "CommandNotFound": 422,
-    "InsufficientResource": 409,
-    "KernelConflict": 409,
-    "ClaimConflict": 409,
-    "Conflict": 409,
-    "UnknownAgent": 404,
-    "UnknownKernel": 404,
-    "UnknownDevice": 404,
-    "UnknownClaim": 404,
-    "UnknownEngine": 404,
-    "UnknownRuntime": 404,
-    "UnknownPlugin": 404,
-    "UnknownNode": 404,
-    "UnknownSlotType": 404,
-    "SlotTypeInUse": 409,
-    "NotFound": 404,
-    "MethodNotAllowed": 405,
-    "RequestTimeout": 408,
-    "WrongNode": 421,
-    "BodyTooLarge": 413,
-    "ExpectationFailed": 417,
-    "BadRequest": 400,
-    "Unauthorized": 401,
-    "Forbidden": 403,
-    "TooManyStreams": 429,
-    "TooManyClaims": 429,
-    "Internal": 500,
-    "RuntimeFailure": 502,
-    "PluginUnavailable": 503,
-    "RuntimeUnavailable": 503,
-    "StateUnavailable": 503,
-    "NotReady": 503,
-    "Draining": 503,
-    "NodeUnavailable": 503,
-    "FleetStoreUnavailable": 503,
-    "RouteUnreadable": 503,
-    "FleetStoreRefused": 502,
-}
+STATUSES = {code: row.status for code, row in ERROR_CODES.items()}
 CREATE_CODES = frozenset(
     {code for code, status in STATUSES.items() if status in (409, 422, 500, 502, 503)}
     | {"Forbidden", "UnknownAgent", "UnknownClaim", "UnknownDevice", "UnknownNode"}

@@ -227,6 +227,8 @@ class Runtime(Protocol):
 
         Raises:
             ImageNotFound, CommandNotFound: the image or command does not exist.
+            ImageUnavailable: the image cannot be pulled now.
+            StateUnavailable: a disk of the node is full.
             RuntimeFailure: the runtime refused.
             RuntimeUnavailable: the runtime could not be called.
             OutcomeUnknown: the runtime was called, and the answer was lost.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agentd.errors import ImageNotFound, RuntimeUnavailable
+from agentd.errors import ImageUnavailable, RuntimeUnavailable
 from agentd.runtimes.docker import docker_client as module
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import DockerError, DockerResponseLost, clean_message
@@ -157,7 +157,7 @@ def test_a_message_of_many_paths_is_cut_before_it_is_read(part: str) -> None:
     ("lines", "error", "told"),
     [
         ([b'{"status": "' + b"x" * (1 << 20)], RuntimeUnavailable, "interrupted"),
-        ([b'{"error": "no: ' + b"x" * 3000 + b'"}'], ImageNotFound, "no: xxx"),
+        ([b'{"error": "no: ' + b"x" * 3000 + b'"}'], ImageUnavailable, "no: xxx"),
     ],
 )
 async def test_pull_progress_is_bounded(engine, client, lines, error, told) -> None:

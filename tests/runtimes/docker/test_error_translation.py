@@ -8,6 +8,7 @@ from agentd.errors import (
     InvalidRequest,
     RuntimeFailure,
     RuntimeUnavailable,
+    StateUnavailable,
 )
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
@@ -68,7 +69,10 @@ MEANINGS = {
         128, RuntimeUnavailable,
     ),
     "a value that no engine takes": (400, "invalid reference format", 0, InvalidRequest),
-    "a full disk": (500, "write /var/lib/docker/x: no space left on device", 0, RuntimeFailure),
+    "a full disk": (500, "write /data/docker/x: no space left on device", 0, StateUnavailable),
+    "a hierarchy of cgroups that is full": (
+        500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
+    ),
 }  # fmt: skip
 
 
@@ -82,3 +86,5 @@ def test_engine_errors_are_attributed(
     assert type(error) is meaning, error
     if meaning is RuntimeFailure:
         assert str(error) == f"the Docker Engine: {message}"
+    if meaning is StateUnavailable:
+        assert str(error) == "the disk of the node's engine is full"

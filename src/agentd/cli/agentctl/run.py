@@ -99,7 +99,7 @@ class Run:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._is_created: bool | None = None
         """None until the outcome of the create is known."""
-        self._is_signalled = False
+        self._signalled = threading.Event()
 
     def until_end(self, *, removes: bool) -> int:
         """Run the kernel, and return the exit status."""
@@ -126,7 +126,7 @@ class Run:
                 event = Unreachable("its create was not answered")
             match event:
                 case signal.Signals() as number:
-                    self._is_signalled = True
+                    self._signalled.set()
                     deadline = min(deadline, time.monotonic() + RECONNECT_TIMEOUT_S)
                     signals.append(number)
                     self._start(self._forward, 0.0 if len(signals) > 1 else None)
@@ -189,7 +189,7 @@ class Run:
                 return apart
 
     def _create(self) -> None:
-        """Create the kernel; the same request is repeated while nothing answers.
+        """Create the kernel; the same request is repeated while it is refused for the moment.
 
         After a signal nothing is created any more: a request whose answer was lost is looked up.
 
@@ -199,15 +199,17 @@ class Run:
         end = math.inf
         while True:
             try:
-                if not self._is_signalled:
+                if not self._signalled.is_set():
                     self._client.create_kernel(self._agent, self._body)
                     return
                 if self._own_kernel()["state"] not in STARTING_STATES:
                     return
-            except Unavailable:
+            except Unavailable as error:
+                pause_s = error.retry_after_s if error.content else 0
                 end = min(end, time.monotonic() + RECONNECT_TIMEOUT_S)
-                if time.monotonic() > end:
+                if time.monotonic() + pause_s > end:
                     raise
+                self._signalled.wait(pause_s)
             time.sleep(PAUSE_S)
 
     def _own_kernel(self) -> KernelView:

@@ -16,6 +16,7 @@ _STORAGE_PATH = re.compile(
     r"(?:-init)?(?:/merged|/rootfs|/diff)?"
 )
 """Paths of the engine's storage, which no caller may learn."""
+_ANY_PATH = re.compile(r"(?<![^\s\"'(=])/[^\s\"':,)]+")
 
 
 class DockerError(Exception):
@@ -44,3 +45,8 @@ def truncate_message(text: str) -> str:
 def clean_message(text: str) -> str:
     """Return an engine's message without storage paths, cut if it is long."""
     return truncate_message(_STORAGE_PATH.sub("", text[:MAX_DETAIL_BYTES]))
+
+
+def hide_paths(text: str) -> str:
+    """Return a message without any path, cut if it is long."""
+    return truncate_message(_ANY_PATH.sub("[path]", text[:MAX_DETAIL_BYTES]))

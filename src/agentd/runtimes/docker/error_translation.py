@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.names import quote_untrusted
 from agentd.errors import (
+    AgentdError,
     CommandNotFound,
+    ImageNotFound,
+    ImageUnavailable,
     InvalidRequest,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
+    StateUnavailable,
 )
 from agentd.runtimes.docker.container_config import program_of
 from agentd.runtimes.docker.docker_errors import (
+    MAX_DETAIL_BYTES,
     DockerError,
     DockerResponseLost,
     DockerUnreachable,
+    hide_paths,
 )
 from agentd.runtimes.docker.request_errors import request_problem
 
@@ -31,6 +39,28 @@ _NODE_REFUSALS = ("error mounting", "hook")
 _NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
+
+_FULL_DISK = re.compile("no space left on device|disk quota exceeded")
+_BAD_DISK = re.compile("read-only file system|input/output error")
+_RATE_LIMIT = re.compile("too ?many ?requests|rate limit|rate exceeded")
+_IMAGE_REFUSED = re.compile(
+    "(?:manifest|name) unknown"
+    "|(?:manifest for|repository|resolve reference|platform).{0,500} not found"
+    "|(?<!permission )denied(?:: |$)|access denied|unauthorized|authentication required"
+    "|no basic auth|invalid reference|must be lowercase|short-name|no matching manifest"
+    "|no image found|not match the specified platform|on this platform"
+    "|(?:manifest|media type).{0,500}(?:not|no longer) supported|schema 1 support is disabled"
+    "|(?:http|status).{0,500}\\b40[134]\\b"
+)
+"""Texts of pulls that fail however often they are repeated; the last is a registry's status."""
+_QUOTED = re.compile(r'"[^"]*"|https?://\S+')
+"""Texts of others in an engine's message: names of images, addresses."""
+_REFUSED_STATUSES = (400, 401, 403, 404)
+"""Statuses of an engine that knows why a pull failed; one of 20.10 always answers 500."""
+_RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d+(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "m": 60.0, "h": 3600.0}
+_RATE_LIMIT_RETRY_S, _MAX_RETRY_S = 60, 3600
+"""Seconds until a retry after a rate limit without a time, and at most."""
 
 
 def unknown_outcome_error(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
@@ -58,6 +88,8 @@ def _translate_refusal(
 ) -> BaseException:
     if plan is not None and (problem := request_problem(error.detail, plan.spec)):
         return InvalidRequest([problem])
+    if plan is not None and _FULL_DISK.search(error.detail) and "cgroup" not in error.detail:
+        return StateUnavailable("the disk of the node's engine is full")
     if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
@@ -68,6 +100,33 @@ def _translate_refusal(
     if any(text in error.detail for text in _PORT_CONFLICTS):
         return RuntimeUnavailable(error.message)
     return RuntimeFailure(f"the Docker Engine: {error.message}")
+
+
+def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
+    """Return the error for a pull that an engine, or a registry behind it, has refused.
+
+    A failure passes unless its text says otherwise. `status` is that of the engine, if it has any.
+    """
+    message = message[:MAX_DETAIL_BYTES]
+    text = message.lower().strip()
+    if _FULL_DISK.search(text):
+        return StateUnavailable(f"image {image}: the disk of the node's engine is full")
+    if _BAD_DISK.search(text):
+        return StateUnavailable(f"image {image}: the disk of the node's engine is not writable")
+    detail = f"image {image}: {hide_paths(message)}"
+    if _RATE_LIMIT.search(text):
+        return ImageUnavailable(detail, _retry_after_s(text))
+    if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(_QUOTED.sub("", text)):
+        return ImageNotFound(detail)
+    return ImageUnavailable(detail)
+
+
+def _retry_after_s(text: str) -> int:
+    """Return the pause that a registry asks for, as far as its engine passes it on."""
+    if (found := _RETRY_AFTER.search(text)) is None:
+        return _RATE_LIMIT_RETRY_S
+    seconds = float(found[1]) * _SECONDS.get(found[2], 1.0)
+    return min(max(1, math.ceil(seconds)), _MAX_RETRY_S)
 
 
 @contextmanager

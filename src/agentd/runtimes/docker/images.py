@@ -18,15 +18,15 @@ import msgspec
 import structlog
 
 from agentd.core.kernel.states import Pull
-from agentd.errors import ImageNotFound, RuntimeUnavailable
+from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import (
     DockerError,
     DockerResponseLost,
     DockerUnreachable,
-    clean_message,
 )
+from agentd.runtimes.docker.error_translation import translate_failed_pull
 from agentd.runtimes.docker.registry_auth import find_credentials
 
 log = structlog.get_logger()
@@ -66,7 +66,8 @@ class Images:
         `listener` gets the progress.
 
         Raises:
-            ImageNotFound: the image is not available.
+            ImageNotFound, ImageUnavailable: its registry refuses it, or fails.
+            StateUnavailable: the node has no room for it.
             RuntimeUnavailable: the engine did not answer.
         """
         image = _add_default_tag(image)
@@ -96,15 +97,15 @@ class Images:
             is_complete = False
             async with aclosing(self._read_progress(*key)) as lines:
                 async for line in lines:
-                    if "error" in line:
-                        raise ImageNotFound(f"image {image}: {clean_message(str(line['error']))}")
+                    if failure := _parse_failure(line):
+                        raise translate_failed_pull(image, *failure)
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
                     if _update_layer(layers, line):
                         self._notify(key, layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
         except DockerError as error:
-            raise ImageNotFound(f"image {image}: {error.message}") from error
+            raise translate_failed_pull(image, error.detail, error.status) from error
         except DockerUnreachable as error:
             raise RuntimeUnavailable(str(error)) from error
         except (DockerResponseLost, OSError, ValueError) as error:
@@ -137,6 +138,20 @@ class Images:
 
 def _add_default_tag(image: str) -> str:
     return image if {":", "@"} & set(image.rpartition("/")[2]) else f"{image}:latest"
+
+
+def _parse_failure(line: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the message and the status of a line that ends a pull, None for other lines.
+
+    Engines send `error`, `errorDetail`, or both.
+    """
+    detail = line.get("errorDetail")
+    if not isinstance(detail, dict):
+        detail = {}
+    message, status = detail.get("message") or line.get("error"), detail.get("code")
+    if not message and not detail:
+        return None
+    return str(message or "no reason given"), status if isinstance(status, int) else 0
 
 
 def _update_layer(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
