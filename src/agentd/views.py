@@ -281,7 +281,7 @@ class PluginView(TypedDict):
 
     name: str
     plugin: str
-    state: Literal["pending", "ready", "failed", "blocked", "absent"]
+    state: Literal["pending", "ready", "failed", "blocked", "absent", "stopped"]
     reason: str
     slots: list[str]
 

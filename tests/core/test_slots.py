@@ -202,7 +202,7 @@ def test_slot_names_have_a_bound() -> None:
 )
 def test_refusals_of_slots_come_in_order(raw, error) -> None:
     with pytest.raises(error):
-        read_slots(raw, TYPES, pending={"tpu": "late"}).accepted()
+        read_slots(raw, TYPES, unavailable={"tpu": "pending: late"}).accepted()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,9 @@ def test_every_spelling_of_zero_is_zero(zero) -> None:
 
 def test_every_wrong_amount_is_listed_with_its_place() -> None:
     with pytest.raises(InvalidSlotAmount) as caught:
-        read_slots({"cpu": "x", "mem": -1, "npu": True}, TYPES, pending={"npu": "late"}).accepted()
+        read_slots(
+            {"cpu": "x", "mem": -1, "npu": True}, TYPES, unavailable={"npu": "pending: late"}
+        ).accepted()
     assert [problem.where for problem in caught.value.problems] == [
         "slots.cpu",
         "slots.mem",

@@ -29,7 +29,8 @@ ROLES = ("agentd", "a", "reader", "reader-a")
 SCOPED = ("a", "reader-a")
 RIGHTS = {
     "get_node": "look", "list_runtimes": "look", "forget_runtime": "node", "list_plugins": "look",
-    "reload": "node", "retry_plugin": "node", "list_slot_types": "look", "list_devices": "look",
+    "reload": "node", "retry_plugin": "node", "stop_plugin": "node",
+    "start_plugin": "node", "list_slot_types": "look", "list_devices": "look",
     "drain_device": "node", "undrain_device": "node", "forget_device": "node",
     "list_agents": "look", "get_agent_of_agent": "look", "get_agent": "look",
     "create_kernel_of_agent": "kernels", "list_kernels_of_agent": "look", "list_kernels": "look",

@@ -1,8 +1,9 @@
 """Plugin hosts of one test, and what is waited for."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from importlib_metadata import EntryPoint
 
@@ -15,7 +16,7 @@ from agentd.plugin_api import Features
 from agentd.pluginhost.assignment import AssignmentRules
 from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
-from agentd.services.protocols import PluginState
+from agentd.services.protocols import PluginListing, PluginState
 
 PROCESS = Features("process")
 
@@ -39,6 +40,7 @@ class Hosts:
         max_memory_bytes: int = PluginTimeouts().max_memory_bytes,
         points: Sequence[EntryPoint] | None = None,
         dealing_rules: AssignmentRules | None = None,
+        stopped: Mapping[str, tuple[str, PluginListing | None]] = MappingProxyType({}),
         **targets: str,
     ) -> PluginHost:
         points = points or [point(name, target) for name, target in targets.items()]
@@ -51,6 +53,7 @@ class Hosts:
             timeouts=pace,
             points=points,
             dealing_rules=dealing_rules,
+            stopped=stopped,
         )
         self.made.append(made)
         return made

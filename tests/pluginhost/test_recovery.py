@@ -90,7 +90,7 @@ def ask(host: PluginHost, devices: NodeDevices, slot: str) -> None:
     read_slots(
         {slot: 1},
         devices.inventory.slot_types,
-        pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
+        unavailable={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
         failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
         absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
     ).accepted()

@@ -294,7 +294,7 @@ async def test_unnamed_instances_without_attributes_keep_their_places(machine: M
     """Drivers that do not name profiles, and know nothing of an instance (go-nvml 60)."""
     old = {"name0": "name=NVIDIA H100", "name1": "name=NVIDIA H100"}
     machine.node.say(gpus(names=old))
-    machine.store.save_devices([], {})
+    machine.store.save_devices([], {}, {})
     await machine.restart()
     async with keeping_places(machine, gpus(names=old)):
         machine.node.say(gpus(*fails("nvmlDeviceGetAttributes_v2", code=6), names=old))

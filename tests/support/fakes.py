@@ -36,7 +36,7 @@ from agentd.services.protocols import (
     Session,
     Support,
 )
-from agentd.state.schemas import Phase, SavedRecord
+from agentd.state.schemas import Phase, SavedRecord, StoppedPlugin
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
 
@@ -180,6 +180,7 @@ class FakePlugins:
         self.failed: dict[str, str] = {}
         self.absent: dict[str, str] = {}
         self.pending: list[str] = []
+        self.stopped: dict[str, str] = {}
         self.edits = ContainerEdits()
         self.failure: Exception | None = None
         self.told: list[tuple[str, str]] = []
@@ -190,7 +191,15 @@ class FakePlugins:
 
     def statuses(self) -> list[PluginStatus]:
         return [
-            *(PluginStatus(item.name, item.name, PluginState.READY) for item in self.ready),
+            *(
+                PluginStatus(
+                    item.name,
+                    item.name,
+                    PluginState.STOPPED if item.name in self.stopped else PluginState.READY,
+                    self.stopped.get(item.name, ""),
+                )
+                for item in self.ready
+            ),
             *(PluginStatus(n, n, PluginState.FAILED, why) for n, why in self.failed.items()),
             *(PluginStatus(n, n, PluginState.ABSENT, why) for n, why in self.absent.items()),
             *(PluginStatus(name, name, PluginState.PENDING) for name in self.pending),
@@ -201,6 +210,14 @@ class FakePlugins:
 
     def conditions(self) -> list[Condition]:
         return []
+
+    async def stop(self, name: str, reason: str) -> PluginStatus:
+        self.stopped[name] = reason
+        return next(status for status in self.statuses() if status.name == name)
+
+    async def start(self, name: str) -> PluginStatus:
+        self.stopped.pop(name, None)
+        return await self.retry(name)
 
     async def retry(self, name: str) -> PluginStatus:
         return next(status for status in self.statuses() if status.name == name)
@@ -254,6 +271,7 @@ class FakeMemory:
     def __init__(self) -> None:
         self.devices: Sequence[Device] = ()
         self.dealings: Mapping[str, PluginAssignment] = {}
+        self.stopped: Mapping[str, StoppedPlugin] = {}
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
         self.claims: dict[str, str] = {}
@@ -281,10 +299,16 @@ class FakeMemory:
     def load_dealings(self) -> Mapping[str, PluginAssignment]:
         return self.dealings
 
+    def load_stopped(self) -> Mapping[str, StoppedPlugin]:
+        return self.stopped
+
     def save_devices(
-        self, devices: Sequence[Device], dealings: Mapping[str, PluginAssignment]
+        self,
+        devices: Sequence[Device],
+        dealings: Mapping[str, PluginAssignment],
+        stopped: Mapping[str, StoppedPlugin],
     ) -> None:
-        self.devices, self.dealings = devices, dict(dealings)
+        self.devices, self.dealings, self.stopped = devices, dict(dealings), dict(stopped)
 
     def load_ready_engines(self) -> Mapping[str, str]:
         return self.ready_engines

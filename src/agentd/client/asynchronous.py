@@ -67,6 +67,12 @@ class AsyncClient(StreamCalls):
     async def retry_plugin(self, name: str) -> PluginView:
         return await self.execute(Call("POST", api_path("plugins", name, "retry")))
 
+    async def stop_plugin(self, name: str) -> PluginView:
+        return await self.execute(Call("POST", api_path("plugins", name, "stop")))
+
+    async def start_plugin(self, name: str) -> PluginView:
+        return await self.execute(Call("POST", api_path("plugins", name, "start")))
+
     async def slot_types(self) -> list[SlotTypeView]:
         return await self.execute(Call("GET", api_path("slot-types")))
 

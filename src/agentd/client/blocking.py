@@ -63,6 +63,12 @@ class Client(BlockingTransport):
     def retry_plugin(self, name: str) -> PluginView:
         return self.execute(Call("POST", api_path("plugins", name, "retry")))
 
+    def stop_plugin(self, name: str) -> PluginView:
+        return self.execute(Call("POST", api_path("plugins", name, "stop")))
+
+    def start_plugin(self, name: str) -> PluginView:
+        return self.execute(Call("POST", api_path("plugins", name, "start")))
+
     def slot_types(self) -> list[SlotTypeView]:
         return self.execute(Call("GET", api_path("slot-types")))
 

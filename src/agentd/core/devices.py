@@ -98,6 +98,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     """The unclaimed process that uses it, where such a device is not allocated."""
     withheld: str = ""
     """Why another agentd on this host serves it, or may do so; empty if none does."""
+    unserved: str = ""
+    """Why its plugin, which listed it, does not serve it now."""
     attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
     """Earlier stable ids of the same physical device."""
@@ -135,6 +137,11 @@ class Device(msgspec.Struct, frozen=True, dict=True):
         return self._is_there and not (self.drained or self.awaited or self.busy)
 
     @property
+    def withheld_reason(self) -> str:
+        """Why it is not offered although it is there and healthy; empty if it is."""
+        return self.withheld or self.unserved
+
+    @property
     def offered_capacity(self) -> int:
         """The current capacity, 0 if the device is missing, unhealthy or withheld."""
         return self.capacity if self._is_there else 0
@@ -147,7 +154,7 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _is_there(self) -> bool:
-        return not (self.gone or self.withheld or self.health is Health.UNHEALTHY)
+        return not (self.gone or self.withheld_reason or self.health is Health.UNHEALTHY)
 
     @property
     def physical_id(self) -> str:
@@ -318,6 +325,13 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return the inventory with its real accelerators withheld; an empty reason ends that."""
         return self._replace_devices(
             replace(device, withheld=reason) if device.is_real_accelerator else device
+            for device in self.devices
+        )
+
+    def with_unserved(self, reasons: Mapping[str, str]) -> Inventory:
+        """Return the inventory in which no plugin serves the devices of exactly these names."""
+        return self._replace_devices(
+            replace(device, unserved=reasons.get(device.device_id.name, ""))
             for device in self.devices
         )
 

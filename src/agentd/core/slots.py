@@ -362,7 +362,7 @@ class SlotReading(NamedTuple):
     excluded: tuple[Problem, ...] = ()
     """Problems of slots that exclude each other."""
     late: Mapping[str, str] = MappingProxyType({})
-    """Device names of requested slots that may become known soon, with the reason."""
+    """Device names of requested slots whose plugin does not answer now, with the reason."""
 
     def accepted(self, others: Sequence[Problem] = ()) -> ResourceSlots:
         """Return the slots of a valid request.
@@ -371,7 +371,7 @@ class SlotReading(NamedTuple):
             InvalidRequest: there are `others`, problems of the rest of the request; lists all.
             InvalidSlotAmount: amounts are invalid; lists all of them.
             InvalidSlotCombination: two slots exclude each other.
-            PluginUnavailable: the first unknown slot that is not zero may become known soon.
+            PluginUnavailable: the plugin of a slot does not answer now.
         """
         if others:
             raise InvalidRequest([*self.problems, *self.excluded, *others])
@@ -381,7 +381,7 @@ class SlotReading(NamedTuple):
             raise InvalidSlotCombination(self.excluded)
         if self.late:
             first = min(self.late)
-            raise PluginUnavailable(f"plugin {first} is pending: {self.late[first]}")
+            raise PluginUnavailable(f"plugin {first} is {self.late[first]}")
         return self.slots
 
 
@@ -389,7 +389,7 @@ def read_slots(
     raw: Mapping[str, object],
     types: Mapping[SlotName, SlotType],
     *,
-    pending: Mapping[str, str] = MappingProxyType({}),
+    unavailable: Mapping[str, str] = MappingProxyType({}),
     failed: Mapping[str, str] = MappingProxyType({}),
     absent: Mapping[str, str] = MappingProxyType({}),
 ) -> SlotReading:
@@ -397,11 +397,11 @@ def read_slots(
 
     An unknown slot with an invalid amount counts as not zero.
 
-    `pending` holds device names whose plugin has not opened yet, `failed` those whose plugin
-    failed, `absent` those without hardware on the node; each with the reason.
+    `unavailable` holds device names whose plugin may answer later, with its state and the reason,
+    `failed` those whose plugin failed, `absent` those without hardware on the node.
 
     Raises:
-        UnsupportedResource: unknown slots without a pending plugin are not zero.
+        UnsupportedResource: unknown slots without such a plugin are not zero.
     """
     amounts: dict[SlotName, int] = {}
     unknown: list[SlotName] = []
@@ -411,13 +411,13 @@ def read_slots(
         try:
             if name in types:
                 amounts[name] = parse_amount(value, types[name])
-            elif parse_quantity(value).value:
-                if (reason := pending.get(device_name_of(name))) is not None:
+            if parse_quantity(value).value:
+                if (reason := unavailable.get(device_name_of(name))) is not None:
                     late[device_name_of(name)] = reason
-                else:
+                elif name not in types:
                     unknown.append(name)
         except AmountError as error:
-            if name in types or device_name_of(name) in pending:
+            if name in types or device_name_of(name) in unavailable:
                 problems.append(Problem(f"slots.{name}", str(error)))
             else:
                 unknown.append(name)

@@ -232,7 +232,7 @@ def build_site(
             ),
             reload=reload,
         ),
-        runtimes=RuntimeHandlers(node.state, services.reconciler, plugins),
+        runtimes=RuntimeHandlers(node, services.reconciler, plugins),
         devices=DeviceHandlers(
             node=node, access=access, visibility=visibility, engines=services.engines
         ),

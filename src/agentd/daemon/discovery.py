@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 
 from agentd.config.settings import Settings
+from agentd.core.devices import group_by_name
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
 from agentd.daemon.problems import Problems
@@ -19,6 +20,7 @@ from agentd.pluginhost.host import PluginHost
 from agentd.pluginhost.instance import PluginTimeouts
 from agentd.program.boot_id import boot_id
 from agentd.services.devices import NodeDevices
+from agentd.services.protocols import PluginListing
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import HostLock, run_folder
 
@@ -49,7 +51,27 @@ def create_plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
         features=features,
         timeouts=plugin_timeouts(settings),
         dealing_rules=AssignmentRules(agents, store) if rules.uses_plugin_order else None,
+        stopped=_stopped_plugins(store),
     )
+
+
+def _stopped_plugins(store: StateFolder) -> dict[str, tuple[str, PluginListing | None]]:
+    """Return the plugins that an operator stopped, with the reason and what they listed last."""
+    dealings, devices = store.load_dealings(), group_by_name(store.load_devices())
+    return {
+        name: (
+            plugin.reason,
+            PluginListing(
+                name,
+                plugin.slot_types,
+                tuple(device for device in devices.get(name, ()) if not device.gone),
+                dealings.get(name),
+            )
+            if plugin.slot_types
+            else None,
+        )
+        for name, plugin in store.load_stopped().items()
+    }
 
 
 @contextlib.asynccontextmanager

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 
 import structlog
 from importlib_metadata import EntryPoint
@@ -54,13 +55,19 @@ class PluginHost:
         timeouts: PluginTimeouts | None = None,
         points: Sequence[EntryPoint] | None = None,
         dealing_rules: AssignmentRules | None = None,
+        stopped: Mapping[str, tuple[str, PluginListing | None]] = MappingProxyType({}),
     ) -> None:
+        """Create the instances, none started.
+
+        `stopped` has the plugins that an operator stopped, by device name, with the reason and the
+        last listing.
+        """
         self._points = EntryPoints(installed_entry_points() if points is None else points)
         self._tables = tuple(tables)
         self._named_by_operator = {"allow": tuple(allow), "block": tuple(block)}
         self._changed: asyncio.Queue[str] = asyncio.Queue()
         self._instances: dict[str, PluginInstance] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_open = False
         with_table: dict[str, PluginInstance] = {}
         for spec, state, reason in _plugin_specs(tables, set(allow), set(block), self._points):
@@ -76,6 +83,9 @@ class PluginHost:
                 with_table.setdefault(spec.plugin, instance)
             if state is not PluginState.PENDING:
                 instance.enter_state(state, reason)
+            elif spec.name in stopped:
+                stop_reason, instance.listing = stopped[spec.name]
+                instance.enter_state(PluginState.STOPPED, stop_reason)
             self._instances[spec.name] = instance
 
     def plugin_spec(self, name: str) -> PluginSpec:
@@ -100,17 +110,19 @@ class PluginHost:
         """Start all plugins concurrently, and wait at most `timeout_s`."""
         await asyncio.to_thread(kill_orphans)
         instances = [i for i in self._instances.values() if not i.state_entered.is_set()]
-        self._tasks = [
-            asyncio.create_task(instance.run(), name=f"plugin-{instance.spec.name}")
-            for instance in instances
-        ]
-        for instance, task in zip(instances, self._tasks, strict=True):
-            task.add_done_callback(partial(self._on_supervision_end, instance))
+        for instance in instances:
+            self._supervise(instance)
         await _wait_for_all((instance.state_entered for instance in instances), timeout_s)
         for instance in instances:
             if not instance.state_entered.is_set():
                 instance.reason = f"not open within {timeout_s:g} s"
         self._is_open = True
+
+    def _supervise(self, instance: PluginInstance) -> None:
+        name = instance.spec.name
+        task = asyncio.create_task(instance.run(), name=f"plugin-{name}")
+        task.add_done_callback(partial(self._on_supervision_end, instance))
+        self._tasks[name] = task
 
     def _on_supervision_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
         """Mark a plugin as failed after its supervision ended with an error."""
@@ -164,7 +176,7 @@ class PluginHost:
         return {
             name: f"plugin {name} is required and {i.state.value}: {i.reason}"
             for name, i in self._instances.items()
-            if i.spec.required and i.state is not PluginState.READY
+            if i.spec.required and i.state not in (PluginState.READY, PluginState.STOPPED)
         }
 
     def statuses(self, *, everything: bool = False) -> list[PluginStatus]:
@@ -187,14 +199,49 @@ class PluginHost:
             yield from instance.conditions()
 
     async def retry(self, name: str) -> PluginStatus:
+        instance = self._startable(name)
+        if instance.state is PluginState.STOPPED:
+            remedy = f"start it with agentctl plugins start {name}"
+            raise Conflict(f"plugin {name} is {instance.reason}; {remedy}")
+        await instance.retry(RETRY_WAIT_S)
+        return instance.status
+
+    async def stop(self, name: str, reason: str) -> PluginStatus:
+        instance = self._startable(name)
+        if stuck := instance.stuck_reason():
+            raise Conflict(f"plugin {name} cannot be stopped: {stuck}")
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        try:
+            await instance.stop(reason)
+        except Conflict:
+            self._supervise(instance)
+            raise
+        return instance.status
+
+    async def start(self, name: str) -> PluginStatus:
+        instance = self._startable(name)
+        if instance.state is PluginState.STOPPED:
+            instance.state, instance.reason = PluginState.PENDING, "it is starting"
+            self._supervise(instance)
+            await instance.wait_attempt(RETRY_WAIT_S)
+        return instance.status
+
+    def _startable(self, name: str) -> PluginInstance:
+        """Return an instance that can have a process.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked.
+        """
         instance = self._instances.get(name)
         if instance is None:
             names = ", ".join(self._instances) or "none"
             raise UnknownPlugin(f"unknown plugin {name!r} (this node has: {names})")
         if not instance.spec.target or instance.state is PluginState.BLOCKED:
             raise Conflict(f"plugin {name} is blocked: {instance.reason}")
-        await instance.retry(RETRY_WAIT_S)
-        return instance.status
+        return instance
 
     def listings(self) -> list[PluginListing]:
         return [i.listing for i in self._instances.values() if i.listing is not None]
@@ -232,9 +279,9 @@ class PluginHost:
 
     async def close(self) -> None:
         """Close open plugins and abandon the others."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.gather(*(instance.close() for instance in self._instances.values()))
 
 

@@ -4,9 +4,12 @@ pending ──────────> ready <──────> failed (lost;
 │  retried
 └──> failed for good (no such hardware, wrong settings, contract broken), or blocked
 
+Each of them becomes stopped when an operator stops the plugin, and pending when it is started.
+
 `run` starts the plugin's process, follows it, and restarts it with a growing backoff when it is
 lost, or failed for a temporary reason. Its first listing fixes its slots; later listings update the
-health of its devices. An operator can retry any plugin at once.
+health of its devices. An operator can retry any plugin at once. `stop` requires that `run` was
+cancelled, and ends the process: it may be the last client of a driver.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.concurrency import wait_event
+from agentd.concurrency import complete_shielded, wait_event
 from agentd.core.conditions import Condition
 from agentd.core.kernel.edits import ContainerEdits
-from agentd.errors import PluginUnavailable, Problem
+from agentd.errors import Conflict, PluginUnavailable, Problem
 from agentd.failpoints import hit_async
 from agentd.plugin_api import AllocatedDevice, Features, KernelEvent, Measurement
 from agentd.pluginhost.assignment import AssignmentRules, device_infos, validate_assignment
@@ -227,8 +230,12 @@ class PluginInstance:
 
     async def retry(self, timeout_s: float) -> None:
         """Retry at once, and wait at most `timeout_s` for the end of a new attempt."""
-        attempts_before = self.attempts
         self._backoff.cut_short()
+        await self.wait_attempt(timeout_s)
+
+    async def wait_attempt(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the end of a new attempt."""
+        attempts_before = self.attempts
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while (
@@ -243,10 +250,9 @@ class PluginInstance:
             if self.is_silent:
                 self._settle_without_table()
                 return
-        self._abandoned = [process for process in self._abandoned if process.is_alive]
+        stuck = self.stuck_reason()
         if len(self._abandoned) >= MAX_ABANDONED:
-            pids = ", ".join(str(process.pid) for process in self._abandoned)
-            raise PluginLost(f"processes {pids} cannot be killed")
+            raise PluginLost(stuck)
         spec = self.spec
         self._process = process = await PluginProcess.start(
             spec.name, spec.target, spec.settings, self._change_reported.set
@@ -384,9 +390,8 @@ class PluginInstance:
         """End the process with a reason; a plugin that may still become ready is pending."""
         process, self._process = self._process, None
         if process is not None:
-            await process.kill(reason)
+            await complete_shielded(self._kill(process, reason))
             if process.is_alive:
-                self._abandoned.append(process)
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
         never_ready = self.listing is None
@@ -444,14 +449,47 @@ class PluginInstance:
 
     async def close(self) -> None:
         """Close the plugin within a short time, and end its process."""
+        is_open = self.state is PluginState.READY
+        await self._end_process("the daemon is stopping", CLOSE_TIMEOUT_S if is_open else 0)
+
+    async def stop(self, reason: str) -> None:
+        """Close the plugin after its present call, and end its process; `run` is cancelled.
+
+        Raises:
+            Conflict: the process cannot be ended.
+        """
+        is_open = self.state is PluginState.READY
+        self.enter_state(PluginState.STOPPED, reason)
+        self.measurements = ()
+        self._on_change(self.spec.name)
+        patience_s = self._timeouts.call_timeout_s + CLOSE_TIMEOUT_S
+        await self._end_process(f"the plugin is {reason}", patience_s if is_open else 0)
+        if stuck := self.stuck_reason():
+            self.enter_state(PluginState.FAILED, stuck)
+            raise Conflict(f"plugin {self.spec.name} cannot be stopped: {stuck}")
+
+    def stuck_reason(self) -> str:
+        """Return which processes cannot be ended, empty if there are none."""
+        self._abandoned = [process for process in self._abandoned if process.is_alive]
+        pids = ", ".join(str(process.pid) for process in self._abandoned)
+        is_one = len(self._abandoned) == 1
+        return f"process{'' if is_one else 'es'} {pids} cannot be killed" if pids else ""
+
+    async def _end_process(self, reason: str, patience_s: float) -> None:
+        """End the process; with `patience_s`, call `close` before."""
         process, self._process = self._process, None
         if process is None:
             return
-        if self.state is PluginState.READY:
+        if patience_s:
             try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                async with asyncio.timeout(patience_s):
                     await process.call("close", timeout_s=CLOSE_TIMEOUT_S)
             except (PluginRefused, InvalidAnswer, PluginLost, TimeoutError) as error:
-                reason = str(error) or "it is busy"
-                log.warning("plugin.close_failed", plugin=self.spec.name, reason=reason)
-        await process.kill("the daemon is stopping")
+                failure = str(error) or "it is busy"
+                log.warning("plugin.close_failed", plugin=self.spec.name, reason=failure)
+        await self._kill(process, reason)
+
+    async def _kill(self, process: PluginProcess, reason: str) -> None:
+        await process.kill(reason)
+        if process.is_alive:
+            self._abandoned.append(process)

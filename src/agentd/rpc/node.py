@@ -19,6 +19,7 @@ from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery
 from agentd.services.access import Access
 from agentd.services.kernels.reconciler import Reconciler
+from agentd.services.node import Node
 from agentd.services.protocols import Plugins
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
@@ -91,8 +92,8 @@ class NodeHandlers:
 class RuntimeHandlers:
     """The runtimes and plugins of the node."""
 
-    def __init__(self, state: NodeState, reconciler: Reconciler, plugins: Plugins) -> None:
-        self._state = state
+    def __init__(self, node: Node, reconciler: Reconciler, plugins: Plugins) -> None:
+        self._state, self._devices = node.state, node.devices
         self._reconciler = reconciler
         self._plugins = plugins
 
@@ -113,4 +114,14 @@ class RuntimeHandlers:
     async def retry_plugin(self, request: web.Request) -> web.Response:
         """Retry a plugin that is not ready, and return its new status."""
         status = await self._plugins.retry(request.match_info["plugin"])
+        return json_response(rendering.plugin_view(status))
+
+    async def stop_plugin(self, request: web.Request) -> web.Response:
+        """Release a plugin's devices until it is started; survives restarts."""
+        name, caller = request.match_info["plugin"], caller_of(request).name
+        return json_response(rendering.plugin_view(await self._devices.stop_plugin(name, caller)))
+
+    async def start_plugin(self, request: web.Request) -> web.Response:
+        """Start a stopped plugin, and return its new status."""
+        status = await self._devices.start_plugin(request.match_info["plugin"])
         return json_response(rendering.plugin_view(status))

@@ -285,8 +285,10 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
         return "gone", device.reason
     if device.health is Health.UNHEALTHY:
         return "unhealthy", device.reason
-    if device.withheld or device.awaited:
-        return "withheld", device.withheld or f"until engine {device.awaited} is ready"
+    if reason := device.withheld_reason:
+        return "withheld", reason
+    if device.awaited:
+        return "withheld", f"until engine {device.awaited} is ready"
     if holders := ledger.whole_device_holders(device):
         shares = ledger.holders(device.device_id)
         texts = [

@@ -81,6 +81,8 @@ def routes(
         delete("/v1/runtimes/{runtime}", runtimes.forget_runtime, right=change),
         get("/v1/plugins", runtimes.list_plugins, list[PluginView]),
         post("/v1/plugins/{plugin}/retry", runtimes.retry_plugin, PluginView, right=change),
+        post("/v1/plugins/{plugin}/stop", runtimes.stop_plugin, PluginView, right=change),
+        post("/v1/plugins/{plugin}/start", runtimes.start_plugin, PluginView, right=change),
         get("/v1/slot-types", devices.list_slot_types, list[SlotTypeView]),
         get("/v1/devices", devices.list_devices, list[DeviceView]),
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),

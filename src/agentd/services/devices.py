@@ -7,6 +7,7 @@ kernels change the inventory, and each change raises `generation`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import structlog
@@ -38,6 +39,7 @@ from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
 from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus
 from agentd.state.folder import StateFolder
+from agentd.state.schemas import StoppedPlugin
 
 log = structlog.get_logger()
 
@@ -68,6 +70,8 @@ class NodeDevices:
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, PluginAssignment] = {}
+        self._stopped: Mapping[str, StoppedPlugin] = {}
+        self._stop_lock = asyncio.Lock()
         self._generation = 0
         self._withhold: Callable[[Inventory], Inventory] = lambda inventory: inventory
 
@@ -118,12 +122,14 @@ class NodeDevices:
         for status in self._plugins.statuses():
             if status.state is PluginState.READY or not self._is_needed(status):
                 continue
-            is_retried = status.state in (PluginState.PENDING, PluginState.FAILED)
-            yield Condition(
-                f"plugin/{status.name}",
-                f"plugin {status.name} is {status.state.value}: {status.reason}".rstrip(": "),
-                f"to retry at once: agentctl plugins retry {status.name}" if is_retried else "",
-            )
+            name, reason, remedy = status.name, status.reason, ""
+            if status.state is PluginState.STOPPED:
+                remedy = f"to start it: agentctl plugins start {name}"
+            else:
+                reason = f"{status.state.value}: {reason}".rstrip(": ")
+            if status.state in (PluginState.PENDING, PluginState.FAILED):
+                remedy = f"to retry at once: agentctl plugins retry {name}"
+            yield Condition(f"plugin/{name}", f"plugin {name} is {reason}", remedy)
 
     def _is_needed(self, status: PluginStatus) -> bool:
         """Return whether a plugin has a table, or an agent or a known device names it."""
@@ -145,6 +151,7 @@ class NodeDevices:
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._duplicates = ()
         self._dealings = dict(self._store.load_dealings())
+        self._stopped = self._store.load_stopped()
         self._merge_listings(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
@@ -173,7 +180,7 @@ class NodeDevices:
             )
         self._listing_warnings[name] = tuple(warnings)
         added = inventory.listed - self.inventory.listed
-        if inventory is not self.inventory:
+        if self._mark_unavailable(inventory) is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._apply_observed_change(inventory)
         return bool(added)
@@ -239,7 +246,7 @@ class NodeDevices:
             (listing.name, device.stable_id) for listing in listings for device in listing.devices
         }
         self._duplicate_keys |= listed_keys - served_keys
-        self._split = self._split.with_inventory(self._withhold(self._split.inventory))
+        self._split = self._split.with_inventory(self._mark_unavailable(self._split.inventory))
         self._duplicates = (*self._duplicates, *warnings)
         self._generation += 1
         self._save()
@@ -338,9 +345,54 @@ class NodeDevices:
 
     def _apply_operator_change(self, inventory: Inventory) -> None:
         """Apply an operator's change: save it first, or refuse it."""
-        self._store.save_devices(_devices_to_save(inventory), self._dealings)
+        self._store.save_devices(_devices_to_save(inventory), self._dealings, self._stopped)
         self._unsaved = ""
         self._apply(inventory)
+
+    async def stop_plugin(self, name: str, caller: str) -> PluginStatus:
+        """Release a plugin's devices until it is started, also after a restart.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked, or its process cannot be ended.
+            StateUnavailable: the stop cannot be saved; nothing changed.
+        """
+        async with self._stop_lock:
+            status = next((s for s in self._plugins.statuses() if s.name == name), None)
+            if status is not None and status.state is PluginState.STOPPED:
+                return status
+            before, reason = self._stopped, f"stopped by {caller}"
+            types = self.inventory.slot_types.values()
+            listed = tuple(slot for slot in types if device_name_of(slot.name) == name)
+            if status is not None and status.state is not PluginState.BLOCKED:
+                self._save_stopped({**before, name: StoppedPlugin(reason, listed)})
+            try:
+                status = await self._plugins.stop(name, reason)
+            except Conflict:
+                self._stopped = before
+                self._save()
+                raise
+            self.refresh(name)
+            return status
+
+    async def start_plugin(self, name: str) -> PluginStatus:
+        """Start a stopped plugin; returns when it is ready, or its first attempt has failed.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked.
+            StateUnavailable: the start cannot be saved; nothing changed.
+        """
+        async with self._stop_lock:
+            if name in self._stopped:
+                self._save_stopped({k: v for k, v in self._stopped.items() if k != name})
+            status = await self._plugins.start(name)
+            self.refresh(name)
+            return status
+
+    def _save_stopped(self, stopped: Mapping[str, StoppedPlugin]) -> None:
+        self._store.save_devices(_devices_to_save(self.inventory), self._dealings, stopped)
+        self._stopped, self._unsaved = stopped, ""
 
     def _apply_observed_change(self, inventory: Inventory) -> None:
         self._apply(inventory)
@@ -353,18 +405,28 @@ class NodeDevices:
 
     def update_withholding(self) -> None:
         """Mark the devices that are not allocated for now."""
-        if self._withhold(self.inventory) is not self.inventory:
+        if self._mark_unavailable(self.inventory) is not self.inventory:
             self._apply(self.inventory)
 
+    def _mark_unavailable(self, inventory: Inventory) -> Inventory:
+        """Mark the devices that are not allocated for now, and those that no plugin serves."""
+        reasons = {
+            status.name: f"plugin {status.name}: {status.reason or status.state.value}"
+            for status in self._plugins.statuses()
+            if status.state is not PluginState.READY and status.name in self._added_plugins
+        }
+        return self._withhold(inventory).with_unserved(reasons)
+
     def _apply(self, inventory: Inventory) -> None:
-        before, inventory = self.inventory, self._withhold(inventory)
+        before, inventory = self.inventory, self._mark_unavailable(inventory)
         self._split = self.split.with_inventory(inventory)
         self._generation += 1
         _publish_changes(self._events, before, inventory)
 
     def _save(self) -> None:
         try:
-            self._store.save_devices(_devices_to_save(self.inventory), self._dealings)
+            devices = _devices_to_save(self.inventory)
+            self._store.save_devices(devices, self._dealings, self._stopped)
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.save_failed", reason=str(error))
@@ -403,7 +465,7 @@ def _not_ready_reasons(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     return {
         status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
         for status in statuses
-        if status.state in (PluginState.PENDING, PluginState.FAILED)
+        if status.state in (PluginState.PENDING, PluginState.FAILED, PluginState.STOPPED)
     }
 
 

@@ -269,12 +269,17 @@ class Planner:
         self._read_slots(slots)
 
     def _read_slots(self, amounts: Mapping[str, object]) -> SlotReading:
-        types = self._devices.inventory.slot_types
-        statuses = () if amounts.keys() <= types.keys() else self._plugins.statuses()
+        types, statuses = self._devices.inventory.slot_types, self._plugins.statuses()
+        known = {device_name_of(name) for name in types}
         return read_slots(
             amounts,
             types,
-            pending={s.name: s.reason for s in statuses if s.state is PluginState.PENDING},
+            unavailable={
+                s.name: f"{s.state.value}: {s.reason}"
+                for s in statuses
+                if s.state in (PluginState.PENDING, PluginState.STOPPED)
+                or (s.state is PluginState.FAILED and s.name in known)
+            },
             failed={s.name: s.reason for s in statuses if s.state is PluginState.FAILED},
             absent={s.name: s.reason for s in statuses if s.state is PluginState.ABSENT},
         )

@@ -26,13 +26,14 @@ from agentd.plugin_api import ConditionInfo, Features, Measurement
 
 
 class PluginState(StrEnum):
-    """The state of a plugin; only a `ready` one has slots."""
+    """The state of a plugin; `stopped` is by an operator."""
 
     PENDING = "pending"
     READY = "ready"
     FAILED = "failed"
     BLOCKED = "blocked"
     ABSENT = "absent"
+    STOPPED = "stopped"
 
 
 class PluginStatus(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class Plugins(Protocol):
     def statuses(self) -> Sequence[PluginStatus]: ...
 
     def listings(self) -> Sequence[PluginListing]:
-        """Return the listings of the ready plugins in order of precedence."""
+        """Return the listings of the plugins that have one, in order of precedence."""
         ...
 
     def measurements(self) -> Mapping[str, Sequence[Measurement]]:
@@ -95,6 +96,24 @@ class Plugins(Protocol):
 
     async def retry(self, name: str) -> PluginStatus:
         """Retry a plugin that is not ready and return its new status.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked or stopped.
+        """
+        ...
+
+    async def stop(self, name: str, reason: str) -> PluginStatus:
+        """End a plugin's process until `start`; its listing stays known.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked, or its process cannot be ended.
+        """
+        ...
+
+    async def start(self, name: str) -> PluginStatus:
+        """Start a stopped plugin and return its new status.
 
         Raises:
             UnknownPlugin: the plugin does not exist.

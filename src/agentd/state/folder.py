@@ -2,7 +2,7 @@
 
     lock                    held while a daemon runs; a second one refuses
     node.json               the node id of the kernels here, and the runtimes that have some
-    devices.json            the last inventory: stable ids, ids, drains; dealings of plugins
+    devices.json            the last inventory: stable ids, ids, drains; dealings and stops
     engines.json            the engines that are ready in this boot
     intents/ID.json         the record of a kernel whose create is in progress
     records/ID.json         the record of a live kernel
@@ -46,6 +46,7 @@ from agentd.state.schemas import (
     SavedEngines,
     SavedNode,
     SavedRecord,
+    StoppedPlugin,
 )
 from agentd.tomlfile.folders import write_problem
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
@@ -191,6 +192,7 @@ class StateFolder:
                 awaited="",
                 busy="",
                 files=(),
+                unserved="",
             )
             for device in devices
         ]
@@ -200,16 +202,25 @@ class StateFolder:
         saved = self._load("devices.json", SavedDevices)
         return saved.dealings if saved else {}
 
+    def load_stopped(self) -> Mapping[str, StoppedPlugin]:
+        """Return the stopped plugins, by device name."""
+        saved = self._load("devices.json", SavedDevices)
+        return saved.stopped if saved else {}
+
     def save_devices(
-        self, devices: Sequence[Device], dealings: Mapping[str, PluginAssignment]
+        self,
+        devices: Sequence[Device],
+        dealings: Mapping[str, PluginAssignment],
+        stopped: Mapping[str, StoppedPlugin],
     ) -> None:
-        """Save an inventory and its dealings, if the folder is open.
+        """Save an inventory, the dealings and the stopped plugins, if the folder is open.
 
         Raises:
             StateUnavailable: the previous ones are still saved.
         """
         if self._is_open:
-            self._save_lasting("devices", SavedDevices(list(devices), dealings=dealings))
+            saved = SavedDevices(list(devices), dealings=dealings, stopped=stopped)
+            self._save_lasting("devices", saved)
 
     def load_ready_engines(self) -> Mapping[str, str]:
         """Return the boot in which each engine was last ready."""

@@ -14,6 +14,7 @@ import msgspec
 
 from agentd.core.devices import Device
 from agentd.core.partition.plugin_assignment import PluginAssignment
+from agentd.core.slots import SlotType
 
 SCHEMA = 1
 
@@ -26,12 +27,23 @@ class SavedNode(msgspec.Struct):
     schema: int = SCHEMA
 
 
+class StoppedPlugin(msgspec.Struct, frozen=True):
+    """A plugin that an operator stopped: by whom, and the slots that it listed last."""
+
+    reason: str
+    slot_types: tuple[SlotType, ...]
+
+
 class SavedDevices(msgspec.Struct):
-    """`devices.json`: the last inventory, and how plugins dealt its devices, by device name."""
+    """`devices.json`: the last inventory.
+
+    By device name, it has the dealings of plugins, and the plugins that are stopped.
+    """
 
     devices: Sequence[Device]
     schema: int = SCHEMA
     dealings: Mapping[str, PluginAssignment] = {}
+    stopped: Mapping[str, StoppedPlugin] = {}
 
 
 class SavedEngines(msgspec.Struct):

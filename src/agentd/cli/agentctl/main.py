@@ -389,6 +389,35 @@ def retry_plugin(client: Client, name: str) -> None:
     sys.exit(0 if row["state"] == "ready" else 1)
 
 
+@plugins.command("stop")
+@output_option
+@click.argument("name")
+@click.pass_obj
+def stop_plugin(client: Client, name: str) -> None:
+    """Release the devices of a plugin.
+
+    Ends the plugin's process, for a reset of a GPU or an upgrade of its driver. The devices are
+    withheld until "agentctl plugins start", also after a restart of agentd. Kernels keep theirs.
+
+    Exit status: 0 it is stopped, 1 refused or unreachable.
+    """
+    print_answer(client.stop_plugin(name), PLUGIN_COLUMNS)
+
+
+@plugins.command("start")
+@output_option
+@click.argument("name")
+@click.pass_obj
+def start_plugin(client: Client, name: str) -> None:
+    """Start a stopped plugin.
+
+    Exit status: 0 the plugin is ready, 1 it is not.
+    """
+    row = client.start_plugin(name)
+    print_answer(row, PLUGIN_COLUMNS)
+    sys.exit(0 if row["state"] == "ready" else 1)
+
+
 @agentctl.command()
 @output_option
 @click.pass_obj

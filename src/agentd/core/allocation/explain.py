@@ -312,8 +312,8 @@ def explain(context: ExplainContext) -> list[dict[str, object]]:
 
 def _suspension_reason(device: Device) -> str:
     """Return the reason why nothing is allocated from a present device; empty if it may be."""
-    if device.withheld:
-        return f"withheld: {device.withheld}"
+    if reason := device.withheld_reason:
+        return f"withheld: {reason}"
     if device.awaited:
         return f"withheld until engine {device.awaited} is ready"
     if device.busy:

@@ -1,0 +1,71 @@
+"""Operators let go of a plugin's devices, and take them again, while kernels run."""
+
+import signal
+
+import pytest
+from click.testing import CliRunner
+
+from agentd.cli.agentctl.main import agentctl
+from support.daemon import AGENTS, Daemon, gpus
+from support.waiting import until
+
+PACE = "[plugins]\ncall-timeout = 1\nhealth-interval = 0.1\n"
+CONFIG = AGENTS + PACE + gpus(2, table="npu") + gpus(2).replace("\n", "\nrequired = true\n", 1)
+
+
+def run(daemon: Daemon, *command: str) -> str:
+    socket = str(daemon.folder / "agentd.sock")
+    ran = CliRunner().invoke(agentctl, ["--socket", socket, *command])
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+async def assert_stopped(daemon: Daemon) -> None:
+    """The devices keep ids, holders and drains, offer nothing, and their slots are known."""
+    first, second = await daemon.device("cuda0"), await daemon.device("cuda1")
+    assert (first["state"], first["free"], second["free"]) == ("withheld", "0", "0")
+    assert "stopped by " in first["reason"]
+    assert [holder["kernel_id"] for holder in first["holders"]] == ["k1"]
+    refused = await daemon.create(slots={"cuda.device": 1})
+    assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
+    assert "stopped by " in refused.json["detail"]
+    node = await daemon.get("/v1/node")
+    (plugin,) = [plugin for plugin in node["plugins"] if plugin["name"] == "cuda"]
+    assert (plugin["state"], plugin["slots"]) == ("stopped", ["cuda.device"])
+    assert any("agentctl plugins start cuda" in warning for warning in node["warnings"])
+    assert (await daemon.call("POST", "/v1/plugins/cuda/retry")).status == 409
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_stop_of_a_plugin_survives_a_restart_of_agentd(plain: Daemon, number: int) -> None:
+    await plain.start(CONFIG)
+    before = await plain.running(kernel_id="k1", slots={"cuda.device": 1})
+    run(plain, "drain", "cuda1")
+    stopped = await plain.call("POST", "/v1/plugins/cuda/stop")
+    assert (stopped.status, stopped.json["state"]) == (200, "stopped")
+    assert stopped.json["reason"].startswith("stopped by ")
+    assert (await plain.call("POST", "/v1/plugins/cuda/stop")).json == stopped.json
+    await assert_stopped(plain)
+    await plain.stop(number)
+    await plain.start(CONFIG)
+    await assert_stopped(plain)
+    assert (await plain.get("/v1/kernels/k1"))["pid"] == before["pid"]
+    await plain.running(slots={"npu.device": 1})
+    run(plain, "plugins", "start", "cuda")
+    second = await plain.device("cuda1")
+    assert (second["state"], (await plain.device("cuda0"))["state"]) == ("drained", "ok")
+    run(plain, "undrain", "cuda1")
+    await plain.running(slots={"cuda.device": 1})
+    assert (await plain.call("POST", "/v1/plugins/tpu/stop")).json["code"] == "UnknownPlugin"
+
+
+async def test_failed_plugin_offers_nothing_and_says_why(plain: Daemon) -> None:
+    failing = 'fault = "raise"\nfault-at = "list"\nfault-after = 3\n'
+    await plain.start(AGENTS + PACE + gpus(2) + failing)
+
+    async def shown() -> tuple[str, str]:
+        device = await plain.device("cuda0")
+        return device["state"], device["free"]
+
+    await until(shown, lambda state: state == ("withheld", "0"))
+    assert "the simulated driver fails" in (await plain.device("cuda0"))["reason"]

@@ -1,0 +1,104 @@
+"""Plugins that an operator stops and starts: nothing of them runs meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentd.config.plugins import PluginTable
+from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
+from agentd.pluginhost import process as plugin_process
+from agentd.services.protocols import PluginState
+from pluginhost.rig import PROCESS, given, opened, pid_of, scripted, states, until, until_ready
+from support.host_faults import make_killable, make_unkillable
+
+STOPPED = (PluginState.STOPPED, "stopped by ann")
+
+
+async def stop(made, name: str = "one") -> tuple[PluginState, str]:
+    status = await made.stop(name, "stopped by ann")
+    return status.state, status.reason
+
+
+async def test_stopped_plugin_has_no_process_and_keeps_its_listing(host, tmp_path) -> None:
+    table, _ = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    process, (before,) = Path(f"/proc/{pid_of(made, 'one')}"), made.listings()
+    assert await stop(made) == STOPPED
+    assert not process.exists()
+    assert made.listings() == [before]
+    with pytest.raises(PluginUnavailable, match="plugin one is stopped: stopped by ann"):
+        await made.container_edits(given("one"), PROCESS)
+    with pytest.raises(Conflict, match="stopped by ann; start it with agentctl plugins start one"):
+        await made.retry("one")
+    assert (await made.start("one")).state is PluginState.READY
+    assert made.listings() == [before]
+
+
+async def test_stop_waits_for_a_call_and_ends_one_that_hangs(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted", call_timeout_s=0.5)
+    await opened(made)
+    file.write_text("hang")
+    async with asyncio.timeout(10):
+        while not made._instances["one"]._process._call_lock.locked():
+            await asyncio.sleep(0.01)
+    process = Path(f"/proc/{pid_of(made, 'one')}")
+    assert await stop(made) == STOPPED
+    assert not process.exists()
+
+
+async def test_stop_is_refused_while_a_driver_keeps_the_process(
+    host, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(plugin_process, "KILL_TIMEOUT_S", 0.2)
+    table, _ = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    stuck = pid_of(made, "one")
+    make_unkillable(stuck)
+    for _ in range(2):
+        with pytest.raises(Conflict, match=f"cannot be stopped: process {stuck} cannot be killed"):
+            await stop(made)
+        await until_ready(made, "one")
+    make_killable(stuck)
+    async with asyncio.timeout(10):
+        while made._instances["one"].stuck_reason():
+            await asyncio.sleep(0.01)
+    assert await stop(made) == STOPPED
+
+
+async def test_plugin_that_fails_can_be_stopped_and_started(host, tmp_path) -> None:
+    table, file = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    file.write_text("raise")
+    await until(made, lambda: states(made)["one"] is PluginState.FAILED)
+    assert await stop(made) == STOPPED
+    assert (await made.start("one")).state is PluginState.FAILED
+    file.write_text("fine")
+    await until_ready(made, "one")
+
+
+async def test_stopped_plugin_is_not_opened_at_a_start(host, tmp_path) -> None:
+    table, _ = scripted(tmp_path)
+    known = host([table], Scripted="Scripted")
+    await opened(known)
+    (kept,) = known.listings()
+    required = table.model_copy(update={"name": "Scripted", "required": True})
+    stopped = {"Scripted": ("stopped by ann", kept), "two": ("stopped by ann", None)}
+    made = host([required], Scripted="Scripted", two="Good", stopped=stopped)
+    assert await opened(made) == {"Scripted": STOPPED, "two": STOPPED}
+    assert (made.listings(), made.required_failures()) == ([kept], {})
+    assert not any(i._process for i in made._instances.values())
+    assert (await made.start("two")).state is PluginState.READY
+
+
+async def test_only_a_plugin_that_could_run_is_stopped(host) -> None:
+    made = host([PluginTable(name="one", plugin="good")], block=["good"], good="Good")
+    await opened(made)
+    with pytest.raises(Conflict, match="plugin one is blocked"):
+        await stop(made)
+    with pytest.raises(UnknownPlugin, match="unknown plugin 'three'"):
+        await stop(made, "three")
