@@ -26,7 +26,7 @@ NODE = json.loads((HERE / "427f930.json").read_text())
 ETCD = json.loads((HERE / "427f930-etcd.json").read_text())
 RUNTIMES = ("process", "docker")
 GONE: Mapping[str, frozenset[str]] = {
-    "log_events": frozenset({"peers.publish_failed"}),
+    "log_events": frozenset({"node.warned", "peers.publish_failed"}),
     "options": frozenset(
         {
             "agentctl fleet logs kernel",  # now several: `kernels`
@@ -70,8 +70,11 @@ NEW: Mapping[str, frozenset[str]] = {
     "environment": frozenset({"AGENTD_RUN_DIR", "AGENTD_SLURM_RUN"}),
     "log_events": frozenset(
         {
+            "condition.began",
+            "condition.ended",
             "log.lines_lost",
             "node.read_failed",
+            "plugin.unavailable",  # since 427f930, but only now found by the generator
             "runtime.leftover_unreadable",
             "store.recovered",
             "store.write_failed",
@@ -102,6 +105,18 @@ NEW: Mapping[str, frozenset[str]] = {
             "gateway FleetDeviceView files",
         }
         | {
+            f"{document} {name}"
+            for document in ("agentd", "gateway")
+            for name in (
+                "ConditionView",
+                "ConditionView about",
+                "ConditionView reason",
+                "ConditionView remedy",
+                "ConditionView since",
+                "NodeView conditions",
+            )
+        }
+        | {
             f"{model} {member}"
             for model in ("agentd CreateKernelRequest", "gateway FleetKernelRequest")
             for member in ("entrypoint", "groups", "init")
@@ -115,6 +130,7 @@ NEW_MEMBERS = frozenset(
     {
         "/agentd/main/nodes/NODE/reason str",
         "/files/devices.json/devices/unserved str",
+        "agentd_condition gauge A condition in GET /v1/node about",
         "agentd_log_lines_lost counter Lines of the log that could not be written",
         "agentd_fleet_log_lines_lost counter Lines of the gateway's log that could not be written",
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -35,6 +35,8 @@ class EventKind(StrEnum):
     CLAIM_REMOVED = "claim-removed"
     COLLISION = "collision"
     FREE = "free"
+    CONDITION = "condition"
+    CONDITION_REMOVED = "condition-removed"
     RESET = "reset"
 
 
@@ -109,7 +111,12 @@ class EventLog:
         self._past: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._listeners: set[Listener] = set()
+        self._callbacks: list[Callable[[], None]] = []
         self._is_closed = False
+
+    def call_on_publish(self, callback: Callable[[], None]) -> None:
+        """Register a callback for each event."""
+        self._callbacks.append(callback)
 
     def publish(self, kind: EventKind, value: object, *, is_of_shares: bool = False) -> None:
         """Queue an event for all listeners, without waiting."""
@@ -118,6 +125,8 @@ class EventLog:
         self._past.append(event)
         for listener in self._listeners:
             listener.put(event)
+        for callback in self._callbacks:
+            callback()
 
     def close(self) -> None:
         """End all listeners after their queued events."""

@@ -325,8 +325,21 @@ class CheckView(TypedDict):
     findings: list[str]
 
 
+class ConditionView(TypedDict):
+    """Something that operators should know, and what they can do (may be empty).
+
+    `about` is `device/NAME/ID`, `plugin/NAME`, `runtime/NAME`, `engine/NAME`, `agent/ID`,
+    `kernel/ID`, `claim/ID`, `state-dir`, `log` or `host`.
+    """
+
+    about: str
+    reason: str
+    remedy: str
+    since: str
+
+
 class NodeView(TypedDict):
-    """The node; `checks` are present if requested."""
+    """The node; `warnings` are the texts of its conditions; `checks` are present if requested."""
 
     id: str
     version: str
@@ -334,6 +347,7 @@ class NodeView(TypedDict):
     other_runtimes: list[RuntimeView]
     plugins: list[PluginView]
     warnings: list[str]
+    conditions: list[ConditionView]
     generation: int
     checks: NotRequired[list[CheckView]]
 

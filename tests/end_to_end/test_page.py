@@ -58,8 +58,8 @@ async def test_page_answers_operators_questions(node: Daemon, page: Visit) -> No
     await page.until("#tiles", "of 4 cuda free")
     warnings = await page.text("#warnings")
     assert "plugin broken is pending: open" in warnings
-    assert "cuda cuda3: unhealthy" in warnings
-    assert "it coughs" in warnings
+    assert "device cuda cuda3" in warnings
+    assert "cuda3 is unhealthy: it coughs" in warnings
     assert "cuda.shares" in await page.text("#agents")
     await page.until("#rows", "train")
     rows = await page.text("#rows")

@@ -1,6 +1,7 @@
 import pytest
 
 from agentd.core.claim.claim import NameHolder
+from agentd.core.conditions import Condition
 from agentd.errors import StateUnavailable, UnknownEngine
 from agentd.plugin_api import Measurement, ProcessUse
 from agentd.services.engines import AwaitedEngines
@@ -68,14 +69,15 @@ async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool)
     watch.scan()
     rig.now += MIN_USE_S - 1
     watch.scan()
-    assert watch.warnings() == []
+    assert [*watch.conditions()] == []
     rig.now += 1
     watch.scan()
-    assert watch.warnings() == ["device cuda/cuda0: used by process 17 without a claim"]
+    reason = "device cuda/cuda0: used by process 17 without a claim"
+    assert [*watch.conditions()] == [Condition("device/cuda/cuda0", reason)]
     assert rig.free_gpus == (1 if withholds else 2)
     rig.plugins.measured = {}
     watch.scan()
-    assert (watch.warnings(), rig.free_gpus) == ([], 2)
+    assert ([*watch.conditions()], rig.free_gpus) == ([], 2)
 
 
 async def test_process_on_a_held_device_does_not_count(rig: Rig) -> None:

@@ -154,7 +154,7 @@ async def test_run_folder_that_cannot_be_made_is_a_warning() -> None:
     one = HostLock(Path("/proc/nowhere"), "one", "boot-1", is_unprivileged=False)
     await one.acquire()
     assert one.reason == ""
-    (warning,) = one.warnings()
+    (warning,) = map(str, one.conditions())
     assert "cannot be written" in warning
     one.release()
 
@@ -190,7 +190,7 @@ async def test_lock_of_another_user_does_not_count(
             nobody.wait()
         one, two = agentd("one"), agentd("two")
         await one.acquire()
-        assert (one.reason, one.warnings()) == ("", [])
+        assert (one.reason, [*one.conditions()]) == ("", [])
         await two.acquire()
         assert two.reason.startswith("served by agentd one")
     finally:

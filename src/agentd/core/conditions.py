@@ -19,3 +19,10 @@ class Condition(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.remedy})" if self.remedy else self.reason
+
+
+class ActiveCondition(msgspec.Struct, frozen=True):
+    """A condition that holds, and since when (epoch seconds)."""
+
+    condition: Condition
+    since: float

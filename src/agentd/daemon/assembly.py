@@ -36,6 +36,14 @@ from agentd.services.claims.claim_ends import ClaimEnds
 from agentd.services.claims.claim_service import ClaimService
 from agentd.services.claims.counts import ClaimCounts
 from agentd.services.claims.records import restore_claims
+from agentd.services.condition_sources import (
+    agent_conditions,
+    engine_conditions,
+    excess_conditions,
+    kernel_conditions,
+    runtime_conditions,
+)
+from agentd.services.conditions import Conditions
 from agentd.services.counts import NodeCounts
 from agentd.services.devices import NodeDevices
 from agentd.services.engines import AwaitedEngines
@@ -46,7 +54,7 @@ from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
-from agentd.services.protocols import Runtime
+from agentd.services.protocols import Clock, Runtime
 from agentd.services.refusals import Refusals
 from agentd.services.selfcheck import SelfCheck
 from agentd.services.state import NodeState
@@ -77,6 +85,7 @@ class Services(msgspec.Struct, frozen=True):
     engines: AwaitedEngines
     unclaimed: UnclaimedProcesses
     holder_observer: HolderObserver
+    conditions: Conditions
 
 
 def restore_node(
@@ -181,7 +190,34 @@ def build_services(
         engines=engines,
         unclaimed=unclaimed,
         holder_observer=holders,
+        conditions=_build_conditions(settings, node, clock, plugins, unclaimed, engines, lock),
     )
+
+
+def _build_conditions(
+    settings: Settings,
+    node: Node,
+    clock: Clock,
+    plugins: PluginHost,
+    unclaimed: UnclaimedProcesses,
+    engines: AwaitedEngines,
+    lock: HostLock,
+) -> Conditions:
+    conditions = Conditions(node.events, clock)
+    conditions.add_slow(
+        partial(runtime_factory.find_host_conditions, settings, plugins, node.state)
+    )
+    conditions.add(
+        node.devices.conditions,
+        partial(runtime_conditions, node.state),
+        partial(excess_conditions, node),
+        unclaimed.conditions,
+        partial(kernel_conditions, node.state),
+        partial(agent_conditions, node),
+        partial(engine_conditions, engines),
+        lock.conditions,
+    )
+    return conditions
 
 
 def _withhold(
@@ -199,35 +235,25 @@ def build_site(
     plugins: PluginHost,
     services: Services,
     reload: Callable[[], Awaitable[list[str]]],
-    warnings: Callable[[], Sequence[str]],
 ) -> tuple[NodeSite, Sequence[Route]]:
-    """Return the site and its routes; `warnings` are those of the running daemon."""
+    """Return the site and its routes."""
     node, access, refusals = services.node, services.access, services.refusals
-    node_id, unclaimed = context.node_id, services.unclaimed
     visibility = Visibility(node, access)
     site = NodeSite(node, access, refusals)
-    lasting = runtime_factory.settings_warnings(settings)
     table = routes(
         site=site,
         node=NodeHandlers(
-            view=lambda: node_view(
-                node_id=node_id,
-                default_runtime=settings.node.runtime,
-                node=node,
-                plugins=plugins,
-                warnings=[*lasting, *unclaimed.warnings(), *warnings()],
-            ),
-            host_warnings=partial(runtime_factory.runtime_warnings, settings, plugins),
-            state=node.state,
+            view=partial(node_view, context.node_id, settings.node.runtime, node, plugins),
+            conditions=services.conditions,
             access=access,
             check=services.self_check,
             metrics=Metrics(
-                node_id=node_id,
+                node_id=context.node_id,
                 node=node,
                 plugins=plugins,
                 access=access,
                 statistics=services.statistics,
-                unclaimed=unclaimed,
+                unclaimed=services.unclaimed,
                 is_per_kernel=settings.metrics.per_kernel,
             ),
             reload=reload,

@@ -145,7 +145,7 @@ def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
         lock = create_host_lock(settings)
         lock.read()
         devices.set_withholding(lambda inventory: inventory.with_withheld(lock.reason))
-        return lock.warnings()
+        return [*map(str, lock.conditions())]
     return []
 
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import LoadedSettings
+from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
 from agentd.daemon.assembly import Services, build_services, build_site, restore_node
 from agentd.daemon.discovery import (
@@ -51,6 +52,7 @@ from agentd.program.shutdown import Shutdown
 from agentd.program.weaknesses import Weaknesses
 from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
+from agentd.services.conditions import Conditions
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
 from agentd.services.node import Node, NodeContext
@@ -94,6 +96,7 @@ class Daemon:
         self._notifier = Notifier()
         self._shutdown, self._hangup = Shutdown(), asyncio.Event()
         self._reload: Reload | None = None
+        self._conditions: Conditions
         self._passed_sockets = inherited_sockets()
         self._status = ""
         self._weaknesses = Weaknesses()
@@ -188,6 +191,8 @@ class Daemon:
         background.run("reconciler", services.loops.run())
         background.run("claims", services.claim_ends.run())
         background.run("unclaimed", services.unclaimed.run())
+        background.run("conditions", services.conditions.run())
+        background.run("host", services.conditions.run_lookups())
         if self._host_lock.is_unprivileged:
             update = services.node.devices.update_withholding
             background.run("host-lock", self._host_lock.watch(update))
@@ -202,13 +207,13 @@ class Daemon:
         node = services.node
         site.open()
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
-        self._status = status_line(self._node_id, node)
+        self._status = self._status_line(services)
         self._notifier.ready(self._status)
         keep_ended = self._settings.node.keep_ended
         retention = Retention(node.state, services.kernels, keep_ended)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
-            background.run("status", self._update_status(node))
+            background.run("status", self._update_status(services))
         background.run("reload", self._reload_on_hangup())
         background.run("log", self._report_lost_lines())
 
@@ -244,21 +249,14 @@ class Daemon:
         services = build_services(settings, context, store, lock, plugins, host, node, runtimes)
         services.claims.resume_claims(claims)
         stack.callback(self._record_accelerator_use, node)
-        for warning in (*devices.warnings, *lock.warnings()):
-            log.warning("node.warned", warning=warning)
-        site, routes = build_site(
-            settings,
-            context,
-            plugins,
-            services,
-            self._reload_now,
-            lambda: [
-                *lock.warnings(),
-                *self._weaknesses.warnings(),
-                *background.warnings,
-                *LOST.warnings(),
-            ],
+        self._conditions = services.conditions
+        self._conditions.add_slow(self._find_credential_conditions)
+        self._conditions.add(
+            lambda: (Condition("host", text) for text in self._weaknesses.warnings()),
+            lambda: (Condition("host", text) for text in background.warnings),
+            lambda: (Condition("log", text) for text in LOST.warnings()),
         )
+        site, routes = build_site(settings, context, plugins, services, self._reload_now)
         return services, site, routes
 
     def _record_accelerator_use(self, node: Node) -> None:
@@ -291,9 +289,19 @@ class Daemon:
             raise NotReady("the daemon has not finished starting")
         self._notifier.reloading()
         try:
-            return await self._reload.apply_and_log()
+            needs_restart = await self._reload.apply_and_log()
+            await self._conditions.refresh_lookups()
+            return needs_restart
         finally:
             self._notifier.ready(self._status)
+
+    def _find_credential_conditions(self) -> Iterator[Condition]:
+        """Yield the conditions of the credentials in use, as their files are now."""
+        rpc = self._reload.rpc if self._reload else self._settings.rpc
+        now = time.time()
+        for weakness in credential_weaknesses(rpc):
+            if weakness.holds_at(now):
+                yield Condition("host", weakness.text)
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
@@ -309,13 +317,16 @@ class Daemon:
             await asyncio.sleep(LOG_RETRY_S)
             report_lost_lines()
 
-    async def _update_status(self, node: Node) -> None:
+    async def _update_status(self, services: Services) -> None:
         """Keep systemd's STATUS= line current, at most `STATUS_PAUSE_S` late."""
         while True:
             await asyncio.sleep(STATUS_PAUSE_S)
-            if (status := status_line(self._node_id, node)) != self._status:
+            if (status := self._status_line(services)) != self._status:
                 self._status = status
                 self._notifier.status(status)
+
+    def _status_line(self, services: Services) -> str:
+        return status_line(self._node_id, services.node, services.conditions.current())
 
     def _used_runtimes(self, records: Sequence[SavedRecord]) -> list[str]:
         """Return the configured runtime, and the others that may have kernels of this node.
@@ -343,6 +354,5 @@ class Daemon:
 
 def _log_unready_plugins(plugins: PluginHost) -> None:
     for status in plugins.statuses():
-        if status.reason:
-            write = log.warning if status.has_table else log.info
-            write("plugin.unavailable", plugin=status.name, reason=status.reason)
+        if status.reason:  # a condition warns of those that are needed
+            log.info("plugin.unavailable", plugin=status.name, reason=status.reason)

@@ -103,7 +103,8 @@ class Reload:
     ) -> None:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
-        self._rpc = loaded.settings.rpc
+        self.rpc = loaded.settings.rpc
+        """The credentials in use are those of these settings."""
         self._agents = loaded.settings.agents
         self._server = server
         self._runtimes = runtimes
@@ -119,7 +120,7 @@ class Reload:
         """
         started = self._loaded.settings
         settings = load(self._loaded.path, self._loaded.environ).settings
-        rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self._rpc
+        rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self.rpc
         listed = {agent.id: agent for agent in settings.agents}
         agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self._agents)
         applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
@@ -153,7 +154,7 @@ class Reload:
         for step in steps:
             step.apply()
             self._in_force |= {key: values[key] for key in step.keys}
-        self._rpc, self._agents = applicable.rpc, applicable.agents
+        self.rpc, self._agents = applicable.rpc, applicable.agents
         self._in_force["agents"] = self._agents
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]

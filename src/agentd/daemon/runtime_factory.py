@@ -7,18 +7,18 @@ runtimes: those of units and processes need D-Bus.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentd.config.settings import Settings
+from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups, find_existing_cgroups
 from agentd.host.groups import unknown_groups
-from agentd.host.node_warnings import host_warnings
+from agentd.host.host_conditions import host_conditions
 from agentd.host.systemd.availability import (
     failed_units,
     has_manager,
@@ -26,10 +26,10 @@ from agentd.host.systemd.availability import (
     is_lingering,
     systemd_problems,
 )
-from agentd.http.credentials import credential_weaknesses
 from agentd.program.boot_id import boot_id
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
 from agentd.services.protocols import Plugins, Runtime
+from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 from agentd.state.host_lock import run_folder
 
@@ -160,21 +160,20 @@ def user_accounts(settings: Settings, runtime: str) -> UserAccounts:
     )
 
 
-def runtime_warnings(settings: Settings, plugins: Plugins, used: Collection[str]) -> list[str]:
-    """Return warnings about this host for the `used` and the configured runtimes."""
-    runtimes = {*used, settings.node.runtime}
+def find_host_conditions(
+    settings: Settings, plugins: Plugins, state: NodeState
+) -> Iterator[Condition]:
+    """Yield the conditions of this host for the configured runtime, and those with kernels."""
+    kernels = state.snapshot().kernels.values()  # a copy: this is beside the event loop
+    runtimes = {settings.node.runtime, *(k.runtime for k in kernels if k.holds_devices)}
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
-    now = time.time()
-    warnings = [
-        weakness.text for weakness in credential_weaknesses(settings.rpc) if weakness.holds_at(now)
-    ]
-    warnings += host_warnings(engine, loaded)
+    yield from host_conditions(engine, loaded)
+    yield from settings_conditions(settings)
     if "systemd" in runtimes and is_booted():
-        from agentd.runtimes.systemd.slices import journal_warnings
+        from agentd.runtimes.systemd.slices import journal_conditions
 
-        warnings += journal_warnings(failed_units("systemd-journald@*"))
-    return warnings
+        yield from journal_conditions(failed_units("systemd-journald@*"))
 
 
 async def refuse_changed_id(settings: Settings, node_id: str, store: StateFolder) -> None:
@@ -242,35 +241,37 @@ async def _live_kernels(
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
-def settings_warnings(settings: Settings) -> list[str]:
-    """Return warnings about rights that these settings give to kernels."""
+def settings_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the conditions of this host which follow from these settings."""
     flags = os.ST_NOSUID | os.ST_NODEV
-    warnings = _systemd_warnings() if settings.node.runtime == "systemd" else []
+    if settings.node.runtime == "systemd":
+        yield from _systemd_conditions()
     docker = (settings.runtime.docker, *settings.docker_settings_by_agent().values())
     for folder in dict.fromkeys(folder for each in docker for folder in each.allowed_mounts):
         with suppress(OSError):
             if os.statvfs(folder).f_flag & flags != flags:
-                warnings.append(
+                yield Condition(
+                    "host",
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
-                    " can leave setuid programs and devices there, and the engine cannot prevent it"
+                    " can leave setuid programs and devices there, and the engine cannot prevent"
+                    " it",
+                    f"mount -o remount,nosuid,nodev {folder}, if it is a mount of its own",
                 )
-    return warnings
 
 
-def _systemd_warnings() -> list[str]:
+def _systemd_conditions() -> Iterator[Condition]:
     from agentd.runtimes.systemd.unit_bundle import static_busybox
 
-    warnings = []
     if static_busybox() is None:
-        warnings.append(
-            "no static BusyBox (install busybox-static): the exit status of a kernel is lost if"
-            " only systemd sees its end, such as at shutdown"
+        yield Condition(
+            "host",
+            "this host has no static BusyBox: the exit status of a kernel is lost if only systemd"
+            " sees its end, such as at shutdown",
+            "install busybox-static",
         )
     if (uid := os.geteuid()) != 0 and not is_lingering(uid):
-        warnings.append(
-            "kernels end when this user logs out: enable lingering (loginctl enable-linger)"
-        )
-    return warnings
+        reason = "kernels end when this user logs out: lingering is off"
+        yield Condition("host", reason, "loginctl enable-linger")
 
 
 def lock_folder() -> Path:

@@ -15,6 +15,8 @@ log = structlog.get_logger()
 
 NOT_VITAL = frozenset(
     {
+        "conditions",  # they are not logged
+        "host",  # its conditions are old
         "unclaimed",  # processes without a claim go unnoticed
         "retention",  # ended kernels pile up
         "status",  # systemd shows an old status

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from agentd import __version__
 from agentd.core.access import Caller
 from agentd.core.claim.claim import Claim, ClaimHolder, EndReason
+from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
@@ -82,23 +83,26 @@ class Metrics:
         self._unclaimed = unclaimed
         self._is_per_kernel = is_per_kernel
 
-    async def render(self, caller: Caller, warnings: int) -> bytes:
-        """Return the metrics that a caller may see; `warnings` is the node's number of warnings."""
+    async def render(self, caller: Caller, conditions: Sequence[ActiveCondition]) -> bytes:
+        """Return the metrics that a caller may see, such as these conditions."""
         kernels = self._access.kernels(caller) if self._is_per_kernel else []
         usages = await self._statistics.read(kernels)
-        metrics = [*self._collect(caller, warnings)]
+        metrics = [*self._collect(caller, conditions)]
         return await asyncio.to_thread(
             lambda: render_exposition([*metrics, *_usage_metrics(usages)])
         )
 
-    def _collect(self, caller: Caller, warnings: int) -> Iterator[Metric]:
+    def _collect(self, caller: Caller, conditions: Sequence[ActiveCondition]) -> Iterator[Metric]:
         state, split, access = self._state, self._devices.split, self._access
         agents, visible = access.agents(caller), access.devices(caller)
         info = {(self._node_id, __version__): 1}
         yield gauge("agentd_info", "The node and its daemon", ("node", "version"), info)
         text = "Generation of the inventory; rises with each change"
         yield gauge("agentd_inventory_generation", text, (), {(): self._devices.generation})
-        yield gauge("agentd_warnings", "Number of warnings in GET /v1/node", (), {(): warnings})
+        text = "Number of warnings in GET /v1/node"
+        yield gauge("agentd_warnings", text, (), {(): len(conditions)})
+        subjects = {(item.condition.about,): 1 for item in conditions}
+        yield gauge("agentd_condition", "A condition in GET /v1/node", ("about",), subjects)
         text = "Lines of the log that could not be written"
         yield counter("agentd_log_lines_lost", text, (), {(): LOST.total})
         available = {(n,): s.state is RuntimeState.AVAILABLE for n, s in state.runtimes.items()}

@@ -1,15 +1,13 @@
-"""Routes of the node: warnings, checks, metrics, plugins and runtimes."""
+"""Routes of the node: conditions, checks, metrics, plugins and runtimes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
 from agentd.core.access import Caller
-from agentd.errors import RuntimeUnavailable
-from agentd.host.lookups import Lookups
+from agentd.core.conditions import ActiveCondition
 from agentd.http.callers import caller_of
 from agentd.http.prometheus import CONTENT_TYPE
 from agentd.http.queries import query_of
@@ -18,63 +16,47 @@ from agentd.rpc import rendering
 from agentd.rpc.metrics import Metrics
 from agentd.rpc.queries import NodeQuery
 from agentd.services.access import Access
+from agentd.services.conditions import Conditions
 from agentd.services.kernels.reconciler import Reconciler
 from agentd.services.node import Node
 from agentd.services.protocols import Plugins
 from agentd.services.selfcheck import SelfCheck
-from agentd.services.state import NodeState
 from agentd.views import NodeView, ReloadView
 
 
 class NodeHandlers:
-    """The node: its view with its warnings, self-check, metrics and reload.
-
-    `host_warnings` are those of the host for the runtimes that have kernels.
-    """
+    """The node: its view with its conditions, self-check, metrics and reload."""
 
     def __init__(
         self,
-        view: Callable[[], NodeView],
-        host_warnings: Callable[[Collection[str]], Sequence[str]],
-        state: NodeState,
+        view: Callable[[Sequence[ActiveCondition]], NodeView],
+        conditions: Conditions,
         access: Access,
         check: SelfCheck,
         metrics: Metrics,
         reload: Callable[[], Awaitable[list[str]]],
     ) -> None:
         self._view = view
-        self._host_warnings = host_warnings
-        self._state = state
+        self._conditions = conditions
         self._access = access
         self._check = check
         self._metrics = metrics
         self._reload = reload
-        self._check_lock = asyncio.Lock()
-        self._lookups = Lookups(max_threads=1)
 
     async def get_node(self, request: web.Request) -> web.Response:
-        """Show the node, its parts and its warnings; `check` runs the self-check, too."""
+        """Show the node, its parts and its conditions; `check` runs the self-check, too."""
         caller = caller_of(request)
-        node = self._visible_node(caller)
-        if query_of(request, NodeQuery).check:
-            self._access.require_all(caller)
-            node["checks"] = rendering.check_views(await self._check.run())
-            runtimes = {kernel.runtime for kernel in self._state if kernel.holds_devices}
-            async with self._check_lock:
-                host_warnings = await self._read_host_warnings(runtimes)
-                node["warnings"] = [*dict.fromkeys([*node["warnings"], *host_warnings])]
-        return json_response(node)
-
-    async def _read_host_warnings(self, runtimes: Collection[str]) -> Sequence[str]:
-        try:
-            return await self._lookups.call("this host", lambda: self._host_warnings(runtimes))
-        except RuntimeUnavailable as error:
-            return [str(error)]
+        if not query_of(request, NodeQuery).check:
+            return json_response(self._view(self._visible_conditions(caller)))
+        self._access.require_all(caller)
+        checks = rendering.check_views(await self._check.run())
+        await self._conditions.refresh_lookups()
+        return json_response({**self._view(self._visible_conditions(caller)), "checks": checks})
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Show the node in the Prometheus exposition format."""
         caller = caller_of(request)
-        text = await self._metrics.render(caller, len(self._visible_node(caller)["warnings"]))
+        text = await self._metrics.render(caller, self._visible_conditions(caller))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def reload(self, _: web.Request) -> web.Response:
@@ -82,11 +64,8 @@ class NodeHandlers:
         view: ReloadView = {"needs_restart": await self._reload()}
         return json_response(view)
 
-    def _visible_node(self, caller: Caller) -> NodeView:
-        """Return the node without warnings about agents that the caller cannot see."""
-        node = self._view()
-        node["warnings"] = self._access.filter_visible(caller, node["warnings"])
-        return node
+    def _visible_conditions(self, caller: Caller) -> list[ActiveCondition]:
+        return self._access.visible_conditions(caller, self._conditions.current())
 
 
 class RuntimeHandlers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from agentd.core.allocation.ledger import (
     without_unoffered_slots,
 )
 from agentd.core.claim.claim import ClaimStatus, Collision, EndedClaim
+from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import MEMORY, Device, Health, Inventory
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.states import ENDED, LIVE, Kernel
@@ -32,13 +33,14 @@ from agentd.services.node import Node
 from agentd.services.protocols import Plugins, PluginStatus
 from agentd.services.refusals import Refusal
 from agentd.services.selfcheck import Check
-from agentd.services.state import NodeState, RuntimeStatus
+from agentd.services.state import RuntimeStatus
 from agentd.services.statistics import KernelUse
 from agentd.views import (
     AgentView,
     CheckView,
     ClaimHolderView,
     ClaimView,
+    ConditionView,
     DeviceState,
     DeviceView,
     EditsView,
@@ -437,10 +439,22 @@ def runtime_view(status: RuntimeStatus) -> RuntimeView:
     return {"name": status.name, "state": status.state.value, "reason": status.reason}
 
 
+def condition_view(item: ActiveCondition) -> ConditionView:
+    """Return a condition, and since when it holds."""
+    condition = item.condition
+    return {
+        "about": condition.about,
+        "reason": condition.reason,
+        "remedy": condition.remedy,
+        "since": format_time(item.since) or "",
+    }
+
+
 _SIMPLE_VIEWS: Mapping[type, Callable[[Any], object]] = {
     PluginStatus: plugin_view,
     RuntimeStatus: runtime_view,
     Refusal: refusal_view,
+    ActiveCondition: condition_view,
 }
 """By type of an event's value, the views that need nothing else."""
 
@@ -465,6 +479,8 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
             content = device_view(device, split, ledger)
         case EventKind.DEVICE_REMOVED, Device() as device:
             content = {"device_name": device.device_id.name, "id": device.device_id.id}
+        case EventKind.CONDITION_REMOVED, ActiveCondition(condition):
+            content = {"about": condition.about, "reason": condition.reason}
         case EventKind.AUDIT, Audit() as audit:
             members = asdict(audit).items()
             content = {name: text for name, text in members if text or name not in _OPTIONAL}
@@ -472,54 +488,24 @@ def event_view(event: Event, split: Split, ledger: Ledger) -> object:
 
 
 def node_view(
-    node_id: str, default_runtime: str, node: Node, plugins: Plugins, warnings: Iterable[str]
+    node_id: str,
+    default_runtime: str,
+    node: Node,
+    plugins: Plugins,
+    conditions: Sequence[ActiveCondition],
 ) -> NodeView:
-    """Return the node with its parts, their warnings, and those of the daemon."""
-    state, devices = node.state, node.devices
-    runtimes = {name: runtime_view(status) for name, status in state.runtimes.items()}
+    """Return the node with its parts and the conditions."""
+    runtimes = {name: runtime_view(status) for name, status in node.state.runtimes.items()}
     return {
         "id": node_id,
         "version": __version__,
         "runtime": runtimes.pop(default_runtime),
         "other_runtimes": list(runtimes.values()),
         "plugins": [plugin_view(status) for status in plugins.statuses()],
-        "warnings": [
-            *devices.warnings,
-            *_removed_agent_warnings(state, devices.split),
-            *(warning for status in state.runtimes.values() for warning in status.ignored),
-            *(f"kernel {k.kernel_id}: {k.reason}" for k in state if k.state in LIVE and k.reason),
-            *(
-                f"claim {c.claim_id}: {c.unreadable_reason}"
-                for c in state.claims.values()
-                if c.unreadable_reason
-            ),
-            *_collision_warnings(state, devices.split),
-            *warnings,
-        ],
-        "generation": devices.generation,
+        "warnings": [str(item.condition) for item in conditions],
+        "conditions": [condition_view(item) for item in conditions],
+        "generation": node.devices.generation,
     }
-
-
-def _collision_warnings(state: NodeState, split: Split) -> Iterator[str]:
-    """Yield the devices that observed claims hold beside others."""
-    observed = [claim for claim in state.claims.values() if claim.is_observed]
-    for device_id in dict.fromkeys(s.device_id for c in observed for s in c.allocation.shares):
-        if state.ledger.excess(split.inventory.by_id[device_id]):
-            holders = " and ".join(map(holder_text, state.ledger.holders(device_id)))
-            yield f"device {device_id} is held by {holders}: an engine uses it already"
-
-
-def _removed_agent_warnings(state: NodeState, split: Split) -> Iterator[str]:
-    """Yield a warning for each agent that is not configured but still holds devices."""
-    holders_by_agent: dict[str, list[str]] = {}
-    for holder, holding in state.ledger.holdings.items():
-        if holding.agent_id not in split.partitions and holding.allocation.shares:
-            holders_by_agent.setdefault(holding.agent_id or "unknown", []).append(
-                holder_text(holder)
-            )
-    for agent, holders in holders_by_agent.items():
-        held_text = f"devices are still held by {', '.join(holders)}"
-        yield f"agent {agent} was removed from the configuration; {held_text}"
 
 
 def check_views(checks: Iterable[Check]) -> list[CheckView]:
@@ -544,21 +530,15 @@ def format_amounts(slots: Iterable[tuple[str, int]], inventory: Inventory) -> di
     }
 
 
-def status_line(node_id: str, node: Node) -> str:
-    """Return the node's status in one line: kernels, devices and problems."""
+def status_line(node_id: str, node: Node, conditions: Sequence[ActiveCondition]) -> str:
+    """Return the node's status in one line: kernels, devices and conditions."""
     state, devices = node.state, node.devices
     living = sum(kernel.state in LIVE for kernel in state)
     ended = sum(kernel.state in ENDED for kernel in state)
     accelerators = [
         device for device in devices.inventory.devices if device.device_id.name not in (CPU, MEM)
     ]
-    problems = [
-        *(
-            f"runtime {name}: {status.reason}"
-            for name, status in state.runtimes.items()
-            if status.reason
-        ),
-        *devices.warnings,
-    ]
     text = f"node {node_id}: {living} kernels, {ended} ended; {len(accelerators)} accelerators"
-    return f"{text}; {len(problems)} troubles, {problems[0]}" if problems else text
+    if not conditions:
+        return text
+    return f"{text}; {len(conditions)} troubles, {conditions[0].condition}"

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from agentd.core.access import Caller, Role
 from agentd.core.allocation.ledger import Holder
 from agentd.core.claim.claim import Claim, ClaimStatus, Collision, EndedClaim
+from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import Device
 from agentd.core.kernel.states import Kernel
 from agentd.events import Audit, Event, EventKind
@@ -57,16 +58,24 @@ class Visibility:
                 | Claim(agent_id=agent)
             ) if event.kind is EventKind.FREE or not caller.sees(agent):
                 return (EventKind.FREE, {}) if self._touches_visible_device(event, caller) else None
-            case Audit(agent_id=agent) | Refusal(agent_id=agent) if not caller.sees(agent):
-                return None
-            case Collision() if caller.agents is not None:
-                return None
-            case Device() as device:
-                if not self._access.sees_device(caller, device.device_id):
-                    return None
-                if event.kind is EventKind.DEVICE:
+            case Device() as device if event.kind is EventKind.DEVICE:
+                if self._access.sees_device(caller, device.device_id):
                     return event.kind, self.visible_device(device, caller)
+        if self._is_hidden(event.value, caller):
+            return None
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
+
+    def _is_hidden(self, value: object, caller: Caller) -> bool:
+        match value:
+            case Audit(agent_id=agent) | Refusal(agent_id=agent):
+                return not caller.sees(agent)
+            case Collision():
+                return caller.agents is not None
+            case Device(device_id=device_id):
+                return not self._access.sees_device(caller, device_id)
+            case ActiveCondition():
+                return not self._access.visible_conditions(caller, [value])
+        return False
 
     def _touches_visible_device(self, event: Event, caller: Caller) -> bool:
         """Return whether a holder took, or gave back, part of a device that the caller sees."""

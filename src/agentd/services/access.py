@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
 from agentd.core.claim.claim import Claim
+from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
@@ -84,8 +85,17 @@ class Access:
             caller.sees(agent) for agent in self._devices.split.owners(device_id)
         )
 
-    def filter_visible(self, caller: Caller, texts: Iterable[str]) -> list[str]:
-        """Return the texts that name no agent, kernel or claim which the caller cannot see."""
+    def visible_conditions(
+        self, caller: Caller, conditions: Iterable[ActiveCondition]
+    ) -> list[ActiveCondition]:
+        """Return the conditions that a caller sees.
+
+        They are those about its own agents, kernels, claims and devices, and those about the node
+        which name no agent, kernel or claim of others.
+        """
+        if caller.agents is None:
+            return list(conditions)
+        visible = [i for i in conditions if self._sees_subject(caller, i.condition.about)]
         kernel_agents = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
         claim_agents = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
         holders = (*kernel_agents.items(), *claim_agents.items())
@@ -93,9 +103,24 @@ class Access:
         agents = {*kernel_agents.values(), *claim_agents.values(), *self._devices.split.partitions}
         names |= {agent for agent in agents if agent and not caller.sees(agent)}
         if not names:
-            return list(texts)
+            return visible
         words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
-        return [text for text in texts if not words.search(text)]
+        return [item for item in visible if not words.search(str(item.condition))]
+
+    def _sees_subject(self, caller: Caller, about: str) -> bool:
+        """Return whether a caller sees the subject of a condition; everybody sees the node's."""
+        kind, _, name = about.partition("/")
+        match kind:
+            case "agent":
+                return caller.sees(name)
+            case "kernel":
+                return _is_visible(caller, self._state.kernels.get(name))
+            case "claim":
+                return _is_visible(caller, self._state.claims.get(name))
+            case "device":
+                device_name, _, device_id = name.partition("/")
+                return self.sees_device(caller, DeviceId(device_name, device_id))
+        return True
 
     def _may_use(self, caller: Caller, kernel_id: str) -> bool:
         """Return whether a caller may use the claim of a kernel; true for one without a claim."""

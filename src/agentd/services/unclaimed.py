@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
 
+from agentd.core.conditions import Condition
 from agentd.core.devices import DeviceId
 from agentd.services.node import Node
 from agentd.services.protocols import Plugins
@@ -54,12 +55,10 @@ class UnclaimedProcesses:
             return {}
         return {device_id: _reason(pids) for device_id, pids in self._pids_by_device.items()}
 
-    def warnings(self) -> list[str]:
-        """Return a warning for each device."""
-        return [
-            f"device {device_id}: {_reason(pids)}"
-            for device_id, pids in self._pids_by_device.items()
-        ]
+    def conditions(self) -> Iterator[Condition]:
+        """Yield a condition for each device."""
+        for device_id, pids in self._pids_by_device.items():
+            yield Condition(f"device/{device_id}", f"device {device_id}: {_reason(pids)}")
 
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""

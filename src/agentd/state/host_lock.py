@@ -16,12 +16,13 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from agentd.core.conditions import Condition
 from agentd.core.names import is_name
 from agentd.procfs import read_lines
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
@@ -104,17 +105,16 @@ class HostLock:
             if self.reason != before:
                 on_change()
 
-    def warnings(self) -> list[str]:
-        """Return the warnings about other agentds on this host."""
-        warnings = []
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the conditions about other agentds on this host."""
         if self.reason:
-            warnings.append(f"cores and memory are shared with another agentd: {self.reason}")
+            reason = f"cores and memory are shared with another agentd: {self.reason}"
+            yield Condition("host", reason)
         if self._write_error:
             reason = f"{self._path} cannot be written: {self._write_error}"
-            warnings.append(
-                f"{reason}; another agentd on this host can serve the same accelerators"
+            yield Condition(
+                "host", f"{reason}; another agentd on this host can serve the same accelerators"
             )
-        return warnings
 
     def set_in_use(self, *, is_used: bool, is_known: bool) -> None:
         """Note whether kernels or claims use real accelerators; unknown kernels may do so still."""

@@ -15,7 +15,7 @@ export function drawTiles(store) {
     return [`${amount(sum("free"), kind)}`, `of ${amount(sum("capacity"), kind)} ${name} free`, ""];
   });
   const alive = [...store.kernels.values()].filter((kernel) => !isEnded(kernel)).length;
-  const wrong = store.warnings().length;
+  const wrong = store.conditions().length;
   const refused = recent(store).length;
   fill(byId("tiles"), [
     ...tiles,
@@ -48,8 +48,12 @@ export function drawAgents(store, colourOf) {
 }
 
 export function drawWarnings(store) {
-  const lines = store.warnings().slice(0, MOST_LINES).map(([what, state, why]) =>
-    h("li", { cls: "bad" }, h("strong", {}, `${what}: ${state}`), why ? h("p", {}, why) : null));
+  const all = store.conditions();
+  const lines = all.slice(0, MOST_LINES).map(({ about, reason, remedy, since }) =>
+    h("li", { cls: "bad" },
+      h("strong", {}, about.replaceAll("/", " ")), since ? ` for ${age(since)}` : "",
+      h("p", {}, reason), remedy ? h("p", { cls: "who" }, remedy) : null));
+  if (all.length > MOST_LINES) lines.push(h("li", { cls: "bad" }, `${all.length - MOST_LINES} more`));
   fill(byId("warnings"), lines.length ? lines : [h("li", { cls: "good" }, "No warnings.")]);
 }
 

@@ -113,6 +113,8 @@ export class Store {
         return "refusals";
       case "plugin":
       case "runtime":
+      case "condition":
+      case "condition-removed":
         return "node";
       default:
         return "";
@@ -153,24 +155,10 @@ export class Store {
     return role === "admin" || (role === "agent" && right !== "node");
   }
 
-  /** What is wrong, in words. */
-  warnings() {
-    const { runtime, other_runtimes: otherRuntimes, plugins, warnings } = this.node;
-    const rows = [];
-    for (const entry of [runtime, ...otherRuntimes]) {
-      if (entry.state !== "available") rows.push([`runtime ${entry.name}`, entry.state, entry.reason]);
-    }
-    for (const plugin of plugins) {
-      if (["failed", "blocked"].includes(plugin.state)) {
-        rows.push([`plugin ${plugin.name}`, plugin.state, plugin.reason]);
-      }
-    }
-    for (const device of this.devices.values()) {
-      if (device.state !== "ok" && device.state !== "drained") {
-        rows.push([`${device.device_name} ${device.id}`, device.state, device.reason]);
-      }
-    }
-    return [...rows, ...warnings.map((warning) => ["configuration", "warning", warning])];
+  /** What is wrong; a node of an older version has the texts alone. */
+  conditions() {
+    const { conditions, warnings } = this.node;
+    return conditions ?? warnings.map((reason) => ({ about: "host", reason, remedy: "", since: null }));
   }
 }
 

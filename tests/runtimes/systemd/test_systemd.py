@@ -30,7 +30,7 @@ from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
-from agentd.runtimes.systemd.slices import journal_warnings
+from agentd.runtimes.systemd.slices import journal_conditions
 from agentd.runtimes.systemd.unit import (
     core_mask,
     escape_words,
@@ -353,7 +353,7 @@ def test_a_journal_that_has_failed_or_has_no_limits_is_told(tmp_path: Path) -> N
         limits.parent.mkdir()
         limits.touch()
     failed = {"systemd-journald@agentd-b.service", "systemd-journald@other.service"}
-    found = journal_warnings(failed, tmp_path)
+    found = [*map(str, journal_conditions(failed, tmp_path))]
     assert [remark.partition(":")[0] for remark in found] == [
         "systemd-journald@agentd-b.service has failed", "the journal agentd-c has no limits",
     ]  # fmt: skip

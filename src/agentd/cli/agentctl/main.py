@@ -18,7 +18,16 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.added import added_command, added_commands
 from agentd.cli.agentctl.claim import claim, claims, release, renew
 from agentd.cli.agentctl.create import create, explain
-from agentd.cli.agentctl.doctor import check_row, print_checks, print_named_claims, runtimes_row
+from agentd.cli.agentctl.doctor import (
+    check_row,
+    condition_rows,
+    conditions_of,
+    notes_of,
+    print_checks,
+    print_conditions,
+    print_named_claims,
+    runtimes_row,
+)
 from agentd.cli.agentctl.exec import exec_in_kernel
 from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
 from agentd.cli.agentctl.follow import logs, rm, stop, wait
@@ -171,8 +180,7 @@ def status(client: Client) -> None:
         reason = f": {runtime['reason']}" if runtime["reason"] else ""
         print_text(f"runtime {runtime['name']}: {runtime['state']}{reason}")
     print_rows(node["plugins"], PLUGIN_COLUMNS)
-    for warning in node["warnings"]:
-        print_text(f"warning: {warning}")
+    print_conditions(conditions_of(node))
 
 
 @agentctl.command()
@@ -186,14 +194,15 @@ def doctor(client: Client) -> None:
     Exit status: 0 all checks passed, 1 a check failed or could not run.
     """
     node = client.node()
-    rows: list[Mapping[str, Any]] = [runtimes_row(node)]
     try:
         node = client.node(check=True)
-        rows += node["checks"]
+        checks: Sequence[Mapping[str, Any]] = node["checks"]
     except AgentdError as error:
-        rows.append(check_row("books", "the ledger can be compared", str(error)))
+        checks = [check_row("books", "the ledger can be compared", str(error))]
+    rows = [runtimes_row(node), *condition_rows(node, client.devices()), *checks]
     if not print_data(rows, (row["check"] for row in rows)):
-        print_checks(rows, node["warnings"])
+        print_checks(rows)
+        print_conditions(notes_of(node, rows))
         print_named_claims(client.claims())
     sys.exit(0 if all(row["passed"] for row in rows) else 1)
 

@@ -9,10 +9,11 @@ in a drop-in (systemd.unit(5)) are left alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.core.conditions import Condition
 from agentd.core.kernel.plan import KernelPlan, name_prefix
 from agentd.errors import RuntimeFailure
 from agentd.host.systemd.dbus import SystemdManager, UnitProperty, UnitRefused
@@ -132,24 +133,21 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def journal_warnings(failed: Collection[str], root: Path = Path("/")) -> list[str]:
-    """Return warnings about the journals of agents; `failed` are units of systemd.
+def journal_conditions(failed: Collection[str], root: Path = Path("/")) -> Iterator[Condition]:
+    """Yield the conditions of the agents' journals; `failed` are units of systemd.
 
     A namespace is in use while journald has a folder for it.
     """
-    warnings = []
     for folder in sorted(root.glob("run/systemd/journal.agentd-*")):
         namespace = folder.name.removeprefix("journal.")
         unit = f"systemd-journald@{namespace}.service"
         if unit in failed:
-            warnings.append(
-                f"{unit} has failed: kernel output is lost until it runs again"
-                f" (systemctl status {unit})"
-            )
+            reason = f"{unit} has failed: kernel output is lost until it runs again"
+            yield Condition("host", reason, f"systemctl status {unit}")
         limits = _limits_file(namespace, root)
         if not limits.exists():
-            warnings.append(f"the journal {namespace} has no limits: {limits} is missing")
-    return warnings
+            reason = f"the journal {namespace} has no limits: {limits} is missing"
+            yield Condition("host", reason)
 
 
 def _limits_file(namespace: str, root: Path = Path("/")) -> Path:

@@ -1,4 +1,4 @@
-"""Warnings about the host, independent of agentd's own state."""
+"""Conditions of the host, independent of agentd's own state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.core.conditions import Condition
+from agentd.host.systemd.availability import is_booted
+
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _DISPLAY_CLASS = "0x03"
 """Class of display and 3D controllers in PCI configuration space."""
@@ -14,22 +17,22 @@ _DRIVERS = {"NVIDIA": "nvidia", "AMD": "amdgpu"}
 _PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
 
 
-def host_warnings(
+def host_conditions(
     docker_socket: Path | None, plugins: Iterable[str], root: Path = Path("/")
-) -> list[str]:
-    """Return warnings about the host; `docker_socket` is None if no engine is used.
+) -> Iterator[Condition]:
+    """Yield the conditions of the host; `docker_socket` is None if no engine is used.
 
     `plugins` are the loaded entry points.
     """
-    warnings = list(_driver_warnings(root, frozenset(plugins)))
-    if docker_socket is None:
-        return [*_cgroup_warning(root), *warnings]
-    if docker_socket.exists():
-        warnings += [*_live_restore_warning(root), *_apparmor_warning(root)]
-    return warnings
+    if docker_socket is None and is_booted(root):
+        yield from _cgroup_conditions(root)
+    yield from _driver_conditions(root, frozenset(plugins))
+    if docker_socket is not None and docker_socket.exists():
+        yield from _live_restore_conditions(root)
+        yield from _apparmor_conditions(root)
 
 
-def _live_restore_warning(root: Path) -> Iterator[str]:
+def _live_restore_conditions(root: Path) -> Iterator[Condition]:
     with suppress(OSError, ValueError):
         settings = json.loads((root / "etc/docker/daemon.json").read_bytes())
         if settings.get("live-restore") is True:
@@ -39,34 +42,38 @@ def _live_restore_warning(root: Path) -> Iterator[str]:
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
             if arguments[0].endswith(b"dockerd") and b"--live-restore" in arguments:
                 return
-    yield (
-        "the Docker Engine has no live-restore: restarting it ends its kernels"
-        ' ({"live-restore": true} in /etc/docker/daemon.json)'
+    yield Condition(
+        "host",
+        "the Docker Engine has no live-restore: restarting it ends its kernels",
+        '{"live-restore": true} in /etc/docker/daemon.json',
     )
 
 
-def _apparmor_warning(root: Path) -> Iterator[str]:
+def _apparmor_conditions(root: Path) -> Iterator[Condition]:
     with suppress(OSError):
         is_on = (root / "sys/module/apparmor/parameters/enabled").read_text("ascii") == "Y\n"
         parsers = ("sbin/apparmor_parser", "usr/sbin/apparmor_parser")
         if is_on and not any((root / parser).exists() for parser in parsers):
-            yield (
-                "AppArmor is on and apparmor_parser is missing: the engine cannot start containers"
-                " (install the package apparmor)"
+            yield Condition(
+                "host",
+                "AppArmor is on and apparmor_parser is missing: the engine cannot start containers",
+                "install the package apparmor",
             )
 
 
-def _cgroup_warning(root: Path) -> Iterator[str]:
+def _cgroup_conditions(root: Path) -> Iterator[Condition]:
     if (root / "sys/fs/cgroup").is_dir() and not (
         root / "sys/fs/cgroup/cgroup.controllers"
     ).exists():
-        yield (
+        yield Condition(
+            "host",
             "this host has cgroup v1: the systemd runtime is unavailable, and the kernels of a"
-            " service cannot be killed at once"
+            " service cannot be killed at once",
+            "boot it with systemd.unified_cgroup_hierarchy=1",
         )
 
 
-def _driver_warnings(root: Path, plugins: frozenset[str]) -> Iterator[str]:
+def _driver_conditions(root: Path, plugins: frozenset[str]) -> Iterator[Condition]:
     """Compare the GPUs on the PCI bus with drivers and plugins."""
     vendors = set()
     for device in (root / "sys/bus/pci/devices").glob("*"):
@@ -78,6 +85,8 @@ def _driver_warnings(root: Path, plugins: frozenset[str]) -> Iterator[str]:
         is_loaded = (root / "sys/module" / driver).exists()
         plugin = _PLUGINS[vendor]
         if is_loaded and vendor in vendors and plugin not in plugins:
-            yield f"driver {driver} is loaded but plugin {plugin} is not"
+            reason = f"driver {driver} is loaded but plugin {plugin} is not"
+            yield Condition("host", reason, f"install agentd-plugin-{plugin}")
         elif vendor in vendors and plugin in plugins and not is_loaded:
-            yield f"plugin {plugin} has a GPU of {vendor} but driver {driver} is not loaded"
+            reason = f"plugin {plugin} has a GPU of {vendor} but driver {driver} is not loaded"
+            yield Condition("host", reason, f"modprobe {driver}")

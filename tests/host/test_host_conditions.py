@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentd.host.node_warnings import host_warnings
+from agentd.host.host_conditions import host_conditions
 
 
 def machine(root: Path, **files: str) -> Path:
@@ -19,6 +19,7 @@ GPU = {
     "sys/bus/pci/devices/0000:01:00.0/class": "0x030200\n",
 }
 APPARMOR = {"sys/module/apparmor/parameters/enabled": "Y\n"}
+SYSTEMD = {"run/systemd/system/x": ""}
 DRIVER = {"sys/module/nvidia/version": "1\n"}
 
 
@@ -33,7 +34,8 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         (APPARMOR, False, (), []),
         (APPARMOR, True, (), ["live-restore", "apparmor_parser is missing"]),
         ({**APPARMOR, "sbin/apparmor_parser": ""}, True, (), ["live-restore"]),
-        ({"sys/fs/cgroup/memory/tasks": ""}, False, (), ["cgroup v1"]),
+        ({"sys/fs/cgroup/memory/tasks": "", **SYSTEMD}, False, (), ["cgroup v1"]),
+        ({"sys/fs/cgroup/memory/tasks": ""}, False, (), []),  # no systemd, so nothing is lost
         ({"sys/fs/cgroup/memory/tasks": ""}, True, (), ["live-restore"]),
         ({"sys/fs/cgroup/cgroup.controllers": "cpu"}, False, (), []),
         (GPU, False, (), []),
@@ -42,9 +44,9 @@ DRIVER = {"sys/module/nvidia/version": "1\n"}
         ({**GPU, **DRIVER}, False, ("rocm",), ["but plugin cuda is not"]),
     ],
 )  # fmt: skip
-def test_oddities_of_a_host_are_warnings(files, engine, plugins, said, tmp_path) -> None:
+def test_oddities_of_a_host_are_conditions(files, engine, plugins, said, tmp_path) -> None:
     root = machine(tmp_path, **files)
     socket = machine(tmp_path, **{"docker.sock": ""}) / "docker.sock" if engine else None
-    found = host_warnings(socket, plugins, root)
+    found = [*map(str, host_conditions(socket, plugins, root))]
     assert len(found) == len(said), found
     assert all(part in text for part, text in zip(said, found, strict=True))

@@ -1,0 +1,69 @@
+"""The conditions of runtimes, devices, kernels, claims, agents and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentd.core.allocation.ledger import holder_text
+from agentd.core.conditions import Condition
+from agentd.core.devices import group
+from agentd.core.kernel.states import LIVE
+from agentd.services.engines import AwaitedEngines
+from agentd.services.node import Node
+from agentd.services.state import NodeState, RuntimeState
+
+
+def runtime_conditions(state: NodeState) -> Iterator[Condition]:
+    """Yield the runtimes that do not answer, and what they list that cannot be a kernel."""
+    for name, status in state.runtimes.items():
+        about = f"runtime/{name}"
+        if status.state is RuntimeState.UNAVAILABLE:
+            yield Condition(about, f"runtime {name} is unavailable: {status.reason}")
+        for reason in status.ignored:
+            yield Condition(about, reason)
+
+
+def excess_conditions(node: Node) -> Iterator[Condition]:
+    """Yield the devices that are held by more than they have."""
+    state, by_id = node.state, node.devices.inventory.by_id
+    observed = [claim for claim in state.claims.values() if claim.is_observed]
+    observed_ids = {share.device_id for claim in observed for share in claim.allocation.shares}
+    for device_id in state.ledger.shares_by_device:
+        if device_id in by_id and state.ledger.excess(by_id[device_id]):
+            holders = " and ".join(map(holder_text, state.ledger.holders(device_id)))
+            cause = "an engine uses it already" if device_id in observed_ids else "it has less"
+            reason = f"device {device_id} is held by {holders}: {cause}"
+            yield Condition(f"device/{device_id}", reason)
+
+
+def kernel_conditions(state: NodeState) -> Iterator[Condition]:
+    """Yield the kernels that live and have a reason, and the claims that cannot be read."""
+    for kernel in state:
+        if kernel.reason and kernel.state in LIVE:
+            reason = f"kernel {kernel.kernel_id}: {kernel.reason}"
+            yield Condition(f"kernel/{kernel.kernel_id}", reason)
+    for claim in state.claims.values():
+        if claim.unreadable_reason:
+            reason = f"claim {claim.claim_id}: {claim.unreadable_reason}"
+            yield Condition(f"claim/{claim.claim_id}", reason)
+
+
+def agent_conditions(node: Node) -> Iterator[Condition]:
+    """Yield the agents that are not configured but still hold devices."""
+    holders_by_agent = group(
+        (holding.agent_id, holder_text(holder))
+        for holder, holding in node.state.ledger.holdings.items()
+        if holding.agent_id not in node.devices.split.partitions and holding.allocation.shares
+    )
+    for agent, holders in holders_by_agent.items():
+        name = agent or "unknown"
+        reason = f"agent {name} was removed from the configuration;"
+        yield Condition(f"agent/{name}", f"{reason} devices are still held by {', '.join(holders)}")
+
+
+def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
+    """Yield the engines that the node waits for since its boot."""
+    for engine in engines.statuses():
+        if not engine.is_ready:
+            reason = f"engine {engine.engine} has not reported since the boot of this node"
+            yield Condition(f"engine/{engine.engine}", f"{reason}: its devices are given to nobody")

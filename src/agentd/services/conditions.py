@@ -1,0 +1,144 @@
+"""The list of the node's conditions, which every surface shows.
+
+Sources yield conditions, and each read asks all of them again, so no surface is late. A condition
+is the same one as long as `about` and `reason` are. Its begin and its end are logged and published
+within `MIN_PAUSE_S` of an event, and within `POLL_PAUSE_S` of what publishes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+import structlog
+
+from agentd.concurrency import wait_event
+from agentd.core.conditions import ActiveCondition, Condition
+from agentd.errors import RuntimeUnavailable
+from agentd.events import EventKind, EventLog
+from agentd.host.lookups import Lookups
+from agentd.services.protocols import Clock
+
+log = structlog.get_logger()
+
+ConditionSource: TypeAlias = Callable[[], Iterable[Condition]]
+
+MIN_PAUSE_S = 1.0
+"""Minimum seconds between two reports."""
+POLL_PAUSE_S = 10.0
+"""Seconds between two reports without an event."""
+LOOKUP_PAUSE_S = 300.0
+"""Seconds between two lookups of the host."""
+MAX_LOGGED_AT_ONCE = 32
+"""Begins that one report logs; the next ones log the others."""
+QUIET_S, MAX_QUIET_S = 10.0, 3600.0
+"""Seconds after a logged end in which a new begin is not logged; they double each time."""
+_NUMBER = re.compile(r"\d+")
+
+
+class Conditions:
+    """The node's conditions, and what the log and listeners know of them."""
+
+    def __init__(self, events: EventLog, clock: Clock) -> None:
+        self._events = events
+        self._clock = clock
+        self._sources: list[ConditionSource] = []
+        self._slow_sources: list[ConditionSource] = []
+        self._looked_up: Sequence[Condition] = ()
+        self._lookup_lock = asyncio.Lock()
+        self._lookups = Lookups(max_threads=1)
+        self._active: dict[tuple[str, str], ActiveCondition] = {}
+        self._published: dict[tuple[str, str], ActiveCondition] = {}
+        self._logged: dict[tuple[str, str], ActiveCondition] = {}
+        self._quiet: dict[tuple[str, str], tuple[float, float]] = {}
+        """By pattern: a pause of the log in seconds, and its end on the steady clock."""
+        self._changed = asyncio.Event()
+        events.call_on_publish(self._changed.set)
+
+    def add(self, *sources: ConditionSource) -> None:
+        """Register sources; the list has their order."""
+        self._sources += sources
+
+    def add_slow(self, *sources: ConditionSource) -> None:
+        """Register sources that look at the host, beside the event loop."""
+        self._slow_sources += sources
+
+    def current(self) -> Sequence[ActiveCondition]:
+        """Return the conditions that hold now, each once."""
+        now = self._clock.wall()
+        active: dict[tuple[str, str], ActiveCondition] = {}
+        for condition in chain(*(source() for source in self._sources), self._looked_up):
+            key = condition.about, condition.reason
+            since = self._active[key].since if key in self._active else now
+            active.setdefault(key, ActiveCondition(condition, since))
+        self._active = active
+        return tuple(active.values())
+
+    async def refresh_lookups(self) -> None:
+        """Look up the conditions of the host now."""
+        async with self._lookup_lock:
+            try:
+                self._looked_up = await self._lookups.call("this host", self._ask_slow_sources)
+            except RuntimeUnavailable as error:
+                self._looked_up = [Condition("host", str(error))]
+
+    def _ask_slow_sources(self) -> list[Condition]:
+        return [condition for source in self._slow_sources for condition in source()]
+
+    async def run_lookups(self) -> None:
+        """Look up the conditions of the host repeatedly, until cancelled."""
+        while True:
+            await self.refresh_lookups()
+            await asyncio.sleep(LOOKUP_PAUSE_S)
+
+    async def run(self) -> None:
+        """Report changes, until cancelled."""
+        while True:
+            self.report()
+            await asyncio.sleep(MIN_PAUSE_S)
+            await wait_event(self._changed, POLL_PAUSE_S)
+
+    def report(self) -> None:
+        """Log and publish what began and what ended since the last report."""
+        self.current()
+        active, before, self._published = self._active, self._published, self._active
+        for item in [item for key, item in active.items() if key not in before]:
+            self._events.publish(EventKind.CONDITION, item)
+        for item in [item for key, item in before.items() if key not in active]:
+            self._events.publish(EventKind.CONDITION_REMOVED, item)
+        self._changed.clear()
+        self._log_changes()
+
+    def _log_changes(self) -> None:
+        now = self._clock.steady()
+        for key in [key for key in self._logged if key not in self._active]:
+            condition = self._logged.pop(key).condition
+            log.info("condition.ended", about=condition.about, reason=condition.reason)
+            self._extend_quiet(_pattern(condition), now)
+        waiting = [item for key, item in self._active.items() if key not in self._logged]
+        due = [item for item in waiting if not self._is_quiet(item.condition, now)]
+        for item in due[:MAX_LOGGED_AT_ONCE]:
+            about, reason, remedy = msgspec.structs.astuple(item.condition)
+            self._logged[about, reason] = item
+            log.warning("condition.began", about=about, reason=reason, remedy=remedy)
+        if len(due) > MAX_LOGGED_AT_ONCE:
+            self._changed.set()
+
+    def _is_quiet(self, condition: Condition, now: float) -> bool:
+        _, until = self._quiet.get(_pattern(condition), (0, now))
+        return now < until
+
+    def _extend_quiet(self, pattern: tuple[str, str], now: float) -> None:
+        """Begin a pause of the log after an end, and forget those that are long over."""
+        kept = {k: quiet for k, quiet in self._quiet.items() if now < quiet[1] + MAX_QUIET_S}
+        pause_s = min(2 * kept[pattern][0], MAX_QUIET_S) if pattern in kept else QUIET_S
+        self._quiet = {**kept, pattern: (pause_s, now + pause_s)}
+
+
+def _pattern(condition: Condition) -> tuple[str, str]:
+    """Return what is the same in a condition whose reason counts or measures."""
+    return condition.about, _NUMBER.sub("#", condition.reason)

@@ -1,0 +1,224 @@
+"""The list of the node's conditions, as it changes: what is logged, published and visible."""
+
+import asyncio
+import threading
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from agentd.core.access import Caller, Role
+from agentd.core.claim.claim import Claim, NameHolder
+from agentd.core.conditions import Condition
+from agentd.events import EventKind, EventLog
+from agentd.services.access import Access
+from agentd.services.condition_sources import (
+    agent_conditions,
+    engine_conditions,
+    excess_conditions,
+    kernel_conditions,
+    runtime_conditions,
+)
+from agentd.services.conditions import MAX_LOGGED_AT_ONCE, MAX_QUIET_S, QUIET_S, Conditions
+from agentd.services.engines import AwaitedEngines
+from agentd.services.protocols import Clock
+from services.node import Rig
+from support.waiting import until
+
+LOST = Condition("device/cuda/cuda3", "cuda3 is unhealthy: GPU is lost", "reset it")
+
+
+class Listed:
+    """Conditions as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.found: list[Condition] = []
+        self.looked_up: list[Condition] = []
+        self.events = EventLog()
+        clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
+        self.conditions = Conditions(self.events, clock)
+        self.conditions.add(lambda: self.found)
+        self.conditions.add_slow(lambda: self.looked_up)
+
+    @property
+    def since(self) -> list[float]:
+        return [item.since for item in self.conditions.current()]
+
+    def report(self, *found: Condition, after_s: float = 0) -> list[str]:
+        """Report these conditions, and return the log."""
+        self.found, self.now = [*found], self.now + after_s
+        with capture_logs() as logged:
+            self.conditions.report()
+        return [f"{line['log_level']} {line['event']} {line['about']}" for line in logged]
+
+
+@pytest.fixture
+def listed() -> Listed:
+    return Listed()
+
+
+async def test_condition_keeps_its_since_until_it_ends(listed: Listed) -> None:
+    listed.found = [LOST, LOST, Condition(LOST.about, LOST.reason)]
+    assert listed.since == [1000]
+    listed.now, listed.found = 1009, [replace(LOST, remedy="replace it")]
+    assert listed.since == [1000]
+    listed.found = [replace(LOST, reason="cuda3 is gone")]
+    assert listed.since == [1009]
+
+
+async def test_begin_and_end_are_logged_and_published_once(listed: Listed) -> None:
+    with listed.events.subscribe(None) as listener:
+        began = listed.report(LOST)
+        assert listed.report(LOST, after_s=60) == []
+        ended = listed.report()
+        listed.events.close()
+        events = [(e.kind, e.value.condition) async for e in listener.follow(1)]
+    assert began == ["warning condition.began device/cuda/cuda3"]
+    assert ended == ["info condition.ended device/cuda/cuda3"]
+    assert events == [(EventKind.CONDITION, LOST), (EventKind.CONDITION_REMOVED, LOST)]
+
+
+@pytest.mark.parametrize("is_moving", [False, True], ids=["flapping", "counting"])
+async def test_unsteady_condition_does_not_flood_the_log(listed: Listed, is_moving: bool) -> None:
+    lines = []
+    for second in range(0, 86400, 2):
+        reason = f"{second} lines are lost" if is_moving else "the fan stops"
+        found = [] if second % 4 and not is_moving else [Condition("log", reason)]
+        lines += listed.report(*found, after_s=2)
+    assert 20 < len(lines) < 100
+    for _ in range(3):
+        lines += listed.report(Condition("log", "0 lines are lost"), after_s=MAX_QUIET_S)
+    assert lines[-1].startswith("warning condition.began")
+
+
+async def test_condition_that_returns_for_good_is_logged_soon(listed: Listed) -> None:
+    listed.report(LOST)
+    listed.report()
+    assert listed.report(LOST, after_s=QUIET_S / 2) == []
+    assert listed.report(LOST, after_s=QUIET_S / 2) == ["warning condition.began device/cuda/cuda3"]
+
+
+async def test_hundreds_of_conditions_are_logged_in_parts(listed: Listed) -> None:
+    found = [Condition(f"device/cuda/cuda{n}", "GPU is lost") for n in range(500)]
+    assert len(listed.conditions.current()) == 0
+    assert len(listed.report(*found)) == MAX_LOGGED_AT_ONCE
+    assert listed.conditions._changed.is_set()
+    rest = [line for _ in range(20) for line in listed.report(*found)]
+    assert len(rest) == 500 - MAX_LOGGED_AT_ONCE
+
+
+async def test_an_event_is_followed_by_a_report(listed: Listed, monkeypatch) -> None:
+    monkeypatch.setattr("agentd.services.conditions.MIN_PAUSE_S", 0.01)
+    with capture_logs() as logged:
+        task = asyncio.create_task(listed.conditions.run())
+        await asyncio.sleep(0.05)
+        listed.found = [LOST]
+        listed.events.publish(EventKind.DEVICE, None)
+        await until(lambda: len(logged), 1, within_s=5)
+        task.cancel()
+    assert logged[0]["remedy"] == "reset it"
+
+
+async def test_lookup_that_fails_is_a_condition(listed: Listed, monkeypatch) -> None:
+    listed.looked_up = [Condition("host", "no live-restore")]
+    await listed.conditions.refresh_lookups()
+    assert [str(item.condition) for item in listed.conditions.current()] == ["no live-restore"]
+    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.01)
+    answer = threading.Event()
+
+    def wait() -> list[Condition]:
+        answer.wait()
+        return []
+
+    listed.conditions.add_slow(wait)
+    await listed.conditions.refresh_lookups()
+    answer.set()
+    (item,) = listed.conditions.current()
+    assert (item.condition.about, "does not answer" in item.condition.reason) == ("host", True)
+
+
+TEAM = Caller("t", Role.AGENT, frozenset({"a"}))
+
+
+@pytest.mark.parametrize(
+    ("about", "reason", "is_visible"),
+    [
+        ("device/cuda/cuda0", "cuda0 is unhealthy: it coughs", True),
+        ("device/cuda/cuda9", "cuda9 is gone", False),
+        ("device/cuda/cuda0", "cuda0 is held by kernel theirs", False),
+        ("agent/a", "agent a has no core", True),
+        ("agent/b", "agent b has no core", False),
+        ("agent/removed", "agent removed was removed", False),
+        ("kernel/mine", "kernel mine: unreadable", True),
+        ("kernel/theirs", "kernel theirs: unreadable", False),
+        ("kernel/unknown", "kernel unknown: unreadable", False),
+        ("claim/c1", "claim c1: unreadable", False),
+        ("plugin/cuda", "plugin cuda is failed", True),
+        ("runtime/fake", "runtime fake is unavailable", True),
+        ("runtime/fake", "container theirs is ignored", False),
+        ("engine/slurm", "engine slurm is not ready", True),
+        ("state-dir", "devices.json cannot be written", True),
+        ("log", "the log cannot be written", True),
+        ("host", "the engine has no live-restore", True),
+        ("host", "limits of b are not used", False),
+    ],
+)
+async def test_agent_sees_conditions_about_its_own(
+    rig: Rig, about: str, reason: str, is_visible: bool
+) -> None:
+    await rig.create("mine")
+    await rig.create("theirs", "b")
+    listed = Listed()
+    listed.found = [Condition(about, reason)]
+    access = Access(rig.node)
+    visible = access.visible_conditions(TEAM, listed.conditions.current())
+    assert [item.condition for item in visible] == (listed.found if is_visible else [])
+    everything = access.visible_conditions(Caller("r", Role.READ), listed.conditions.current())
+    assert [item.condition for item in everything] == listed.found
+
+
+async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> None:
+    assert [*runtime_conditions(rig.state)] == []
+    rig.state.mark_unavailable("fake", "connection refused")
+    reason = "runtime fake is unavailable: connection refused"
+    assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason)]
+    rig.state.mark_available("fake", ("container x is ignored",))
+    ignored = Condition("runtime/fake", "container x is ignored")
+    assert [*runtime_conditions(rig.state)] == [ignored]
+
+
+async def test_kernel_with_a_reason_is_a_condition_while_it_lives(rig: Rig) -> None:
+    kernel = replace(await rig.create("k1"), reason="its record cannot be read")
+    rig.state.put_kernel(kernel)
+    expected = Condition("kernel/k1", "kernel k1: its record cannot be read")
+    assert [*kernel_conditions(rig.state)] == [expected]
+
+
+async def test_holder_of_a_removed_agent_is_a_condition(rig: Rig) -> None:
+    kernel = await rig.create("k1", cuda_device=1)
+    rig.state.drop_kernel("k1")
+    rig.state.put_kernel(replace(kernel, agent_id="gone"))
+    (condition,) = agent_conditions(rig.node)
+    assert condition.about == "agent/gone"
+    assert "devices are still held by kernel k1" in condition.reason
+
+
+async def test_device_held_by_two_is_a_condition(rig: Rig) -> None:
+    kernel = await rig.create("k1", cuda_device=1)
+    assert [*excess_conditions(rig.node)] == []
+    gpu = replace(kernel.allocation, shares=kernel.allocation.shares_by_device_name("cuda"))
+    holder = NameHolder("x")
+    claim = Claim("c1", "a", holder, "hash", 0.0, "boot-1", allocation=gpu, is_observed=True)
+    rig.state.put_claim(claim)
+    (condition,) = excess_conditions(rig.node)
+    assert condition.about.startswith("device/cuda/")
+    assert "held by kernel k1 and claim c1: an engine uses it already" in condition.reason
+
+
+async def test_engine_is_a_condition_until_it_is_ready(rig: Rig) -> None:
+    engines = AwaitedEngines(rig.devices, rig.memory, "boot-1", {"slurm": "all"})
+    (condition,) = engine_conditions(engines)
+    assert condition.about == "engine/slurm"
+    engines.set_ready("slurm", is_ready=True)
+    assert [*engine_conditions(engines)] == []
