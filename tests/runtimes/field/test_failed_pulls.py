@@ -241,7 +241,7 @@ async def failure(socket: Path, image: str) -> AgentdError:
     client = DockerClient(socket)
     try:
         with pytest.raises(AgentdError) as caught:
-            await Images(client, None).pull(image, None, lambda _: None)
+            await Images(client).pull(image, None, None, lambda _: None)
     finally:
         await client.close()
     return caught.value
