@@ -9,6 +9,7 @@
  *       numa=N (memory affinity) numaid=N (GetNumaNodeId; -1 = not supported, as on x86)
  *       lost=0|1|2 (1: all calls 15; 2: handle look-up works, calls 15) mig=-1|0|1 maxmig=N
  *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability)
+ *       remap=N (-1: not supported, 1: rows wait for a reset, 2: it failed) fabric=N (state; -1: not supported)
  *       bridge=N (host bridge; GPUs of one have it as common ancestor, others the system) name=...
  *   link gpu=0 to=1                NVLink, or an NVSwitch, joins the two
  *   mig gpu=0 idx=0 uuid=MIG-.. gi=1 ci=0 gslices=1 cslices=1 mem_mb=9984 used=BYTES sm=16 name=...
@@ -36,7 +37,7 @@ enum { OK = 0, UNINIT = 1, INVAL = 2, NOTSUP = 3, NOTFOUND = 6, TOOSMALL = 7, NO
 #define NOID 0xFFFFFFFFu
 
 typedef struct { char uuid[96], name[96], pci[32]; unsigned long long mem, used, events;
-                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor, mode, cc, bridge; } gpu_t;
+                 int util, memutil, temp, power, numa, numaid, lost, mig, maxmig, recovery, minor, mode, cc, bridge, remap, fabric; } gpu_t;
 typedef struct { char uuid[96], name[96]; int gpu, idx; unsigned gi, ci, gslices, cslices, sm;
                  unsigned long long mem_mb, used; } mig_t;
 typedef struct { unsigned long long id, code; int gpu; unsigned gi, ci; } xid_t;
@@ -106,6 +107,7 @@ static int load(conf_t *c)
             g->numa = num(l, "numa", 0); g->numaid = num(l, "numaid", -1); g->lost = num(l, "lost", 0); g->mig = num(l, "mig", -1);
             g->maxmig = num(l, "maxmig", g->mig < 0 ? 0 : 7); g->recovery = num(l, "recovery", 0); g->minor = num(l, "minor", c->ng);
             g->mode = num(l, "mode", 0); g->cc = num(l, "cc", 90); g->bridge = num(l, "bridge", c->ng);
+            g->remap = num(l, "remap", -1); g->fabric = num(l, "fabric", -1);
             c->ng++;
         } else if (!strncmp(l, "mig ", 4) && c->nm < MAXMIG) {
             mig_t *m = &c->m[c->nm++];
@@ -351,6 +353,22 @@ int nvmlDeviceGetFieldValues(void *h, int n, field_t *v)
         v[i].nvmlReturn = NOTSUP;
         if (v[i].fieldId == 230 && g->recovery >= 0) { v[i].nvmlReturn = OK; v[i].valueType = 1; v[i].value.ull = 0; v[i].value.ui = g->recovery; }
     }
+    return OK;
+}
+int nvmlDeviceGetRemappedRows(void *h, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed)
+{
+    DEV(h); WHOLE;
+    if (g->remap < 0) return NOTSUP;
+    *corrected = 0; *uncorrected = g->remap > 0; *pending = g->remap == 1; *failed = g->remap == 2;
+    return OK;
+}
+typedef struct { unsigned char cluster[16]; unsigned status, clique; unsigned char state; } fabric_t;  /* 28 */
+_Static_assert(sizeof(fabric_t) == 28, "layout");
+int nvmlDeviceGetGpuFabricInfo(void *h, fabric_t *o)
+{
+    DEV(h); WHOLE;
+    if (g->fabric < 0) return NOTSUP;
+    memset(o, 0, sizeof *o); o->state = g->fabric;
     return OK;
 }
 /* ---- events ---- */

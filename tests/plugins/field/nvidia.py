@@ -22,9 +22,10 @@ def gpu(index: int, **fields: object) -> str:
         "recovery": 0,
         "events": 8,
         "minor": index,
-        **fields,
         "name": "NVIDIA H100",
+        **fields,
     }
+    values["name"] = values.pop("name")
     return "gpu " + " ".join(f"{key}={value}" for key, value in values.items())
 
 
@@ -61,7 +62,8 @@ class NvidiaRig:
     def say(self, *lines: str) -> None:
         """Replace the GPUs and failures of the driver."""
         new = self.file.with_suffix(".new")
-        new.write_text("\n".join(("driver 580.65.06", "init 0", *lines, "")))
+        text = "\n".join(("driver 580.65.06", "init 0", *lines, ""))
+        new.write_bytes(text.encode(errors="surrogateescape"))
         new.replace(self.file)
 
     def bring(self, state: str = "") -> None:

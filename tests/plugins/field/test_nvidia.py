@@ -104,6 +104,43 @@ UNWATCHED = {
 }  # fmt: skip
 
 
+GARBAGE = b"\xf8\x02".decode(errors="surrogateescape")
+
+
+async def test_name_that_is_no_text_keeps_no_gpu_away(rig: NvidiaRig) -> None:
+    """As with driver 555 (gpuopenanalytics/pynvml 53)."""
+    rig.say(gpu(0), gpu(1, name=GARBAGE), gpu(2))
+    plugin = await OpenPlugin.start(rig)
+    models = {n: device.model for n, device in (await plugin.devices()).items()}
+    assert models == {IDS[0]: "NVIDIA H100", IDS[1]: "", IDS[2]: "NVIDIA H100"}
+    assert await plugin.health() == sick()
+    rig.say(gpu(0), gpu(1, uuid=GARBAGE), gpu(2))
+    assert list((await plugin.health()).values())[1].startswith("no answer: 'utf-8' codec")
+    await plugin.process.kill("over")
+
+
+async def test_gpu_whose_rows_cannot_be_remapped_is_unhealthy(
+    rig: NvidiaRig, plugin: OpenPlugin
+) -> None:
+    """Such a GPU kept its jobs failing until it was replaced (eks-node-monitoring-agent 245)."""
+    rig.say(gpu(0, remap=0), gpu(1, remap=2), gpu(2, remap=1))
+    assert await plugin.health() == sick(bbbb="remapping of its memory rows failed; replace it")
+    assert await plugin.conditions() == ["cuda2 waits for a reset, which remaps rows of its memory"]
+
+
+@pytest.mark.parametrize(("state", "words"), [(1, "not started"), (2, "in progress")])
+async def test_fabric_that_is_not_set_up_is_a_condition(
+    rig: NvidiaRig, plugin: OpenPlugin, state: int, words: str
+) -> None:
+    """Without it CUDA fails with error 802, while NVML lists all GPUs as usual."""
+    rig.say(gpu(0, fabric=3), gpu(1, fabric=state), gpu(2, fabric=0))
+    listing = await plugin.listing()
+    assert {device.health for device in listing.devices} == {"healthy"}
+    (condition,) = listing.conditions
+    assert condition.reason == f"the NVLink fabric of cuda1 is not set up: {words}"
+    assert "nvidia-fabricmanager" in condition.remedy
+
+
 @pytest.mark.parametrize("name", UNWATCHED)
 async def test_unwatched_gpus_are_a_condition_until_watched(rig: NvidiaRig, name: str) -> None:
     case = UNWATCHED[name]
@@ -314,7 +351,7 @@ async def test_unit_of_a_gpu_without_a_known_file_is_refused(rig: NvidiaRig) -> 
 
 def test_part_has_the_files_of_its_instances_in_slurm_s_order(tmp_path: Path) -> None:
     part = MigPart("1g.10gb", 1, gpu_instance=3, compute_instance=0)
-    whole = Gpu("", "", 1, 2, is_mig=True, parts=(), silent_parts=(), recovery=0)
+    whole = Gpu("", "", 1, 2, True, (), (), 0, (0, 0), "")
     minors = tmp_path / "mig-minors"
     minors.write_text("gpu2/gi3/access 30\ngpu2/gi3/ci0/access 31\ngpu2/gi4/access 39\n")
     assert device_files(whole, part, minors) == [

@@ -216,6 +216,9 @@ class CudaPlugin(AcceleratorPlugin):
             problem = self._mps.unavailable_reason() or self._unfit.get(gpu.key, "")
             if problem:
                 return problem
+        _, has_failed = gpu.state.remapping
+        if has_failed:
+            return "remapping of its memory rows failed; replace it"
         action = gpu.state.recovery
         if not action or action == _IMEX:
             return ""
@@ -273,6 +276,13 @@ class CudaPlugin(AcceleratorPlugin):
         if gpu.recovery == _IMEX:
             reason = f"the driver of {name} requires a recovery of its IMEX domain"
             yield ConditionInfo(reason, "nvidia-imex-ctl shows the domain", uuid)
+        waits_for_reset, _ = gpu.remapping
+        if waits_for_reset:
+            reason = f"{name} waits for a reset, which remaps rows of its memory"
+            yield ConditionInfo(reason, "reset the GPU when no kernel uses it", uuid)
+        if gpu.fabric_problem and not gpu.is_mig:
+            reason = f"the NVLink fabric of {name} is not set up: {gpu.fabric_problem}"
+            yield ConditionInfo(reason, "CUDA needs it: start nvidia-fabricmanager", uuid)
         if not gpu.is_mig and self.settings.get("memory-slot") and not self._memory_bytes(gpu):
             reason = f"{name} reports no memory, and offers no {self.name}.mem"
             yield ConditionInfo(reason, f'set memory = "…" in [plugins.{self.name}]', uuid)

@@ -6,6 +6,7 @@ None. A GPU or part that refuses is as last read, with the driver's words; it af
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
@@ -28,6 +29,10 @@ _NOT_OFFERED = (
 )
 _NO_PART = (*_NOT_OFFERED, pynvml.NVML_ERROR_NOT_FOUND)
 _UNSUPPORTED = (*_NOT_OFFERED, pynvml.NVML_ERROR_NO_PERMISSION)
+REFUSALS = (pynvml.NVMLError, UnicodeDecodeError)
+"""Exceptions about one device; pynvml decodes text that some drivers fill with garbage."""
+_FABRIC = {1: "not started", 2: "in progress"}
+"""NVML_GPU_FABRIC_STATE: of GPUs that an NVSwitch joins; others have none."""
 NO_PERMISSION = str(pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION))
 
 
@@ -53,25 +58,30 @@ class Gpu(msgspec.Struct, frozen=True):
     silent_parts: Sequence[str]
     """A sentence for each part that has not told enough to be listed."""
     recovery: int | None
+    remapping: Sequence[int]
+    """Of memory rows: whether it waits for a reset, and whether it failed."""
+    fabric_problem: str
 
 
 def call_optional(
     function: Callable[..., _T], *arguments: object, none_for: Collection[int] = _UNSUPPORTED
 ) -> _T | None:
-    """Call NVML; None if driver or GPU do not support the call.
+    """Call NVML; None if driver or GPU do not support the call, or the text is garbage.
 
     Raises:
         NVMLError: any other failure.
     """
     try:
         return function(*arguments)
+    except UnicodeDecodeError:
+        return None
     except pynvml.NVMLError as error:
         if error.value in none_for:
             return None
         raise
 
 
-def _call_or_last(function: Callable[[Any], _T], handle: Any, last: _T | None) -> _T | None:
+def _call_or_last(function: Callable[[Any], _T], handle: Any, last: _T) -> _T:
     """Call NVML about something that a device can do without; `last` if the driver refuses."""
     try:
         return function(handle)
@@ -83,7 +93,7 @@ def call_each(call: Callable[[Any], _T]) -> tuple[dict[int, _T], dict[int, str]]
     """Call a function with the handle of each GPU; return results and refusals by index."""
     handle_of = pynvml.nvmlDeviceGetHandleByIndex
     indices = range(pynvml.nvmlDeviceGetCount())
-    return guard_each(indices, lambda index: call(handle_of(index)), pynvml.NVMLError)
+    return guard_each(indices, lambda index: call(handle_of(index)), *REFUSALS)
 
 
 def pci_address(bus_id: str) -> str:
@@ -109,7 +119,7 @@ class Gpus:
     """The GPUs of the driver and their parts, over many reads."""
 
     def __init__(self) -> None:
-        self.reads = DeviceReads[int, Gpu]("GPU", pynvml.NVMLError)
+        self.reads = DeviceReads[int, Gpu]("GPU", *REFUSALS)
         self._part_reads: dict[str, DeviceReads[int, MigPart]] = {}
 
     def read(self) -> list[DeviceRead[int, Gpu]]:
@@ -143,6 +153,8 @@ class Gpus:
             parts=parts,
             silent_parts=silent_parts,
             recovery=_recovery_action(handle),
+            remapping=_call_or_last(_remapping, handle, last.remapping if last else (0, 0)),
+            fabric_problem=_call_or_last(_fabric_problem, handle, ""),
         )
 
     def _read_parts(
@@ -151,7 +163,7 @@ class Gpus:
         """Return the parts of a GPU, and a sentence for each that cannot be listed."""
         handle_of = partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle)
         reads = self._part_reads.setdefault(
-            pynvml.nvmlDeviceGetUUID(handle), DeviceReads("MIG instance", pynvml.NVMLError)
+            pynvml.nvmlDeviceGetUUID(handle), DeviceReads("MIG instance", *REFUSALS)
         )
         count = call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle, none_for=_NOT_OFFERED)
         handles, refused = guard_each(
@@ -182,6 +194,18 @@ def _recovery_action(handle: Any) -> int | None:
     if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
     return int(values[0].value.uiVal)
+
+
+def _remapping(handle: Any) -> Sequence[int]:
+    _, _, waits_for_reset, has_failed = pynvml.nvmlDeviceGetRemappedRows(handle)
+    return waits_for_reset, has_failed
+
+
+def _fabric_problem(handle: Any) -> str:
+    """Return why the NVLink fabric of a GPU is not set up, empty if it is or if there is none."""
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    return _FABRIC.get(info.state, "")
 
 
 def part_handles(handle: Any) -> Iterator[Any]:
