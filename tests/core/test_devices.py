@@ -237,12 +237,18 @@ def test_unknown_health_keeps_capacity_and_known_trouble() -> None:
     assert inventory.devices[0].reason == "Xid 79"
 
 
-def test_health_belongs_to_the_physical_device() -> None:
+def test_health_of_a_part_concerns_it_alone() -> None:
     parts = [replace(d, parent="GPU-p") for d in gpus(1, 1)]
     parts[0] = replace(parts[0], health=Health.UNHEALTHY, reason="Xid 79")
-    other = gpus(1, slot="npu.device")
-    shared = with_shared_health([*parts, *other])
-    assert [d.health.value for d in shared] == ["unhealthy", "unhealthy", "healthy"]
+    assert with_shared_health(parts) == parts
+
+
+def test_health_of_a_device_concerns_its_parts() -> None:
+    whole, *parts, other = gpus(1, 1, 1, 1)
+    parts = [replace(part, parent=whole.stable_id) for part in parts]
+    whole = replace(whole, health=Health.UNHEALTHY, reason="Xid 79")
+    shared = with_shared_health([whole, *parts, other])
+    assert [d.health.value for d in shared] == ["unhealthy"] * 3 + ["healthy"]
     assert shared[1].reason == "cuda/cuda0: Xid 79"
 
 

@@ -290,6 +290,13 @@ async def test_gpu_in_trouble_is_well_when_it_answers(machine: Machine, name: st
         assert machine.health() == with_sick(sick, unknown)
 
 
+async def test_xid_of_an_instance_leaves_the_others_of_its_gpu(machine: Machine) -> None:
+    places = machine.places
+    machine.node.say(gpus("xid id=1 gpu=4 code=48 gi=1 ci=0"))
+    await machine.until(lambda: machine.health() == with_sick(frozenset({"MIG-0"})))
+    assert (machine.places, machine.reasons()) == (places, {"Xid 48"})
+
+
 async def test_unnamed_instances_without_attributes_keep_their_places(machine: Machine) -> None:
     """Drivers that do not name profiles, and know nothing of an instance (go-nvml 60)."""
     old = {"name0": "name=NVIDIA H100", "name1": "name=NVIDIA H100"}

@@ -409,18 +409,18 @@ def _secondary_warnings(
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:
-    """Mark everything on one physical device as unhealthy if one part of it is.
+    """Mark the parts of an unhealthy device as unhealthy.
 
-    Parts of one physical device share a parent, or one is the parent of the others.
+    A fault of one part concerns it alone; the plugin lists all parts with a fault of the whole.
     """
     unhealthy_by_id = {
-        device.physical_id: device
+        device.stable_id: device
         for device in devices
         if device.health is Health.UNHEALTHY and not device.gone
     }
     return [
         replace(device, health=Health.UNHEALTHY, reason=f"{cause.device_id}: {cause.reason}")
-        if (cause := unhealthy_by_id.get(device.physical_id)) is not None
+        if (cause := unhealthy_by_id.get(device.parent or "")) is not None
         and device.health is not Health.UNHEALTHY
         else device
         for device in devices
