@@ -82,22 +82,22 @@ class Unwatched(NamedTuple):
 UNWATCHED = {
     "no event set": Unwatched(
         [*WELL, *fails(UNKNOWN, "nvmlEventSetCreate")],
-        ["no GPU is watched for Xids: Unknown Error"],
+        ["Xids of cuda0, cuda1, cuda2 are not watched: Unknown Error"],
     ),
     "no event sets at all": Unwatched(
         [*WELL, *fails(NOT_SUPPORTED, "nvmlEventSetCreate")],
-        ["no GPU is watched for Xids: Not Supported"],
+        ["Xids of cuda0, cuda1, cuda2 are not watched: Not Supported"],
     ),
     "waits that fail": Unwatched(
         [*WELL, *fails(UNKNOWN, "nvmlEventSetWait_v2")],
-        ["no GPU is watched for Xids: Unknown Error"],
+        ["Xids of cuda0, cuda1, cuda2 are not watched: Unknown Error"],
     ),
     "one GPU that cannot be registered": Unwatched(
         [*WELL, *fails(UNKNOWN, "nvmlDeviceRegisterEvents", gpu=1)],
-        ["cuda1 is not watched for Xids: Unknown Error"],
+        ["Xids of cuda1 are not watched: Unknown Error"],
     ),
     "one GPU without Xids": Unwatched(
-        [gpu(0), gpu(1, events=0), gpu(2)], ["cuda1 is not watched for Xids: Not Supported"],
+        [gpu(0), gpu(1, events=0), gpu(2)], ["Xids of cuda1 are not watched: Not Supported"],
     ),
     "two GPUs that appear later": Unwatched([gpu(0)], []),
     "one GPU that is lost": Unwatched([gpu(0), gpu(1, lost=1), gpu(2)], []),
@@ -133,11 +133,11 @@ async def test_fabric_that_is_not_set_up_is_a_condition(
     rig: NvidiaRig, plugin: OpenPlugin, state: int, words: str
 ) -> None:
     """Without it CUDA fails with error 802, while NVML lists all GPUs as usual."""
-    rig.say(gpu(0, fabric=3), gpu(1, fabric=state), gpu(2, fabric=0))
+    rig.say(gpu(0, fabric=state), gpu(1, fabric=state), gpu(2, fabric=3))
     listing = await plugin.listing()
     assert {device.health for device in listing.devices} == {"healthy"}
     (condition,) = listing.conditions
-    assert condition.reason == f"the NVLink fabric of cuda1 is not set up: {words}"
+    assert condition.reason == f"the NVLink fabric of cuda0, cuda1 is not set up: {words}"
     assert "nvidia-fabricmanager" in condition.remedy
 
 

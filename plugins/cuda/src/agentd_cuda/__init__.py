@@ -90,6 +90,7 @@ class CudaPlugin(AcceleratorPlugin):
         self._sysfs = Path(settings.get("sysfs", "/sys"))
         self._gpus = nvml.Gpus()
         self._listed: list[DeviceRead[int, nvml.Gpu]] = []
+        self._owners: dict[str, tuple[DeviceRead[int, nvml.Gpu], nvml.MigPart | None]] = {}
         self._watch = XidWatch(frozenset(settings.get("ignored-xids", APPLICATION_XIDS)))
         self._xids: dict[str, Xid] = {}
         self._unfit: dict[int, str] = {}
@@ -148,6 +149,10 @@ class CudaPlugin(AcceleratorPlugin):
 
     def list_devices(self) -> Sequence[DeviceInfo]:
         self._listed = self._gpus.read()
+        self._owners = {gpu.identity: (gpu, None) for gpu in self._listed}
+        for gpu in self._listed:
+            parts = gpu.state.parts if gpu.state else ()
+            self._owners |= {part.identity: (gpu, part.state) for part in parts}
         self._watch.is_due = True
         self._assign_xids()
         if self._mps is not None:
@@ -226,16 +231,17 @@ class CudaPlugin(AcceleratorPlugin):
 
     def _assign_xids(self) -> None:
         """Assign the Xids since the last listing to the parts that they name, or to the GPU."""
-        gpu_by_uuid = {gpu.identity: gpu.state for gpu in self._listed}
         while self._watch.seen:
             xid = self._watch.seen.popleft()
-            gpu = gpu_by_uuid.get(xid.uuid)
-            if gpu is None or not gpu.is_mig or xid.gpu_instance is None:
+            parts = [
+                (stable_id, part)
+                for stable_id, (gpu, part) in self._owners.items()
+                if part and gpu.identity == xid.uuid
+            ]
+            if xid.gpu_instance is None or not parts:
                 self._xids[xid.uuid] = xid
-                continue
-            for part in gpu.parts:
-                if part.state and xid.concerns(part.state):
-                    self._xids[part.identity] = xid
+            else:
+                self._xids |= {stable_id: xid for stable_id, part in parts if xid.concerns(part)}
 
     def _xid_reason(self, stable_id: str, gpu: nvml.Gpu | None) -> str:
         """Return the Xid of a device, unless the driver requires no recovery any more."""
@@ -249,30 +255,36 @@ class CudaPlugin(AcceleratorPlugin):
         return f"Xid {xid.number}"
 
     def clear(self, device_ids: Sequence[str]) -> None:
-        gpu_of = {
-            part.identity: gpu.identity
-            for gpu in self._listed
-            for part in (gpu.state.parts if gpu.state else ())
-        }
         for stable_id in device_ids:
-            for owner in (stable_id, gpu_of.get(stable_id, "")):
-                self._xids.pop(owner, None)
+            self._xids.pop(stable_id, None)
+            if stable_id in self._owners:
+                self._xids.pop(self._owners[stable_id][0].identity, None)
 
     def conditions(self) -> Sequence[ConditionInfo]:
         addresses = [gpu.state.pci if gpu.state else "" for gpu in self._listed]
         silent = self._gpus.reads.describe_unidentified()
         found = [*map(ConditionInfo, silent), *bus.conditions(self._sysfs, addresses)]
-        if self._watch.problem:
-            found.append(ConditionInfo(f"no GPU is watched for Xids: {self._watch.problem}"))
+        unwatched, fabric = {}, {}
         for gpu in self._listed:
             if gpu.state and not gpu.problem:
+                unwatched[gpu.key] = self._watch.problem or self._watch.refusals.get(gpu.key, "")
+                fabric[gpu.key] = "" if gpu.state.is_mig else gpu.state.fabric_problem
                 found += self._gpu_conditions(gpu.key, gpu.identity, gpu.state)
+        for words, names in self._gpus_by_words(unwatched):
+            found.append(ConditionInfo(f"Xids of {names} are not watched: {words}"))
+        for words, names in self._gpus_by_words(fabric):
+            reason = f"the NVLink fabric of {names} is not set up: {words}"
+            found.append(ConditionInfo(reason, "CUDA needs it: start nvidia-fabricmanager"))
         return found
+
+    def _gpus_by_words(self, words_of: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+        """Yield each text of the driver with the names of its GPUs."""
+        for words in dict.fromkeys(filter(None, words_of.values())):
+            indices = (index for index, text in words_of.items() if text == words)
+            yield words, ", ".join(f"{self.name}{index}" for index in indices)
 
     def _gpu_conditions(self, index: int, uuid: str, gpu: nvml.Gpu) -> Iterator[ConditionInfo]:
         name = f"{self.name}{index}"
-        if words := self._watch.refusals.get(index):
-            yield ConditionInfo(f"{name} is not watched for Xids: {words}", stable_id=uuid)
         if gpu.recovery == _IMEX:
             reason = f"the driver of {name} requires a recovery of its IMEX domain"
             yield ConditionInfo(reason, "nvidia-imex-ctl shows the domain", uuid)
@@ -280,9 +292,6 @@ class CudaPlugin(AcceleratorPlugin):
         if waits_for_reset:
             reason = f"{name} waits for a reset, which remaps rows of its memory"
             yield ConditionInfo(reason, "reset the GPU when no kernel uses it", uuid)
-        if gpu.fabric_problem and not gpu.is_mig:
-            reason = f"the NVLink fabric of {name} is not set up: {gpu.fabric_problem}"
-            yield ConditionInfo(reason, "CUDA needs it: start nvidia-fabricmanager", uuid)
         if not gpu.is_mig and self.settings.get("memory-slot") and not self._memory_bytes(gpu):
             reason = f"{name} reports no memory, and offers no {self.name}.mem"
             yield ConditionInfo(reason, f'set memory = "…" in [plugins.{self.name}]', uuid)
@@ -350,13 +359,10 @@ class CudaPlugin(AcceleratorPlugin):
         Raises:
             LookupError: it has not been listed, or its files are not known.
         """
-        for gpu in self._listed:
-            for part in gpu.state.parts if gpu.state else ():
-                if part.identity == device.stable_id:
-                    return device_files(gpu.state, part.state, MIG_MINORS)
-            if gpu.identity == device.stable_id:
-                return device_files(gpu.state, None, MIG_MINORS)
-        raise LookupError(f"{device.stable_id} does not answer")
+        if device.stable_id not in self._owners:
+            raise LookupError(f"{device.stable_id} does not answer")
+        gpu, part = self._owners[device.stable_id]
+        return device_files(gpu.state, part, MIG_MINORS)
 
     def measure(self) -> Sequence[Measurement]:
         results, _ = nvml.call_each(nvml.measurements)
