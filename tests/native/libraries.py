@@ -24,3 +24,8 @@ def built(source: str, target: Path) -> Path:
 def nvml_library(factory: pytest.TempPathFactory) -> Path:
     """A folder with a libnvidia-ml.so.1 that does what the file in FAKE_NVML_FILE says."""
     return built("nvml.c", factory.getbasetemp() / "nvml" / "libnvidia-ml.so.1").parent
+
+
+def amdsmi_library(factory: pytest.TempPathFactory) -> Path:
+    """A libamd_smi.so that does what the file in FAKE_AMDSMI_FILE says."""
+    return built("amdsmi.c", factory.getbasetemp() / "rocm" / "lib" / "libamd_smi.so")

@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 import pytest
 
-from native.libraries import nvml_library
+from native.libraries import amdsmi_library, nvml_library
+from plugins.field.amd import AmdRig
+from plugins.field.files import FilesRig
 from plugins.field.nvidia import NvidiaRig
 from plugins.field.rig import OpenPlugin, Rig
 
 RIGS: dict[str, Callable[[Path, pytest.MonkeyPatch, pytest.TempPathFactory], Rig]] = {
     "cuda": lambda folder, patch, factory: NvidiaRig(folder, patch, nvml_library(factory)),
+    "rocm": lambda folder, patch, factory: AmdRig(folder, patch, amdsmi_library(factory)),
+    "generic": FilesRig,
 }
 
 

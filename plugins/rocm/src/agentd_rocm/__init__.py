@@ -186,7 +186,7 @@ class RocmPlugin(AcceleratorPlugin):
         numa_node = self._read_text(pci, "numa_node")
         try:
             memory = smi.read_memory(index)
-        except GpuRefusedError:
+        except smi.NotReportedError:
             if self.settings.get("memory-slot") or (last and last.memory_bytes):
                 raise
             memory = 0
@@ -306,7 +306,7 @@ class RocmPlugin(AcceleratorPlugin):
             file for file in files if file not in missing and not os.access(file, os.R_OK | os.W_OK)
         ]
         if missing and self._sysfs_root == Path("/sys"):  # not the tree of another host
-            reason = f"kernels need {_join_first(missing)}, which does not exist"
+            reason = f"device files that kernels need are missing: {_join_first(missing)}"
             yield ConditionInfo(reason, "look for amdgpu in the log of Linux")
         if refused:
             reason = f"agentd and its process kernels may not open {_join_first(refused)}"

@@ -36,6 +36,10 @@ _ARGUMENTS = {
 _SENSORS, _CURRENT = (0, 1), 0
 """Sensors: edge, or hotspot if there is no edge sensor."""
 _VRAM = 0
+_NOT_OFFERED = (
+    rocml.amdsmi_status_t.AMDSMI_STATUS_NOT_SUPPORTED,
+    rocml.amdsmi_status_t.AMDSMI_STATUS_NOT_YET_IMPLEMENTED,
+)
 _MAX_ANSWER = 4096
 """Bytes, more than any of the answers above has."""
 _UNKNOWN = {2**bits - 1 for bits in (16, 32, 64)}
@@ -75,6 +79,10 @@ def shut_down() -> None:
     rocml.smi_shutdown()
 
 
+class NotReportedError(GpuRefusedError):
+    """AMD SMI does not offer something for a GPU."""
+
+
 def count_gpus() -> int:
     """Return the number of GPUs, where each compute partition counts as one."""
     return int(rocml.smi_get_device_count())
@@ -97,6 +105,7 @@ def read_memory(index: int) -> int:
 
     Raises:
         GpuRefusedError: the library does not tell it.
+        NotReportedError: the library has no such value of this GPU.
     """
     memory = _parse_number(rocml.smi_get_device_memory_total(index))
     if memory is None:
@@ -120,7 +129,8 @@ def _refusal(what: str, name: str, index: int, *arguments: int) -> GpuRefusedErr
         return GpuRefusedError(reason)
     status = function(_handle(index), *arguments, ctypes.create_string_buffer(_MAX_ANSWER))
     words = rocml.amdsmi_status_verbose_err_out.get(status, f"status {status}")
-    return GpuRefusedError(f"{reason}: {words}" if status else reason)
+    error = NotReportedError if status in _NOT_OFFERED else GpuRefusedError
+    return error(f"{reason}: {words}" if status else reason)
 
 
 def _handle(index: int) -> Any:
