@@ -82,6 +82,7 @@ CASES = {
         "its VFIO group also has devices of other vendors: 0000:03:00.0 (8086)",
     ),
     "foreign card": Case([("0000:03:00.0", INTEL, NIC)], None),
+    "audio function alone": Case([("0000:09:00.1", NVIDIA, AUDIO)], None),
     "empty group": Case([], None, "sysfs lists no PCI device behind it"),
 }  # fmt: skip
 
@@ -106,6 +107,24 @@ def test_group_is_one_device_or_says_why_not(node: Node, name: str) -> None:
 def row(device: DeviceInfo) -> tuple[str, str, list[str]]:
     assert (device.health, device.numa_node) == ("healthy", 1)
     return device.id, device.stable_id, [*device.files]
+
+
+def test_gpu_behind_iommufd_is_a_device_without_its_audio(node: Node) -> None:
+    """Each function has a file (https://github.com/kubevirt/kubevirt/issues/14024)."""
+    for minor, pci, kind in ((3, FIRST, GPU), (5, "0000:01:00.1", AUDIO)):
+        folder = node.card(pci, NVIDIA, kind) / "vfio-dev" / f"vfio{minor}"
+        folder.mkdir(parents=True)
+        (node.sysfs / "dev/char").mkdir(parents=True, exist_ok=True)
+        (node.sysfs / f"dev/char/1:{minor}").symlink_to(folder)
+        (node.dev / "devices").mkdir(exist_ok=True)
+        file = node.dev / f"devices/vfio{minor}"
+        os.mknod(file, 0o600 | stat.S_IFCHR, os.makedev(1, minor))
+    settings = {"devices": [f"{node.dev}/devices/vfio*"], "pci-vendors": [NVIDIA]}
+    plugin = GenericPlugin("gpu", {**settings, "sysfs": str(node.sysfs)})
+    plugin.open()
+    (device,) = plugin.list_devices()
+    assert row(device) == ("gpu3", FIRST, [f"{node.dev}/devices/vfio3"])
+    assert plugin.conditions() == []
 
 
 def test_groups_of_any_vendor_are_devices_without_vendors(node: Node) -> None:

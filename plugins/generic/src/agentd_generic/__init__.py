@@ -63,6 +63,8 @@ _NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,100}")
 _VFIO_STUBS = ("", "pci-stub")
 """Drivers that leave a VFIO group usable, beside those of VFIO: none, and a stub."""
+_COMPANIONS = ("0403", "0c03", "0c80")
+"""PCI classes of a GPU's further functions: audio, USB and its type-C ports."""
 _SLOT = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 
 
@@ -191,21 +193,21 @@ class GenericPlugin(AcceleratorPlugin):
         )
 
     def _exclusion_reason(self, read: DeviceRead[Path, _FileState]) -> str | None:
-        """Return why a file is not a device, None if it is, empty if it is another vendor's."""
-        vendor_by_pci = read.state.vendor_by_pci if read.state else {}
-        foreign = [pci for pci, vendor in vendor_by_pci.items() if vendor not in self._vendors]
+        """Return why a file is not a device, None if it is, empty if it is not meant to be."""
         if not _ID.fullmatch(_path_to_id(read.identity)):
             return "its name is not usable as an id"
-        if not self._vendors or (vendor_by_pci and not foreign):
+        if not self._vendors:
             return None
-        if not vendor_by_pci:
+        state = read.state
+        if state is None or not state.vendor_by_pci:
             return read.problem or "sysfs lists no PCI device behind it"
-        if len(foreign) == len(vendor_by_pci):
-            return ""
-        if read.state and read.state.is_one_card:
-            return None
-        others = (f"{pci} ({vendor_by_pci[pci] or 'unknown'})" for pci in foreign)
-        return f"its VFIO group also has devices of other vendors: {', '.join(others)}"
+        vendors = state.vendor_by_pci
+        foreign = [pci for pci, vendor in vendors.items() if vendor not in self._vendors]
+        if foreign and not state.is_one_card and len(foreign) < len(vendors):
+            others = ", ".join(f"{pci} ({vendors[pci] or 'unknown'})" for pci in foreign)
+            return f"its VFIO group also has devices of other vendors: {others}"
+        is_meant = len(foreign) < len(vendors) and not state.pci_class.startswith(_COMPANIONS)
+        return None if is_meant else ""
 
     def _pci_address(self, state: _FileState | None) -> str | None:
         """Return the address that identifies a file; all cards of a VFIO group are one device."""
