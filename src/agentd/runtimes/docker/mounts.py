@@ -19,10 +19,13 @@ from pathlib import Path
 import msgspec
 
 from agentd.core.kernel.edits import ContainerEdits, Mount
-from agentd.errors import InvalidRequest, Problem, RuntimeFailure
+from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.procfs import read_lines
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_UNUSABLE = (*_ABSENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors of a path that stay until its files are changed; others are its file system's."""
 
 
 class MountSource(msgspec.Struct, frozen=True):
@@ -38,18 +41,20 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
 
     Raises:
         InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
+        RuntimeUnavailable: the file system of a source fails.
     """
     folders = [real_path for folder in allowed if (real_path := _resolve_path(str(folder)))]
     sources: list[MountSource] = []
     problems: list[Problem] = []
+    failures: list[RuntimeUnavailable] = []
     for index, mount in enumerate(mounts):
         path: Path | None
+        failure: OSError | None = None
         try:
             source = _resolve_source(mount.source)
             path = Path(source.path)
-            exists = True
-        except OSError:
-            path, exists = _resolve_path(mount.source), False
+        except OSError as error:
+            path, failure = _resolve_path(mount.source), error
         member = f"mounts.{index}.source"
         if path is None:
             problems.append(Problem(member, f"{mount.source} cannot be resolved"))
@@ -59,13 +64,24 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
                 f"{mount.source} is not below an allowed folder; allowed-mounts: {folders_text}"
             )
             problems.append(Problem(member, reason))
-        elif not exists:
-            problems.append(Problem(member, f"{mount.source} does not exist"))
-        else:
+        elif failure is None:
             sources.append(source)
+        elif failure.errno in _ABSENT:
+            problems.append(Problem(member, f"{mount.source} does not exist"))
+        elif failure.errno in _UNUSABLE:
+            reason = f"agentd cannot open {mount.source}: {failure.strerror}"
+            problems.append(Problem(member, reason))
+        else:
+            failures.append(_failure_error(mount, failure))
     if problems:
         raise InvalidRequest(problems)
+    for unavailable in failures:
+        raise unavailable
     return sources
+
+
+def _failure_error(mount: Mount, error: OSError) -> RuntimeUnavailable:
+    return RuntimeUnavailable(f"the file system of {mount.source} fails: {error.strerror}")
 
 
 def _resolve_path(path: str) -> Path | None:
@@ -84,16 +100,23 @@ def refuse_missing(edits: ContainerEdits) -> None:
     """
     for path in (*(m.source for m in edits.mounts), *(n.host_path for n in edits.device_nodes)):
         try:
-            exists = Path(path).exists()
-        except OSError:
-            continue
-        if not exists:
-            raise RuntimeFailure(f"missing on this node: {path}, required by the devices")
+            _resolve_source(path)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                reason = f"missing on this node: {path}, required by the devices"
+                raise RuntimeFailure(reason) from None
 
 
 def _resolve_source(path: str) -> MountSource:
-    """Resolve a path once and return its identity."""
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    """Resolve a path once and return its identity.
+
+    If nothing is mounted on an automount yet, opening it as a directory mounts it (open(2)).
+    """
+    flags = os.O_PATH | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECTORY)
+    except NotADirectoryError:
+        descriptor = os.open(path, flags)
     try:
         status = os.fstat(descriptor)
         real_path = Path(f"/proc/self/fd/{descriptor}").readlink()
@@ -107,14 +130,11 @@ def refuse_replaced(mounts: Sequence[Mount], sources: Sequence[MountSource]) -> 
 
     Raises:
         RuntimeFailure: a file was replaced.
+        RuntimeUnavailable: its file system fails.
     """
     for mount, source in zip(mounts, sources, strict=True):
-        try:
-            current = _resolve_source(mount.source)
-        except OSError:
-            current = None
-        if current != source:
-            raise _replaced_error(mount)
+        if error := _difference(mount, source):
+            raise error
 
 
 def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSource]) -> None:
@@ -125,6 +145,7 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
 
     Raises:
         RuntimeFailure: a file was replaced before the engine mounted it.
+        RuntimeUnavailable: its file system fails.
         PermissionError: the mounts cannot be read.
         FileNotFoundError, ProcessLookupError: the container has ended.
     """
@@ -141,7 +162,18 @@ def verify_mounts(pid: int, mounts: Sequence[Mount], sources: Sequence[MountSour
             or by_target.get(os.path.normpath(mount.target), identity) != identity
         ):
             Path(f"/proc/{pid}/root").stat()  # one that ended meanwhile has lost its mounts
-            raise _replaced_error(mount)
+            raise _difference(mount, source) or _replaced_error(mount)
+
+
+def _difference(mount: Mount, source: MountSource) -> AgentdError | None:
+    """Return why a path does not lead to the checked file any more, None if it does."""
+    try:
+        if _resolve_source(mount.source) == source:
+            return None
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            return _failure_error(mount, error)
+    return _replaced_error(mount)
 
 
 def _replaced_error(mount: Mount) -> RuntimeFailure:
@@ -164,6 +196,8 @@ def _read_mount_points(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
         point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split(" ")[4])
         try:
             status = Path(f"/proc/{pid}/root{point}").lstat()
-        except (PermissionError, FileNotFoundError):
+        except ProcessLookupError:
+            raise
+        except OSError:  # not visible for agentd, or its file system fails
             continue
         yield point, (status.st_dev, status.st_ino)

@@ -135,6 +135,8 @@ class DockerRuntime:
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups = Lookups()
         self._group_lookups = Lookups()
+        self._device_lookups = Lookups()
+        """Beside the others: callers' mounts that do not answer delay no devices."""
         self._is_swept = False
         self._last_seen = last_seen or OutageLog()
         self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
@@ -216,7 +218,7 @@ class DockerRuntime:
 
         Raises:
             InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
-            RuntimeUnavailable: a file system does not answer.
+            RuntimeUnavailable: a file system fails or does not answer.
         """
         if not spec.mounts:
             return []
@@ -229,7 +231,9 @@ class DockerRuntime:
             raise CommandNotFound(f"command {quote_untrusted(command)}: {TOO_LONG}")
         facts = await self._fetch_facts()
         facts.refuse_unsupported(plan.edits)
-        refuse_missing(plan.edits)
+        if plan.edits.mounts or plan.edits.device_nodes:
+            find_missing = partial(refuse_missing, plan.edits)
+            await self._device_lookups.call("a file that the devices require", find_missing)
         settings, requested = self._settings_of(plan.spec), container_options(plan.spec).groups
         allowed = settings.allowed_groups
         plan = await with_group_ids(plan, requested, allowed, self._group_lookups)

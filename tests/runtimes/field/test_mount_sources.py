@@ -1,0 +1,137 @@
+"""Mount sources of the field: automounts, and file systems that fail, each by its right name."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentd.core.kernel.edits import ContainerEdits, Mount
+from agentd.errors import InvalidRequest, RuntimeFailure, RuntimeUnavailable
+from agentd.runtimes.docker import mounts
+from agentd.runtimes.docker.mounts import refuse_missing, refuse_replaced, resolve_sources
+from end_to_end.containers import MOUNTABLE, printed
+from support.automount import automount, expire, is_triggered
+from support.daemon import AGENTS, Daemon
+from support.engine import Engine
+from support.needs import require
+
+
+@pytest.fixture
+def share(folder: Path) -> Iterator[Path]:
+    """An automount below a folder from which kernels may mount."""
+    require("root")
+    path = folder / "data" / "share"
+    path.mkdir(parents=True)
+    with automount(path):
+        yield path
+
+
+def test_automount_is_triggered_before_it_is_identified(share: Path) -> None:
+    wanted = [Mount(str(share), "/share")]
+    for _ in range(2):  # the second time after an idle time
+        assert not is_triggered(share)
+        [source] = resolve_sources(wanted, [share.parent])
+        assert is_triggered(share)
+        assert (source.device, source.inode) == (share.stat().st_dev, share.stat().st_ino)
+        refuse_replaced(wanted, [source])
+        expire(share)
+
+
+def test_automount_of_a_plugin_is_triggered(share: Path) -> None:
+    refuse_missing(ContainerEdits(mounts=(Mount(str(share), "/opt/driver"),)))
+    assert is_triggered(share)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("propagation", ["--make-shared", "--make-private"])
+async def test_kernels_mount_an_automount_after_each_idle_time(
+    engine: Engine, folder: Path, propagation: str
+) -> None:
+    """On a private tree, no mount that the container triggers would reach the container."""
+    share = folder / "data" / "share"
+    share.mkdir(parents=True)
+    node = Daemon(folder, "docker", engine)
+    await node.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    subprocess.run(["mount", "--bind", share.parent, share.parent], check=True)
+    try:
+        subprocess.run(["mount", propagation, share.parent], check=True)
+        with automount(share):
+            for _ in range(2):
+                mount = {"source": str(share), "target": "/share"}
+                assert await printed(node, "cat /share/content", mounts=[mount]) == "hello\n"
+                expire(share)
+    finally:
+        await node.close()
+        subprocess.run(["umount", "--lazy", share.parent], check=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOENT, "{path} does not exist"),
+        (errno.ENOTDIR, "{path} does not exist"),
+        (errno.EACCES, "agentd cannot open {path}: Permission denied"),
+        (errno.EPERM, "agentd cannot open {path}: Operation not permitted"),
+        (errno.ELOOP, "agentd cannot open {path}: Too many levels of symbolic links"),
+    ],
+)
+def test_source_that_a_request_cannot_have_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    raise_at_open(monkeypatch, code)
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_sources([Mount(f"{folder}/x", "/x")], [folder])
+    [problem] = caught.value.problems
+    assert (problem.where, problem.why) == ("mounts.0.source", reason.format(path=folder / "x"))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ESTALE, "Stale file handle"),
+        (errno.ETIMEDOUT, "Connection timed out"),
+        (errno.EIO, "Input/output error"),
+        (errno.EHOSTDOWN, "Host is down"),
+        (errno.ENOTCONN, "Transport endpoint is not connected"),
+    ],
+)
+def test_file_system_that_fails_is_named_with_its_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    """Such a failure is the node's, and may pass; it never reads as a missing or replaced file."""
+    wanted = [Mount(str(folder), "/x")]
+    sources = resolve_sources(wanted, [folder])
+    raise_at_open(monkeypatch, code)
+    expected = f"the file system of {folder} fails: {reason}"
+    with pytest.raises(RuntimeUnavailable, match=expected):
+        resolve_sources(wanted, [folder])
+    with pytest.raises(RuntimeUnavailable, match=expected):
+        refuse_replaced(wanted, sources)
+
+
+def test_failing_file_system_outside_of_allowed_folders_is_not_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_at_open(monkeypatch, errno.ESTALE)
+    with pytest.raises(InvalidRequest, match="is not below an allowed folder"):
+        resolve_sources([Mount("/elsewhere", "/x")], [folder])
+
+
+def test_file_that_is_replaced_by_a_link_is_still_refused(folder: Path) -> None:
+    (folder / "file").touch()
+    wanted = [Mount(str(folder / "file"), "/x")]
+    sources = resolve_sources(wanted, [folder])
+    (folder / "file").unlink()
+    (folder / "file").symlink_to(folder / "file")
+    with pytest.raises(RuntimeFailure, match="was replaced during the create"):
+        refuse_replaced(wanted, sources)
+
+
+def raise_at_open(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(mounts.os, "open", fail)
