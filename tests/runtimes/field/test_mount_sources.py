@@ -112,7 +112,7 @@ def test_file_system_that_fails_is_named_with_its_error(
         refuse_replaced(wanted, sources)
 
 
-def test_failing_file_system_outside_of_allowed_folders_is_not_shown(
+def test_failure_outside_of_allowed_folders_is_not_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raise_at_open(monkeypatch, errno.ESTALE)
