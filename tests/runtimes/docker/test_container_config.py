@@ -200,7 +200,7 @@ def test_a_full_spec_is_a_full_request() -> None:
     ],
 )
 def test_entrypoint_is_the_image_s_unless_given(entrypoint, sent, program: str) -> None:
-    """An engine takes `[]` for "the image's", and `[""]` for none (API, ContainerConfig)."""
+    """`[""]` is none, by the API's words; Podman 5.4 takes `[]` for the image's."""
     facts = DockerFacts(Features("docker"), "linux/amd64", frozenset())
     options = {} if entrypoint is None else {"entrypoint": entrypoint}
     made = plan("train", options=options)

@@ -195,7 +195,7 @@ def container_config(
     if spec.command:
         config["Cmd"] = list(spec.command)
     if (entrypoint := container_options(spec).entrypoint) is not None:
-        config["Entrypoint"] = list(entrypoint) or [""]  # the engine's form for "none"
+        config["Entrypoint"] = list(entrypoint) or [""]  # Podman 5.4 ignores []
     if spec.working_dir:
         config["WorkingDir"] = spec.working_dir
     if spec.user:

@@ -179,7 +179,7 @@ class SystemdRuntime:
         if status == _EXIT_LIMITS and host_options(plan.spec).ulimits:
             return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
         if status == _EXIT_GROUP and host_options(plan.spec).groups:
-            reason = "a number is in no entry of this host's group database, as systemd requires"
+            reason = "systemd requires an entry of this host's group database for each number"
             return InvalidRequest([Problem("groups", reason)])
         if status == _EXIT_CHDIR:
             folder = repr(plan.spec.working_dir)
