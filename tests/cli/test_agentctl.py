@@ -164,6 +164,25 @@ async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:
     assert max(map(len, shown)) <= 80
 
 
+OUTPUTS = {"closed": ">&-", "full disk": ">/dev/full", "all closed": "<&- >&- 2>&-"}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+async def test_output_that_cannot_be_written_is_one_line(up: Daemon, output: str) -> None:
+    env = {**os.environ, "AGENTD_SOCKET": str(up.folder / "agentd.sock")}
+    await up.create(kernel_id="k1", command=["echo", "line"], slots={"cpu": 0})
+    lost = "agentctl: the output cannot be written: No space left on device\n"
+    is_full = output == "full disk"
+    for words in ("ls", "ls --json", "logs -f k1", "run agent-1 --rm -- echo line"):
+        process = await asyncio.create_subprocess_shell(
+            f"exec {BIN}/agentctl {words} {OUTPUTS[output]}", env=env,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert errors.decode() == (lost if is_full else "")
+        assert process.returncode == (1 if is_full and "run" not in words else 0), words
+
+
 async def test_logs_end_with_an_error_when_the_daemon_does(up: Daemon) -> None:
     for kernel_id in ("a", "b"):
         await up.running(

@@ -22,6 +22,8 @@ from agentd.cli.output import (
     choose_format,
     encode,
     is_data,
+    open_closed_streams,
+    os_error_text,
     print_data,
     print_text,
 )
@@ -92,10 +94,15 @@ class RpcGroup(click.Group):
     """A group of commands whose errors are a daemon's."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        open_closed_streams()
         try:
             return super().invoke(ctx)
         except AgentdError as error:
             raise RpcProblem.of(error) from None
+        except BrokenPipeError:
+            raise  # click ends the program without a word
+        except OSError as error:
+            raise CommandError(os_error_text(error)) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

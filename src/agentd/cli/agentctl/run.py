@@ -25,7 +25,7 @@ from agentd.cli.agentctl.create import (
 )
 from agentd.cli.agentctl.follow import ENDED_STATES, STARTING_STATES
 from agentd.cli.agentctl.options import RpcProblem, member_option, suggesting_agents
-from agentd.cli.output import print_text
+from agentd.cli.output import os_error_text, print_text
 from agentd.client import Client
 from agentd.errors import (
     AgentdError,
@@ -252,7 +252,10 @@ class Run:
                     return
             except Unavailable:
                 pass
-            except (AgentdError, OSError):
+            except AgentdError:
+                return
+            except OSError as error:
+                print_text(f"agentctl: {os_error_text(error)}", err=True)
                 return
             time.sleep(PAUSE_S)
 
