@@ -16,6 +16,7 @@ import msgspec
 
 from agentd.core.access import Caller, Role
 from agentd.core.slots import BUILT_IN, ONE, ResourceSlots
+from agentd.error_codes import ERROR_CODES
 from agentd.errors import AgentdError
 from agentd_fleet.nodes.calls import NodeAnswer, NodeAnswerLost
 from agentd_fleet.placement import attempts, placer
@@ -131,6 +132,8 @@ class SimulatedNodes:
         self.room = dict.fromkeys(NODES, 100)
         self.frozen: set[str] = set()
         self.losing = 0.0
+        self.failing: dict[str, str] = {}
+        """Codes with which nodes refuse every create, although a dry run has succeeded."""
         self.asked: list[tuple[str, str, str]] = []
 
     async def asked_for(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
@@ -162,6 +165,8 @@ class SimulatedNodes:
         is_there = name in kernels
         if not is_there and self.room[node] <= len(kernels):
             return _refusal("InsufficientResource", 409)
+        if not is_dry and (code := self.failing.get(node)):
+            return _refusal(code, ERROR_CODES[code].status)
         if not is_dry:
             kernels[name] = "running"
         return _said({"kernel_id": name}, 200 if is_there or is_dry else 201)

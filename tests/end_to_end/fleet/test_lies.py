@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agentd.error_codes import ERROR_CODES
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswerLost, Nodes
 from agentd_fleet.store.etcd_client import EtcdClient
@@ -103,6 +104,31 @@ async def test_malformed_node_answers_affect_only_that_node(world: World, liar: 
     assert (lost.status, lost.json["kernel_id"]) == (503, "k1")
     assert not any("elsewhere" in asked for asked in liar.asked)
     assert (await gateway.create(placement={"nodes": [honest]})).status == 201
+
+
+@pytest.mark.parametrize(
+    ("code", "times"),
+    [("StateUnavailable", 1), ("ImageUnavailable", 1), ("ImageNotFound", 3), ("RuntimeFailure", 3)],
+)
+async def test_creates_that_fail_on_a_node_reach_the_next(
+    world: World, liar: Liar, code: str, times: int
+) -> None:
+    gateway, honest = await with_liar(world, liar)
+    little = {"agent-1": {"cpu": "1", "mem": "1000"}}  # so that it is asked first
+    async with world.client() as etcd:
+        await tell(etcd, "liar", f"unix:{liar.path}", little)
+        await until(
+            lambda: gateway.get("/v1/nodes/liar"),
+            lambda value: value["agents"]["agent-1"]["cpu"]["free"] == "1",
+        )
+        liar.answers = problem(code, ERROR_CODES[code].status)
+        for number in range(3):
+            made = await gateway.create(slots={"cpu": 1}, placement={"policy": "pack"})
+            assert (made.status, made.json["node_id"]) == (201, honest), (number, made.content)
+        assert liar.asked.count("POST /v1/agents/agent-1/kernels") == times
+        only = await gateway.create(slots={"cpu": 1}, placement={"nodes": ["liar"]})
+        assert (only.status, only.json["code"]) == (ERROR_CODES[code].status, code)
+        assert only.json["classes"] == [{"reason": f"said {code}", "count": 1, "nodes": ["liar"]}]
 
 
 async def test_invalid_names_are_neither_nodes_nor_routes(world: World, liar: Liar) -> None:

@@ -139,6 +139,21 @@ def test_sample_with_too_few_suitable_agents_is_extended(view, request, policy, 
     assert set(found) <= set(everyone)
 
 
+@given(VIEWS, AMOUNTS, st.sampled_from(PlacementPolicy), st.integers(1, 20), st.integers())
+def test_nodes_that_failed_are_the_last_choice(view, request, policy, most, seed) -> None:
+    last = {f"n{number}" for number in range(0, 10, 2)}
+    found = choose_candidates(
+        view, request, Constraints(), policy, random.Random(seed), most, last=last
+    )
+    everyone = fitting(view, request, Constraints())
+    assert len(found) == len(set(found)) == min(most, len(everyone))
+    are_last = [each.node_id in last for each in found]
+    assert are_last == sorted(are_last)
+    assert sum(not it for it in are_last) == min(
+        most, sum(each.node_id not in last for each in everyone)
+    )
+
+
 @given(VIEWS, st.integers(0, 4))
 def test_pack_chooses_the_least_left_over(view, amount) -> None:
     request = ResourceSlots({"tpu.chip": amount})

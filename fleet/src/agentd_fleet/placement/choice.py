@@ -87,14 +87,37 @@ def choose_candidates(
     policy: PlacementPolicy,
     generator: random.Random,
     limit: int = 8,
+    last: Collection[str] = (),
 ) -> list[Candidate]:
     """Return at most `limit` suitable agents in the order in which to try them.
+
+    Agents of the nodes in `last` come after all others.
 
     `random` keeps gateways with slightly outdated views from crowding one node. `pack` leaves whole
     nodes free: it begins with the agent that has the least left over, of the scarcest requested
     slot, then of the other requested ones by name.
     """
-    random_nodes = _shuffle_lazily(_nodes(view, constraints), generator)
+    candidates: list[Candidate] = []
+    nodes = _nodes(view, constraints)
+    for is_last in (False, True):
+        group = [node for node in nodes if (node.node_id in last) is is_last]
+        missing = limit - len(candidates)
+        if group and missing:
+            candidates += _choose(view, requested, constraints, policy, generator, group, missing)
+    return candidates
+
+
+def _choose(
+    view: FleetView,
+    requested: ResourceSlots,
+    constraints: Constraints,
+    policy: PlacementPolicy,
+    generator: random.Random,
+    nodes: list[FleetNode],
+    limit: int,
+) -> list[Candidate]:
+    """Return at most `limit` suitable agents of some nodes in the order in which to try them."""
+    random_nodes = _shuffle_lazily(nodes, generator)
     suitable = list(
         _find_suitable(view, requested, constraints, islice(random_nodes, SAMPLE_SIZES[policy]))
     )

@@ -11,7 +11,7 @@ import asyncio
 import random
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from weakref import WeakValueDictionary
@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
-from agentd.errors import AgentdError, KernelConflict, NodeUnavailable
+from agentd.error_codes import Scope
+from agentd.errors import AgentdError, KernelConflict, NodeUnavailable, Unavailable
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
@@ -44,13 +45,8 @@ POLL_TIMEOUT_S = 3.0
 """Seconds that a node may take for a decision, or to look up a kernel."""
 MAX_CANDIDATES = 8
 """Maximum nodes that are tried for a kernel."""
-RETRY_ELSEWHERE_CODES = frozenset(
-    {"InsufficientResource", "UnsupportedResource", "PluginUnavailable", "UnknownAgent"}
-    | {"UnknownDevice", "Draining", "NotReady", "StateUnavailable"}
-)
-"""Refusals that say nothing about other nodes, and leave nothing behind."""
-UNRESOLVED_CODES = frozenset({"RuntimeUnavailable", "Internal"})
-"""Errors after which the node may have the kernel, or get it."""
+FAILED_FOR_S = 60.0
+"""Seconds in which a node that was unavailable is the last choice."""
 
 
 class PlacedKernel(msgspec.Struct, frozen=True):
@@ -74,6 +70,7 @@ class Placer:
         self._policy = policy
         self._timeouts = timeouts or PlacementTimeouts()
         self._attempts = AttemptRunner(backend, self._timeouts)
+        self._failed_until: dict[str, float] = {}
         self._random = random.Random()  # noqa: S311 - spreads load, no secret
         self._confirming: dict[str, asyncio.Task[None]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -143,9 +140,22 @@ class Placer:
         self, request: PlacementRequest, view: FleetView, requested: ResourceSlots
     ) -> list[Candidate]:
         policy = request.policy or self._policy
+        now = boottime_s()
+        self._failed_until = {n: until for n, until in self._failed_until.items() if until > now}
         return choose_candidates(
-            view, requested, request.constraints, policy, self._random, MAX_CANDIDATES
+            view,
+            requested,
+            request.constraints,
+            policy,
+            self._random,
+            MAX_CANDIDATES,
+            last=self._failed_until,
         )
+
+    def _note_refusals(self, refusals: Iterable[tuple[str, AgentdError]]) -> None:
+        """Make unavailable nodes the last choice for a while."""
+        until = boottime_s() + FAILED_FOR_S
+        self._failed_until |= {n: until for n, error in refusals if isinstance(error, Unavailable)}
 
     async def _place(
         self, caller: Caller, request: PlacementRequest, view: FleetView, requested: ResourceSlots
@@ -181,25 +191,28 @@ class Placer:
             except NodeNotCalled as not_called:
                 self._state.undebit(candidate.node_id)
                 refused.append((candidate.node_id, not_called))
+                self._note_refusals(refused[-1:])
                 continue
             if not result.answer.is_error:
                 self._confirm_soon(result.stored)
                 return PlacedKernel(result.answer, *candidate)
             error = result.answer.error()
-            if not result.is_certain or error.code in UNRESOLVED_CODES:
+            refused.append((candidate.node_id, error))
+            self._note_refusals(refused[-1:])
+            if not result.is_certain or error.scope is Scope.UNKNOWN:
                 raise error
             self._state.undebit(candidate.node_id)
-            refused.append((candidate.node_id, error))
-            if error.code not in RETRY_ELSEWHERE_CODES:
+            if error.scope is Scope.REQUEST:
                 break
             if len(refused) == 1 and queue:
                 answers = await self._request_decisions(caller, request, queue)
                 refused += _refusals(queue, answers)
+                self._note_refusals(refused[1:])
                 looked = zip(queue, answers, strict=True)
                 queue = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
         if revision:
             await self._store.delete_route(request.kernel_id, revision)
-        if refused and refused[-1][1].code not in RETRY_ELSEWHERE_CODES | {"NodeUnavailable"}:
+        if refused and refused[-1][1].scope is Scope.REQUEST:
             raise refused[-1][1]
         raise refusal_error(view, requested, request.constraints, refused)
 

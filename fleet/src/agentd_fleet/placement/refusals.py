@@ -10,10 +10,15 @@ from msgspec.structs import replace
 from agentd.core.slots import ResourceSlots, format_amount, readable_amount
 from agentd.errors import (
     AgentdError,
+    Draining,
     InsufficientResource,
     NodeUnavailable,
+    NotReady,
+    Unavailable,
     UnknownAgent,
+    UnknownDevice,
     UnknownNode,
+    UnsupportedResource,
 )
 from agentd_fleet.placement.choice import (
     MAX_NAMED,
@@ -28,6 +33,11 @@ TEMPORARY_REASONS = frozenset(
     {"lost", "daemon-down", NEWER_SCHEMA, "said NodeUnavailable", "said NotReady", "said Draining"}
 )
 """Temporary classes, which say nothing about the fleet's resources."""
+_OF_THE_VIEW = (
+    *(InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice),
+    *(NodeUnavailable, NotReady, Draining),
+)
+"""Refusals for reasons that are classes of the view as well."""
 
 
 class NoNodeAvailable(NodeUnavailable):
@@ -78,7 +88,10 @@ def refusal_error(
     constraints: Constraints,
     refused: Sequence[tuple[str, AgentdError]],
 ) -> AgentdError:
-    """Return why the fleet cannot serve a request: the nodes' answers, and the view of others."""
+    """Return why the fleet cannot serve a request: the nodes' answers, and the view of others.
+
+    A node's own failure comes before missing resources, and one that passes before one that stays.
+    """
     called, others = {node_id for node_id, _ in refused}, constraints
     if called:
         remaining = (constraints.nodes or view.nodes.keys()) - called
@@ -86,6 +99,10 @@ def refusal_error(
     classes = [*_called_classes(refused), *classify_rejections(view, requested, others)]
     if not classes:
         return _unknown_target_error(view, constraints)
+    own_errors = [error for _, error in refused if not isinstance(error, _OF_THE_VIEW)]
+    if own_errors:
+        error = min(own_errors, key=lambda error: not isinstance(error, Unavailable))
+        return _with_classes(error, classes)
     if {row.reason for row in classes} <= TEMPORARY_REASONS:
         return NoNodeAvailable(classes)
     slot, free = _scarcest(view, requested, constraints)
@@ -99,6 +116,14 @@ def refusal_error(
         explain,
         readable=readable_amount(requested[slot], kind),
     )
+
+
+def _with_classes(error: AgentdError, classes: Sequence[RejectionClass]) -> AgentdError:
+    """Return a node's error with the classes of all agents."""
+    error.content = {**error.content, "classes": _class_views(classes)}
+    if sum(row.count for row in classes) > 1:
+        error.args = (f"{error} ({_classes_text(classes)})",)
+    return error
 
 
 def _called_classes(refused: Sequence[tuple[str, AgentdError]]) -> list[RejectionClass]:

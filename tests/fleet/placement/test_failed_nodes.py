@@ -1,0 +1,120 @@
+"""A node that refuses a create leads to the next one, unless the request itself is refused."""
+
+from typing import Any
+
+import pytest
+
+from agentd.error_codes import ERROR_CODES, Scope
+from agentd_fleet.placement.choice import PlacementPolicy
+from agentd_fleet.placement.placer import FAILED_FOR_S
+from fleet.simulated import Fleet, run
+
+PASSED_ON = sorted(c for c, row in ERROR_CODES.items() if row.scope in (Scope.NODE, Scope.MOMENT))
+UNAVAILABLE = sorted(code for code, row in ERROR_CODES.items() if row.scope is Scope.MOMENT)
+FINAL = ("InvalidRequest", "CommandNotFound", "KernelConflict", "Forbidden", "UnknownClaim")
+
+
+def creates(fleet: Fleet) -> list[str]:
+    """Return the nodes that were asked for creates, and forget them."""
+    nodes = [n for n, method, path in fleet.nodes.asked if method == "POST" and "dry" not in path]
+    fleet.nodes.asked.clear()
+    return nodes
+
+
+def packed(fleet: Fleet) -> None:
+    """Make n1 the first choice of both gateways."""
+    for gateway in fleet.gateways:
+        gateway.placer._policy = PlacementPolicy.PACK
+
+
+@pytest.mark.parametrize("code", PASSED_ON)
+def test_refusal_of_a_node_leads_to_the_next(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing["n1"] = code
+        assert await fleet.one.create("k1") == (201, "n2")
+        assert creates(fleet) == ["n1", "n2"]
+        await fleet.rest(1)
+        assert fleet.untrue() == []
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("code", UNAVAILABLE)
+def test_unavailable_node_comes_last_for_a_minute(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing["n1"] = code
+        assert (await fleet.one.create("k1"))[0] == 201
+        creates(fleet)
+        assert await fleet.one.create("k2") == (201, "n2")
+        assert creates(fleet) == ["n2"]
+        fleet.nodes.failing["n2"] = code
+        assert (await fleet.one.create("k3"))[0] == 0
+        assert creates(fleet) == ["n2", "n1"]  # the last choice is a choice
+        fleet.nodes.failing.clear()
+        await fleet.rest(FAILED_FOR_S)
+        assert await fleet.one.create("k3") == (201, "n1")
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("code", ["ImageNotFound", "RuntimeFailure", *FINAL])
+def test_other_refusals_are_no_failure_of_the_node(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing["n1"] = code
+        await fleet.one.create("k1")
+        fleet.nodes.failing.clear()
+        await fleet.rest(5)  # until a placement is no longer deducted from the view
+        assert await fleet.one.create("k2") == (201, "n1")
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("code", FINAL)
+def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing["n1"] = code
+        assert await fleet.one.create("k1") == (0, code)
+        assert creates(fleet) == ["n1"]
+        assert fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("code", ["Internal", "RuntimeUnavailable"])
+def test_unknown_outcome_keeps_its_route(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing["n1"] = code
+        assert await fleet.one.create("k1") == (0, code)
+        assert creates(fleet) == ["n1"]
+        assert fleet.store.rows.keys() == {"k1"}
+
+    run(1, story, monkeypatch)
+
+
+REFUSED_BY_ALL = {
+    "no node has the image": ("ImageNotFound", "ImageNotFound", "ImageNotFound"),
+    "one node could try again": ("ImageNotFound", "ImageUnavailable", "ImageUnavailable"),
+    "the disks are full": ("StateUnavailable", "StateUnavailable", "StateUnavailable"),
+    "the engines fail": ("RuntimeFailure", "RuntimeFailure", "RuntimeFailure"),
+    "a full node beside a bad name": ("ImageNotFound", "InsufficientResource", "ImageNotFound"),
+    "both are full": ("InsufficientResource", "InsufficientResource", "InsufficientResource"),
+    "both stop": ("Draining", "NotReady", "NodeUnavailable"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "told"), REFUSED_BY_ALL.values(), ids=REFUSED_BY_ALL)
+def test_refusal_of_all_has_the_name_of_its_cause(
+    monkeypatch: Any, first: str, second: str, told: str
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing = {"n1": first, "n2": second}
+        assert await fleet.one.create("k1") == (0, told)
+        assert fleet.store.rows == {}
+
+    run(1, story, monkeypatch)
