@@ -140,6 +140,9 @@ async def test_malformed_version_is_a_lost_answer(engine, client, version) -> No
         (f'open "/run/containerd/task/moby/{HASH}/log.json": no', 'open "/log.json": no'),
         (f"lowerdir=/var/lib/docker/overlay2/l/{'A' * 26}:/d/overlay2/l/{'B' * 26}", "lowerdir=:"),
         ("stat /usr/bin/nosuch: no such file", "stat /usr/bin/nosuch: no such file"),
+        ("open /d/docker/network/files/local-kv.db: no", "open : no"),
+        ("write /d/c/daemon/io.containerd.metadata.v1.bolt/meta.db: no", "write : no"),
+        ("mount source: /d/c/tmpmounts/containerd-mount12: no", "mount source: : no"),
         (f"no such container: {HASH}", f"no such container: {HASH}"),
     ],
 )

@@ -129,6 +129,20 @@ OF_THE_MOMENT = {
         streamed("failed to register layer: lsetxattr security.capability /x: operation not"
                  " supported"), 10,
     ),
+    "a store that lost a layer, 29": (
+        detailed('failed to unpack image on snapshotter overlayfs: apply layer error for'
+                 ' "docker.io/library/x:7": failed to extract layer sha256:1: NotFound: failed to'
+                 " get reader from content store: content digest sha256:2: not found"), 10,
+    ),
+    "a store that lost a layer at a power failure": (
+        refused("failed to extract layer sha256:1: failed to get reader from content store: blob"
+                " sha256:2 expected at /data/c/io.containerd.content.v1.content/blobs/2: blob"
+                " not found: not found", 404), 10,
+    ),
+    "a token service that hangs up": (
+        refused(f"{RESOLVE}failed to authorize: failed to fetch anonymous token: Get"
+                ' "https://auth.docker.io/token?scope=repository%3Ax%3Apull": EOF'), 10,
+    ),
     "words that nobody knows": (refused("the flux capacitor is empty"), 10),
     "no words": (detailed("", 0), 10),
     "a proxy's socket that is not permitted": (
@@ -259,6 +273,7 @@ async def test_what_passes_is_unavailable(fake_engine, answer, retry_after_s: in
     assert isinstance(error, ImageUnavailable), repr(error)
     assert error.retry_after_s == retry_after_s
     assert str(error).startswith("image r.example/x:1: ")
+    assert "/data" not in str(error)
 
 
 @pytest.mark.parametrize("answer", OF_THE_IMAGE.values(), ids=OF_THE_IMAGE)

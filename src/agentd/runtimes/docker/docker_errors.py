@@ -12,8 +12,9 @@ import re
 MAX_DETAIL_BYTES, MAX_MESSAGE = 16 << 10, 1000
 """Characters of an error message that are searched, and that are passed on."""
 _STORAGE_PATH = re.compile(
-    r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:[0-9a-f]{64}|l/[A-Z0-9]{26})"
-    r"(?:-init)?(?:/merged|/rootfs|/diff)?"
+    r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:"
+    r"(?:[0-9a-f]{64}|l/[A-Z0-9]{26})(?:-init)?(?:/merged|/rootfs|/diff)?"
+    r"|(?:io\.containerd\.|tmpmounts/|docker/(?:image|containers|network|tmp)/)[^\s\"':,)]*)"
 )
 """Paths of the engine's storage, which no caller may learn."""
 _ANY_PATH = re.compile(r"(?<![^\s\"'(=])/[^\s\"':,)]+")

@@ -53,6 +53,8 @@ _IMAGE_REFUSED = re.compile(
     "|(?:http|status).{0,500}\\b40[134]\\b"
 )
 """Texts of pulls that fail however often they are repeated; the last is a registry's status."""
+_NODE_CONTENT = re.compile("content (?:digest|store)|blob not found")
+"""Texts of an image store that has lost a part of an image, which is "not found" as well."""
 _QUOTED = re.compile(r'"[^"]*"|https?://\S+')
 """Texts of others in an engine's message: names of images, addresses."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
@@ -116,6 +118,8 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     detail = f"image {image}: {hide_paths(message)}"
     if _RATE_LIMIT.search(text):
         return ImageUnavailable(detail, _retry_after_s(text))
+    if _NODE_CONTENT.search(text):
+        return ImageUnavailable(detail)
     if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(_QUOTED.sub("", text)):
         return ImageNotFound(detail)
     return ImageUnavailable(detail)
