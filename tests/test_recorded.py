@@ -45,7 +45,8 @@ GONE: Mapping[str, frozenset[str]] = {
 _RUNTIMES = ("docker", "systemd", "process")
 _LIMITS = ("", ".*.soft", ".*.hard")
 _AGENT = ("allowed-groups", "allowed-mounts", "allowed-networks", "network", "registry-auth")
-_PLUGIN_AT_NODE = "/v1/nodes/{node}/plugins/{plugin}"
+_NODE, _CLEAR = "/v1/nodes/{node}", "devices/{device_name}/{id}/clear"
+_PLUGIN_AT_NODE = f"{_NODE}/plugins/{{plugin}}"
 NEW: Mapping[str, frozenset[str]] = {
     "configuration": frozenset(
         {
@@ -55,12 +56,14 @@ NEW: Mapping[str, frozenset[str]] = {
         }
     ),
     "audit_actions": frozenset(
-        f"{program} {action}_plugin"
+        f"{program} {action}"
         for program in ("agentd", "gateway")
-        for action in ("start", "stop")
+        for action in ("clear_device", "start_plugin", "stop_plugin")
     ),
     "operations": frozenset(
         {
+            f"agentd clear_device POST /v1/{_CLEAR} path:device_name path:id",
+            f"gateway clear_device_at_node POST {_NODE}/{_CLEAR} path:device_name path:id path:node",
             "agentd start_plugin POST /v1/plugins/{plugin}/start path:plugin",
             "agentd stop_plugin POST /v1/plugins/{plugin}/stop path:plugin",
             f"gateway start_plugin_at_node POST {_PLUGIN_AT_NODE}/start path:node path:plugin",
@@ -95,6 +98,10 @@ NEW: Mapping[str, frozenset[str]] = {
                 f"agentctl plugins {word}{argument}"
                 for word in ("start", "stop")
                 for argument in ("", " --json", " -o/--output", " name")
+            ),
+            *(
+                f"agentctl clear{argument}"
+                for argument in ("", " --json", " -o/--output", " device")
             ),
         }
     ),

@@ -32,6 +32,7 @@ RIGHTS = {
     "reload": "node", "retry_plugin": "node", "stop_plugin": "node",
     "start_plugin": "node", "list_slot_types": "look", "list_devices": "look",
     "drain_device": "node", "undrain_device": "node", "forget_device": "node",
+    "clear_device": "node",
     "list_agents": "look", "get_agent_of_agent": "look", "get_agent": "look",
     "create_kernel_of_agent": "kernels", "list_kernels_of_agent": "look", "list_kernels": "look",
     "get_kernel": "look", "stop_kernel": "kernels", "delete_kernel": "kernels",

@@ -19,8 +19,8 @@ KNOWN = {
     "plugin": "cuda",
     "runtime": "process",
 }
-NOT_NOW = {"forget_device", "forget_runtime", "retry_plugin"}
-"""Refused while the device is listed, the runtime answers and the plugin is ready."""
+NOT_NOW = {"clear_device", "forget_device", "forget_runtime", "retry_plugin"}
+"""Refused while the device is listed and healthy, the runtime answers and the plugin is ready."""
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Operators let go of a plugin's devices, and take them again, while kernels run."""
 
 import signal
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -59,6 +60,31 @@ async def test_stop_of_a_plugin_survives_a_restart_of_agentd(plain: Daemon, numb
     assert (await plain.call("POST", "/v1/plugins/tpu/stop")).json["code"] == "UnknownPlugin"
 
 
+async def test_clear_ends_a_trouble_that_waits_for_an_operator(
+    plain: Daemon, tmp_path: Path
+) -> None:
+    health = tmp_path / "health"
+    health.write_text("cuda0 latched Xid 13\ncuda1 unhealthy Xid 79\n")
+    await plain.start(AGENTS + PACE + gpus(2) + f'health-file = "{health}"\n')
+    first = await plain.device("cuda0")
+    assert (first["state"], first["free"]) == ("unhealthy", "0")
+    assert first["reason"] == "Xid 13; to clear it: agentctl clear cuda0"
+    run(plain, "clear", "cuda0")
+    assert (await plain.device("cuda0"))["state"] == "ok"
+    for name in ("cuda0", "cuda1"):
+        refused = await plain.call("POST", f"/v1/devices/cuda/{name}/clear")
+        assert (refused.status, refused.json["code"]) == (409, "Conflict")
+    health.write_text("cuda0 latched Xid 43\n")
+
+    async def state() -> str:
+        return (await plain.device("cuda0"))["state"]
+
+    await until(state, "unhealthy")
+    cleared = await plain.call("POST", "/v1/devices/cuda/cuda0/clear")
+    assert (cleared.status, cleared.json["state"]) == (200, "ok")
+    assert (await plain.call("POST", "/v1/devices/cuda/cuda9/clear")).status == 404
+
+
 async def test_failed_plugin_offers_nothing_and_says_why(plain: Daemon) -> None:
     failing = 'fault = "raise"\nfault-at = "list"\nfault-after = 3\n'
     await plain.start(AGENTS + PACE + gpus(2) + failing)
@@ -67,5 +93,5 @@ async def test_failed_plugin_offers_nothing_and_says_why(plain: Daemon) -> None:
         device = await plain.device("cuda0")
         return device["state"], device["free"]
 
-    await until(shown, lambda state: state == ("withheld", "0"))
+    await until(shown, ("withheld", "0"))
     assert "the simulated driver fails" in (await plain.device("cuda0"))["reason"]

@@ -168,6 +168,19 @@ async def test_two_plugins_that_open_late_together_both_join() -> None:
     assert not any("does not fit" in warning for warning in rig.devices.warnings)
 
 
+async def test_only_a_trouble_that_ends_is_cleared(rig: Rig) -> None:
+    with pytest.raises(Conflict, match="cuda/cuda0 is not unhealthy; there is nothing to clear"):
+        await rig.devices.clear("cuda", "cuda0")
+    first, second = gpus(1, 1)
+    sick = replace(first, health=Health.UNHEALTHY, reason="Xid 13")
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (sick, second))]
+    rig.devices.refresh("cuda")
+    cleared = await rig.devices.clear("cuda", first.stable_id)
+    assert (cleared.device_id.id, cleared.health) == ("cuda0", Health.HEALTHY)
+    with pytest.raises(UnknownDevice):
+        await rig.devices.clear("cuda", "cuda9")
+
+
 async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:
     (gpu,) = gpus(1)
     hearsay = replace(

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device
+from agentd.core.devices import Device, Health
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
@@ -218,6 +218,18 @@ class FakePlugins:
     async def start(self, name: str) -> PluginStatus:
         self.stopped.pop(name, None)
         return await self.retry(name)
+
+    async def clear(self, name: str, stable_id: str) -> None:
+        self.ready = [
+            replace(
+                listing,
+                devices=tuple(
+                    replace(d, health=Health.HEALTHY, reason="") if d.stable_id == stable_id else d
+                    for d in listing.devices
+                ),
+            )
+            for listing in self.ready
+        ]
 
     async def retry(self, name: str) -> PluginStatus:
         return next(status for status in self.statuses() if status.name == name)

@@ -87,6 +87,10 @@ class AsyncClient(StreamCalls):
         path = api_path("devices", device_name, device_id, "undrain")
         return await self.execute(Call("POST", path))
 
+    async def clear_device(self, device_name: str, device_id: str) -> DeviceView:
+        path = api_path("devices", device_name, device_id, "clear")
+        return await self.execute(Call("POST", path))
+
     async def forget_device(self, device_name: str, device_id: str) -> None:
         await self.execute(Call("DELETE", api_path("devices", device_name, device_id)))
 

@@ -83,6 +83,10 @@ class Client(BlockingTransport):
         path = api_path("devices", device_name, device_id, "undrain")
         return self.execute(Call("POST", path))
 
+    def clear_device(self, device_name: str, device_id: str) -> DeviceView:
+        path = api_path("devices", device_name, device_id, "clear")
+        return self.execute(Call("POST", path))
+
     def forget_device(self, device_name: str, device_id: str) -> None:
         self.execute(Call("DELETE", api_path("devices", device_name, device_id)))
 

@@ -348,16 +348,18 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def with_health_unknown(self, name: str, reason: str) -> Inventory:
+    def with_health_unknown(
+        self, name: str, reason: str, *, keeps_unhealthy: bool = True
+    ) -> Inventory:
         """Return the inventory with unknown health of one device name.
 
-        Unhealthy devices stay unhealthy: the loss of the plugin does not repair them.
+        By default unhealthy devices stay so: the loss of the plugin does not repair them.
         """
         return self._replace_devices(
             replace(device, health=Health.UNKNOWN, reason=reason)
             if device.device_id.name == name
             and not device.gone
-            and device.health is not Health.UNHEALTHY
+            and not (keeps_unhealthy and device.health is Health.UNHEALTHY)
             else device
             for device in self.devices
         )

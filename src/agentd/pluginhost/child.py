@@ -115,6 +115,7 @@ class PluginServer:
             _overrides(loaded, "kernel_event"),
             sorted(name for name in {*sys.modules} - before if name.startswith("agentd.")),
             _overrides(loaded, "partition"),
+            _overrides(loaded, "clear"),
         )
 
     def validate(self) -> Sequence[Any]:

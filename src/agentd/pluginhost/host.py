@@ -228,6 +228,9 @@ class PluginHost:
             await instance.wait_attempt(RETRY_WAIT_S)
         return instance.status
 
+    async def clear(self, name: str, stable_id: str) -> None:
+        await self._startable(name).clear(stable_id)
+
     def _startable(self, name: str) -> PluginInstance:
         """Return an instance that can have a process.
 

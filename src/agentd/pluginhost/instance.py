@@ -429,6 +429,24 @@ class PluginInstance:
                 f"plugin {name} returned no edits for its devices: {error}"
             ) from None
 
+    async def clear(self, stable_id: str) -> None:
+        """Clear what waits for an operator about a device, and list the devices again.
+
+        Raises:
+            Conflict: the plugin clears nothing.
+            PluginUnavailable: the plugin does not answer, or failed to clear it.
+        """
+        name = self.spec.name
+        if self.state is not PluginState.READY or self._process is None:
+            raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
+        if self._facts is None or not self._facts.has_clear:
+            raise Conflict(f"plugin {name} has nothing that an operator can clear")
+        try:
+            await self._call("clear", [stable_id])
+            self._apply_listing(await self._list_devices(self._process))
+        except (PluginRefused, InvalidAnswer, PluginLost) as error:
+            raise PluginUnavailable(f"plugin {name} did not clear it: {error}") from None
+
     def notify(self, event: KernelEvent) -> None:
         """Notify the plugin of an event in a kernel's life; the outcome is ignored."""
         if self._process is None or self._facts is None or not self._facts.hears_kernels:

@@ -82,6 +82,7 @@ class PluginFacts(msgspec.Struct, frozen=True):
     hears_kernels: bool
     imports_of_agentd: Sequence[str] = ()
     has_partition: bool = False
+    has_clear: bool = False
 
 
 class DeviceListing(msgspec.Struct, frozen=True):

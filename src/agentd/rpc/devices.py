@@ -78,6 +78,12 @@ class DeviceHandlers:
         device = devices.set_drained(match["device_name"], match["id"], drained=drained)
         return json_response(rendering.device_view(device, devices.split, self._state.ledger))
 
+    async def clear_device(self, request: web.Request) -> web.Response:
+        """Clear what waits for an operator about an unhealthy device."""
+        match, devices = request.match_info, self._devices
+        device = await devices.clear(match["device_name"], match["id"])
+        return json_response(rendering.device_view(device, devices.split, self._state.ledger))
+
     async def forget_device(self, request: web.Request) -> web.Response:
         """Forget a missing device; its id is free again after the next start."""
         match, devices = request.match_info, self._devices

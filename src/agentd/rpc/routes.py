@@ -87,6 +87,7 @@ def routes(
         get("/v1/devices", devices.list_devices, list[DeviceView]),
         post(f"{device}/drain", devices.drain_device, DeviceView, right=change),
         post(f"{device}/undrain", devices.undrain_device, DeviceView, right=change),
+        post(f"{device}/clear", devices.clear_device, DeviceView, right=change),
         delete(device, devices.forget_device, right=change),
         get("/v1/engines", devices.list_engines, list[EngineView]),
         put(engine, devices.put_engine, EngineView, body=EngineRequest, right=change),

@@ -174,8 +174,11 @@ class NodeDevices:
             inventory, warnings = self.inventory.with_listing(name, listed)
         else:
             reason = status.reason if status else "it stopped"
+            is_stopped = status is not None and status.state is PluginState.STOPPED
             inventory, warnings = (
-                self.inventory.with_health_unknown(name, f"plugin {name}: {reason}"),
+                self.inventory.with_health_unknown(
+                    name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
+                ),
                 [],
             )
         self._listing_warnings[name] = tuple(warnings)
@@ -321,6 +324,24 @@ class NodeDevices:
             self._apply_operator_change(self.inventory.with_device(device))
             hit("drain.after_save")
         return device
+
+    async def clear(self, name: str, device_id: str) -> Device:
+        """Clear what waits for an operator about an unhealthy device.
+
+        Raises:
+            UnknownDevice: the device does not exist.
+            Conflict: there is nothing to clear.
+            PluginUnavailable: the plugin does not answer, or failed to clear it.
+        """
+        device = self.find(name, device_id)
+        if device.gone or device.health is not Health.UNHEALTHY:
+            raise Conflict(f"{device.device_id} is not unhealthy; there is nothing to clear")
+        await self._plugins.clear(name, device.stable_id)
+        self.refresh(name)
+        cleared = self.find(name, device.stable_id)
+        if (cleared.health, cleared.reason) == (device.health, device.reason):
+            raise Conflict(f"{device.device_id} is unhealthy as before: {device.reason}")
+        return cleared
 
     def forget(self, name: str, device_id: str, *, holders: Iterable[Holder]) -> None:
         """Forget a missing device; its id is free again after the next start.

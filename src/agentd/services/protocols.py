@@ -121,6 +121,16 @@ class Plugins(Protocol):
         """
         ...
 
+    async def clear(self, name: str, stable_id: str) -> None:
+        """Clear what waits for an operator about a device, and list the devices again.
+
+        Raises:
+            UnknownPlugin: the plugin does not exist.
+            Conflict: the plugin is blocked, or clears nothing.
+            PluginUnavailable: the plugin does not answer, or failed to clear it.
+        """
+        ...
+
     def changes(self) -> AsyncIterator[str]:
         """Yield a plugin's name when its state or its devices changed after readiness."""
         ...

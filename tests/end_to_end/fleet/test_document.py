@@ -14,6 +14,7 @@ NOT_NOW = {
     "put_engine_at_node",
     "forget_node",
     "forget_slot_type",
+    "clear_device_at_node",
     "forget_device_at_node",
     "forget_runtime_at_node",
     "retry_plugin_at_node",

@@ -1,8 +1,8 @@
 """Simulated accelerators: any number of devices under any name, from settings alone.
 
 `health-file` names a file of lines such as `cuda0 unhealthy it coughs` or `cuda1 gone`, read at
-every listing; devices that it does not name are healthy. `agentd_sim.faults` makes the plugin
-misbehave.
+every listing; devices that it does not name are healthy. A device that is `latched` is unhealthy
+until an operator clears it. `agentd_sim.faults` makes the plugin misbehave.
 
 Stable ids derive from the node id, the table's name and the device's id, so those of two daemons
 never collide. They do not depend on the mode, so a change from whole devices to shares is a change
@@ -86,6 +86,8 @@ class SimPlugin(AcceleratorPlugin):
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
         self._faults = faults.Faults(settings)
+        self._cleared: dict[str, str] = {}
+        """By id, the reason of the latched trouble that an operator cleared."""
         if settings.get("lie") == "other-api":
             self.api_version = API_VERSION + 1  # type: ignore[misc]
 
@@ -111,7 +113,9 @@ class SimPlugin(AcceleratorPlugin):
         devices = [
             replace(device, health=state, reason=reason)
             for device in self._devices()
-            for state, reason in [state_by_id.get(device.id, ("healthy", ""))]
+            for state, reason in [
+                self._apply_latch(device.id, *state_by_id.get(device.id, ("healthy", "")))
+            ]
             if state != "gone"
         ]
         return faults.apply_lie(self.settings.get("lie"), devices)
@@ -126,6 +130,20 @@ class SimPlugin(AcceleratorPlugin):
         return {
             device_id: (state, " ".join(reason_words)) for device_id, state, *reason_words in words
         }
+
+    def _apply_latch(self, device_id: str, state: str, reason: str) -> tuple[str, str]:
+        if state != "latched":
+            return state, reason
+        if self._cleared.get(device_id) == reason:
+            return "healthy", ""
+        return "unhealthy", f"{reason}; to clear it: agentctl clear {device_id}"
+
+    def clear(self, device_ids: Sequence[str]) -> None:
+        self._faults.trigger("clear")
+        state_by_id = self._read_health_file()
+        for device in self._devices():
+            if device.stable_id in device_ids and device.id in state_by_id:
+                self._cleared[device.id] = state_by_id[device.id][1]
 
     def _devices(self) -> Sequence[DeviceInfo]:
         entries = self.settings.get("devices")

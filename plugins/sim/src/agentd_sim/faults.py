@@ -1,7 +1,7 @@
 """Misbehaviour on request, to test the containment of plugins.
 
 fault = "hang"           raise, absent, hang, exit, crash, flood
-fault-at = "list"        import, open, list, partition, edits, measure, close
+fault-at = "list"        import, open, list, clear, partition, edits, measure, close
 fault-after = 2          this many of these calls succeed first
 fault-until = "/x"       there is no fault once this file exists
 lie = "negative"         twice, odd-id, negative, nan, huge, prefix, other-api, unequal
@@ -24,7 +24,7 @@ from typing import Any
 from agentd.plugin_api import DeviceInfo, NotPresent, SettingProblem
 
 FAULTS = ("raise", "absent", "hang", "exit", "crash", "flood")
-FAULT_POINTS = ("import", "open", "list", "partition", "edits", "measure", "close")
+FAULT_POINTS = ("import", "open", "list", "clear", "partition", "edits", "measure", "close")
 LIES = ("twice", "odd-id", "negative", "nan", "huge", "prefix", "other-api", "unequal")
 KEYS = ("fault", "fault-at", "fault-after", "fault-until", "lie")
 _FLOOD_LINES = 200_000

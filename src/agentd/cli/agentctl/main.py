@@ -346,6 +346,21 @@ def undrain(client: Client, device: str) -> None:
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
+@output_option
+@click.pass_obj
+def clear(client: Client, device: str) -> None:
+    """Clear a trouble that waits for you.
+
+    Some troubles end only when an operator says so, such as an Xid on a driver that does not
+    report recoveries. The reason of the device in "agentctl devices" says whether it is one.
+
+    Exit status: 0 cleared, 1 nothing to clear, unknown device or unreachable.
+    """
+    _print_device(client.clear_device(*_find_device(client, device)))
+
+
+@agentctl.command()
+@click.argument("device", shell_complete=completion.devices)
 @click.pass_obj
 def forget(client: Client, device: str) -> None:
     """Forget a missing device.
