@@ -46,6 +46,7 @@ _RUNTIMES = ("docker", "systemd", "process")
 _LIMITS = ("", ".*.soft", ".*.hard")
 _AGENT = ("allowed-groups", "allowed-mounts", "allowed-networks", "network", "registry-auth")
 _NODE, _CLEAR = "/v1/nodes/{node}", "devices/{device_name}/{id}/clear"
+_CLEAR_PATHS = "path:device_name path:id"
 _PLUGIN_AT_NODE = f"{_NODE}/plugins/{{plugin}}"
 NEW: Mapping[str, frozenset[str]] = {
     "configuration": frozenset(
@@ -62,8 +63,8 @@ NEW: Mapping[str, frozenset[str]] = {
     ),
     "operations": frozenset(
         {
-            f"agentd clear_device POST /v1/{_CLEAR} path:device_name path:id",
-            f"gateway clear_device_at_node POST {_NODE}/{_CLEAR} path:device_name path:id path:node",
+            f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
+            f"gateway clear_device_at_node POST {_NODE}/{_CLEAR} {_CLEAR_PATHS} path:node",
             "agentd start_plugin POST /v1/plugins/{plugin}/start path:plugin",
             "agentd stop_plugin POST /v1/plugins/{plugin}/stop path:plugin",
             f"gateway start_plugin_at_node POST {_PLUGIN_AT_NODE}/start path:node path:plugin",
