@@ -61,6 +61,7 @@ NEW: Mapping[str, frozenset[str]] = {
         for program in ("agentd", "gateway")
         for action in ("clear_device", "start_plugin", "stop_plugin")
     ),
+    "configuration": frozenset({"plugins.*.exclude"}),
     "operations": frozenset(
         {
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",
@@ -137,6 +138,7 @@ GONE_MEMBERS = frozenset({"/files/intents/.next.new str"})
 NEW_MEMBERS = frozenset(
     {
         "/agentd/main/nodes/NODE/reason str",
+        "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/unserved str",
         "agentd_condition gauge A condition in GET /v1/node about",
         "agentd_log_lines_lost counter Lines of the log that could not be written",

@@ -257,7 +257,7 @@ class SettingProblem:
 
 def unknown_settings(settings: Mapping[str, Any], known: Iterable[str]) -> list[SettingProblem]:
     """Return a problem, with the nearest known key, for each key that is not in `known`."""
-    known = [*known, "plugin", "required"]
+    known = [*known, "plugin", "required", "exclude"]
     problems = []
     for key in settings:
         if key not in known:

@@ -76,6 +76,7 @@ def test_shipped_configuration_fits_the_schema(name: str) -> None:
         '[plugins.tpu]\nplugin = "of-somebody"\nanything = [1]',
         "[plugins.tpu]\nplugin = 3",
         "[plugins.tpu]\nrequired = 'yes'",
+        "[plugins.tpu]\nexclude = 'tpu0'",
         "[metrics]\nper-kernel = false",
     ],
 )
@@ -89,6 +90,7 @@ def test_schema_and_settings_agree(text: str) -> None:
         ('[plugins.sim]\ncount = 2\nmode = "shares"', True),
         ("[plugins.sim]\ncuont = 2", False),
         ('[plugins.npu]\nplugin = "sim"\ncount = 2\nrequired = true', True),
+        ('[plugins.npu]\nplugin = "sim"\ncount = 2\nexclude = ["npu0"]', True),
         ('[plugins.npu]\nplugin = "sim"\ncuont = 2', False),
         ('[plugins.cuda]\nmode = "whole"', False),
         ('[plugins.cuda]\nplugin = "sim"\ncount = 4', True),
@@ -115,7 +117,9 @@ def test_plugin_takes_the_keys_of_its_schema(name: str, plugin: Any) -> None:
         problem.why for problem in plugin.validate({"no-such-key": 1}) if "no-such" in problem.key
     ]
     allowed = unknown.partition("allowed: ")[2].split(", ")
-    assert sorted(allowed) == sorted({*PLUGINS[name]["properties"], "plugin", "required"})
+    assert sorted(allowed) == sorted(
+        {*PLUGINS[name]["properties"], "plugin", "required", "exclude"}
+    )
 
 
 def test_schema_of_a_plugin_is_read_without_importing_it(

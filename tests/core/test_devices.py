@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
-from agentd.core.device_conditions import MAX_CONDITIONS, device_conditions
+from agentd.core.device_conditions import MAX_CONDITIONS, device_conditions, unmatched_exclusions
 from agentd.core.devices import (
     MAX_NAMED,
     Device,
@@ -11,11 +11,11 @@ from agentd.core.devices import (
     Inventory,
     SecondarySlot,
     deduplicate_devices,
-    merge_remembered,
     natural_key,
     restore_last_form,
     with_shared_health,
 )
+from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE, SlotKind
 from core.machines import cores, gpus, machine
 from core.several_slots import GPU_MEMORY, MIB, SHARES, gpu
@@ -147,6 +147,18 @@ def test_each_withheld_device_is_a_condition_up_to_a_bound() -> None:
     assert first == Condition("device/cuda/cuda0", "cuda0 is withheld: served by agentd other")
     assert last == Condition("plugin/cuda", "236 more devices of cuda are withheld")
     assert len(conditions) == MAX_CONDITIONS + 1
+
+
+@pytest.mark.parametrize("entry", ["cuda1", "GPU-cuda-1", "0000:01:00.0", "GPU-whole"])
+def test_device_is_excluded_by_any_of_its_names(entry: str) -> None:
+    first, second = gpus(1, 1)
+    second = replace(second, aliases=("0000:01:00.0",), parent="GPU-whole", health=Health.UNHEALTHY)
+    inventory = Inventory.of([], [first, second]).with_excluded({"cuda": (entry,)})
+    assert [d.withheld_reason for d in inventory.devices] == ["", "excluded in [plugins.cuda]"]
+    assert [*device_conditions(inventory)] == []
+    (unmatched,) = unmatched_exclusions(inventory, "cuda", (entry, "cuda9"))
+    reason = "cuda9 in exclude of [plugins.cuda] matches no device of this node"
+    assert unmatched == Condition("plugin/cuda", reason)
 
 
 def test_a_troubled_device_is_a_condition_with_a_remedy() -> None:

@@ -85,6 +85,22 @@ async def test_clear_ends_a_trouble_that_waits_for_an_operator(
     assert (await plain.call("POST", "/v1/devices/cuda/cuda9/clear")).status == 404
 
 
+async def test_excluded_devices_are_listed_and_belong_to_nobody(plain: Daemon) -> None:
+    split = '[resource]\nallocation-mode = "auto-split"\n' + AGENTS + PACE
+    exclude = 'exclude = ["SIM-cuda-cuda0", "cuda7"]\n'
+    await plain.start(split + gpus(3) + exclude)
+    first = await plain.device("cuda0")
+    assert (first["state"], first["reason"]) == ("withheld", "excluded in [plugins.cuda]")
+    assert (first["agents"], first["free"]) == ([], "0")
+    agents = await plain.get("/v1/agents")
+    assert [agent["devices"]["cuda"] for agent in agents] == [["cuda1"], ["cuda2"]]
+    assert [w for w in await plain.warnings() if "cuda" in w] == [
+        "cuda7 in exclude of [plugins.cuda] matches no device of this node"
+    ]
+    await plain.restart(split + gpus(3))
+    assert (await plain.device("cuda0"))["agents"] == ["agent-1"]
+
+
 async def test_failed_plugin_offers_nothing_and_says_why(plain: Daemon) -> None:
     failing = 'fault = "raise"\nfault-at = "list"\nfault-after = 3\n'
     await plain.start(AGENTS + PACE + gpus(2) + failing)

@@ -18,6 +18,7 @@ class PluginTable(Section):
     name: str
     plugin: str
     required: bool = False
+    exclude: tuple[str, ...] = ()
     settings: Mapping[str, Any] = {}
 
 
@@ -28,6 +29,7 @@ class _Table(BaseModel):
 
     plugin: str = ""
     required: bool = False
+    exclude: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
 
 
 def _validate_device_name(name: str) -> str:
@@ -76,7 +78,8 @@ class PluginSettings(Section):
                 name=name,
                 plugin=raw.get("plugin", name),
                 required=raw.get("required", False),
-                settings={k: v for k, v in raw.items() if k not in ("plugin", "required")},
+                exclude=tuple(raw.get("exclude", ())),
+                settings={k: v for k, v in raw.items() if k not in _Table.model_fields},
             )
             for name, raw in self.__pydantic_extra__.items()
         )

@@ -25,6 +25,11 @@ _COMMON: Mapping[str, Any] = {
         "type": "boolean",
         "description": "Whether a plugin that cannot open stops the start. Default: false.",
     },
+    "exclude": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1},
+        "description": "Devices that no agent gets: ids, UUIDs, PCI addresses or parents.",
+    },
 }
 
 

@@ -235,6 +235,7 @@ class Settings(FileSettings):
             reserved_mem=self.resource.reserved_mem,
             align=self.resource.memory_align_size,
             order=self.resource.auto_split_order,
+            exclude={table.name: table.exclude for table in self.plugins.tables if table.exclude},
         )
 
     def policy(self) -> AllocationPolicy:

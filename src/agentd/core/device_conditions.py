@@ -6,7 +6,7 @@ a listing serves has none: its plugin has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import Device, Health, Inventory, group
@@ -41,7 +41,9 @@ def device_conditions(inventory: Inventory) -> Iterator[Condition]:
 
 
 def _trouble(device: Device) -> tuple[str, str, str] | None:
-    """Return the state of a device that is not offered, the reason and the remedy."""
+    """Return the state of a device that is missed, the reason and the remedy."""
+    if device.is_excluded:
+        return None
     if device.gone and device.health is not Health.UNKNOWN:
         remedy = f"if it does not return: agentctl forget {device.device_id.id}"
         return "gone", f"{device.reason}; its place is kept", remedy
@@ -50,3 +52,13 @@ def _trouble(device: Device) -> tuple[str, str, str] | None:
     if device.withheld:
         return "withheld", device.withheld, ""
     return None
+
+
+def unmatched_exclusions(
+    inventory: Inventory, name: str, exclude: Iterable[str]
+) -> Iterator[Condition]:
+    """Yield the entries of `exclude` of a plugin's table that match no device."""
+    for entry in exclude:
+        if not any(device.is_named([entry]) for device in inventory.by_name.get(name, ())):
+            reason = f"{entry} in exclude of [plugins.{name}] matches no device of this node"
+            yield Condition(about_name(name), reason)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -44,8 +43,6 @@ MAX_NEW_WARNINGS = 8
 
 MAX_NAMED = 4
 """Devices that one warning names."""
-
-MAX_FORMER = 64
 
 MEMORY = DeviceId("mem", "root")
 """The node's memory, the only device that is divided by amount."""
@@ -100,6 +97,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     """Why another agentd on this host serves it, or may do so; empty if none does."""
     unserved: str = ""
     """Why its plugin, which listed it, does not serve it now."""
+    is_excluded: bool = False
+    """Whether the configuration keeps it from all agents."""
     attributes: Mapping[str, str] = {}
     former: tuple[str, ...] = ()
     """Earlier stable ids of the same physical device."""
@@ -138,7 +137,9 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def withheld_reason(self) -> str:
-        """Why it is not offered although it is there and healthy; empty if it is."""
+        """Why it is not offered, whatever its health; empty if it is."""
+        if self.is_excluded:
+            return f"excluded in [plugins.{self.device_id.name}]"
         return self.withheld or self.unserved
 
     @property
@@ -168,6 +169,10 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
         return name in (self.device_id.id, *self.names)
+
+    def is_named(self, names: Collection[str]) -> bool:
+        """Return whether `names` has its id, its stable id, an alias or its parent."""
+        return any(self.has_name(name) or name == self.parent for name in names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -296,7 +301,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         ]
         warnings += _secondary_warnings(devices, listed_by_id)
         new_devices = (device for device in served if device.device_id.name == name)
-        devices += _assign_free_ids(new_devices, {device.device_id for device in current})
+        devices += assign_free_ids(new_devices, {device.device_id for device in current})
         return self._replace_devices(devices), warnings
 
     def _unknown_slots(self, device: Device) -> str:
@@ -325,6 +330,13 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return the inventory with its real accelerators withheld; an empty reason ends that."""
         return self._replace_devices(
             replace(device, withheld=reason) if device.is_real_accelerator else device
+            for device in self.devices
+        )
+
+    def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:
+        """Return the inventory in which exactly these devices are excluded, by device name."""
+        return self._replace_devices(
+            replace(device, is_excluded=device.is_named(exclude.get(device.device_id.name, ())))
             for device in self.devices
         )
 
@@ -505,80 +517,7 @@ def _merge_secondary(
     return tuple(offers[slot] for slot in sorted(offers, key=natural_key))
 
 
-def merge_remembered(
-    listed: Iterable[Device],
-    remembered: Iterable[Device],
-    late: Mapping[str, str] = MappingProxyType({}),
-    plugins: Collection[str] | None = None,
-) -> list[Device]:
-    """Restore the former ids of listed devices, and add missing ones as `gone`.
-
-    The id of a missing device is never reused; a new device whose suggested id is taken gets the
-    next free number. If a missing device is listed in another form now (the GPU instead of its
-    part, or by another plugin), its stable id becomes a `former` one of that. A missing device
-    whose plugin may still list it (`late`: why) has unknown health. `plugins` are the existing ones
-    (None: all).
-    """
-    past = {device.stable_id: device for device in remembered}
-    listed = _add_former_ids([*listed], past)
-    present = {device.stable_id for device in listed}
-    present |= {former for device in listed for former in device.former}
-    missing = [device for device in past.values() if device.stable_id not in present]
-    taken = {device.device_id for device in missing}
-    result = [_mark_gone(device, late, plugins) for device in missing]
-    added = []
-    for device in listed:
-        before = past.get(device.stable_id)
-        if before is None or before.device_id.name != device.device_id.name:
-            added.append(replace(device, drained=before is not None and before.drained))
-            continue
-        taken.add(before.device_id)
-        result.append(replace(device, device_id=before.device_id, drained=before.drained))
-    return result + _assign_free_ids(added, taken)
-
-
-def _mark_gone(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:
-    name = device.device_id.name
-    if (reason := late.get(name)) is not None:
-        return replace(device, gone=True, health=Health.UNKNOWN, reason=reason)
-    reason = "not found on the node"
-    if plugins is not None and name not in plugins and name not in (CPU, MEM):
-        reason = f"no plugin {name} is installed and allowed"
-    return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
-
-
-def _add_former_ids(listed: list[Device], remembered: Mapping[str, Device]) -> list[Device]:
-    """Add the former stable ids to each listed device."""
-    owners = {key: device for device in listed for key in (device.stable_id, *device.aliases)}
-    former: dict[str, list[str]] = {}
-    for stable_id, device in remembered.items():
-        current = owners.get(stable_id) or _find_other_form(device, owners)
-        if current is not None:
-            former_ids = [*device.former, *([] if current.stable_id == stable_id else [stable_id])]
-            former.setdefault(current.stable_id, []).extend(former_ids)
-    return [
-        replace(device, former=tuple(dict.fromkeys(former[device.stable_id]))[-MAX_FORMER:])
-        if device.stable_id in former
-        else device
-        for device in listed
-    ]
-
-
-def _find_other_form(device: Device, owners: Mapping[str, Device]) -> Device | None:
-    """Return the listed device that a missing one has become.
-
-    Under the same plugin an alias alone proves nothing: another GPU may be in the same PCI slot.
-    """
-    for key in (device.parent, *device.aliases):
-        current = owners.get(key or "")
-        if current is not None and (
-            current.stable_id == key or current.device_id.name != device.device_id.name
-        ):
-            return current
-    return None
-
-
-def _assign_free_ids(added: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
+def assign_free_ids(added: Iterable[Device], taken: set[DeviceId]) -> list[Device]:
     """Return new devices under ids that no other device has."""
     devices = []
     for device in added:

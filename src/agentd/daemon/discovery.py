@@ -50,7 +50,9 @@ def create_plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
         block=plugins.block,
         features=features,
         timeouts=plugin_timeouts(settings),
-        dealing_rules=AssignmentRules(agents, store) if rules.uses_plugin_order else None,
+        dealing_rules=AssignmentRules(agents, store, rules.exclude)
+        if rules.uses_plugin_order
+        else None,
         stopped=_stopped_plugins(store),
     )
 

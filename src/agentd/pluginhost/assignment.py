@@ -13,13 +13,13 @@ import msgspec
 from agentd.core.devices import (
     Device,
     Health,
-    merge_remembered,
     natural_key,
     with_shared_health,
 )
 from agentd.core.names import quote_untrusted
 from agentd.core.partition.auto_split import shares_in_order
 from agentd.core.partition.plugin_assignment import PluginAssignment
+from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
 from agentd.pluginhost.output import one_line
@@ -29,17 +29,22 @@ from agentd.state.folder import StateFolder
 
 
 class AssignmentRules(msgspec.Struct, frozen=True):
-    """The agents that plugins deal to, and the store with earlier dealings."""
+    """The agents that plugins deal to, the store with earlier dealings, and excluded devices."""
 
     agents: tuple[str, ...]
     store: StateFolder
+    exclude: Mapping[str, tuple[str, ...]] = {}
 
     def known_devices(self, listing: PluginListing) -> list[Device]:
-        """Return listed and missing devices with their ids, in natural order."""
+        """Return listed and missing devices that agents may get, in natural order of their ids."""
         name = listing.name
         remembered = [d for d in self.store.load_devices() if d.device_id.name == name]
         listed = listing.with_last_form(remembered).devices
-        known = merge_remembered(with_shared_health(listed), remembered)
+        known = [
+            device
+            for device in merge_remembered(with_shared_health(listed), remembered)
+            if not device.is_named(self.exclude.get(name, ()))
+        ]
         return sorted(known, key=lambda device: natural_key(device.device_id.id))
 
     def load_assignment(self, name: str, known: Sequence[Device]) -> PluginAssignment | None:

@@ -285,7 +285,7 @@ def _device_state(  # noqa: PLR0911 - one line for each state, the gravest first
 ) -> tuple[DeviceState, str]:
     if device.gone:
         return "gone", device.reason
-    if device.health is Health.UNHEALTHY:
+    if device.health is Health.UNHEALTHY and not device.is_excluded:
         return "unhealthy", device.reason
     if reason := device.withheld_reason:
         return "withheld", reason

@@ -15,18 +15,23 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Holder
 from agentd.core.conditions import Condition
-from agentd.core.device_conditions import about_device, about_name, device_conditions
+from agentd.core.device_conditions import (
+    about_device,
+    about_name,
+    device_conditions,
+    unmatched_exclusions,
+)
 from agentd.core.devices import (
     Device,
     Health,
     Inventory,
     deduplicate_devices,
-    merge_remembered,
     with_shared_health,
 )
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
+from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
 from agentd.errors import (
     ConfigRefused,
@@ -105,6 +110,8 @@ class NodeDevices:
         yield from (Condition("host", text) for text in self._duplicates)
         yield from device_conditions(self.inventory)
         yield from self.split.conditions
+        for name in self._rules.exclude.keys() & self._added_plugins:
+            yield from unmatched_exclusions(self.inventory, name, self._rules.exclude[name])
         unsaved = [self._unsaved] if self._unsaved else []
         for text in (*self._store.warnings(), *unsaved):
             yield Condition("state-dir", text)
@@ -232,7 +239,7 @@ class NodeDevices:
         types = [*(known.slot_types.values() if known else self._host_types)]
         types += (slot for listing in listings for slot in listing.slot_types)
         types += _missing_slot_types(devices, types, names)
-        inventory = Inventory.of(types, devices)
+        inventory = Inventory.of(types, devices).with_excluded(self._rules.exclude)
         needed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         needed |= {device.device_id.name for device in devices}
         unlisted = _unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
@@ -278,7 +285,8 @@ class NodeDevices:
             return {}
         agents = [rule.agent_id for rule in self._rules.agents]
         valid: dict[str, PluginAssignment | None] = {}
-        for name, devices in inventory.by_name.items():
+        for name, named_devices in inventory.by_name.items():
+            devices = [device for device in named_devices if not device.is_excluded]
             dealing = dealings.get(name)
             if name not in listed and name not in (CPU, MEM):
                 valid[name] = dealing if dealing and dealing.is_for(agents, devices) else None
@@ -436,6 +444,7 @@ class NodeDevices:
             for status in self._plugins.statuses()
             if status.state is not PluginState.READY and status.name in self._added_plugins
         }
+        inventory = inventory.with_excluded(self._rules.exclude)
         return self._withhold(inventory).with_unserved(reasons)
 
     def _apply(self, inventory: Inventory) -> None:

@@ -91,7 +91,9 @@ class UnclaimedProcesses:
         for measurements in self._plugins.measurements().values():
             for item in measurements:
                 device = by_stable_id.get(item.stable_id)
-                if device is not None and device.device_id not in held_devices:
+                if device is None or device.is_excluded:
+                    continue
+                if device.device_id not in held_devices:
                     yield from ((device.device_id, use.pid) for use in item.processes or ())
 
 

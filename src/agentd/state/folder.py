@@ -193,6 +193,7 @@ class StateFolder:
                 busy="",
                 files=(),
                 unserved="",
+                is_excluded=False,
             )
             for device in devices
         ]

@@ -199,6 +199,20 @@ def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
         split(node, manual(described("a", cuda=["cuda0"])))
 
 
+def test_excluded_device_belongs_to_nobody_and_does_not_count() -> None:
+    exclude = {"cuda": ("GPU-cuda-1",)}
+    node = NODE.with_excluded(exclude)
+    auto = split(node, SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b"), exclude=exclude))
+    assert [ids(auto, agent, "cuda") for agent in "ab"] == [["cuda0", "cuda2"], ["cuda3", "cuda4"]]
+    assert (auto.unassigned, auto.node_slots()["cuda.device"]) == ({}, 4 * ONE)
+    half = split(node, manual(described("a", cuda="50%"), described("b", cuda=2)))
+    assert ids(half, "a", "cuda") == ["cuda0", "cuda2"]
+    shared = split(node, SplitRules(AllocationMode.SHARED, agents("a")))
+    assert "cuda1" not in ids(shared, "a", "cuda")
+    with pytest.raises(ConfigRefused, match=r"cuda1 is excluded in \[plugins.cuda\]; available"):
+        split(node, manual(described("a", cuda=["cuda1"])))
+
+
 def test_a_single_agent_has_the_scaling_factor_one() -> None:
     for rules in (
         manual(described("a", cpu=2, cuda=1)),

@@ -38,6 +38,7 @@ class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
     reserved: tuple[DeviceId, ...]
     unlisted: Mapping[str, str]
     known_names: frozenset[str] = frozenset()
+    excluded: tuple[Device, ...] = ()
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
@@ -135,6 +136,8 @@ class _ManualAssignment:
             available = ", ".join(d.device_id.id for d in self._devices(name))
             return f"core {wanted} is reserved (resource.reserved-cpu); available: {available}"
         available = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
+        if any(d.device_id.name == name and d.has_name(wanted) for d in self._pool.excluded):
+            return f"{wanted} is excluded in [plugins.{name}]; available: {available}"
         return f"unknown {name} device {wanted!r}; available: {available}"
 
     def _assign_counted(self, location: str, agent: str, name: str, rule: Count | Percent) -> None:

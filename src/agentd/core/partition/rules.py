@@ -95,7 +95,11 @@ class AgentRule(msgspec.Struct, frozen=True):
 
 
 class SplitRules(msgspec.Struct, frozen=True):
-    """Everything the partition follows from, apart from the devices themselves."""
+    """Everything the partition follows from, apart from the devices themselves.
+
+    `exclude` has the devices that no agent gets, by device name: ids, stable ids, aliases and
+    parents.
+    """
 
     mode: AllocationMode
     agents: tuple[AgentRule, ...]
@@ -103,6 +107,7 @@ class SplitRules(msgspec.Struct, frozen=True):
     reserved_mem: int = 0
     align: int = 1
     order: SplitOrder = SplitOrder.ID
+    exclude: Mapping[str, tuple[str, ...]] = {}
 
     @property
     def uses_plugin_order(self) -> bool:

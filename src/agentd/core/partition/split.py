@@ -148,7 +148,11 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         Else they belong to no agent yet.
         """
         before = self.inventory.listed
-        new = [d.device_id for d in inventory.devices if d.device_id in inventory.listed - before]
+        new = [
+            device.device_id
+            for device in inventory.devices
+            if device.device_id in inventory.listed - before and not device.is_excluded
+        ]
         if not new:
             return replace(self, inventory=inventory)
         is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
@@ -243,12 +247,15 @@ def split(
         tuple(
             device
             for device in inventory.devices
-            if device.device_id != MEMORY and device.device_id not in reserved
+            if device.device_id != MEMORY
+            and device.device_id not in reserved
+            and not device.is_excluded
         ),
         memory_bytes,
         tuple(reserved),
         unlisted,
         frozenset(device_name_of(slot) for slot in inventory.slot_types),
+        tuple(device for device in inventory.devices if device.is_excluded),
     )
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
