@@ -51,6 +51,7 @@ _PLUGIN_AT_NODE = f"{_NODE}/plugins/{{plugin}}"
 NEW: Mapping[str, frozenset[str]] = {
     "configuration": frozenset(
         {
+            "plugins.*.exclude",
             *(f"agents.{key}" for key in _AGENT),
             *(f"runtime.{runtime}.allowed-groups" for runtime in _RUNTIMES),
             *(f"runtime.{name}.default-ulimits{part}" for name in _RUNTIMES for part in _LIMITS),
@@ -61,7 +62,6 @@ NEW: Mapping[str, frozenset[str]] = {
         for program in ("agentd", "gateway")
         for action in ("clear_device", "start_plugin", "stop_plugin")
     ),
-    "configuration": frozenset({"plugins.*.exclude"}),
     "operations": frozenset(
         {
             f"agentd clear_device POST /v1/{_CLEAR} {_CLEAR_PATHS}",

@@ -49,7 +49,7 @@ TIME = "2026-01-01T00:00:00Z"
 MEMBERS = {
     "at": TIME, "created_at": TIME, "started_at": TIME, "finished_at": TIME, "expires_at": TIME,
     "agent_id": "agent-1", "device_name": "cuda", "holder": {"ttl": 5}, "explain": {},
-    "id": "cuda0", "numa_node": 0, "exit_code": 0, "agents": ["agent-1"],
+    "id": "cuda0", "numa_node": 0, "exit_code": 0, "agents": ["agent-1"], "files": [],
 }  # fmt: skip
 STATES = {
     views.KernelView: "terminated", views.KernelUseView: "running", views.RuntimeView: "available",
@@ -269,6 +269,7 @@ OPTIONS: dict[str, Sequence[str]] = {
 STATUSES = {
     "agentctl top": 1, "agentctl fleet top": 1, "agentctl wait --timeout": 1,  # they do not end
     "agentctl fleet nodes forget": 1,  # not confirmed
+    "agentctl slurm gres": 1,  # the device has no file
     "agentctl token create --role": 2, "agentctl token create --gateway": 2,  # no --agent
     "agentd config init": 1,  # the file exists
     "agentd": 2, "agentd-fleet": 2,  # no subcommand
