@@ -164,6 +164,17 @@ def test_kernel_gets_the_render_nodes_of_its_partitions(
     assert edits.env["ROCR_VISIBLE_DEVICES"] == visible
 
 
+def test_gpu_without_serial_in_sysfs_has_its_name_of_kfd(node: Node) -> None:
+    node.write(ONE, "spx")
+    (node.sysfs / "bus/pci/devices/0000:05:00.0/unique_id").unlink()
+    plugin = node.plugin()
+    (device,) = plugin.list_devices()
+    assert (device.stable_id, device.aliases, device.health) == ("0000:05:00.0", [], "healthy")
+    given = [AllocatedDevice("rocm0", device.stable_id, device.slot, "1")]
+    edits = plugin.container_edits(given, Features("process"))
+    assert edits.env["ROCR_VISIBLE_DEVICES"] == f"GPU-{SERIALS[0]}"
+
+
 ADDRESS, MEMORY = "amdsmi_get_gpu_device_bdf", "amdsmi_get_gpu_memory_total"
 
 
