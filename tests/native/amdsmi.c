@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 enum { OK = 0, INVAL = 1, NOTSUP = 2, API_FAILED = 7, DRIVER = 34, NOTFOUND = 31, NOTINIT = 32 };
-#define MAXGPU 32
+#define MAXGPU 128
 #define MAXFAIL 32
 typedef struct { char uuid[64], name[256], pci[32], serial[64]; uint64_t mem, used, devid; int util, memutil, temp, power, numa, lost, nouuid; } gpu_t;
 typedef struct { char fn[64]; int code, gpu; } fail_t;

@@ -18,8 +18,8 @@ from agentd.plugin_api import AllocatedDevice, DeviceInfo, Features
 from agentd_rocm import RocmPlugin, smi
 from native.libraries import amdsmi_library
 
-SERIALS = ("a2f6ed0b5ee5f900", "b3a7fe1c6ff60a11")
-BUSES = (0x05, 0xC1)
+SERIALS = tuple(f"a2f6ed0b5ee5f9{number:02}" for number in range(8))
+BUSES = (0x05, 0x26, 0x46, 0x65, 0x85, 0xA6, 0xC6, 0xE5)
 MODES = {"spx": 1, "dpx": 2, "tpx": 3, "qpx": 4, "cpx": 8}
 MAX_PARTITIONS = 8
 
@@ -42,7 +42,7 @@ ONE = FORMS["one address"]
 
 
 class Node:
-    """A node with two GPUs in a folder: sysfs, and the file that AMD SMI reads."""
+    """A node with GPUs in a folder: sysfs, and the file that AMD SMI reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.sysfs = folder, folder / "sys"
@@ -132,6 +132,16 @@ def test_each_partition_is_a_device_with_its_own_render_node(
     parents = {device.parent for device in devices[:-1]}
     assert parents == {None if mode == "spx" else f"GPU-{SERIALS[0]}"}
     assert {device.attributes["pci"] for device in devices[:-1]} == {"0000:05:00.0"}
+    assert plugin.conditions() == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_eight_gpus_in_cpx_are_64_devices(node: Node, form: str) -> None:
+    node.write(FORMS[form], *["cpx"] * 8)
+    plugin = node.plugin()
+    rows = [row(device) for device in plugin.list_devices()]
+    assert rows == [found for gpu in range(8) for found in expected(gpu, "cpx")]
+    assert len({file for *_, files in rows for file in files}) == 64
     assert plugin.conditions() == []
 
 
@@ -232,8 +242,8 @@ def test_gpu_that_amd_smi_lacks_is_a_condition(node: Node) -> None:
     plugin = node.plugin()
     plugin.list_devices()
     (condition,) = plugin.conditions()
-    assert condition.reason == "GPU 0000:c1:00.0 is on the PCI bus, and AMD SMI does not list it"
-    driver = node.sysfs / "bus/pci/devices/0000:c1:00.0/driver"
+    assert condition.reason == "GPU 0000:26:00.0 is on the PCI bus, and AMD SMI does not list it"
+    driver = node.sysfs / "bus/pci/devices/0000:26:00.0/driver"
     driver.symlink_to("../../../bus/pci/drivers/vfio-pci")
     plugin.list_devices()
     assert plugin.conditions() == [], "it is for virtual machines"
