@@ -101,6 +101,35 @@ async def test_excluded_devices_are_listed_and_belong_to_nobody(plain: Daemon) -
     assert (await plain.device("cuda0"))["agents"] == ["agent-1"]
 
 
+async def test_forgotten_device_that_is_configured_is_a_warning(
+    plain: Daemon, tmp_path: Path
+) -> None:
+    health = tmp_path / "health"
+    parts = [
+        f'[[agents]]\nid = "agent-{n}"\n[agents.resource]\ncpu = 1\nmem = "300m"\n'
+        f'devices = {{ cuda = ["cuda{n}"] }}\n'
+        for n in (1, 2)
+    ]
+    config = f'[resource]\nallocation-mode = "manual"\n{"".join(parts)}{PACE}'
+    config += gpus(3) + f'health-file = "{health}"\n'
+    await plain.start(config)
+    health.write_text("cuda1 gone\n")
+
+    async def state() -> str:
+        return (await plain.device("cuda1"))["state"]
+
+    await until(state, "gone")
+    missing = "cuda1 is missing, and the configuration gives it to agent-1"
+    assert missing in run(plain, "forget", "cuda1")
+    await plain.restart(config)
+    assert missing in await plain.warnings()
+    await plain.running("agent-2", slots={"cuda.device": 1})
+    health.unlink()
+    await plain.restart(config)
+    assert (await plain.device("cuda1"))["agents"] == ["agent-1"]
+    assert missing not in await plain.warnings()
+
+
 async def test_failed_plugin_offers_nothing_and_says_why(plain: Daemon) -> None:
     failing = 'fault = "raise"\nfault-at = "list"\nfault-after = 3\n'
     await plain.start(AGENTS + PACE + gpus(2) + failing)

@@ -22,6 +22,7 @@ from agentd.pluginhost.host import PluginHost
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginState
 from agentd.state.folder import StateFolder
+from agentd.state.schemas import SavedDevices
 from core.machines import CPU, GIB, MEM, cores, memory
 from plugins.test_cuda import Node, library, node
 
@@ -301,7 +302,7 @@ async def test_unnamed_instances_without_attributes_keep_their_places(machine: M
     """Drivers that do not name profiles, and know nothing of an instance (go-nvml 60)."""
     old = {"name0": "name=NVIDIA H100", "name1": "name=NVIDIA H100"}
     machine.node.say(gpus(names=old))
-    machine.store.save_devices([], {}, {})
+    machine.store.save_devices(SavedDevices([]))
     await machine.restart()
     async with keeping_places(machine, gpus(names=old)):
         machine.node.say(gpus(*fails("nvmlDeviceGetAttributes_v2", code=6), names=old))

@@ -8,10 +8,11 @@ from unittest.mock import Mock
 import pytest
 
 from agentd import failpoints
+from agentd.core.devices import DeviceId
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.state.folder import StateFolder
-from agentd.state.schemas import Phase, SavedRecord, StoppedPlugin
+from agentd.state.schemas import Phase, SavedDevices, SavedRecord, StoppedPlugin
 from core.machines import CPU, gpus
 
 
@@ -27,7 +28,11 @@ def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     devices = gpus(1, 0.5, nodes=(0, None))
     dealing = PluginAssignment.of({"a": devices[:1], "b": ()}, devices, "one is faster")
     stopped = {"cuda": StoppedPlugin("stopped by ann", (CPU,))}
-    state.save_devices(devices, {"cuda": dealing}, stopped)
+    forgotten = [DeviceId("cuda", "cuda7")]
+    state.save_devices(
+        SavedDevices(devices, dealings={"cuda": dealing}, stopped=stopped, forgotten=forgotten)
+    )
+    assert state.load_forgotten() == {*forgotten}
     assert (state.load_dealings(), state.load_stopped()) == ({"cuda": dealing}, stopped)
     loaded = state.load_devices()
     assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
@@ -127,7 +132,7 @@ def test_a_record_stays_until_its_kernel_is_dropped(state: StateFolder) -> None:
 
 def test_only_their_owner_can_read_what_is_remembered(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
-    state.save_devices(gpus(1), {}, {})
+    state.save_devices(SavedDevices(gpus(1)))
     state.save_runtimes(["docker"])
     files = [path for path in state.folder.rglob("*") if path.is_file()]
     assert len(files) == 4
@@ -261,7 +266,7 @@ def test_the_warning_of_a_full_folder_ends_without_another_save(
 ) -> None:
     failpoints.arm("devices.before_replace=1*error(ENOSPC)")
     with pytest.raises(StateUnavailable):
-        state.save_devices(gpus(1), {}, {})
+        state.save_devices(SavedDevices(gpus(1)))
     before = state.warnings()
     with monkeypatch.context() as full:
         full.setattr(
@@ -277,7 +282,7 @@ def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text("{")
     looking = StateFolder(state.folder, "n")
     assert looking.load_devices() == []
-    looking.save_devices(gpus(1), {}, {})
+    looking.save_devices(SavedDevices(gpus(1)))
     assert (state.folder / "devices.json").read_text() == "{"
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, Health
+from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
@@ -36,7 +36,7 @@ from agentd.services.protocols import (
     Session,
     Support,
 )
-from agentd.state.schemas import Phase, SavedRecord, StoppedPlugin
+from agentd.state.schemas import Phase, SavedDevices, SavedRecord, StoppedPlugin
 
 KNOWN_COMMANDS = ("sh", "sleep", "printf")
 
@@ -284,6 +284,7 @@ class FakeMemory:
         self.devices: Sequence[Device] = ()
         self.dealings: Mapping[str, PluginAssignment] = {}
         self.stopped: Mapping[str, StoppedPlugin] = {}
+        self.forgotten: frozenset[DeviceId] = frozenset()
         self.records: dict[str, SavedRecord] = {}
         self.runtimes: Sequence[str] = ()
         self.claims: dict[str, str] = {}
@@ -314,13 +315,12 @@ class FakeMemory:
     def load_stopped(self) -> Mapping[str, StoppedPlugin]:
         return self.stopped
 
-    def save_devices(
-        self,
-        devices: Sequence[Device],
-        dealings: Mapping[str, PluginAssignment],
-        stopped: Mapping[str, StoppedPlugin],
-    ) -> None:
-        self.devices, self.dealings, self.stopped = devices, dict(dealings), dict(stopped)
+    def load_forgotten(self) -> frozenset[DeviceId]:
+        return self.forgotten
+
+    def save_devices(self, saved: SavedDevices) -> None:
+        self.devices, self.dealings, self.stopped = saved.devices, saved.dealings, saved.stopped
+        self.forgotten = frozenset(saved.forgotten)
 
     def load_ready_engines(self) -> Mapping[str, str]:
         return self.ready_engines

@@ -224,9 +224,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def by_identity(self) -> Mapping[str, Device]:
         """Devices by stable id, else by a former stable id, else by alias."""
-        devices: dict[str, Device] = {}
-        for device in self.devices:
-            devices |= dict.fromkeys(device.aliases, device)
+        devices = _by_alias(self.devices)
         for device in self.devices:
             devices |= dict.fromkeys(device.former, device)
         return {**devices, **self.by_stable_id}
@@ -385,6 +383,21 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         """Return an inventory without `device_id`."""
         others = (d for d in self.devices if d.device_id != device_id)
         return Inventory.of(self.slot_types.values(), others)
+
+
+def by_any_name(devices: Collection[Device]) -> dict[str, Device]:
+    """Return devices by id, else by stable id, else by alias."""
+    by_stable_id = {device.stable_id: device for device in devices}
+    by_id = {device.device_id.id: device for device in devices}
+    return _by_alias(devices) | by_stable_id | by_id
+
+
+def _by_alias(devices: Iterable[Device]) -> dict[str, Device]:
+    """Return devices by alias; a present one before a missing one, as in a PCI slot."""
+    by_alias: dict[str, Device] = {}
+    for device in sorted(devices, key=lambda device: not device.gone):
+        by_alias |= dict.fromkeys(device.aliases, device)
+    return by_alias
 
 
 def group_by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:

@@ -25,9 +25,11 @@ from agentd.core.devices import (
     Device,
     Health,
     Inventory,
+    by_any_name,
     deduplicate_devices,
     with_shared_health,
 )
+from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
@@ -44,7 +46,7 @@ from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
 from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus
 from agentd.state.folder import StateFolder
-from agentd.state.schemas import StoppedPlugin
+from agentd.state.schemas import SavedDevices, StoppedPlugin
 
 log = structlog.get_logger()
 
@@ -110,6 +112,7 @@ class NodeDevices:
         yield from (Condition("host", text) for text in self._duplicates)
         yield from device_conditions(self.inventory)
         yield from self.split.conditions
+        yield from missing_by_name(self.inventory, self._added_plugins, self._rules)
         for name in self._rules.exclude.keys() & self._added_plugins:
             yield from unmatched_exclusions(self.inventory, name, self._rules.exclude[name])
         unsaved = [self._unsaved] if self._unsaved else []
@@ -159,6 +162,7 @@ class NodeDevices:
         self._duplicates = ()
         self._dealings = dict(self._store.load_dealings())
         self._stopped = self._store.load_stopped()
+        self._rules = replace(self._rules, forgotten=self._store.load_forgotten())
         self._merge_listings(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
@@ -312,9 +316,8 @@ class NodeDevices:
             UnknownDevice: the device does not exist.
         """
         devices = self.inventory.by_name.get(name, ())
-        for device in devices:
-            if device.has_name(device_id):
-                return device
+        if (device := by_any_name(devices).get(device_id)) is not None:
+            return device
         available = ", ".join(d.device_id.id for d in devices) or "none"
         raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {available})")
 
@@ -361,7 +364,8 @@ class NodeDevices:
         """
         device = self.find(name, device_id)
         _require_forgettable(device, holders)
-        self._apply_operator_change(self.inventory.without(device.device_id))
+        rules = replace(self._rules, forgotten=self._rules.forgotten | {device.device_id})
+        self._apply_operator_change(self.inventory.without(device.device_id), rules)
 
     def add_missing(self, devices: Iterable[Device]) -> None:
         """Add devices that are known only from kernels."""
@@ -372,11 +376,19 @@ class NodeDevices:
         if inventory is not self.inventory:
             self._apply_observed_change(inventory)
 
-    def _apply_operator_change(self, inventory: Inventory) -> None:
+    def _apply_operator_change(self, inventory: Inventory, rules: SplitRules | None = None) -> None:
         """Apply an operator's change: save it first, or refuse it."""
-        self._store.save_devices(_devices_to_save(inventory), self._dealings, self._stopped)
-        self._unsaved = ""
+        rules = rules or self._rules
+        self._store.save_devices(self._to_save(inventory, self._stopped, rules))
+        self._rules, self._unsaved = rules, ""
         self._apply(inventory)
+
+    def _to_save(
+        self, inventory: Inventory, stopped: Mapping[str, StoppedPlugin], rules: SplitRules
+    ) -> SavedDevices:
+        forgotten = sorted(rules.forgotten - inventory.by_id.keys())
+        devices = _devices_to_save(inventory)
+        return SavedDevices(devices, dealings=self._dealings, stopped=stopped, forgotten=forgotten)
 
     async def stop_plugin(self, name: str, caller: str) -> PluginStatus:
         """Release a plugin's devices until it is started, also after a restart.
@@ -420,7 +432,7 @@ class NodeDevices:
             return status
 
     def _save_stopped(self, stopped: Mapping[str, StoppedPlugin]) -> None:
-        self._store.save_devices(_devices_to_save(self.inventory), self._dealings, stopped)
+        self._store.save_devices(self._to_save(self.inventory, stopped, self._rules))
         self._stopped, self._unsaved = stopped, ""
 
     def _apply_observed_change(self, inventory: Inventory) -> None:
@@ -455,8 +467,7 @@ class NodeDevices:
 
     def _save(self) -> None:
         try:
-            devices = _devices_to_save(self.inventory)
-            self._store.save_devices(devices, self._dealings, self._stopped)
+            self._store.save_devices(self._to_save(self.inventory, self._stopped, self._rules))
         except StateUnavailable as error:
             if not self._unsaved:
                 log.warning("devices.save_failed", reason=str(error))

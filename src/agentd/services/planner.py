@@ -24,7 +24,7 @@ from agentd.core.claim.allocation import (
     with_claimed_usable,
 )
 from agentd.core.claim.claim import ClaimSpec, subtract_allocations
-from agentd.core.devices import DeviceId, Inventory
+from agentd.core.devices import DeviceId, Inventory, by_any_name
 from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, PlanContext, agent_resource_cap, build_plan
 from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
@@ -424,8 +424,8 @@ def _resolve_named_devices(
             for device in inventory.by_name.get(name, ())
             if not spec.is_discreet or device.device_id in partition.members
         ]
-        by_key = {key: d.device_id for d in devices for key in (*d.names, d.device_id.id)}
-        named_devices[name] = frozenset(by_key[key] for key in wanted if key in by_key)
+        by_key = by_any_name(devices)
+        named_devices[name] = frozenset(by_key[key].device_id for key in wanted if key in by_key)
         known_ids = ", ".join(device.device_id.id for device in devices) or "none"
         unknown = (
             Problem(

@@ -33,7 +33,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.devices import Device, Health
+from agentd.core.devices import Device, DeviceId, Health
 from agentd.core.names import is_name, validate_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
@@ -208,19 +208,18 @@ class StateFolder:
         saved = self._load("devices.json", SavedDevices)
         return saved.stopped if saved else {}
 
-    def save_devices(
-        self,
-        devices: Sequence[Device],
-        dealings: Mapping[str, PluginAssignment],
-        stopped: Mapping[str, StoppedPlugin],
-    ) -> None:
-        """Save an inventory, the dealings and the stopped plugins, if the folder is open.
+    def load_forgotten(self) -> frozenset[DeviceId]:
+        """Return the devices that an operator forgot."""
+        saved = self._load("devices.json", SavedDevices)
+        return frozenset(saved.forgotten if saved else ())
+
+    def save_devices(self, saved: SavedDevices) -> None:
+        """Save an inventory, if the folder is open.
 
         Raises:
             StateUnavailable: the previous ones are still saved.
         """
         if self._is_open:
-            saved = SavedDevices(list(devices), dealings=dealings, stopped=stopped)
             self._save_lasting("devices", saved)
 
     def load_ready_engines(self) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from agentd.core.devices import Device
+from agentd.core.devices import Device, DeviceId
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import SlotType
 
@@ -37,13 +37,15 @@ class StoppedPlugin(msgspec.Struct, frozen=True):
 class SavedDevices(msgspec.Struct):
     """`devices.json`: the last inventory.
 
-    By device name, it has the dealings of plugins, and the plugins that are stopped.
+    By device name, it has the dealings of plugins, and the plugins that are stopped. `forgotten`
+    are ids of missing devices that an operator forgot.
     """
 
     devices: Sequence[Device]
     schema: int = SCHEMA
     dealings: Mapping[str, PluginAssignment] = {}
     stopped: Mapping[str, StoppedPlugin] = {}
+    forgotten: Sequence[DeviceId] = ()
 
 
 class SavedEngines(msgspec.Struct):

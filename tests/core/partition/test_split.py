@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
+from agentd.core.devices import DeviceId
 from agentd.core.partition.auto_split import split_units
+from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -197,6 +199,37 @@ def test_a_plugin_that_lists_nothing_is_known_all_the_same() -> None:
     assert split(node, manual(described("a", cuda="all"))).partitions
     with pytest.raises(ConfigRefused, match="unknown cuda device 'cuda0'; available: none"):
         split(node, manual(described("a", cuda=["cuda0"])))
+
+
+def test_named_device_that_is_missing_is_a_condition() -> None:
+    uuid, address = "GPU-00000000-1111-2222-3333-444444444444", "00000000:5e:00.0"
+    rules = manual(described("a", cuda=["cuda0", "cuda7", uuid]), described("b", cuda=[address]))
+    with pytest.raises(ConfigRefused) as caught:
+        split(NODE, rules)
+    assert [problem.why for problem in caught.value.problems] == [
+        "unknown cuda device 'cuda7'; available: cuda0, cuda1, cuda2, cuda3, cuda4"
+    ]
+    rules = replace(rules, forgotten=frozenset({DeviceId("cuda", "cuda7")}))
+    assert ids(split(NODE, rules), "a", "cuda") == ["cuda0"]
+    named = (("cuda7", "a"), (uuid, "a"), (address, "b"))
+    missing = "is missing, and the configuration gives it to"
+    assert [*missing_by_name(NODE, {"cuda"}, rules)] == [
+        Condition(f"device/cuda/{name}", f"{name} {missing} {agent}") for name, agent in named
+    ]
+    assert [*missing_by_name(NODE, (), rules)] == []
+
+
+@pytest.mark.parametrize("is_first_gone", [True, False])
+def test_present_device_comes_before_a_gone_one_in_its_slot(is_first_gone: bool) -> None:
+    pair = [
+        replace(device, aliases=("0000:3b:00.0",), gone=gone)
+        for device, gone in zip(gpus(1, 1), (is_first_gone, not is_first_gone), strict=True)
+    ]
+    node = machine(*cores(2), memory(), *pair)
+    present, gone = ("cuda1", "cuda0") if is_first_gone else ("cuda0", "cuda1")
+    assert ids(split(node, manual(described("a", cuda=["0000:3b:00.0"]))), "a", "cuda") == [present]
+    assert ids(split(node, manual(described("a", cuda=[gone]))), "a", "cuda") == [gone]
+    assert node.by_identity["0000:3b:00.0"].device_id.id == present
 
 
 def test_excluded_device_belongs_to_nobody_and_does_not_count() -> None:

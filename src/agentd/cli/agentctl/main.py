@@ -365,9 +365,14 @@ def clear(client: Client, device: str) -> None:
 def forget(client: Client, device: str) -> None:
     """Forget a missing device.
 
-    Its id can be assigned to another device at the next start of agentd.
+    Its id can be assigned to another device at the next start of agentd. A configuration that still
+    names it is a warning.
     """
+    before = client.node()["warnings"]
     client.forget_device(*_find_device(client, device))
+    for warning in client.node()["warnings"]:
+        if warning not in before:
+            click.echo(f"warning: {warning}", err=True)
 
 
 @agentctl.group(invoke_without_command=True)

@@ -8,15 +8,18 @@ only cause warnings, elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 
 import msgspec
 
-from agentd.core.devices import Device, DeviceId, group_by_name
+from agentd.core.conditions import Condition
+from agentd.core.devices import Device, DeviceId, Inventory, by_any_name, group_by_name
 from agentd.core.partition.rules import (
     AgentRule,
+    AllocationMode,
     Count,
     DeviceRule,
     Ids,
@@ -28,6 +31,13 @@ from agentd.core.partition.rules import (
 from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM
 from agentd.errors import Problem
+
+_HARDWARE_NAME = re.compile(
+    r"(?:[a-z]+-)*[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+    r"|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]",
+    re.IGNORECASE,
+)
+"""A UUID, with a prefix such as `GPU-`, or a PCI address."""
 
 
 class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
@@ -122,9 +132,10 @@ class _ManualAssignment:
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
         for wanted in rule.names:
-            device = next((d for d in self._devices(name) if d.has_name(wanted)), None)
+            device = by_any_name(self._devices(name)).get(wanted)
             if device is None:
-                self._add_problem(path, self._unassigned_reason(name, wanted))
+                if not _may_be_missing(name, wanted, self._rules):
+                    self._add_problem(path, self._unassigned_reason(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
                 owner_text = "again" if owner == agent else f"to {owner}, too"
                 self._add_problem(path, f"{wanted} is assigned to {agent} and {owner_text}")
@@ -190,6 +201,26 @@ class _ManualAssignment:
             return rule.size_bytes
         exact = self._pool.memory_bytes * rule.percent / 100
         return int(exact // self._rules.align) * self._rules.align
+
+
+def missing_by_name(
+    inventory: Inventory, names: Collection[str], rules: SplitRules
+) -> Iterator[Condition]:
+    """Yield the devices of some device names that agents name and the node does not know."""
+    if rules.mode is not AllocationMode.MANUAL:
+        return
+    for rule in rules.agents:
+        for name, device_rule in rule.devices.items():
+            known = by_any_name(inventory.by_name.get(name, ()))
+            for wanted in device_rule.names if isinstance(device_rule, Ids) else ():
+                if name in names and wanted not in known:
+                    reason = f"{wanted} is missing, and the configuration gives it to"
+                    yield Condition(f"device/{name}/{wanted}", f"{reason} {rule.agent_id}")
+
+
+def _may_be_missing(name: str, wanted: str, rules: SplitRules) -> bool:
+    """Return whether a name is of a device that this node had, or of a particular device."""
+    return DeviceId(name, wanted) in rules.forgotten or bool(_HARDWARE_NAME.fullmatch(wanted))
 
 
 def _rule_location(location: str, name: str) -> str:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from agentd.core.devices import DeviceId
 from agentd.core.slots import AmountError, SlotKind, parse_base_units, parse_quantity
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -98,7 +99,7 @@ class SplitRules(msgspec.Struct, frozen=True):
     """Everything the partition follows from, apart from the devices themselves.
 
     `exclude` has the devices that no agent gets, by device name: ids, stable ids, aliases and
-    parents.
+    parents. `forgotten` are devices that the node had.
     """
 
     mode: AllocationMode
@@ -108,6 +109,7 @@ class SplitRules(msgspec.Struct, frozen=True):
     align: int = 1
     order: SplitOrder = SplitOrder.ID
     exclude: Mapping[str, tuple[str, ...]] = {}
+    forgotten: frozenset[DeviceId] = frozenset()
 
     @property
     def uses_plugin_order(self) -> bool:
