@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from end_to_end.containers import printed
+from runtimes.field import engine_dialects as dialects
 from support import engine as engines
 from support.daemon import AGENTS, Daemon, gpus
 from support.engine import Engine, rootfs
+from support.engine_proxy import EngineProxy
 from support.needs import ENGINE_26, require
 from support.registry import Registry
 
@@ -139,3 +142,25 @@ async def test_host_without_a_controller_runs_kernels(
             await daemon.restart()
             kernel = await daemon.get("/v1/kernels/k1")
             assert (kernel["state"], kernel["degraded"]) == ("running", [])
+
+
+async def test_members_that_an_engine_leaves_out_are_not_missed(
+    engine: Engine, folder: Path
+) -> None:
+    proxy = EngineProxy(folder / "proxy.sock", engine.socket)
+    dialects.omits_empty_members(proxy)
+    await proxy.start()
+    node = Daemon(folder, "docker", engine)
+    node.engine = proxy.path
+    try:
+        await node.start(AGENTS + gpus())
+        await node.running(kernel_id="k1", slots={"cuda.device": 1, "mem": "64m"})
+        assert await printed(node, "echo hello") == "hello\n"
+        await node.restart()
+        kernel = await node.get("/v1/kernels/k1")
+        assert (kernel["state"], kernel["degraded"]) == ("running", [])
+        kernel = (await node.call("POST", "/v1/kernels/k1/stop")).json
+        assert kernel["state"] == "terminated"
+    finally:
+        await node.close()
+        await proxy.stop()

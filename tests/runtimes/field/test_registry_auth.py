@@ -83,6 +83,20 @@ async def test_login_of_docker_hub_is_found_by_each_name(
 
 
 @pytest.mark.parametrize(
+    ("image", "host"),
+    [(IMAGE, HOST), ("busybox", "index.docker.io"), ("docker.io/a/b", "index.docker.io")],
+)
+async def test_login_is_sent_with_a_host_and_no_address(
+    folder: Path, image: str, host: str
+) -> None:
+    """Podman refuses an address of a registry, and the containerd store compares hosts."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({"auths": {HOST: entry(), "docker.io": entry()}}))
+    credentials = await find_credentials(image, file, Lookups())
+    assert credentials == {**LOGIN, "serveraddress": host}
+
+
+@pytest.mark.parametrize(
     "key", ["registry.example", f"{HOST}0", "example:5000", "docker.io", f"other/{HOST}"]
 )
 async def test_login_of_another_host_is_not_sent(folder: Path, key: str) -> None:
@@ -123,7 +137,11 @@ async def test_unusable_login_is_named(folder: Path, login: Any) -> None:
 
 
 @pytest.mark.parametrize("member", ["credsStore", "credHelpers"])
-async def test_helper_is_run_with_the_registry(programs: Path, member: str) -> None:
+async def test_helper_is_run_with_the_registry(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    """A service of systemd has no HOME, without which the helper of ECR hangs."""
+    monkeypatch.delenv("HOME", raising=False)
     answer = '{"ServerURL": "x", "Username": "ada", "Secret": "se:cret"}'
     write_helper(
         programs, "vault", f"cat > {programs}/asked; env > {programs}/env; echo '{answer}'"
@@ -132,9 +150,9 @@ async def test_helper_is_run_with_the_registry(programs: Path, member: str) -> N
     content = {member: named, "auths": {HOST: {}}}
     assert await find(programs, content) == LOGIN
     assert (programs / "asked").read_text() == HOST
-    names = {line.partition("=")[0] for line in (programs / "env").read_text().splitlines()}
-    assert "AGENTD_SEED" in os.environ
-    assert not {name for name in names if name.startswith("AGENTD")}
+    environment = (programs / "env").read_text()
+    assert "HOME=/root\n" in environment
+    assert ("AGENTD" in environment, "AGENTD_SEED" in os.environ) == (False, True)
 
 
 async def test_helper_s_token_is_sent_as_one(programs: Path) -> None:

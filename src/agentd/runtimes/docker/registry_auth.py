@@ -37,6 +37,8 @@ _HELPER_VARIABLES = (
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 """Variables of agentd that a helper gets, if they are set."""
+_ROOT_HOME = "/root"
+"""HOME of a helper if agentd has none, as a service of systemd; without one, some hang."""
 HELPER_TIMEOUT_S = 30.0
 _NOT_FOUND = b"credentials not found"
 """Output of a helper that has no credentials for a registry."""
@@ -114,7 +116,13 @@ async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> C
         except AgentdError:
             if login is None:
                 raise
-    return login and {**login, "serveraddress": registry_of(image)}
+    return login and {**login, "serveraddress": _server_address(image)}
+
+
+def _server_address(image: str) -> str:
+    """Return the host that an engine compares with a registry's; Podman refuses an address."""
+    registry = registry_of(image)
+    return "index.docker.io" if registry == DOCKER_HUB else registry
 
 
 async def _run_helper(program: str, registry: str, where: str) -> Credentials | None:
@@ -123,6 +131,7 @@ async def _run_helper(program: str, registry: str, where: str) -> Credentials | 
     https://github.com/docker/docker-credential-helpers
     """
     env = {name: os.environ[name] for name in _HELPER_VARIABLES if name in os.environ}
+    env.setdefault("HOME", _ROOT_HOME)
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
