@@ -46,7 +46,6 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
     folders = [real_path for folder in allowed if (real_path := _resolve_path(str(folder)))]
     sources: list[MountSource] = []
     problems: list[Problem] = []
-    failures: list[RuntimeUnavailable] = []
     for index, mount in enumerate(mounts):
         path: Path | None
         failure: OSError | None = None
@@ -72,11 +71,9 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
             reason = f"agentd cannot open {mount.source}: {failure.strerror}"
             problems.append(Problem(member, reason))
         else:
-            failures.append(_failure_error(mount, failure))
+            raise _failure_error(mount, failure)
     if problems:
         raise InvalidRequest(problems)
-    for unavailable in failures:
-        raise unavailable
     return sources
 
 

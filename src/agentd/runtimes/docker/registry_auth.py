@@ -28,9 +28,8 @@ from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 Credentials: TypeAlias = dict[str, str]
 
-DOCKER_HUB = "https://index.docker.io/v1/"
-_HUB_HOST = "docker.io"
-_HUB_NAMES = (_HUB_HOST, "index.docker.io", "registry-1.docker.io")
+_HUB_HOST, _HUB_INDEX = "docker.io", "index.docker.io"
+_HUB_NAMES = (_HUB_HOST, _HUB_INDEX, "registry-1.docker.io")
 _HELPER = re.compile(r"docker-credential-[\w.-]+")
 _HELPER_VARIABLES = (
     *("HOME", "LANG", "PATH"),
@@ -110,22 +109,18 @@ async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> C
         login, helper = auth.login_of(image), auth.helper_of(image)
     except ValueError as error:
         raise RuntimeFailure(f"{where}: {error}") from None
+    host = _split_image(image)[0]
     if helper:
         try:
-            login = await _run_helper(helper, registry_of(image), where) or login
+            login = await _run_helper(helper, host, where) or login
         except AgentdError:
             if login is None:
                 raise
-    return login and {**login, "serveraddress": _server_address(image)}
+    # Podman refuses an address, and the containerd store knows Docker Hub by this host alone.
+    return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
 
 
-def _server_address(image: str) -> str:
-    """Return the host that an engine compares with a registry's; Podman refuses an address."""
-    registry = registry_of(image)
-    return "index.docker.io" if registry == DOCKER_HUB else registry
-
-
-async def _run_helper(program: str, registry: str, where: str) -> Credentials | None:
+async def _run_helper(program: str, host: str, where: str) -> Credentials | None:
     """Return the credentials that a helper keeps; None if it has none.
 
     https://github.com/docker/docker-credential-helpers
@@ -142,7 +137,8 @@ async def _run_helper(program: str, registry: str, where: str) -> Credentials | 
         raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
     try:
         async with asyncio.timeout(HELPER_TIMEOUT_S):
-            output, _ = await process.communicate(registry.encode())
+            server = f"https://{_HUB_INDEX}/v1/" if host == _HUB_HOST else host
+            output, _ = await process.communicate(server.encode())
     except TimeoutError:
         reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
         raise RuntimeUnavailable(f"{where}: {reason}") from None
@@ -208,13 +204,12 @@ def _best_key(keys: Iterable[str], image: str) -> str | None:
     The longest namespace that contains the image wins. Without one, any key of the registry
     counts, as with Docker, which compares hosts alone.
     """
-    name = _image_name(image)
+    host, path = _split_image(image)
 
     def rank(key: str) -> tuple[int, bool]:
         scope = _scope(key)
-        return len(scope) if f"{name}/".startswith(f"{scope}/") else 0, key == scope
+        return len(scope) if f"{host}/{path}/".startswith(f"{scope}/") else 0, key == scope
 
-    host = name.partition("/")[0]
     of_host = [key for key in keys if _scope(key).partition("/")[0] == host]
     return max(of_host, key=rank, default=None)
 
@@ -223,25 +218,18 @@ def _scope(key: str) -> str:
     """Return the host of a key and its namespace, if it has one."""
     address = key.removeprefix("http://").removeprefix("https://").strip("/")
     host, _, path = address.partition("/")
-    host = _HUB_HOST if host in _HUB_NAMES else host
-    return f"{host}/{path}" if path and path not in {"v1", "v2"} else host
+    host = _canonical_host(host)
+    return host if path in {"", "v1", "v2"} else f"{host}/{path}"
 
 
-def _image_name(image: str) -> str:
-    """Return an image's host and path, without tag and digest."""
-    name = image.partition("@")[0]
-    folder, slash, last = name.rpartition("/")
-    name = f"{folder}{slash}{last.partition(':')[0]}"
-    if registry_of(image) != DOCKER_HUB:
-        return name
-    path = name.partition("/")[2] if name.partition("/")[0] in _HUB_NAMES else name
-    return f"{_HUB_HOST}/{path}" if "/" in path else f"{_HUB_HOST}/library/{path}"
+def _split_image(image: str) -> tuple[str, str]:
+    """Return the registry of an image and its path there, without tag and digest."""
+    host, _, path = image.partition("@")[0].partition("/")
+    if not path or not ({".", ":"} & set(host) or host == "localhost"):
+        host, path = _HUB_HOST, f"{host}/{path}" if path else f"library/{host}"
+    folder, slash, last = path.rpartition("/")
+    return _canonical_host(host), f"{folder}{slash}{last.partition(':')[0]}"
 
 
-def registry_of(image: str) -> str:
-    """Return the registry of an image name: its first part if that is a host."""
-    host, separator, _ = image.partition("/")
-    if host in _HUB_NAMES:
-        return DOCKER_HUB
-    is_host = bool(separator) and (bool({".", ":"} & set(host)) or host == "localhost")
-    return host if is_host else DOCKER_HUB
+def _canonical_host(host: str) -> str:
+    return _HUB_HOST if host in _HUB_NAMES else host
