@@ -97,3 +97,12 @@ async def test_default_limits_hold_in_a_container_and_its_execs(
     assert (await printed(dockered, script)).split() == ["300", "400", "0"]
     own = {"nofile": {"soft": 350, "hard": 500}}
     assert (await printed(dockered, script, ulimits=own)).split() == ["350", "500", "0"]
+
+
+async def test_default_limit_that_the_engine_cannot_set_is_named(serving_docker: Serving) -> None:
+    dockered = await serving_docker(f"default-ulimits = {{ nofile = {2**40} }}\n" + AGENTS)
+    answer = await dockered.create()
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert "cannot set a default ulimit" in answer.json["detail"]
+    own = {"nofile": {"soft": 300, "hard": 400}}
+    assert await printed(dockered, "ulimit -n", ulimits=own) == "300\n"

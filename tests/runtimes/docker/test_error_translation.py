@@ -57,9 +57,6 @@ MEANINGS = {
         400, f'{INIT}error mounting "/x" to rootfs at "/sbin/docker-init": stat /x: no such file',
         127, RuntimeFailure,
     ),
-    "a default limit that cannot be set": (
-        500, f"{INIT}error setting rlimit type 7: operation not permitted", 128, RuntimeFailure,
-    ),
     "a runtime that is not there": (
         500, 'failed to start shim: exec: "runc": executable file not found in $PATH: unknown', 128,
         RuntimeFailure,
@@ -88,3 +85,16 @@ def test_engine_errors_are_attributed(
         assert str(error) == f"the Docker Engine: {message}"
     if meaning is StateUnavailable:
         assert str(error) == "the disk of the node's engine is full"
+
+
+@pytest.mark.parametrize("requested", [{}, {"core": {"soft": 1, "hard": 1}}])
+def test_default_limit_that_cannot_be_set_is_the_node_s(requested: dict) -> None:
+    message = f"{INIT}error setting rlimit type 7: operation not permitted: unknown"
+    made = plan("sleep", "1000", options={"ulimits": requested})
+    error = translate_error(DockerError(500, message), made, 128)
+    assert type(error) is RuntimeFailure
+    assert str(error) == f"the Docker Engine cannot set a default ulimit: {message}"
+    own = plan("sleep", "1000", options={"ulimits": {"nofile": {"soft": 1, "hard": 1}}})
+    refusal = translate_error(DockerError(500, message), own, 128)
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.problems[0].where == "ulimits.nofile"

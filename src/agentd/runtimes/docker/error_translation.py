@@ -36,6 +36,8 @@ _PORT_CONFLICTS = ("port is already allocated", "address already in use")
 
 _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
+_RLIMIT = "error setting rlimit"
+"""The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
@@ -99,6 +101,8 @@ def _translate_refusal(
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
+    if _RLIMIT in error.detail:
+        return RuntimeFailure(f"the Docker Engine cannot set a default ulimit: {error.message}")
     if any(text in error.detail for text in _PORT_CONFLICTS):
         return RuntimeUnavailable(error.message)
     return RuntimeFailure(f"the Docker Engine: {error.message}")
