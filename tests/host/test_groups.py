@@ -72,6 +72,13 @@ async def test_other_groups_are_refused_alike(requested, allowed, lines: list[st
         resolve_groups(requested, allowed)
 
 
+def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of groups that is slow could be kept busy otherwise."""
+    monkeypatch.setattr(grp, "getgrnam", pytest.fail)
+    with pytest.raises(InvalidRequest):
+        resolve_groups(["video", "docker"], [])
+
+
 def test_allowed_group_that_the_host_lacks_may_come() -> None:
     with pytest.raises(NotReady, match="group 'team-a' of allowed-groups does not exist"):
         resolve_groups(["team-a"], ["team-a"])

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from agentd.core.allocation.ports import PortRange
 from agentd.core.kernel.options import (
+    MAX_GROUP_ID,
     ULIMITS,
     Ulimit,
     over_ceiling,
@@ -90,7 +91,13 @@ Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 MountFolders = Annotated[tuple[Path, ...], AfterValidator(_validate_mounts)]
 Networks = tuple[Annotated[str, Field(min_length=1)], ...]
-Group = Annotated[int | str, BeforeValidator(parse_group)]
+Group = Annotated[
+    int | str,
+    BeforeValidator(
+        parse_group,
+        json_schema_input_type=Annotated[int, Field(ge=0, le=MAX_GROUP_ID)] | str,
+    ),
+]
 Groups = tuple[Group, ...]
 
 

@@ -40,7 +40,7 @@ def unknown_groups(key: str, groups: Iterable[int | str]) -> list[Problem]:
 
 
 def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str]) -> list[int]:
-    """Return the ids of the groups of a request.
+    """Return the ids of the groups of a request; without allowed ones no name is looked up.
 
     Raises:
         InvalidRequest: some of them are not allowed; lists these.
@@ -50,7 +50,7 @@ def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str])
     ids: list[int] = []
     problems: list[Problem] = []
     for index, group in enumerate(requested):
-        group_id = find_group_id(group)
+        group_id = find_group_id(group) if allowed else None
         if group_id is None and group in allowed:
             raise NotReady(f"group {group!r} of allowed-groups does not exist on this host")
         if group_id is None or group_id not in allowed_ids:
