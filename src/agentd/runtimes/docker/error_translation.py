@@ -101,11 +101,10 @@ def _translate_refusal(
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
-    if _RLIMIT in error.detail:
-        return RuntimeFailure(f"the Docker Engine cannot set a default ulimit: {error.message}")
     if any(text in error.detail for text in _PORT_CONFLICTS):
         return RuntimeUnavailable(error.message)
-    return RuntimeFailure(f"the Docker Engine: {error.message}")
+    failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""
+    return RuntimeFailure(f"the Docker Engine{failed}: {error.message}")
 
 
 def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
