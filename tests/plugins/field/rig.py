@@ -91,8 +91,8 @@ class OpenPlugin:
         return await self.call("measure")
 
 
-def add_to_bus(sysfs: Path, address: str, vendor: str, driver: str) -> None:
-    """Put a GPU on the PCI bus of a substitute for sysfs."""
+def add_to_bus(sysfs: Path, address: str, vendor: str, driver: str) -> Path:
+    """Put a GPU on the PCI bus of a substitute for sysfs, and return its folder."""
     folder = sysfs / "bus/pci/devices" / address
     folder.mkdir(parents=True)
     (folder / "vendor").write_text(f"0x{vendor}\n")
@@ -101,3 +101,4 @@ def add_to_bus(sysfs: Path, address: str, vendor: str, driver: str) -> None:
     bound = sysfs / "bus/pci/drivers" / driver
     bound.mkdir(parents=True, exist_ok=True)
     (folder / "driver").symlink_to(bound)
+    return folder

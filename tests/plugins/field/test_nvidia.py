@@ -362,24 +362,33 @@ def test_part_has_the_files_of_its_instances_in_slurm_s_order(tmp_path: Path) ->
         device_files(whole, part, minors)
 
 
-async def test_gpus_that_only_the_bus_has_are_a_condition(
-    rig: NvidiaRig, plugin: OpenPlugin
-) -> None:
+async def test_gpus_that_only_the_bus_has_are_a_condition(rig: NvidiaRig) -> None:
+    add_to_bus(rig.sysfs, "0000:07:00.0", VENDOR, "vfio-pci")
+    add_to_bus(rig.sysfs, "0000:08:00.0", VENDOR, "nvidia")
+    (rig.sysfs / "bus/pci/devices/0000:08:00.0/physfn").symlink_to("../0000:00:00.0")
+    add_to_bus(rig.sysfs, "0000:09:00.0", "1002", "amdgpu")
     rig.say()
+    plugin = await OpenPlugin.start(rig)
     addresses = ", ".join(f"0000:0{n}:00.0" for n in range(3))
     missing = f"the NVIDIA driver does not list {addresses}, which the PCI bus has"
     listing = await plugin.listing()
     assert ([c.reason for c in listing.conditions], listing.devices) == ([missing], [])
     rig.bring()
     assert await plugin.conditions() == []
-    add_to_bus(rig.sysfs, "0000:07:00.0", VENDOR, "vfio-pci")
-    add_to_bus(rig.sysfs, "0000:08:00.0", VENDOR, "nvidia")
-    (rig.sysfs / "bus/pci/devices/0000:08:00.0/physfn").symlink_to("../0000:00:00.0")
-    add_to_bus(rig.sysfs, "0000:09:00.0", "1002", "amdgpu")
-    assert await plugin.conditions() == []
-    add_to_bus(rig.sysfs, "0000:0a:00.0", VENDOR, "nouveau")
+    await plugin.process.kill("over")
+
+
+async def test_gpu_of_another_driver_is_named_until_it_leaves_the_bus(rig: NvidiaRig) -> None:
+    folder = add_to_bus(rig.sysfs, "0000:0a:00.0", VENDOR, "nouveau")
+    plugin = await OpenPlugin.start(rig)
     (reason,) = await plugin.conditions()
     assert "0000:0a:00.0 (driver: nouveau)" in reason
+    (folder / "driver").unlink()
+    (reason,) = await plugin.conditions()
+    assert "0000:0a:00.0 (no driver)" in reason
+    folder.rename(rig.sysfs / "removed")
+    assert await plugin.conditions() == []
+    await plugin.process.kill("over")
 
 
 async def test_memory_that_no_driver_reports_is_set_or_missed(rig: NvidiaRig) -> None:

@@ -88,6 +88,7 @@ class CudaPlugin(AcceleratorPlugin):
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         super().__init__(name, settings)
         self._sysfs = Path(settings.get("sysfs", "/sys"))
+        self._on_bus: list[str] = []
         self._gpus = nvml.Gpus()
         self._listed: list[DeviceRead[int, nvml.Gpu]] = []
         self._owners: dict[str, tuple[DeviceRead[int, nvml.Gpu], nvml.MigPart | None]] = {}
@@ -111,7 +112,7 @@ class CudaPlugin(AcceleratorPlugin):
 
         If its library is installed, the bus proves nothing: not every GPU is on PCI.
         """
-        addresses = on_pci_bus(bus.VENDOR, sysfs=self._sysfs)
+        self._on_bus = addresses = on_pci_bus(bus.VENDOR, sysfs=self._sysfs)
         on_bus = f"; on the PCI bus: {', '.join(addresses)}" if addresses else ""
         try:
             pynvml.nvmlInit()
@@ -261,9 +262,9 @@ class CudaPlugin(AcceleratorPlugin):
                 self._xids.pop(self._owners[stable_id][0].identity, None)
 
     def conditions(self) -> Sequence[ConditionInfo]:
-        addresses = [gpu.state.pci if gpu.state else "" for gpu in self._listed]
+        listed = [gpu.state.pci if gpu.state else "" for gpu in self._listed]
         silent = self._gpus.reads.describe_unidentified()
-        found = [*map(ConditionInfo, silent), *bus.conditions(self._sysfs, addresses)]
+        found = [*map(ConditionInfo, silent), *bus.conditions(self._on_bus, listed, self._sysfs)]
         unwatched, fabric = {}, {}
         for gpu in self._listed:
             if gpu.state and not gpu.problem:
@@ -296,7 +297,8 @@ class CudaPlugin(AcceleratorPlugin):
             reason = f"{name} reports no memory, and offers no {self.name}.mem"
             yield ConditionInfo(reason, f'set memory = "…" in [plugins.{self.name}]', uuid)
         if gpu.is_mig and not gpu.parts and not gpu.silent_parts:
-            yield ConditionInfo(f"{name} is in MIG mode and has no instances", stable_id=uuid)
+            reason = f"{name} is in MIG mode and has no instances"
+            yield ConditionInfo(reason, "create instances, or leave MIG mode", uuid)
         if any(sentence.endswith(nvml.NO_PERMISSION) for sentence in gpu.silent_parts):
             reason = f"{name} is in MIG mode, and agentd has no permission to open its instances"
             yield ConditionInfo(reason, "run agentd as a user who may read /dev/nvidia-caps", uuid)
