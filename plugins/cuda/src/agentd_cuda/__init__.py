@@ -92,6 +92,9 @@ class CudaPlugin(AcceleratorPlugin):
         self._gpus = nvml.Gpus()
         self._listed: list[DeviceRead[int, nvml.Gpu]] = []
         self._owners: dict[str, tuple[DeviceRead[int, nvml.Gpu], nvml.MigPart | None]] = {}
+        """The GPU of each GPU and part by stable id, and the part."""
+        self._is_fresh = False
+        """Whether `slot_types` has read the GPUs since they were listed."""
         self._watch = XidWatch(frozenset(settings.get("ignored-xids", APPLICATION_XIDS)))
         self._xids: dict[str, Xid] = {}
         self._unfit: dict[int, str] = {}
@@ -134,8 +137,8 @@ class CudaPlugin(AcceleratorPlugin):
         pynvml.nvmlShutdown()
 
     def slot_types(self) -> Sequence[SlotTypeInfo]:
-        gpus = [gpu.state for gpu in self._gpus.read() if gpu.state]
-        profiles = {part.state.profile for gpu in gpus for part in gpu.parts if part.state}
+        self._read()
+        profiles = {part.profile for _, part in self._owners.values() if part}
         return [
             *mode_slots(self.name, self.settings, unit="GPU"),
             *(
@@ -148,12 +151,17 @@ class CudaPlugin(AcceleratorPlugin):
         """Return a profile's slot; a `+` becomes a `.`, as in NVIDIA's own k8s-device-plugin."""
         return f"{self.name}.device:{profile.replace('+', '.')}-mig"
 
-    def list_devices(self) -> Sequence[DeviceInfo]:
-        self._listed = self._gpus.read()
+    def _read(self) -> None:
+        self._listed, self._is_fresh = self._gpus.read(), True
         self._owners = {gpu.identity: (gpu, None) for gpu in self._listed}
         for gpu in self._listed:
             parts = gpu.state.parts if gpu.state else ()
             self._owners |= {part.identity: (gpu, part.state) for part in parts}
+
+    def list_devices(self) -> Sequence[DeviceInfo]:
+        if not self._is_fresh:  # one read for slots and devices, which then fit each other
+            self._read()
+        self._is_fresh = False
         self._watch.is_due = True
         self._assign_xids()
         if self._mps is not None:
