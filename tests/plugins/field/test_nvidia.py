@@ -1,8 +1,10 @@
 """NVIDIA's own states of the field: events, MIG, required recoveries, MPS, the bus, memory."""
 
+import ctypes
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pynvml
@@ -171,6 +173,28 @@ def test_event_sets_that_always_fail_pause_within_bounds(monkeypatch) -> None:
     for _ in range(1100):
         watch.wait(60)
     assert (pauses[0], max(pauses), watch.problem) == (1.0, 32.0, "Unknown Error")
+
+
+def test_xid_behind_thousands_of_ignored_ones_is_seen_at_once(monkeypatch) -> None:
+    """A GPU had 11,760 of Xid 45 (NVSentinel 1748); each took a wait of its own."""
+    gpu_handle = ctypes.c_void_p(1)
+    numbers = iter([*[45] * 11_760, 79])
+    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", object)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda _: gpu_handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda _: "GPU-aaaa")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetSupportedEventTypes", lambda _: 8)
+    monkeypatch.setattr(pynvml, "nvmlDeviceRegisterEvents", lambda *_: None)
+    monkeypatch.setattr(
+        pynvml, "nvmlEventSetWait",
+        lambda *_: SimpleNamespace(
+            device=gpu_handle, eventData=next(numbers),
+            gpuInstanceId=0xFFFFFFFF, computeInstanceId=0xFFFFFFFF,
+        ),
+    )  # fmt: skip
+    watch = XidWatch({45})
+    assert watch.wait(60)
+    assert [(xid.uuid, xid.number) for xid in watch.seen] == [("GPU-aaaa", 79)]
 
 
 RECOVERIES = {

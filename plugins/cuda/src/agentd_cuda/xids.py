@@ -24,6 +24,8 @@ And 94, a contained memory error: NVIDIA's Xid catalog says to restart the appli
 """
 _WAIT_MS = 200
 """Longest wait for an event: `nvmlShutdown` blocks until it is over (seen with driver 580)."""
+_MAX_BURST = 100_000
+"""Most Xids of one wait: a job that ends can cause thousands that do not count."""
 _MAX_PAUSE_S = 32.0
 _NO_INSTANCE = 0xFFFFFFFF
 
@@ -68,17 +70,20 @@ class XidWatch:
     def wait(self, timeout_s: float) -> bool:
         """Wait for an Xid; return whether there is one, or whether other GPUs are watched now."""
         before = (self.problem, self.refusals)
+        is_new = False
         try:
             self._prepare()
             wait_ms = min(_WAIT_MS, int(timeout_s * 1000))
-            event = pynvml.nvmlEventSetWait(self._event_set, wait_ms)
+            for _ in range(_MAX_BURST):
+                is_new = self._add(pynvml.nvmlEventSetWait(self._event_set, wait_ms))
+                if is_new:
+                    break
         except pynvml.NVMLError_Timeout:
-            event = None
+            pass
         except pynvml.NVMLError as error:
             self._restart(str(error), timeout_s)
             return (self.problem, self.refusals) != before
         self._failures, self.problem = 0, ""
-        is_new = event is not None and self._add(event)
         return is_new or (self.problem, self.refusals) != before
 
     def _add(self, event: Any) -> bool:
