@@ -332,6 +332,14 @@ async def test_mig_instance_that_is_missing_is_a_condition(rig: NvidiaRig, name:
     await plugin.process.kill("over")
 
 
+async def test_instance_without_measurements_keeps_those_of_others(rig: NvidiaRig) -> None:
+    rig.say(*MIG, *fails(UNKNOWN, "nvmlDeviceGetMemoryInfo", gpu="1 1"))
+    plugin = await OpenPlugin.start(rig)
+    measured = [measurement.stable_id for measurement in await plugin.measure()]
+    assert measured == ["GPU-aaaa", "MIG-1", "MIG-3", "GPU-cccc"]
+    await plugin.process.kill("over")
+
+
 @pytest.fixture
 def mps(folder: Path) -> Iterator[dict[str, str]]:
     """The settings for an MPS control daemon that listens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from functools import partial
 from math import ceil, floor
@@ -208,16 +208,6 @@ def _fabric_problem(handle: Any) -> str:
     return _FABRIC.get(info.state, "")
 
 
-def part_handles(handle: Any) -> Iterator[Any]:
-    """Yield the handle of each MIG device of a GPU that can be opened."""
-    for index in range(call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        try:
-            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-        except pynvml.NVMLError as error:
-            if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, *_UNSUPPORTED):
-                raise
-
-
 def _read_part(handle: Any, part: Any, total_bytes: int, last: MigPart | None) -> MigPart:
     """Read everything but the identity; a part with a profile is listed without its attributes."""
     gpu_instance = _call_or_last(
@@ -274,10 +264,10 @@ def measurements(handle: Any) -> list[Measurement]:
     """Return the measurement of a GPU, or those of the parts of one in MIG mode.
 
     A part has its own memory, and the temperature of its GPU. NVML measures neither utilization nor
-    power of parts.
+    power of parts. A part that refuses is left out.
 
     Raises:
-        NVMLError: it does not answer.
+        NVMLError: the GPU does not answer.
     """
     mode = call_optional(pynvml.nvmlDeviceGetMigMode, handle)
     is_mig = bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
@@ -286,21 +276,25 @@ def measurements(handle: Any) -> list[Measurement]:
     temperature = call_optional(
         pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
     )
-    results = []
-    for device in part_handles(handle) if is_mig else [handle]:
+
+    def measure(device: Any) -> Measurement:
         memory = call_optional(pynvml.nvmlDeviceGetMemoryInfo, device)
-        results.append(
-            Measurement(
-                stable_id(pynvml.nvmlDeviceGetUUID(device)),
-                None if rates is None else float(rates.gpu),
-                None if memory is None else int(memory.used),
-                None if memory is None else int(memory.total),
-                None if temperature is None else float(temperature),
-                None if milliwatts is None else milliwatts / 1000,
-                _read_processes(device),
-            )
+        return Measurement(
+            stable_id(pynvml.nvmlDeviceGetUUID(device)),
+            None if rates is None else float(rates.gpu),
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+            None if temperature is None else float(temperature),
+            None if milliwatts is None else milliwatts / 1000,
+            _read_processes(device),
         )
-    return results
+
+    if not is_mig:
+        return [measure(handle)]
+    count = call_optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+    part_of = partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle)
+    results, _ = guard_each(range(count), lambda index: measure(part_of(index)), *REFUSALS)
+    return [*results.values()]
 
 
 def _read_processes(handle: Any) -> list[ProcessUse] | None:
