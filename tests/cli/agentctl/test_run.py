@@ -272,6 +272,14 @@ async def test_refused_create_deletes_its_kernel_alone(node: ScriptedNode, folde
     assert node.calls == ["create", "delete"]
 
 
+async def test_create_is_not_repeated_before_its_time(node: ScriptedNode, folder: Path) -> None:
+    node.answer = 503, {"code": "ImageUnavailable", "detail": "rate limit", "status": 503}
+    node.may_answer.set()
+    done = await (await created(node, folder, patience_s=5.0)).done()
+    assert (done.status, "ImageUnavailable: rate limit" in done.stderr) == (125, True)
+    assert node.calls == ["create"]
+
+
 async def test_long_create_is_repeated_after_a_restart(node: ScriptedNode, folder: Path) -> None:
     running = await created(node, folder, "--rm", patience_s=0.5)
     await asyncio.sleep(1)  # longer than a create is repeated

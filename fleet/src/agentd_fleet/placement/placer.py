@@ -23,7 +23,13 @@ from msgspec.structs import replace
 from agentd.core.access import Caller
 from agentd.core.slots import ResourceSlots
 from agentd.error_codes import Scope
-from agentd.errors import AgentdError, KernelConflict, NodeUnavailable, Unavailable
+from agentd.errors import (
+    AgentdError,
+    InsufficientResource,
+    KernelConflict,
+    NodeUnavailable,
+    Unavailable,
+)
 from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
@@ -189,32 +195,47 @@ class Placer:
                     caller, request, StoredRoute(route, revision), began
                 )
             except NodeNotCalled as not_called:
-                self._state.undebit(candidate.node_id)
-                refused.append((candidate.node_id, not_called))
-                self._note_refusals(refused[-1:])
-                continue
-            if not result.answer.is_error:
-                self._confirm_soon(result.stored)
-                return PlacedKernel(result.answer, *candidate)
-            error = result.answer.error()
-            refused.append((candidate.node_id, error))
-            self._note_refusals(refused[-1:])
-            if not result.is_certain or error.scope is Scope.UNKNOWN:
-                raise error
+                error: AgentdError = not_called
+            else:
+                if not result.answer.is_error:
+                    self._confirm_soon(result.stored)
+                    return PlacedKernel(result.answer, *candidate)
+                error = result.answer.error()
+                self._note_refusals([(candidate.node_id, error)])
+                if not result.is_certain or error.scope is Scope.UNKNOWN:
+                    raise error
             self._state.undebit(candidate.node_id)
+            refused.append((candidate.node_id, error))
             if error.scope is Scope.REQUEST:
-                break
-            if len(refused) == 1 and queue:
-                answers = await self._request_decisions(caller, request, queue)
-                refused += _refusals(queue, answers)
-                self._note_refusals(refused[1:])
-                looked = zip(queue, answers, strict=True)
-                queue = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
+                await self._store.delete_route(request.kernel_id, revision)
+                raise error
+            queue = await self._next_candidates(caller, request, queue, refused)
         if revision:
             await self._store.delete_route(request.kernel_id, revision)
-        if refused and refused[-1][1].scope is Scope.REQUEST:
-            raise refused[-1][1]
         raise refusal_error(view, requested, request.constraints, refused)
+
+    async def _next_candidates(
+        self,
+        caller: Caller,
+        request: PlacementRequest,
+        candidates: deque[Candidate],
+        refused: list[tuple[str, AgentdError]],
+    ) -> deque[Candidate]:
+        """Return the candidates after a refusal, those of the same node last unless it is full.
+
+        After the first refusal the others are asked for a decision; those that refuse are left out
+        and added to `refused`.
+        """
+        node_id, error = refused[-1]
+        if len(refused) == 1 and candidates:
+            answers = await self._request_decisions(caller, request, candidates)
+            refused += _refusals(candidates, answers)
+            looked = zip(candidates, answers, strict=True)
+            candidates = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
+        self._note_refusals(refused)
+        if isinstance(error, InsufficientResource):
+            return candidates
+        return deque(sorted(candidates, key=lambda candidate: candidate.node_id == node_id))
 
     async def _request_decisions(
         self, caller: Caller, request: PlacementRequest, candidates: Sequence[Candidate]
