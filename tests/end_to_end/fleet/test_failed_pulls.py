@@ -1,4 +1,4 @@
-"""Two nodes with an engine each, of which the first choice cannot pull."""
+"""Two nodes with an engine each: the first choice cannot pull."""
 
 import json
 from collections.abc import AsyncIterator

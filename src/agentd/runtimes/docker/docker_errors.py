@@ -14,7 +14,8 @@ MAX_DETAIL_BYTES, MAX_MESSAGE = 16 << 10, 1000
 _STORAGE_PATH = re.compile(
     r"(?<![^\s\"':=(])[^\s\"':=(]*/(?:"
     r"(?:[0-9a-f]{64}|l/[A-Z0-9]{26})(?:-init)?(?:/merged|/rootfs|/diff)?"
-    r"|(?:io\.containerd\.|tmpmounts/|docker/(?:image|containers|network|tmp)/)[^\s\"':,)]*)"
+    r"|(?:io\.containerd\.|tmpmounts/|network/files/|docker/(?:image|containers|network|tmp)/)"
+    r"[^\s\"':,)]*)"
 )
 """Paths of the engine's storage, which no caller may learn."""
 _ANY_PATH = re.compile(r"(?<![^\s\"'(=])/[^\s\"':,)]+")
