@@ -139,6 +139,13 @@ OF_THE_MOMENT = {
                 " sha256:2 expected at /data/c/io.containerd.content.v1.content/blobs/2: blob"
                 " not found: not found", 404), 10,
     ),
+    "a rate limit under the name of a refusal": (
+        refused("pull access denied for x, repository does not exist or may require 'docker login':"
+                " denied: 10.0.0.1 request exceeded pull rate limit", 404), 60,
+    ),
+    "a rate limit as a page": (
+        refused("toomanyrequests: <!DOCTYPE html>\n<html><title>403 and 404</title></html>"), 60,
+    ),
     "a token service that hangs up": (
         refused(f"{RESOLVE}failed to authorize: failed to fetch anonymous token: Get"
                 ' "https://auth.docker.io/token?scope=repository%3Ax%3Apull": EOF'), 10,
@@ -167,6 +174,9 @@ OF_THE_IMAGE = {
     "404 that is a page": refused(
         "error parsing HTTP 404 response body: invalid character '<' looking for beginning of"
         ' value: "<html>404</html>"'
+    ),
+    "denied, Podman, with the end of a line": only_error(
+        f"{PODMAN}reading manifest 1 in r.example/x: requested access to the resource is denied\n"
     ),
     "404, Podman": only_error(
         f'{PODMAN}reading manifest 1 in r.example/x: StatusCode: 404, "404 page not found"'
@@ -280,6 +290,7 @@ async def test_what_passes_is_unavailable(fake_engine, answer, retry_after_s: in
 async def test_what_stays_is_not_found(fake_engine, answer) -> None:
     error = await answered(fake_engine, answer)
     assert isinstance(error, ImageNotFound), repr(error)
+    assert not str(error).endswith("\n")
     assert "/etc/" not in str(error)
 
 

@@ -112,8 +112,8 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
 
     A failure passes unless its text says otherwise. `status` is that of the engine, if it has any.
     """
-    message = message[:MAX_DETAIL_BYTES]
-    text = message.lower().strip()
+    message = message[:MAX_DETAIL_BYTES].strip()
+    text = message.lower()
     if _FULL_DISK.search(text):
         return StateUnavailable(f"image {image}: the disk of the node's engine is full")
     if _BAD_DISK.search(text):
