@@ -24,22 +24,26 @@ _traced_threads: dict[int, int] = {}
 
 
 @contextmanager
-def hung_mount(folder: Path) -> Iterator[None]:
-    """Mount a file system that gives no answer: FUSE, whose server reads nothing.
+def hung_mount(folder: Path, *, user: int = 0, is_dead: bool = False) -> Iterator[None]:
+    """Mount a file system that gives no answer: FUSE, whose server reads nothing, or is dead.
 
-    Linux asks over /dev/fuse (Documentation/filesystems/fuse.rst); closing that ends all waits.
+    Only its user can open it. Linux asks over /dev/fuse (Documentation/filesystems/fuse.rst);
+    closing that ends all waits.
     """
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
-        options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+        options = f"fd={device},rootmode=40000,user_id={user},group_id={user}".encode()
         if _LIBC.mount(b"hung", bytes(folder), b"fuse", 0, options):
             raise OSError(ctypes.get_errno(), f"mount on {folder}")
+        if is_dead:
+            os.close(device)
         try:
             yield
         finally:
             _LIBC.umount2(bytes(folder), _MNT_DETACH)
     finally:
-        os.close(device)
+        if not is_dead:
+            os.close(device)
 
 
 def make_unkillable(pid: int) -> None:

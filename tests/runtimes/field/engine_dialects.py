@@ -54,52 +54,12 @@ def changes_answer(proxy: EngineProxy, edit: Callable[[Any], None]) -> Answer:
     return answer
 
 
-def has_no_image(proxy: EngineProxy, *, always: bool = False) -> None:
-    """Refuse the next create, or each, since the image is not there."""
-    answer = answers({"message": "No such image: agentd-test:1"}, 404)
-    proxy.rule(CREATE, answer, always=always)
-
-
 def pull_succeeds(proxy: EngineProxy) -> None:
     """Pull whatever is asked for, whenever the image is missing."""
     lines = [
         {"status": "Pulling from library/agentd-test", "id": "1"},
         {"status": "Download complete", "progressDetail": {}, "id": "0123456789ab"},
         {"status": "Status: Downloaded newer image for agentd-test:1"},
-    ]
-    proxy.rule(PULL, answers(lines), always=True)
-
-
-def pull_fails_at_once(proxy: EngineProxy, text: str, status: int = 500) -> None:
-    """Refuse a pull with a status; Engine 20.10 has 500 for every reason."""
-    has_no_image(proxy)
-    proxy.rule(PULL, answers({"message": text}, status))
-
-
-def pull_fails_midway(
-    proxy: EngineProxy, text: str, *, has_error_member: bool = True, code: int | None = None
-) -> None:
-    """Fail a pull after its first line; newer engines send `errorDetail` alone."""
-    has_no_image(proxy)
-    detail: dict[str, Any] = {"message": text} | ({} if code is None else {"code": code})
-    failure = {"errorDetail": detail} | ({"error": text} if has_error_member else {})
-    lines = [{"status": "Pulling from library/agentd-test", "id": "1"}, failure]
-    proxy.rule(PULL, answers(lines))
-
-
-def pull_is_cut(proxy: EngineProxy) -> None:
-    """Break the connection to the engine within a pull."""
-    has_no_image(proxy)
-    lines = [{"status": "Downloading", "id": "0123456789ab", "progressDetail": {"current": 1}}]
-    proxy.rule(PULL, answers(lines))
-
-
-def pulls_without_status_line(proxy: EngineProxy) -> None:
-    """Pull as Podman does: no line says that the pull is complete."""
-    lines = [
-        {"status": "Pulling fs layer", "progressDetail": {}, "id": "0123456789ab"},
-        {"status": "Download complete", "progressDetail": {}, "id": "0123456789ab"},
-        {"status": "Download complete", "progressDetail": {}, "id": "ba9876543210"},
     ]
     proxy.rule(PULL, answers(lines), always=True)
 
@@ -118,6 +78,11 @@ def _lacks(proxy: EngineProxy, member: str, discard: Edit, create: Answer | None
     proxy.rule(INFO, changes_answer(proxy, lambda info: info.update({member: False})), always=True)
     create = create or proxy.change(lambda config: discard(config["HostConfig"]))
     proxy.rule(CREATE, create, always=True)
+
+
+def has_no_pids_limit(proxy: EngineProxy) -> None:
+    """Discard the limit of processes, as an engine without the pids controller."""
+    _lacks(proxy, "PidsLimit", lambda host: host.update(PidsLimit=0))
 
 
 def refuses_cpuset(proxy: EngineProxy) -> None:

@@ -18,6 +18,7 @@ from support.waiting import until
         (dialects.has_no_cpuset, "cpu"),
         (dialects.refuses_cpuset, "cpu"),
         (dialects.has_no_memory_limit, "mem"),
+        (dialects.has_no_pids_limit, "pids_limit"),
     ],
 )
 async def test_engine_without_a_limit_runs_kernels(

@@ -16,6 +16,7 @@ from end_to_end.containers import MOUNTABLE, printed
 from support.automount import automount, expire, is_triggered
 from support.daemon import AGENTS, Daemon
 from support.engine import Engine
+from support.host_faults import hung_mount
 from support.needs import require
 
 
@@ -110,6 +111,25 @@ def test_file_system_that_fails_is_named_with_its_error(
         resolve_sources(wanted, [folder])
     with pytest.raises(RuntimeUnavailable, match=expected):
         refuse_replaced(wanted, sources)
+
+
+def test_file_system_without_its_server_is_named(folder: Path) -> None:
+    require("fuse")
+    source = folder / "bucket"
+    source.mkdir()
+    expected = f"the file system of {source} fails: Transport endpoint is not connected"
+    with hung_mount(source, is_dead=True), pytest.raises(RuntimeUnavailable, match=expected):
+        resolve_sources([Mount(str(source), "/x")], [folder])
+
+
+def test_file_system_of_another_user_is_named(folder: Path) -> None:
+    """FUSE without `allow_root`: not even root can open it."""
+    require("fuse")
+    source = folder / "home"
+    source.mkdir()
+    expected = f"agentd cannot open {source}: Permission denied"
+    with hung_mount(source, user=1000), pytest.raises(InvalidRequest, match=expected):
+        resolve_sources([Mount(str(source), "/x")], [folder])
 
 
 def test_failure_outside_of_allowed_folders_is_not_shown(
