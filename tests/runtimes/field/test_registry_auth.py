@@ -89,7 +89,7 @@ async def test_login_of_docker_hub_is_found_by_each_name(
 async def test_login_is_sent_with_a_host_and_no_address(
     folder: Path, image: str, host: str
 ) -> None:
-    """Podman refuses an address of a registry, and the containerd store compares hosts."""
+    """The containerd store compares it with the host that it pulls from."""
     file = folder / "config.json"
     file.write_text(json.dumps({"auths": {HOST: entry(), "docker.io": entry()}}))
     credentials = await find_credentials(image, file, Lookups())

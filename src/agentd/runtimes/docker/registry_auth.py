@@ -116,7 +116,7 @@ async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> C
         except AgentdError:
             if login is None:
                 raise
-    # Podman refuses an address, and the containerd store knows Docker Hub by this host alone.
+    # The containerd store compares hosts, and knows Docker Hub by this one; Podman takes it, too.
     return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
 
 
