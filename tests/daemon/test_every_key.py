@@ -13,7 +13,6 @@ from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.daemon.reload import APPLIED, Reload, flatten_settings
-from agentd.program.weaknesses import Weaknesses
 from support.certificates import certificate
 
 DOCKER = {
@@ -189,7 +188,7 @@ async def test_reload_applies_or_names_every_key(tmp_path: Path) -> None:
     names = ("docker", "systemd", "process")
     runtimes: Any = {name: RenewedRuntime(name) for name in names}
     server: Any = RenewedServer()
-    reload = Reload(load(file, {}), server, runtimes, Weaknesses())
+    reload = Reload(load(file, {}), server, runtimes)
     file.write_text(tomlkit.dumps(every_key(tmp_path)))
     applied = {key for keys in APPLIED.values() for key in keys}
     assert applied <= values.keys()

@@ -14,7 +14,7 @@ from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
-from agentd.program.weaknesses import Weaknesses
+from agentd.http.credentials import credential_weaknesses
 from support.certificates import certificate
 from support.waiting import until
 
@@ -45,11 +45,10 @@ class Node:
         self.token.write_text(WORD)
         self.token.chmod(0o600)
         self.server = FakeServer(has_tls=has_tls)
-        self.known = Weaknesses()
         self.write()
         runtimes: Any = {}
         server: Any = self.server
-        self.reload = Reload(load(self.file, {}), server, runtimes, self.known)
+        self.reload = Reload(load(self.file, {}), server, runtimes)
 
     @property
     def file(self) -> Path:
@@ -202,7 +201,7 @@ async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> N
     docker = DockerRuntime("n", module.load(node.file, {}).settings.runtime.docker)
     runtimes: Any = {"docker": docker}
     server: Any = node.server
-    node.reload = Reload(load(node.file, {}), server, runtimes, node.known)
+    node.reload = Reload(load(node.file, {}), server, runtimes)
 
     def networks() -> dict[str, str]:
         return {name: settings.network for name, settings in docker._own_settings.items()}
@@ -227,14 +226,14 @@ async def test_weak_credentials_are_warned_of(
 ) -> None:
     day_s = 24 * 3600.0
     now = [time.time() + 21 * day_s]
-    monkeypatch.setattr("agentd.program.weaknesses.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("agentd.http.credentials.time", SimpleNamespace(time=lambda: now[0]))
     node = Node(tmp_path, has_tls=True)
     cert, key = certificate(tmp_path, "-days", "20")
     key.chmod(0o644)
     node.token.write_text("x")
     node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
     assert await node.reloaded() == ([], [])
-    token, mode, expired = node.known.warnings()
+    token, mode, expired = credential_weaknesses(node.reload.rpc)
     assert token.startswith(f"{node.token} holds a token of 1 characters, expected 16 or more")
     assert mode == f"{key} has mode 0644: accessible by others; expected 0600 or 0640"
     assert expired.startswith(f"{cert} expired at ")
@@ -242,12 +241,12 @@ async def test_weak_credentials_are_warned_of(
     node.token.write_text(WORD)
     now[0] -= 18 * day_s
     assert await node.reloaded() == ([], [])
-    assert node.known.warnings() == []
+    assert credential_weaknesses(node.reload.rpc) == []
     now[0] += 4 * day_s
-    (warning,) = node.known.warnings()
+    (warning,) = credential_weaknesses(node.reload.rpc)
     assert warning.startswith(f"{cert} expires at ")
     now[0] += 14 * day_s
-    assert node.known.warnings() == [expired]
+    assert credential_weaknesses(node.reload.rpc) == [expired]
     now[0] -= 24 * day_s
     await node.reloaded()
-    assert node.known.warnings()[0].startswith(f"{cert} is not valid before ")
+    assert credential_weaknesses(node.reload.rpc)[0].startswith(f"{cert} is not valid before ")

@@ -29,7 +29,6 @@ from agentd.http.server import address_problem
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.program.exit_status import ExitStatus
-from agentd.program.weaknesses import Weaknesses
 from agentd.runtimes.docker.registry_auth import registry_auth_problems
 from agentd.state.folder import StateFolder
 
@@ -112,9 +111,7 @@ async def _check(
     warnings: tuple[str, ...] = ()
     if not start_problems.collected:
         lock_warnings = discovery.withhold_if_served(settings, devices)
-        current = Weaknesses()
-        current.replace(credential_weaknesses(rpc))
-        texts = set(current.warnings()) - {problem.why for problem in expired}
+        texts = set(credential_weaknesses(rpc)) - {problem.why for problem in expired}
         warnings = (*devices.warnings, *lock_warnings, *sorted(texts))
     status = problems_by_status[0][0] if problems_by_status else ExitStatus.DONE
     return ConfigCheck(

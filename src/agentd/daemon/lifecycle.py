@@ -49,7 +49,6 @@ from agentd.program.boot_id import boot_id
 from agentd.program.sd_listen import inherited_sockets
 from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
-from agentd.program.weaknesses import Weaknesses
 from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
 from agentd.services.conditions import Conditions
@@ -99,7 +98,6 @@ class Daemon:
         self._conditions: Conditions
         self._passed_sockets = inherited_sockets()
         self._status = ""
-        self._weaknesses = Weaknesses()
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT.
@@ -171,7 +169,6 @@ class Daemon:
                 build_endpoint(self._settings.rpc), passed=self._passed_sockets
             )
         services, site, routes = await self._assemble(stack, plugins, background, problems)
-        self._weaknesses.replace(credential_weaknesses(self._settings.rpc))
         server = Server(
             title="agentd",
             routes=routes,
@@ -198,7 +195,7 @@ class Daemon:
             background.run("host-lock", self._host_lock.watch(update))
         await self._wait_listed(services)
         await hit_async("start.before_ready")
-        self._reload = Reload(self._loaded, server, services.runtimes, self._weaknesses)
+        self._reload = Reload(self._loaded, server, services.runtimes)
         self._become_ready(services, site, background)
         return services
 
@@ -252,7 +249,6 @@ class Daemon:
         self._conditions = services.conditions
         self._conditions.add_slow(self._find_credential_conditions)
         self._conditions.add(
-            lambda: (Condition("host", text) for text in self._weaknesses.warnings()),
             lambda: (Condition("host", text) for text in background.warnings),
             lambda: (Condition("log", text) for text in LOST.warnings()),
         )
@@ -296,12 +292,9 @@ class Daemon:
             self._notifier.ready(self._status)
 
     def _find_credential_conditions(self) -> Iterator[Condition]:
-        """Yield the conditions of the credentials in use, as their files are now."""
+        """Return the conditions of the credentials in use, as their files are now."""
         rpc = self._reload.rpc if self._reload else self._settings.rpc
-        now = time.time()
-        for weakness in credential_weaknesses(rpc):
-            if weakness.holds_at(now):
-                yield Condition("host", weakness.text)
+        return (Condition("host", text) for text in credential_weaknesses(rpc))
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""

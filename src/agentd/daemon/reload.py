@@ -22,9 +22,8 @@ from agentd.config.settings import Settings
 from agentd.daemon import runtime_factory
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.http.credentials import credential_weaknesses, read_configured_certificate, read_tokens
+from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
-from agentd.program.weaknesses import Weaknesses
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()
@@ -95,11 +94,7 @@ class Reload:
     """Reloads the configuration of a daemon that started with `loaded`."""
 
     def __init__(
-        self,
-        loaded: LoadedSettings,
-        server: Server,
-        runtimes: Mapping[str, Runtime],
-        weaknesses: Weaknesses,
+        self, loaded: LoadedSettings, server: Server, runtimes: Mapping[str, Runtime]
     ) -> None:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
@@ -108,7 +103,6 @@ class Reload:
         self._agents = loaded.settings.agents
         self._server = server
         self._runtimes = runtimes
-        self._weaknesses = weaknesses
         self._lock = asyncio.Lock()
         self._lookups = Lookups(max_threads=1)
 
@@ -135,8 +129,6 @@ class Reload:
         if self._server.has_tls and (certificate := read_configured_certificate(rpc)) is not None:
             context = certificate.context
             yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
-        new_weaknesses = credential_weaknesses(rpc)
-        yield Step((), lambda: self._weaknesses.replace(new_weaknesses))
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))

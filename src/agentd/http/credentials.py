@@ -86,9 +86,11 @@ def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
     return tuple(loaded)
 
 
-def credential_weaknesses(rpc: RpcSettings) -> list[Weakness]:
-    """Return the weaknesses of the tokens and the certificate; unreadable files are skipped."""
-    return [*token_weaknesses(rpc), *key_pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+def credential_weaknesses(rpc: RpcSettings) -> list[str]:
+    """Return the present weaknesses of tokens and certificate; unreadable files are skipped."""
+    now = time.time()
+    weaknesses = [*token_weaknesses(rpc), *key_pair_weaknesses(rpc.tls_cert, rpc.tls_key)]
+    return [weakness.text for weakness in weaknesses if weakness.holds_at(now)]
 
 
 def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
