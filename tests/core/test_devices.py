@@ -16,7 +16,7 @@ from agentd.core.devices import (
     with_shared_health,
 )
 from agentd.core.remembered_devices import merge_remembered
-from agentd.core.slots import ONE, SlotKind
+from agentd.core.slots import ONE, SlotKind, SlotType
 from core.machines import cores, gpus, machine
 from core.several_slots import GPU_MEMORY, MIB, SHARES, gpu
 
@@ -249,19 +249,36 @@ def test_unknown_health_keeps_capacity_and_known_trouble() -> None:
     assert inventory.devices[0].reason == "Xid 79"
 
 
-def test_health_of_a_part_concerns_it_alone() -> None:
-    parts = [replace(d, parent="GPU-p") for d in gpus(1, 1)]
-    parts[0] = replace(parts[0], health=Health.UNHEALTHY, reason="Xid 79")
-    assert with_shared_health(parts) == parts
+@pytest.mark.parametrize(
+    ("sick", "health", "reason"),
+    [(0, "xx.", "cuda/cuda0: Xid 79"), (1, ".x.", "Xid 79"), (2, "..x", "")],
+    ids=["whole", "part", "other"],
+)
+def test_health_belongs_to_a_device_and_its_parts(sick: int, health: str, reason: str) -> None:
+    whole, other = gpus(1, 1)
+    devices = [whole, part(0), other]
+    devices[sick] = replace(devices[sick], health=Health.UNHEALTHY, reason="Xid 79")
+    shared = with_shared_health(devices)
+    marks = ["x" if device.health is Health.UNHEALTHY else "." for device in shared]
+    assert ("".join(marks), shared[1].reason) == (health, reason)
+    siblings = with_shared_health([replace(part(0), health=Health.UNHEALTHY), part(1)])
+    assert siblings[1].health is Health.HEALTHY
 
 
-def test_health_of_a_device_concerns_its_parts() -> None:
-    whole, *parts, other = gpus(1, 1, 1, 1)
-    parts = [replace(part, parent=whole.stable_id) for part in parts]
-    whole = replace(whole, health=Health.UNHEALTHY, reason="Xid 79")
-    shared = with_shared_health([whole, *parts, other])
-    assert [d.health.value for d in shared] == ["unhealthy"] * 3 + ["healthy"]
-    assert shared[1].reason == "cuda/cuda0: Xid 79"
+@pytest.mark.parametrize("health", Health)
+@pytest.mark.parametrize("beside", [True, False])
+def test_whole_device_never_appears_beside_its_parts(health: Health, beside: bool) -> None:
+    slots = [SlotType(d.slot, d.kind, ONE) for d in (part(0), *gpus(1))]
+    inventory = Inventory.of(slots, [part(0), part(1), gpus(1, 1)[1]])
+    whole = replace(gpus(1)[0], health=health, reason="no answer")
+    listing = [*([part(0), part(1)] if beside else []), whole, gpus(1, 1)[1]]
+    after, warnings = inventory.with_listing("cuda", listing)
+    has_left_its_parts = health is Health.HEALTHY and not beside
+    new = {DeviceId("cuda", "cuda0")} if has_left_its_parts else set()
+    assert after.by_id.keys() - inventory.by_id.keys() == new
+    is_restored = health is Health.UNHEALTHY and not beside
+    named = "cuda/cuda0 (GPU-cuda-0) is listed beside its parts; restart agentd to use it"
+    assert warnings == ([] if is_restored or has_left_its_parts else [named])
 
 
 def with_memory(gib: int | None, *, is_gone: bool = False) -> Inventory:

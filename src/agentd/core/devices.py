@@ -281,14 +281,18 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             device for stable_id, device in listed_by_id.items() if stable_id not in current_ids
         ]
         others = [device for device in current if device.device_id.name != name]
-        unknown_slots = {d.stable_id: slots for d in added if (slots := self._unknown_slots(d))}
-        usable = [device for device in added if device.stable_id not in unknown_slots]
+        parents = {device.parent for device in listed}
+        unusable = {
+            device.stable_id: reason
+            for device in added
+            if (reason := self._unusable_reason(device, has_parts=device.stable_id in parents))
+        }
+        usable = [device for device in added if device.stable_id not in unusable]
         served, warnings = deduplicate_devices([others, usable])
         warnings += [
-            f"{d.device_id} ({d.stable_id}) is new and offers {unknown_slots[d.stable_id]};"
-            " restart agentd to use it"
+            f"{d.device_id} ({d.stable_id}) {unusable[d.stable_id]}; restart agentd to use it"
             for d in added
-            if d.stable_id in unknown_slots
+            if d.stable_id in unusable
         ]
         if len(warnings) > MAX_NEW_WARNINGS:
             unnamed = len(warnings) - MAX_NEW_WARNINGS
@@ -301,6 +305,18 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         new_devices = (device for device in served if device.device_id.name == name)
         devices += assign_free_ids(new_devices, {device.device_id for device in current})
         return self._replace_devices(devices), warnings
+
+    def _unusable_reason(self, device: Device, *, has_parts: bool) -> str:
+        """Return why a listed device is not added before a restart; empty if it is.
+
+        A driver in trouble may list a device instead of its parts, or beside them.
+        """
+        if slots := self._unknown_slots(device):
+            return f"is new and offers {slots}"
+        is_doubtful = has_parts or device.health is not Health.HEALTHY
+        return (
+            "is listed beside its parts" if is_doubtful and device.stable_id in self.parts else ""
+        )
 
     def _unknown_slots(self, device: Device) -> str:
         """Return the slots of a listed device that no slot type describes."""
@@ -436,10 +452,7 @@ def _secondary_warnings(
 
 
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:
-    """Mark the parts of an unhealthy device as unhealthy.
-
-    A fault of one part concerns it alone; the plugin lists all parts with a fault of the whole.
-    """
+    """Mark the parts of an unhealthy device as unhealthy; a part never affects the others."""
     unhealthy_by_id = {
         device.stable_id: device
         for device in devices
