@@ -80,6 +80,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "log.lines_lost",
             "node.read_failed",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
+            "plugin.watch_failed",
             "runtime.leftover_unreadable",
             "store.recovered",
             "store.write_failed",

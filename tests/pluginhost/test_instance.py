@@ -7,6 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from agentd.config.plugins import PluginTable
+from agentd.core.conditions import Condition
 from agentd.errors import PluginUnavailable
 from agentd.pluginhost import instance as plugin_instance
 from agentd.pluginhost import process as plugin_process
@@ -59,6 +60,29 @@ async def test_helpers_end_with_their_plugin(host, tmp_path, word) -> None:
     await until_ready(made, "one")
     await made.close()
     await until_no_helpers(nap)
+
+
+async def test_wait_for_events_that_fails_is_a_condition_and_resumes(host, tmp_path) -> None:
+    table, file = scripted(tmp_path, "LosesEvents")
+    made = host([table], LosesEvents="LosesEvents")
+
+    async def conditions(count: int) -> list[Condition]:
+        async with asyncio.timeout(10):
+            while len(found := [c for c in made.conditions() if c.about == "plugin/one"]) != count:
+                await asyncio.sleep(0.01)
+        return found
+
+    await opened(made)
+    assert await conditions(0) == []
+    file.write_text("deaf")
+    reason = "plugin one cannot wait for events, and changes are found every 0.1 s only"
+    for _ in range(2):
+        assert await conditions(1) == [
+            Condition("plugin/one", f"{reason}: OverflowError: no more events")
+        ]
+        file.write_text("fine")
+        await conditions(0)
+        file.write_text("deaf")
 
 
 async def test_a_hung_call_does_not_hold_up_the_end(host, tmp_path, monkeypatch) -> None:

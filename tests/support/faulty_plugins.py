@@ -172,6 +172,16 @@ class TellsOfChanges(Scripted):
         return True
 
 
+class LosesEvents(Scripted):
+    """Cannot wait for events while the file says deaf."""
+
+    def wait_for_change(self, timeout_s: float) -> bool:
+        if self._word() == "deaf":
+            raise OverflowError("no more events")
+        time.sleep(0.01)
+        return False
+
+
 class AlwaysTellsOfChanges(Good):
     """Tells of a change without an end, and counts its listings in a file."""
 

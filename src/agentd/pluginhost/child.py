@@ -43,6 +43,7 @@ from agentd.pluginhost.protocol import (
     PluginCall,
     PluginFacts,
     PluginStart,
+    Watched,
     encode,
     encode_frame,
     receive_frame,
@@ -180,16 +181,23 @@ class PluginServer:
         return self._instance
 
     def _report_changes(self) -> None:
-        """Report changes while the plugin can wait for them, and is not to close."""
+        """Report changes until the plugin closes; after a failure, wait again after a pause."""
+        failure, pause_s = "", _MIN_PAUSE_S
         while not self._closing.is_set():
-            started_s = time.monotonic()
+            started_s, failure_before = time.monotonic(), failure
             try:
-                if self._opened.wait_for_change(_EVENT_WAIT_S):
-                    self._send(Changed())
+                has_changed, failure = self._opened.wait_for_change(_EVENT_WAIT_S), ""
             except BaseException as error:
-                print(f"no more events: {describe_error(error)}", flush=True)  # noqa: T201 - to the log
+                has_changed, failure = False, describe_error(error)
+            try:
+                if failure != failure_before:
+                    self._send(Watched(failure))
+                if has_changed or (failure_before and not failure):
+                    self._send(Changed())
+            except OSError:  # the daemon has closed the channel
                 return
-            self._closing.wait(max(0.0, _MIN_PAUSE_S - (time.monotonic() - started_s)))
+            pause_s = min(2 * pause_s, _EVENT_WAIT_S) if failure else _MIN_PAUSE_S
+            self._closing.wait(max(0.0, pause_s - (time.monotonic() - started_s)))
 
 
 def _overrides(loaded: type[AcceleratorPlugin], method: str) -> bool:

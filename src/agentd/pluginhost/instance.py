@@ -179,6 +179,10 @@ class PluginInstance:
     def conditions(self) -> Iterator[Condition]:
         """Yield the conditions of its process; its state and listing are known elsewhere."""
         about, name = f"plugin/{self.spec.name}", self.spec.name
+        if self._process is not None and (failure := self._process.watch_failure):
+            interval = f"found every {self._timeouts.health_interval_s:g} s only"
+            reason = f"plugin {name} cannot wait for events, and changes are {interval}: {failure}"
+            yield Condition(about, reason)
         if self.state is PluginState.READY and self._is_throttled:
             yield Condition(about, f"plugin {name}: {_THROTTLED_REASON}")
         if self.state is PluginState.READY and self._measure_failure:

@@ -37,6 +37,7 @@ from agentd.pluginhost.protocol import (
     PluginAnswer,
     PluginCall,
     PluginStart,
+    Watched,
     encode_frame,
 )
 from agentd.pluginhost.validation import InvalidAnswer
@@ -89,6 +90,9 @@ class PluginProcess:
         self._is_ending = False
         self.lost = asyncio.Event()
         self.reason = ""
+        self.watch_failure = ""
+        """Why the plugin cannot wait for changes now; empty if it can."""
+        self._last_watch_failure = ""
         reader, self._writer = channel
         self._output = PluginOutput(name, popen.stdout) if popen.stdout is not None else None
         self._tasks = [
@@ -208,6 +212,11 @@ class PluginProcess:
     def _handle_message(self, message: Message) -> None:
         if isinstance(message, Changed):
             self._on_change()
+        elif isinstance(message, Watched):
+            self.watch_failure = reason = one_line(message.error)
+            if reason and reason != self._last_watch_failure:
+                log.warning("plugin.watch_failed", plugin=self._name, reason=reason)
+                self._last_watch_failure = reason
         elif self._answer and not self._answer.done() and message.number == self._last_number:
             self._answer.set_result(message)
 

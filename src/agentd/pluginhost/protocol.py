@@ -70,7 +70,13 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     """The plugin's devices may have changed; a new listing shows how."""
 
 
-Message: TypeAlias = PluginAnswer | Changed
+class Watched(msgspec.Struct, frozen=True, tag=True):
+    """The plugin cannot wait for changes, with the error; or can again, if it is empty."""
+
+    error: str = ""
+
+
+Message: TypeAlias = PluginAnswer | Changed | Watched
 
 
 class PluginFacts(msgspec.Struct, frozen=True):
