@@ -161,6 +161,13 @@ def test_device_is_excluded_by_any_of_its_names(entry: str) -> None:
     assert unmatched == Condition("plugin/cuda", reason)
 
 
+def test_device_that_left_while_its_plugin_was_stopped_is_gone() -> None:
+    inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: stopped by ann")
+    inventory, _ = inventory.with_listing("cuda", [])
+    (condition,) = device_conditions(inventory)
+    assert condition.reason.startswith("cuda0 is gone: not listed by its plugin any more")
+
+
 def test_a_troubled_device_is_a_condition_with_a_remedy() -> None:
     healthy, sick, lost, unknown = gpus(1, 1, 1, 1)
     inventory = Inventory.of(

@@ -324,7 +324,8 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def _apply_listing(self, device: Device, listed: Device | None) -> Device:
         if listed is None:
-            return replace(device, gone=True, reason="not listed by its plugin any more")
+            reason = "not listed by its plugin any more"
+            return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
         if listed.slot != device.slot:
             reason = f"offers {listed.slot} now; restart agentd to use it"
             return replace(device, gone=True, reason=reason)
