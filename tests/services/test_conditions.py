@@ -183,6 +183,9 @@ async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> No
     rig.state.mark_unavailable("fake", "connection refused")
     reason = "runtime fake is unavailable: connection refused"
     assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason)]
+    rig.state.mark_available("fake", reason="no answer to GET /info")
+    reason = "runtime fake creates no kernels: no answer to GET /info"
+    assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason)]
     rig.state.mark_available("fake", ("container x is ignored",))
     ignored = Condition("runtime/fake", "container x is ignored")
     assert [*runtime_conditions(rig.state)] == [ignored]

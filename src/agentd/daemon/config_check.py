@@ -29,7 +29,6 @@ from agentd.http.server import address_problem
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
 from agentd.program.exit_status import ExitStatus
-from agentd.runtimes.docker.registry_auth import registry_auth_problems
 from agentd.state.folder import StateFolder
 
 CALL_MARGIN_S = 5.0
@@ -96,12 +95,8 @@ async def _check(
         if name not in reported:
             add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
     add(ExitStatus.FAILED, _socket_problems(settings.rpc))
-    credentials = {"runtime.docker": settings.runtime.docker.registry_auth}
-    agents = enumerate(settings.agents)
-    credentials |= {f"agents.{index}": agent.registry_auth for index, agent in agents}
-    for where, path in credentials.items():
-        if path is not None:
-            add(ExitStatus.CONFIG, registry_auth_problems(f"{where}.registry-auth", path))
+    for problems in runtime_factory.login_problems(settings).values():
+        add(ExitStatus.CONFIG, problems)
     add(ExitStatus.CONFIG, plugins.missing_entry_points())
     add(ExitStatus.FAILED, unvalidated)
     rpc = settings.rpc

@@ -7,7 +7,7 @@ runtimes: those of units and processes need D-Bus.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -241,8 +241,26 @@ async def _live_kernels(
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
+def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
+    """Return the credentials of registries that no pull can use, by the subject of a condition."""
+    files = {"runtime/docker": ("runtime.docker", settings.runtime.docker.registry_auth)}
+    for index, agent in enumerate(settings.agents):
+        files[f"agent/{agent.id}"] = (f"agents.{index}", agent.registry_auth)
+    if not any(path for _, path in files.values()):
+        return {}
+    from agentd.runtimes.docker.registry_auth import registry_auth_problems
+
+    return {
+        about: [*registry_auth_problems(f"{where}.registry-auth", path)]
+        for about, (where, path) in files.items()
+        if path is not None
+    }
+
+
 def settings_conditions(settings: Settings) -> Iterator[Condition]:
     """Yield the conditions of this host which follow from these settings."""
+    for about, problems in login_problems(settings).items():
+        yield from (Condition(about, f"{problem.where}: {problem.why}") for problem in problems)
     flags = os.ST_NOSUID | os.ST_NODEV
     if settings.node.runtime == "systemd":
         yield from _systemd_conditions()

@@ -14,11 +14,13 @@ from agentd.services.state import NodeState, RuntimeState
 
 
 def runtime_conditions(state: NodeState) -> Iterator[Condition]:
-    """Yield the runtimes that do not answer, and what they list that cannot be a kernel."""
+    """Yield the runtimes that create no kernels, and what they list that cannot be a kernel."""
     for name, status in state.runtimes.items():
         about = f"runtime/{name}"
         if status.state is RuntimeState.UNAVAILABLE:
             yield Condition(about, f"runtime {name} is unavailable: {status.reason}")
+        elif status.reason:
+            yield Condition(about, f"runtime {name} creates no kernels: {status.reason}")
         for reason in status.ignored:
             yield Condition(about, reason)
 

@@ -71,7 +71,10 @@ async def test_slow_info_is_named_and_its_answer_is_kept(
 ) -> None:
     gate = asyncio.Event()
     dialects.answers_info_slowly(field_engine, gate)
-    field_node.deadlines = {"agentd.runtimes.docker.runtime.INSPECT_TIMEOUT_S": 0.3}
+    field_node.deadlines = {
+        "agentd.runtimes.docker.runtime.INSPECT_TIMEOUT_S": 0.3,
+        "agentd.services.conditions.POLL_PAUSE_S": 0.5,
+    }
     await field_node.start()
     reason = r"the engine has not answered GET /info within 0\.3 s \(called at \d{4}-.*Z\)"
     for _ in range(2):
@@ -84,6 +87,13 @@ async def test_slow_info_is_named_and_its_answer_is_kept(
     )
     assert runtime["runtime"]["state"] == "available"
     assert re.fullmatch(reason, runtime["runtime"]["reason"])
+    shown = {"about": "runtime/docker", "remedy": ""} | {
+        "reason": f"runtime docker creates no kernels: {runtime['runtime']['reason']}"
+    }
+    await until(
+        lambda: field_node.get("/v1/node"),
+        lambda node: any(shown.items() <= item.items() for item in node["conditions"]),
+    )
     gate.set()
     await until(lambda: field_node.get("/v1/node"), lambda node: not node["runtime"]["reason"])
     await field_node.running(slots={"cuda.device": 1})

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from agentd.config.loading import load_text
+from agentd.daemon.runtime_factory import settings_conditions
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
@@ -235,3 +237,26 @@ def test_check_names_every_entry_that_cannot_be_used(folder: Path) -> None:
     file.unlink()
     [missing] = registry_auth_problems("runtime.docker.registry-auth", file)
     assert "No such file" in missing.why
+
+
+def test_unusable_logins_are_conditions_of_their_users(folder: Path) -> None:
+    for name in ("node", "team"):
+        auths = {f"{name}.example": {"auth": "?"}}
+        (folder / f"{name}.json").write_text(json.dumps({"auths": auths}))
+    text = f"""
+        runtime.docker.registry-auth = "{folder}/node.json"
+        [[agents]]
+        id = "a"
+        registry-auth = "{folder}/team.json"
+        [[agents]]
+        id = "b"
+    """
+    conditions = [*settings_conditions(load_text(text, folder / "agent.toml", {}).settings)]
+    reason = "cannot be used: auth is not the base64 of user:password"
+    assert [(item.about, item.reason) for item in conditions] == [
+        (
+            "runtime/docker",
+            f"runtime.docker.registry-auth: {folder}/node.json: auths.node.example {reason}",
+        ),
+        ("agent/a", f"agents.0.registry-auth: {folder}/team.json: auths.team.example {reason}"),
+    ]
