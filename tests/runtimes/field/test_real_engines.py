@@ -1,6 +1,7 @@
 """Real engines of several kinds: versions, stores of images, and what the host lacks."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -62,9 +63,11 @@ async def node(any_engine: Engine, folder: Path) -> AsyncIterator[Daemon]:
 
 
 @asynccontextmanager
-async def node_of(engine: Engine, folder: Path, docker: str = "") -> AsyncIterator[Daemon]:
+async def node_of(
+    engine: Engine, folder: Path, docker: str = "", **environ: str
+) -> AsyncIterator[Daemon]:
     daemon = Daemon(folder, "docker", engine)
-    await daemon.start(docker + AGENTS + gpus())
+    await daemon.start(docker + AGENTS + gpus(), **environ)
     try:
         yield daemon
     finally:
@@ -96,7 +99,7 @@ async def test_foreign_image_is_replaced_by_the_node_s(node: Daemon, registry: R
     await node.running(image=image)
 
 
-@pytest.mark.parametrize("key", ["https://HOST/v2/", "HOST/namespace"])
+@pytest.mark.parametrize("key", ["https://HOST/v2/", "HOST/namespace", "credsStore"])
 async def test_private_image_is_pulled_with_the_login_of_its_host(
     any_engine: Engine, folder: Path, key: str
 ) -> None:
@@ -105,11 +108,15 @@ async def test_private_image_is_pulled_with_the_login_of_its_host(
     await private.start()
     file = folder / "registry.json"
     login = {"username": "ada", "password": "se:cret", "auth": ""}
-    auths = {key.replace("HOST", f"127.0.0.1:{private.port}"): login}
-    file.write_text(json.dumps({"auths": auths}))
+    content = {"auths": {key.replace("HOST", f"127.0.0.1:{private.port}"): login}}
+    helper = folder / "docker-credential-vault"
+    helper.write_text("""#!/bin/sh\necho '{"Username": "ada", "Secret": "se:cret"}'\n""")
+    helper.chmod(0o755)
+    file.write_text(json.dumps({"credsStore": "vault"} if key == "credsStore" else content))
+    setting, path = f'registry-auth = "{file}"\n', f"{folder}:{os.environ['PATH']}"
     try:
         image = private.image("private", rootfs())
-        async with node_of(any_engine, folder, f'registry-auth = "{file}"\n') as daemon:
+        async with node_of(any_engine, folder, setting, PATH=path) as daemon:
             await daemon.running(image=image)
     finally:
         await private.stop()
