@@ -96,6 +96,18 @@ def test_unknown_outcome_keeps_its_route(monkeypatch: Any, code: str) -> None:
     run(1, story, monkeypatch)
 
 
+def test_node_whose_answer_was_lost_comes_last(monkeypatch: Any) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.losing = 1.0
+        assert await fleet.one.create("k1") == (0, "NodeUnavailable")
+        fleet.nodes.losing = 0.0
+        assert await fleet.one.create("k2") == (201, "n2")
+        assert fleet.store.rows.keys() == {"k1", "k2"}
+
+    run(1, story, monkeypatch)
+
+
 REFUSED_BY_ALL = {
     "no node has the image": ("ImageNotFound", "ImageNotFound", "ImageNotFound"),
     "one node could try again": ("ImageNotFound", "ImageUnavailable", "ImageUnavailable"),

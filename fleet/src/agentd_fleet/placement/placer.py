@@ -194,8 +194,11 @@ class Placer:
                 result = await self._attempts.run(
                     caller, request, StoredRoute(route, revision), began
                 )
-            except NodeNotCalled as not_called:
-                error: AgentdError = not_called
+            except NodeUnavailable as unavailable:
+                self._note_refusals([(candidate.node_id, unavailable)])
+                if not isinstance(unavailable, NodeNotCalled):
+                    raise
+                error: AgentdError = unavailable
             else:
                 if not result.answer.is_error:
                     self._confirm_soon(result.stored)
