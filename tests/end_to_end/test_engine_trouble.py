@@ -5,6 +5,7 @@ import random
 import signal
 
 import pytest
+from aiohttp import web
 
 from end_to_end.conftest import ONE_GPU
 from support.daemon import Daemon
@@ -51,6 +52,29 @@ async def test_a_create_that_goes_wrong_leaves_nothing(
     assert await daemon.get("/v1/kernels") == []
     again = await daemon.running(**ASK)
     assert again["state"] == "running"
+
+
+async def test_prune_between_create_and_start_frees_the_share(one_gpu, engine: Engine) -> None:
+    """As a nightly `docker system prune` does; the engine may still be removing it."""
+    daemon, proxy = one_gpu
+
+    async def prune(request: web.Request, body: bytes) -> web.StreamResponse:
+        await asyncio.to_thread(engine.call, "POST", "/containers/prune")
+        return await proxy.forward(request, body)
+
+    async def still_removing(request: web.Request, body: bytes) -> web.StreamResponse:
+        reason = "removal of container 7f1d3f is already in progress"
+        return web.json_response({"message": reason}, status=409)
+
+    for _ in range(2):
+        proxy.rule("POST .*/start", prune)
+        answer = await daemon.create(**ASK)
+        assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+        assert answer.json["detail"] == "its container was removed outside of agentd before it ran"
+        assert await daemon.free("cuda.device") == "1"
+        proxy.rule("DELETE .*/containers/", still_removing)
+    proxy.clear()
+    assert (await daemon.running(**ASK))["state"] == "running"
 
 
 async def test_remove_keeps_the_share_until_confirmed(one_gpu, engine: Engine) -> None:

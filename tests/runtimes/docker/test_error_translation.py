@@ -65,6 +65,12 @@ MEANINGS = {
         500, "driver failed programming: Bind for 0.0.0.0:80 failed: port is already allocated",
         128, RuntimeUnavailable,
     ),
+    "a container that a prune removed": (
+        404, "No such container: 7f1d3f", 0, RuntimeUnavailable,
+    ),
+    "a container that a prune removes": (
+        409, "container is marked for removal and cannot be started", 0, RuntimeUnavailable,
+    ),
     "a value that no engine takes": (400, "invalid reference format", 0, InvalidRequest),
     "a full disk": (500, "write /data/docker/x: no space left on device", 0, StateUnavailable),
     "a hierarchy of cgroups that is full": (

@@ -33,6 +33,8 @@ from agentd.runtimes.docker.request_errors import request_problem
 
 _PORT_CONFLICTS = ("port is already allocated", "address already in use")
 """Conflicts with other processes on the host; a retry chooses another port."""
+_REMOVALS = ("no such container", "marked for removal")
+"""Refusals of a start after another client removed the container, such as a prune."""
 
 _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
@@ -101,6 +103,8 @@ def _translate_refusal(
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
+    if plan is not None and any(text in error.detail.lower() for text in _REMOVALS):
+        return RuntimeUnavailable("its container was removed outside of agentd before it ran")
     if any(text in error.detail for text in _PORT_CONFLICTS):
         return RuntimeUnavailable(error.message)
     failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""

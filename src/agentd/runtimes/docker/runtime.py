@@ -358,7 +358,13 @@ class DockerRuntime:
         self, container: str, *, force: bool, timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
         path, params = f"/containers/{container}", {"v": "1", "force": str(int(force))}
-        await self._docker.call("DELETE", path, params, timeout_s=timeout_s)
+        try:
+            await self._docker.call("DELETE", path, params, timeout_s=timeout_s)
+        except DockerError as error:
+            if error.status != CONFLICT or not force:
+                raise
+            # another client is removing it
+            await self._docker.call("POST", f"{path}/wait", {"condition": "removed"})
 
     def _container_reference(self, ref: KernelRef) -> str:
         """Return the id of a kernel's container, or its name."""
@@ -381,12 +387,9 @@ class DockerRuntime:
                 timeout_s = LIST_TIMEOUT_S if unless_alive else CALL_TIMEOUT_S
                 await self._delete(container, force=not unless_alive, timeout_s=timeout_s)
             except DockerError as error:
-                if error.status != CONFLICT:
+                if error.status != CONFLICT or not unless_alive:
                     raise
-                if unless_alive:
-                    return False
-                path = f"/containers/{container}/wait"  # another client is removing it
-                await self._docker.call("POST", path, {"condition": "removed"})
+                return False
         return True
 
     async def list_kernels(self) -> Listing:
