@@ -229,7 +229,7 @@ async def test_client_raises_own_errors_for_silent_or_odd_servers() -> None:
 
 
 CUTS = [
-    (None, RuntimeUnavailable, "its runtime or agentd restarted"),
+    (None, RuntimeUnavailable, "agentd, its runtime or a proxy closed it"),
     (("RuntimeUnavailable", 503), RuntimeUnavailable, "docker is away"),
     (("NodeUnavailable", 503), NodeUnavailable, "docker is away"),
     (("UnknownKernel", 404), UnknownKernel, "docker is away"),

@@ -70,7 +70,7 @@ async def test_prune_between_create_and_start_frees_the_share(one_gpu, engine: E
         proxy.rule("POST .*/start", prune)
         answer = await daemon.create(**ASK)
         assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
-        assert answer.json["detail"] == "its container was removed outside of agentd before it ran"
+        assert answer.json["detail"] == "its container was removed outside of agentd"
         assert await daemon.free("cuda.device") == "1"
         proxy.rule("DELETE .*/containers/", still_removing)
     proxy.clear()

@@ -114,7 +114,7 @@ def unreachable_error(address: str, error: Exception) -> Unreachable:
 
 def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:
     """Return the error of a log that broke; `cause` is the answer to another read of it."""
-    reason = cause or "its runtime or agentd restarted"
+    reason = cause or "agentd, its runtime or a proxy closed it"
     error_class = RuntimeUnavailable if cause is None else type(cause)
     return error_class(f"the log of {kernel_id} was cut off before its end: {reason}")
 

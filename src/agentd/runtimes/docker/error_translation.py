@@ -31,10 +31,14 @@ from agentd.runtimes.docker.docker_errors import (
 )
 from agentd.runtimes.docker.request_errors import request_problem
 
-_PORT_CONFLICTS = ("port is already allocated", "address already in use")
-"""Conflicts with other processes on the host; a retry chooses another port."""
-_REMOVALS = ("no such container", "marked for removal")
-"""Refusals of a start after another client removed the container, such as a prune."""
+_REMOVED = "its container was removed outside of agentd"
+_CONFLICTS = {
+    "port is already allocated": "",
+    "address already in use": "",
+    "no such container": _REMOVED,
+    "marked for removal": _REMOVED,
+}
+"""Conflicts with other processes and clients, such as a prune, and their meaning; a retry helps."""
 
 _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
@@ -103,10 +107,9 @@ def _translate_refusal(
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", error.message)])
-    if plan is not None and any(text in error.detail.lower() for text in _REMOVALS):
-        return RuntimeUnavailable("its container was removed outside of agentd before it ran")
-    if any(text in error.detail for text in _PORT_CONFLICTS):
-        return RuntimeUnavailable(error.message)
+    for text, meaning in _CONFLICTS.items():
+        if text in error.detail.lower():
+            return RuntimeUnavailable(meaning or error.message)
     failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""
     return RuntimeFailure(f"the Docker Engine{failed}: {error.message}")
 
