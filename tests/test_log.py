@@ -104,7 +104,7 @@ def test_value_without_a_text_is_a_lost_line(
         structlog.configure(cache_logger_on_first_use=False)
     structlog.get_logger().info("node.warned", warning=Unprintable())
     assert lost.total == 1
-    assert "node.warned: RuntimeError" in lost.warnings()[0]
+    assert "node.warned: RuntimeError" in lost.problems()[0][0]
 
 
 def fields(text: str) -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_journal_that_is_busy_loses_and_reports(lost: LostLines, tmp_path: Path)
             if lost.total:
                 break
         assert lost.total == 1
-        assert NO_READER in lost.warnings()[0]
+        assert NO_READER in lost.problems()[0][0]
         journald.recv(1 << 16)
         journal.send(fields("again"))
     found: list[int] = []

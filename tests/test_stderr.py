@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentd import stderr
-from agentd.stderr import NO_READER, SKIP_WAIT_S, WARN_S, LostLines, Stderr
+from agentd.stderr import NO_READER, REMEDY, SKIP_WAIT_S, WARN_S, LostLines, Stderr
 
 
 class Clock:
@@ -59,8 +59,8 @@ def test_line_is_lost_after_its_reader_ended(pipe: Pipe) -> None:
     pipe.reader = -1
     assert pipe.stderr.write(b"one\ntwo\n") == 8
     assert pipe.lost.total == 2
-    assert pipe.lost.warnings() == [
-        "the log cannot be written: Broken pipe; lines lost since the start: 2"
+    assert pipe.lost.problems() == [
+        ("the log cannot be written: Broken pipe", f"{REMEDY}; lines lost since the start: 2")
     ]
     assert reports(pipe.lost) == []
 
@@ -116,7 +116,7 @@ def test_error_of_a_descriptor_is_counted(number: str, raised: int) -> None:
         if number != "closed":
             os.close(descriptor)
     assert lost.total == 1
-    assert os.strerror(raised) in lost.warnings()[0]
+    assert os.strerror(raised) in lost.problems()[0][0]
 
 
 def test_wait_for_a_reader_is_not_repeated(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,16 +140,19 @@ def test_wait_for_a_reader_is_not_repeated(pipe: Pipe, monkeypatch: pytest.Monke
 def test_warning_of_lost_lines_goes_after_its_time() -> None:
     clock = Clock()
     lost = LostLines(clock)
-    assert lost.warnings() == []
+    assert lost.problems() == []
     lost.add(2, "why")
     clock.now += 2 * WARN_S
-    assert lost.warnings() == ["the log cannot be written: why; lines lost since the start: 2"]
+    remedy = f"{REMEDY}; lines lost since the start: 2"
+    assert lost.problems() == [("the log cannot be written: why", remedy)]
     lost.add(1, "why")
     lost.mark_writable()
     clock.now += WARN_S - 1
-    assert lost.warnings() == ["the log could not be written: why; lines lost since the start: 3"]
+    assert lost.problems() == [
+        ("the log could not be written: why", "lines lost since the start: 3")
+    ]
     clock.now += 1
-    assert (lost.warnings(), lost.total) == ([], 3)
+    assert (lost.problems(), lost.total) == ([], 3)
 
 
 def test_report_that_is_lost_itself_is_repeated() -> None:

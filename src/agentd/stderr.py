@@ -24,6 +24,7 @@ SKIP_WAIT_S = 1.0
 """Seconds after a loss without any wait: a stopped reader costs `WRITE_TIMEOUT_MS` once."""
 WARN_S = 3600.0
 """Seconds that a warning stays after the last loss."""
+REMEDY = "free its disk, or restart its reader and agentd"
 NO_READER = "its reader does not read"
 
 
@@ -69,12 +70,17 @@ class LostLines:
             if is_attempt:
                 self._unreported, self.total = lines, total
 
-    def warnings(self) -> list[str]:
-        """Return a warning while the log is not writable, and for `WARN_S` afterwards."""
-        lost = f"{self._reason}; lines lost since the start: {self.total}"
+    def problems(self) -> list[tuple[str, str]]:
+        """Return the reason and the remedy while the log is not writable, and `WARN_S` longer.
+
+        The reason is the same as long as the problem is; the number of lines is in the remedy.
+        """
+        lines = f"lines lost since the start: {self.total}"
         if not self._is_writable:
-            return [f"the log cannot be written: {lost}"]
-        return [f"the log could not be written: {lost}"] if self.lost_within(WARN_S) else []
+            return [(f"the log cannot be written: {self._reason}", f"{REMEDY}; {lines}")]
+        if self.lost_within(WARN_S):
+            return [(f"the log could not be written: {self._reason}", lines)]
+        return []
 
 
 LOST = LostLines()

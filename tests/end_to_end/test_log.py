@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentd.stderr import NO_READER
+from agentd.stderr import NO_READER, REMEDY
 from end_to_end.conftest import ONE_GPU
 from end_to_end.test_reload import KILLED, WORK
 from support.daemon import Daemon
@@ -61,15 +61,23 @@ async def test_node_works_without_a_reader_of_its_log(
     reason = NO_READER if is_stopped else "Broken pipe"
     lost = await lost_lines(plain)
     assert lost >= 9, "three creates, ends, stops and deletes, each with its audit"
-    warning = f"the log cannot be written: {reason}; {LOST}{lost}"
-    assert (await plain.get("/v1/node"))["warnings"] == [warning]
+    (condition,) = (await plain.get("/v1/node"))["conditions"]
+    since = condition.pop("since")
+    remedy = f"{REMEDY}; {LOST}{lost}"
+    assert condition == {
+        "about": "log", "reason": f"the log cannot be written: {reason}", "remedy": remedy,
+    }  # fmt: skip
+    refused = await plain.call("POST", "/v1/kernels/none/stop")
+    (condition,) = (await plain.get("/v1/node"))["conditions"]
+    assert (refused.status, condition["since"]) == (404, since), "one more line, one condition"
+    lost = await lost_lines(plain)
     log.read()  # the log comes back
     if not is_idle:
         assert (await plain.call("POST", "/v1/kernels/none/stop")).status == 404
     lines = (await log.until("log.lines_lost")).splitlines()
     report = next(json.loads(line) for line in lines if "log.lines_lost" in line)
     assert (report["lines"], report["reason"]) == (lost, reason)
-    warning = f"the log could not be written: {reason}; {LOST}{lost}"
+    warning = f"the log could not be written: {reason} ({LOST}{lost})"
     assert (await plain.get("/v1/node"))["warnings"] == [warning]
     log.end_reader()
     assert await plain.stop() == 0
@@ -80,7 +88,7 @@ async def test_node_works_while_the_disk_of_its_log_is_full(plain: Daemon) -> No
     await plain.start(ONE_GPU)
     await use(plain)
     (warning,) = (await plain.get("/v1/node"))["warnings"]
-    assert warning.startswith("the log cannot be written: No space left on device; ")
+    assert warning.startswith("the log cannot be written: No space left on device (")
     assert await plain.stop() == 0
 
 

@@ -250,7 +250,7 @@ class Daemon:
         self._conditions.add_slow(self._find_credential_conditions)
         self._conditions.add(
             lambda: (Condition("host", text) for text in background.warnings),
-            lambda: (Condition("log", text) for text in LOST.warnings()),
+            lambda: (Condition("log", *texts) for texts in LOST.problems()),
         )
         site, routes = build_site(settings, context, plugins, services, self._reload_now)
         return services, site, routes
