@@ -107,6 +107,18 @@ async def test_stop_removes_no_file_of_passed_socket(tmp_path: Path, is_passed: 
             client.connect(str(path))
 
 
+async def test_socket_without_its_file_is_a_condition(tmp_path: Path) -> None:
+    server = words_at(Endpoint((unix_socket_at(tmp_path),)))
+    assert [*server.conditions()] == []
+    await server.start()
+    assert [*server.conditions()] == []
+    (tmp_path / "socket").unlink()
+    (condition,) = server.conditions()
+    assert condition.about == "host"
+    assert condition.reason == f"the socket {tmp_path}/socket was removed, so no client finds it"
+    await server.stop(Deadline.after(10))
+
+
 async def test_stop_removes_no_file_of_the_next_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

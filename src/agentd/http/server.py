@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from aiohttp import web
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller
+from agentd.core.conditions import Condition
 from agentd.errors import StartRefused
 from agentd.http.callers import NODE_HEADER, Callers, Token
 from agentd.http.connections.admission import ConnectionLimit
@@ -197,6 +198,13 @@ class Server:
     def has_tls(self) -> bool:
         """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield a condition for each unix socket whose file was removed while it is served."""
+        for unix in self._endpoint.sockets if self._listeners else ():
+            if not unix.path.is_socket():
+                reason = f"the socket {unix.path} was removed, so no client finds it"
+                yield Condition("host", reason, "restart agentd")
 
     def replace_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""
