@@ -207,8 +207,8 @@ async def test_drain_survives_restarts_and_health_changes(plain: Daemon, tmp_pat
     script = tmp_path / "health"
     await plain.start(config(f'health-file = "{script}"\n'))
     assert (await plain.call("POST", "/v1/devices/cuda/cuda1/drain")).json["state"] == "drained"
-    write(script, "cuda1 unhealthy hot\n")
     generation = (await plain.get("/v1/node"))["generation"]
+    write(script, "cuda1 unhealthy hot\n")
     await eventually(plain, lambda node: node["generation"] > generation)
     assert (await plain.device("cuda1"))["state"] == "unhealthy"
     write(script, "")

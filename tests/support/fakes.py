@@ -197,6 +197,7 @@ class FakePlugins:
                     item.name,
                     PluginState.STOPPED if item.name in self.stopped else PluginState.READY,
                     self.stopped.get(item.name, ""),
+                    is_serving=item.name not in self.stopped,
                 )
                 for item in self.ready
             ),

@@ -88,6 +88,11 @@ class Backoff:
         self._is_cut = asyncio.Event()
         self._last_reason = ""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the next backoff is the first one since a reset."""
+        return self.next_s == MIN_BACKOFF_S
+
     def reset(self) -> None:
         self.next_s = MIN_BACKOFF_S
 
@@ -156,7 +161,9 @@ class PluginInstance:
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         values = (self.spec.name, self.spec.plugin, self.state, self.reason, slots)
-        return PluginStatus(*values, self.spec.has_table)
+        is_first_failure = self.state is PluginState.FAILED and self._backoff.is_first
+        is_serving = self.state is PluginState.READY or is_first_failure
+        return PluginStatus(*values, self.spec.has_table, is_serving)
 
     @property
     def is_silent(self) -> bool:

@@ -454,7 +454,7 @@ class NodeDevices:
         reasons = {
             status.name: f"plugin {status.name}: {status.reason or status.state.value}"
             for status in self._plugins.statuses()
-            if status.state is not PluginState.READY and status.name in self._added_plugins
+            if not status.is_serving and status.name in self._added_plugins
         }
         inventory = inventory.with_excluded(self._rules.exclude)
         return self._withhold(inventory).with_unserved(reasons)

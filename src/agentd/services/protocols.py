@@ -49,6 +49,8 @@ class PluginStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     slots: tuple[str, ...] = ()
     has_table: bool = True
+    is_serving: bool = True
+    """Whether its devices are offered: also while it is restarted after a single failure."""
 
 
 class PluginVitals(msgspec.Struct, frozen=True):
