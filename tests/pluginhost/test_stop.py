@@ -76,9 +76,11 @@ async def test_plugin_that_fails_can_be_stopped_and_started(host, tmp_path) -> N
     file.write_text("raise")
     await until(made, lambda: states(made)["one"] is PluginState.FAILED)
     assert await stop(made) == STOPPED
-    assert (await made.start("one")).state is PluginState.FAILED
+    status = await made.start("one")
+    assert (status.state, status.is_serving) == (PluginState.FAILED, False)
     file.write_text("fine")
     await until_ready(made, "one")
+    assert made.statuses()[0].is_serving
 
 
 async def test_stopped_plugin_is_not_opened_at_a_start(host, tmp_path) -> None:

@@ -154,16 +154,14 @@ class PluginInstance:
         self._backoff = Backoff()
         self._ready_since: float | None = None
         self._events_waiting = 0
-        self._is_throttled = False
+        self._is_throttled = self._is_serving = False
         self._measure_failure = ""
 
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         values = (self.spec.name, self.spec.plugin, self.state, self.reason, slots)
-        is_first_failure = self.state is PluginState.FAILED and self._backoff.is_first
-        is_serving = self.state is PluginState.READY or is_first_failure
-        return PluginStatus(*values, self.spec.has_table, is_serving)
+        return PluginStatus(*values, self.spec.has_table, self._is_serving)
 
     @property
     def is_silent(self) -> bool:
@@ -308,7 +306,7 @@ class PluginInstance:
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise type(error)(f"{self._step}: {error}") from None
         self._apply_listing(listing)
-        self._ready_since = time.monotonic()
+        self._ready_since, self._is_serving = time.monotonic(), True
         self.enter_state(PluginState.READY, "")
         self._on_change(spec.name)
 
@@ -405,6 +403,7 @@ class PluginInstance:
             if process.is_alive:
                 reason = reason if f"process {process.pid}" in reason else process.reason
         self.measurements = ()
+        self._is_serving &= self._ready_since is not None and self._backoff.is_first
         never_ready = self.listing is None
         if self.listing is not None:
             self.listing = replace(self.listing, conditions=())
@@ -488,8 +487,8 @@ class PluginInstance:
             Conflict: the process cannot be ended.
         """
         is_open = self.state is PluginState.READY
+        self._is_serving, self.measurements = False, ()
         self.enter_state(PluginState.STOPPED, reason)
-        self.measurements = ()
         self._on_change(self.spec.name)
         patience_s = self._timeouts.call_timeout_s + CLOSE_TIMEOUT_S
         await self._end_process(f"the plugin is {reason}", patience_s if is_open else 0)
