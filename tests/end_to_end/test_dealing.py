@@ -41,6 +41,14 @@ async def test_linked_devices_stay_with_one_agent_whatever_is_lost(
     assert await owned(plain) == [["cuda0", "cuda1"], ["cuda2", "cuda3"]]
 
 
+async def test_excluded_device_is_not_dealt(plain: Daemon) -> None:
+    await plain.start(config('exclude = ["cuda1"]\n' + CROSSED))
+    assert await owned(plain) == [["cuda0", "cuda3"], ["cuda2"]]
+    assert (await plain.device("cuda1"))["state"] == "withheld"
+    await plain.restart(config(CROSSED))
+    assert await owned(plain) == [["cuda0", "cuda3"], ["cuda1", "cuda2"]]
+
+
 async def test_plan_asks_the_plugin_and_uses_what_is_kept(plain: Daemon) -> None:
     plain.configure(config(CROSSED))
     crossed = [["cuda0", "cuda3"], ["cuda1", "cuda2"]]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.config.plugins import PluginTable
 from agentd.core.partition.plugin_assignment import PluginAssignment
@@ -122,6 +123,8 @@ def test_known_devices_have_their_ids_and_the_missing_ones() -> None:
     found = gpus(1, 1, 1)
     memory.devices = [found[2], *gpus(1, slot="npu.device")]
     listing = PluginListing("cuda", (), tuple(found[:2]))
+    excluding = replace(rules(memory), exclude={"cuda": ("cuda0", "GPU-cuda-2")})
+    assert [d.device_id.id for d in excluding.known_devices(listing)] == ["cuda1"]
     known = rules(memory).known_devices(listing)
     assert [(d.device_id.id, d.gone) for d in known] == [
         ("cuda0", False),
