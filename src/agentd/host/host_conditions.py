@@ -9,12 +9,10 @@ from pathlib import Path
 
 from agentd.core.conditions import Condition
 from agentd.host.systemd.availability import is_booted
+from agentd.plugin_api import on_pci_bus
 
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-_DISPLAY_CLASS = "0x03"
-"""Class of display and 3D controllers in PCI configuration space."""
-_DRIVERS = {"NVIDIA": "nvidia", "AMD": "amdgpu"}
-_PLUGINS = {"NVIDIA": "cuda", "AMD": "rocm"}
+_GPUS = {"10de": ("NVIDIA", "nvidia", "cuda"), "1002": ("AMD", "amdgpu", "rocm")}
+"""By PCI vendor: its name, the driver of its GPUs, and the plugin for them."""
 
 
 def host_conditions(
@@ -75,18 +73,13 @@ def _cgroup_conditions(root: Path) -> Iterator[Condition]:
 
 def _driver_conditions(root: Path, plugins: frozenset[str]) -> Iterator[Condition]:
     """Compare the GPUs on the PCI bus with drivers and plugins."""
-    vendors = set()
-    for device in (root / "sys/bus/pci/devices").glob("*"):
-        with suppress(OSError):
-            vendor = (device / "vendor").read_text("ascii").strip()
-            if (device / "class").read_text("ascii").startswith(_DISPLAY_CLASS):
-                vendors.add(_VENDORS.get(vendor, ""))
-    for vendor, driver in _DRIVERS.items():
+    for vendor, (name, driver, plugin) in _GPUS.items():
         is_loaded = (root / "sys/module" / driver).exists()
-        plugin = _PLUGINS[vendor]
-        if is_loaded and vendor in vendors and plugin not in plugins:
+        if is_loaded == (plugin in plugins) or not on_pci_bus(vendor, sysfs=root / "sys"):
+            continue
+        if is_loaded:
             reason = f"driver {driver} is loaded but plugin {plugin} is not"
             yield Condition("host", reason, f"install agentd-plugin-{plugin}")
-        elif vendor in vendors and plugin in plugins and not is_loaded:
-            reason = f"plugin {plugin} has a GPU of {vendor} but driver {driver} is not loaded"
+        else:
+            reason = f"plugin {plugin} has a GPU of {name} but driver {driver} is not loaded"
             yield Condition("host", reason, f"modprobe {driver}")
