@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from agentd.core.kernel.options import (
     over_ceiling,
     parse_group,
 )
+from agentd.errors import Problem
 from agentd.tomlfile.section import Section, SizeBytes, refuse_bool
 
 CAPABILITIES = (
@@ -129,7 +130,7 @@ DefaultUlimit = Annotated[
 ]
 
 
-def default_limits(limits: Mapping[str, UlimitSettings]) -> dict[str, Ulimit]:
+def _as_ulimits(limits: Mapping[str, UlimitSettings]) -> dict[str, Ulimit]:
     """Return default limits as those of a request."""
     return {name: Ulimit(limit.soft, limit.hard) for name, limit in limits.items()}
 
@@ -137,7 +138,7 @@ def default_limits(limits: Mapping[str, UlimitSettings]) -> dict[str, Ulimit]:
 def _refuse_over_ceilings(
     value: Mapping[str, UlimitSettings], info: ValidationInfo
 ) -> Mapping[str, UlimitSettings]:
-    limits = default_limits(value)
+    limits = _as_ulimits(value)
     inverted = (name for name, limit in limits.items() if limit.is_inverted)
     problems = [f"the soft limit of {name} is above its hard limit" for name in inverted]
     ceilings = info.data.get("ulimits", {})
@@ -154,12 +155,41 @@ DefaultUlimits = Annotated[
 ]
 CEILINGS: Mapping[str, int] = {"rtprio": 0, "nice": 20}
 """No real-time priority, and no niceness below 0: both can starve the other processes."""
-ULIMITS_TEXT = "Maximum of each ulimit in a request; -1 or missing: unlimited."
-DEFAULT_ULIMITS_TEXT = "Ulimits of kernels whose requests do not set them, within `ulimits`."
-GROUPS_TEXT = "Groups, by name or number, that a request may add to its kernel."
 
 
-class DockerSettings(Section):
+class KernelSettings(Section):
+    """The part of each runtime's settings that all have: what kernels may use."""
+
+    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
+    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
+    ulimits: Ulimits = Field(
+        default=CEILINGS,
+        description="Maximum of each ulimit in a request; -1 or missing: unlimited.",
+    )
+    default_ulimits: DefaultUlimits = Field(
+        default={},
+        description="Ulimits of kernels whose requests do not set them, within `ulimits`.",
+    )
+    allowed_groups: Groups = Field(
+        default=(), description="Groups, by name or number, that a request may add to its kernel."
+    )
+
+    def with_default_ulimits(self, requested: Mapping[str, Ulimit]) -> dict[str, Ulimit]:
+        """Return the ulimits of a kernel: those of its request, and the defaults of others."""
+        return {**_as_ulimits(self.default_ulimits), **requested}
+
+    def limit_problems(
+        self, pids_limit: int | None, ulimits: Mapping[str, Ulimit]
+    ) -> Iterator[Problem]:
+        """Yield the limits of a request that exceed the maximum."""
+        if (pids_limit or 0) > self.pids_limit:
+            reason = f"{pids_limit} exceeds the limit of {self.pids_limit}"
+            yield Problem("pids_limit", reason)
+        for name, why in over_ceiling(ulimits, self.ulimits):
+            yield Problem(f"ulimits.{name}", why)
+
+
+class DockerSettings(KernelSettings):
     """[runtime.docker]: the Docker Engine."""
 
     socket: Path = Field(default=Path("/var/run/docker.sock"), description="Socket of the engine.")
@@ -180,7 +210,6 @@ class DockerSettings(Section):
     capabilities: tuple[str, ...] = Field(
         default=CAPABILITIES, description="Capabilities of root in a kernel; others are dropped."
     )
-    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
     log_max_size: LogSize = Field(
         default=20 * 2**20, description="Size at which the engine rotates a log."
     )
@@ -189,10 +218,6 @@ class DockerSettings(Section):
         default=None,
         description="Registry credentials, in the format of Docker's config.json.",
     )
-    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
-    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
-    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
-    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
     @field_validator("publish_address")
     @classmethod
@@ -230,7 +255,7 @@ class DockerSettings(Section):
         return PortRange(self.publish_address, int(first), int(last))
 
 
-class ProcessSettings(Section):
+class ProcessSettings(KernelSettings):
     """[runtime.process]: plain processes."""
 
     user: Annotated[str, Field(min_length=1)] = Field(
@@ -238,25 +263,15 @@ class ProcessSettings(Section):
     )
     log_max_size: LogSize = Field(default=20 * 2**20, description="Size at which a log is rotated.")
     log_max_files: LogFiles = Field(default=5, description="Number of log files per kernel.")
-    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
-    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
-    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
-    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
-    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
 
-class SystemdSettings(Section):
+class SystemdSettings(KernelSettings):
     """[runtime.systemd]: transient units of systemd."""
 
     user: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="User of kernels. Default: a user of its own for each kernel.",
     )
-    pids_limit: PidsLimit = Field(default=4096, description="Maximum processes per kernel.")
-    stop_timeout: Seconds = Field(default=10, description="Seconds between TERM and KILL.")
-    ulimits: Ulimits = Field(default=CEILINGS, description=ULIMITS_TEXT)
-    default_ulimits: DefaultUlimits = Field(default={}, description=DEFAULT_ULIMITS_TEXT)
-    allowed_groups: Groups = Field(default=(), description=GROUPS_TEXT)
 
 
 class RuntimeSettings(Section):

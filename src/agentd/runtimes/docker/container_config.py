@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from agentd.config.runtimes import DockerSettings, default_limits
+from agentd.config.runtimes import DockerSettings
 from agentd.core.allocation.ports import Port
 from agentd.core.kernel.edits import Mount
-from agentd.core.kernel.options import MAX_GROUP_ID, TOO_LONG, Ulimit, is_too_long, over_ceiling
+from agentd.core.kernel.options import MAX_GROUP_ID, TOO_LONG, Ulimit, is_too_long
 from agentd.core.kernel.plan import LABEL_PREFIX, KernelPlan
 from agentd.core.kernel.record import SCHEMA
 from agentd.core.kernel.states import KernelSpec
@@ -109,11 +109,7 @@ def request_problems(spec: KernelSpec, settings: DockerSettings) -> Iterator[Pro
     if network_of(spec, settings) not in networks:
         why = f"invalid network {options.network!r}: expected one of {', '.join(networks)}"
         yield Problem("network", why)
-    if (options.pids_limit or 0) > settings.pids_limit:
-        why = f"{options.pids_limit} exceeds the limit of {settings.pids_limit}"
-        yield Problem("pids_limit", why)
-    for name, why in over_ceiling(options.ulimits, settings.ulimits):
-        yield Problem(f"ulimits.{name}", why)
+    yield from settings.limit_problems(options.pids_limit, options.ulimits)
     yield from _problems_of_targets(spec)
     if is_too_long(spec.working_dir or ""):
         yield Problem("working_dir", TOO_LONG)
@@ -207,7 +203,7 @@ def _limits(plan: KernelPlan, settings: DockerSettings, engine: DockerFacts) -> 
     """Return the limits of a container, without those that the engine discards or refuses."""
     options = container_options(plan.spec)
     memory_bytes = 0 if MEM in engine.not_enforced else plan.memory_bytes
-    ulimits = {**default_limits(settings.default_ulimits), **options.ulimits}
+    ulimits = settings.with_default_ulimits(options.ulimits)
     limits: dict[str, Any] = {
         "CpusetCpus": "" if CPU in engine.not_enforced else ",".join(plan.cpus),
         "Memory": memory_bytes,

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long, over_ceiling
+from agentd.config.runtimes import KernelSettings
+from agentd.core.kernel.options import TOO_LONG, Ulimit, is_too_long
 from agentd.core.kernel.states import KernelSpec
 from agentd.errors import Problem
 from agentd.host.groups import group_problems
@@ -34,22 +35,18 @@ def host_options(spec: KernelSpec) -> HostOptions:
 
 
 def host_problems(
-    spec: KernelSpec, runtime: str, user: str | None, pids_limit: int, ceilings: Mapping[str, int]
+    spec: KernelSpec, runtime: str, user: str | None, settings: KernelSettings
 ) -> Iterator[Problem]:
     """Yield the problems of a request; without a `user` each kernel has a user of its own."""
     options = host_options(spec)
     if not spec.command:
         yield Problem("command", f"is empty; the {runtime} runtime requires a command")
-    if (options.pids_limit or 0) > pids_limit:
-        why = f"{options.pids_limit} exceeds the limit of {pids_limit}"
-        yield Problem("pids_limit", why)
+    yield from settings.limit_problems(options.pids_limit, options.ulimits)
     if spec.user not in (None, user):
         who = "a user of their own" if user is None else user
         yield Problem("user", f"kernels of {spec.agent_id} run as {who} here")
     if is_too_long(spec.working_dir or ""):
         yield Problem("working_dir", TOO_LONG)
-    for name, why in over_ceiling(options.ulimits, ceilings):
-        yield Problem(f"ulimits.{name}", why)
 
 
 async def host_group_problems(

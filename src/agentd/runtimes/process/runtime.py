@@ -112,8 +112,7 @@ class ProcessRuntime:
         settings, user = self._settings, self._user_accounts.user_for(spec.agent_id) or ""
         if spec.user is not None and not user:
             user = await self._lookups.call("the user database", daemon_user_name)
-        ceilings = settings.pids_limit, settings.ulimits
-        problems = host_problems(spec, "process", user, *ceilings)
+        problems = host_problems(spec, "process", user, settings)
         allowed, accounts = settings.allowed_groups, self._user_accounts
         return [*problems, *await host_group_problems(spec, allowed, accounts, self._lookups)]
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agentd.config.runtimes import ProcessSettings, default_limits
+from agentd.config.runtimes import ProcessSettings
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import (
     AgentdError,
@@ -65,7 +65,7 @@ def shim_request(
     """
     spec = plan.spec
     groups = [int(group) for group in plan.edits.groups if group.isdecimal()]
-    limits = {**default_limits(settings.default_ulimits), **host_options(spec).ulimits}
+    limits = settings.with_default_ulimits(host_options(spec).ulimits)
     return {
         "folder": str(folder),
         "boot_id": boot_id,

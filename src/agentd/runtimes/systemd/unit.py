@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from agentd.config.runtimes import SystemdSettings, default_limits
+from agentd.config.runtimes import SystemdSettings
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.core.kernel.plan import KernelPlan, kernel_name, name_prefix
 from agentd.core.kernel.states import KernelSpec
@@ -64,8 +64,7 @@ def request_problems(
     spec: KernelSpec, settings: SystemdSettings, user: str | None
 ) -> Iterator[Problem]:
     """Yield the problems of a request that a unit cannot fulfil."""
-    ceilings = settings.pids_limit, settings.ulimits
-    yield from host_problems(spec, "systemd", user, *ceilings)
+    yield from host_problems(spec, "systemd", user, settings)
     yield from _command_problems(spec.command)
     for name, value in spec.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -164,7 +163,7 @@ def _limit_properties(
     for counted in ("CPUAccounting", "IOAccounting", "MemoryAccounting", "TasksAccounting"):
         yield counted, "b", True
     yield "TasksMax", "t", options.pids_limit or settings.pids_limit
-    for name, limit in {**default_limits(settings.default_ulimits), **options.ulimits}.items():
+    for name, limit in settings.with_default_ulimits(options.ulimits).items():
         yield f"Limit{name.upper()}", "t", _limit_value(limit.hard)
         yield f"Limit{name.upper()}Soft", "t", _limit_value(limit.soft)
 
