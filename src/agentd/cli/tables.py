@@ -32,7 +32,7 @@ _GAP = 3
 
 _STYLES = {
     **dict.fromkeys(("running", "ready", "available", "ok", "yes"), "green"),
-    **dict.fromkeys(("terminated", "absent", "blocked"), "dim"),
+    **dict.fromkeys(("terminated", "absent", "blocked", "stopped"), "dim"),
     **dict.fromkeys(
         ("failed", "lost", "unhealthy", "gone", "unavailable", "overcommitted", "NO"), "red"
     ),
