@@ -2,7 +2,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
-from agentd.core.device_conditions import MAX_CONDITIONS, device_conditions, unmatched_exclusions
+from agentd.core.device_conditions import device_conditions, unmatched_exclusions
 from agentd.core.devices import (
     MAX_NAMED,
     Device,
@@ -138,15 +138,16 @@ def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
     assert warnings[-1] == "496 more devices of gpu are served by others; withheld"
 
 
-def test_each_withheld_device_is_a_condition_up_to_a_bound() -> None:
+def test_withheld_devices_are_one_condition_for_each_reason() -> None:
     simulated = [replace(d, is_simulated=True, device_id=DeviceId("sim", "0")) for d in gpus(1)]
     inventory = Inventory.of([], [*cores(2), *simulated, *gpus(*[1] * 300)])
     withheld = inventory.with_withheld("served by agentd other")
     assert [*withheld.with_withheld("").devices] == [*inventory.devices]
-    first, *_, last = conditions = [*device_conditions(withheld)]
-    assert first == Condition("device/cuda/cuda0", "cuda0 is withheld: served by agentd other")
-    assert last == Condition("plugin/cuda", "236 more devices of cuda are withheld")
-    assert len(conditions) == MAX_CONDITIONS + 1
+    (condition,) = device_conditions(withheld)
+    reason = "300 devices of cuda are withheld (cuda0, cuda1, cuda2, cuda3 and 296 more)"
+    assert condition == Condition("plugin/cuda", f"{reason}: served by agentd other")
+    (condition,) = device_conditions(Inventory.of([], gpus(1)).with_withheld("served by other"))
+    assert condition == Condition("device/cuda/cuda0", "cuda0 is withheld: served by other")
 
 
 @pytest.mark.parametrize("entry", ["cuda1", "GPU-cuda-1", "0000:01:00.0", "GPU-whole"])

@@ -1,7 +1,8 @@
 """The conditions of a node's devices.
 
-There is one for each device that is missing, unhealthy or withheld. A device that a plugin without
-a listing serves has none: its plugin has one.
+There is one for each device that is missing or unhealthy, and one for all devices of a name that
+are withheld for the same reason. A device that a plugin without a listing serves has none: its
+plugin has one.
 """
 
 from __future__ import annotations
@@ -9,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, Health, Inventory, group
+from agentd.core.devices import Device, Health, Inventory, group, join_first
 from agentd.core.slots import CPU, MEM
-
-MAX_CONDITIONS = 64
-"""Devices of one device name in one state that get their own conditions; others are counted."""
 
 
 def about_device(device: Device) -> str:
@@ -28,16 +26,27 @@ def about_name(name: str) -> str:
 
 def device_conditions(inventory: Inventory) -> Iterator[Condition]:
     """Yield the conditions of all devices."""
-    troubled = [(device, trouble) for device in inventory.devices if (trouble := _trouble(device))]
-    by_state = group(
-        ((device.device_id.name, trouble[0]), (device, trouble)) for device, trouble in troubled
-    )
-    for (name, state), pairs in by_state.items():
-        for device, (_, reason, remedy) in pairs[:MAX_CONDITIONS]:
-            label = device.device_id if name in (CPU, MEM) else device.device_id.id
-            yield Condition(about_device(device), f"{label} is {state}: {reason}", remedy)
-        if (unnamed := len(pairs) - MAX_CONDITIONS) > 0:
-            yield Condition(about_name(name), f"{unnamed} more devices of {name} are {state}")
+    withheld: list[tuple[tuple[str, str], Device]] = []
+    for device in inventory.devices:
+        if trouble := _trouble(device):
+            state, reason, remedy = trouble
+            if state == "withheld":
+                withheld.append(((device.device_id.name, reason), device))
+            else:
+                yield Condition(
+                    about_device(device), f"{_label(device)} is {state}: {reason}", remedy
+                )
+    for (name, reason), devices in group(withheld).items():
+        labels = [_label(device) for device in devices]
+        if len(devices) == 1:
+            yield Condition(about_device(devices[0]), f"{labels[0]} is withheld: {reason}")
+        else:
+            text = f"{len(devices)} devices of {name} are withheld ({join_first(labels)})"
+            yield Condition(about_name(name), f"{text}: {reason}")
+
+
+def _label(device: Device) -> str:
+    return str(device.device_id) if device.device_id.name in (CPU, MEM) else device.device_id.id
 
 
 def _trouble(device: Device) -> tuple[str, str, str] | None:
