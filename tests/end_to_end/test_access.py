@@ -288,6 +288,25 @@ async def test_a_team_hears_of_its_own_kernels_alone(node: Daemon) -> None:
     assert "cuda3" not in json.dumps(heard)
 
 
+async def test_a_team_sees_conditions_of_its_own_devices(plain: Daemon) -> None:
+    (plain.folder / "health").write_text("")
+    cuda = f'{gpus(4)}health-file = "{plain.folder / "health"}"\n'
+    resource = '[resource]\nallocation-mode = "auto-split"\n[plugins]\nhealth-interval = 0.1\n'
+    await plain.start(resource + TEAMS + cuda + SOCKETS.format(folder=plain.folder))
+    async with listening(plain, sock="a.sock") as frames:
+        (plain.folder / "health").write_text("cuda3 gone\ncuda0 unhealthy it coughs\n")
+        heard = await until(frames, event="condition")
+        subjects = [frame["data"].get("about", frame["data"].get("id")) for frame in heard]
+        assert subjects == ["cuda0", "device/cuda/cuda0"]
+    view = (await call(plain, "a", "GET", "/v1/node")).json
+    assert [condition["about"] for condition in view["conditions"]] == ["device/cuda/cuda0"]
+    assert view["warnings"] == ["cuda0 is unhealthy: it coughs"]
+    metrics = (await call(plain, "a", "GET", "/metrics")).content.decode()
+    assert metrics.count('agentd_condition{about="device/cuda/cuda0"} 1.0') == 1
+    assert "cuda3" not in metrics
+    assert len((await call(plain, "reader", "GET", "/v1/node")).json["conditions"]) == 2
+
+
 async def test_a_team_is_told_that_what_it_shares_changed_and_no_more(plain: Daemon) -> None:
     await plain.start(TEAMS + gpus(2) + SOCKETS.format(folder=plain.folder))
     async with listening(plain, sock="a.sock") as frames:

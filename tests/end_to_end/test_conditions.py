@@ -96,14 +96,36 @@ async def test_events_show_begin_and_end_of_a_condition(plain: Daemon) -> None:
         assert ended["data"] == {"about": DEVICE, "reason": REASON}
 
 
-async def test_many_missing_devices_are_few_lines(plain: Daemon) -> None:
-    await start(plain, 40)
-    (plain.folder / "health").write_text("".join(f"cuda{n} gone\n" for n in range(40)))
-    found = await until_listed(plain, lambda found: len(found) == 40)
-    assert {condition["about"] for condition in found} == {
-        f"device/cuda/cuda{n}" for n in range(40)
-    }
-    for command in ("status", "doctor"):
-        lines = (await asyncio.to_thread(ask, plain, command)).output.splitlines()
-        assert sum("is gone" in line for line in lines) == 8
-        assert sum("32 more" in line for line in lines) == 1
+async def test_many_missing_devices_are_few_lines_and_all_return(plain: Daemon) -> None:
+    """https://github.com/NVIDIA/NVSentinel/issues/1299."""
+    subjects = {f"device/cuda/cuda{n}" for n in range(300)}
+    await start(plain, 300)
+    async with listening(plain) as frames:
+        (plain.folder / "health").write_text("".join(f"cuda{n} gone\n" for n in range(300)))
+        began = [await until(frames, event="condition") for _ in subjects]
+        assert {frames[-1]["data"]["about"] for frames in began} == subjects
+        for command in ("status", "doctor"):
+            lines = (await asyncio.to_thread(ask, plain, command)).output.splitlines()
+            assert sum("is gone" in line for line in lines) == 8
+            assert sum("292 more" in line for line in lines) == 1
+        (plain.folder / "health").write_text("")
+        ended = [await until(frames, event="condition-removed") for _ in subjects]
+        assert {frames[-1]["data"]["about"] for frames in ended} == subjects
+    await shown_everywhere(plain)
+
+
+async def test_condition_of_a_replaced_card_ends_when_it_is_forgotten(plain: Daemon) -> None:
+    """https://github.com/NVIDIA/NVSentinel/issues/1585."""
+    card = (
+        '[plugins.cuda]\nplugin = "sim"\n[[plugins.cuda.devices]]\nid = "cuda0"\nstable-id = "{}"\n'
+    )
+    await plain.start(AGENTS + card.format("GPU-old"))
+    await plain.stop()
+    await plain.start(AGENTS + card.format("GPU-new"))
+    found = await until_listed(plain, bool)
+    assert [(c["about"], c["remedy"]) for c in found if "gone" in c["reason"]] == [
+        ("device/cuda/cuda0", "if it does not return: agentctl forget cuda0")
+    ]
+    result = await asyncio.to_thread(ask, plain, "forget", "cuda0")
+    assert result.exit_code == 0, result.output
+    await until_listed(plain, lambda found: not any("gone" in c["reason"] for c in found))

@@ -11,6 +11,7 @@ from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.conditions import Condition
 from agentd.events import EventKind, EventLog
+from agentd.rpc.rendering import status_line
 from agentd.services.access import Access
 from agentd.services.condition_sources import (
     agent_conditions,
@@ -225,3 +226,11 @@ async def test_engine_is_a_condition_until_it_is_ready(rig: Rig) -> None:
     assert condition.about == "engine/slurm"
     engines.set_ready("slurm", is_ready=True)
     assert [*engine_conditions(engines)] == []
+
+
+async def test_status_line_has_the_number_and_the_first(rig: Rig, listed: Listed) -> None:
+    line = status_line("n", rig.node, listed.conditions.current())
+    assert line == "node n: 0 kernels, 0 ended; 2 accelerators"
+    listed.found = [LOST, Condition("log", "lines are lost")]
+    troubles = "; 2 troubles, cuda3 is unhealthy: GPU is lost (reset it)"
+    assert status_line("n", rig.node, listed.conditions.current()) == line + troubles

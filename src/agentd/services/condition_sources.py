@@ -64,8 +64,8 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:
-    """Yield the engines that the node waits for since its boot."""
+    """Yield the engines that devices wait for since the boot."""
     for engine in engines.statuses():
-        if not engine.is_ready:
+        if engine.devices and not engine.is_ready:
             reason = f"engine {engine.engine} has not reported since the boot of this node"
             yield Condition(f"engine/{engine.engine}", f"{reason}: its devices are given to nobody")
