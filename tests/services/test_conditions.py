@@ -183,7 +183,8 @@ async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> No
     assert [*runtime_conditions(rig.state)] == []
     rig.state.mark_unavailable("fake", "connection refused")
     reason = "runtime fake is unavailable: connection refused"
-    assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason)]
+    remedy = "if it is gone for good: agentctl runtimes forget fake"
+    assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason, remedy)]
     rig.state.mark_available("fake", reason="no answer to GET /info")
     reason = "runtime fake creates no kernels: no answer to GET /info"
     assert [*runtime_conditions(rig.state)] == [Condition("runtime/fake", reason)]

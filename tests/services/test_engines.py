@@ -73,7 +73,9 @@ async def test_unclaimed_process_counts_after_a_while(rig: Rig, withholds: bool)
     rig.now += 1
     watch.scan()
     reason = "device cuda/cuda0: used by process 17 without a claim"
-    assert [*watch.conditions()] == [Condition("device/cuda/cuda0", reason)]
+    assert [*watch.conditions()] == [
+        Condition("device/cuda/cuda0", reason, "end it, or claim the device for it")
+    ]
     assert rig.free_gpus == (1 if withholds else 2)
     rig.plugins.measured = {}
     watch.scan()

@@ -18,7 +18,8 @@ def runtime_conditions(state: NodeState) -> Iterator[Condition]:
     for name, status in state.runtimes.items():
         about = f"runtime/{name}"
         if status.state is RuntimeState.UNAVAILABLE:
-            yield Condition(about, f"runtime {name} is unavailable: {status.reason}")
+            remedy = f"if it is gone for good: agentctl runtimes forget {name}"
+            yield Condition(about, f"runtime {name} is unavailable: {status.reason}", remedy)
         elif status.reason:
             yield Condition(about, f"runtime {name} creates no kernels: {status.reason}")
         for reason in status.ignored:
@@ -47,7 +48,8 @@ def kernel_conditions(state: NodeState) -> Iterator[Condition]:
     for claim in state.claims.values():
         if claim.unreadable_reason:
             reason = f"claim {claim.claim_id}: {claim.unreadable_reason}"
-            yield Condition(f"claim/{claim.claim_id}", reason)
+            remedy = f"if nothing uses its devices: agentctl release {claim.claim_id}"
+            yield Condition(f"claim/{claim.claim_id}", reason, remedy)
 
 
 def agent_conditions(node: Node) -> Iterator[Condition]:

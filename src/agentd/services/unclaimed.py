@@ -58,7 +58,8 @@ class UnclaimedProcesses:
     def conditions(self) -> Iterator[Condition]:
         """Yield a condition for each device."""
         for device_id, pids in self._pids_by_device.items():
-            yield Condition(f"device/{device_id}", f"device {device_id}: {_reason(pids)}")
+            reason = f"device {device_id}: {_reason(pids)}"
+            yield Condition(f"device/{device_id}", reason, "end it, or claim the device for it")
 
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""

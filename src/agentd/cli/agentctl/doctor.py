@@ -19,20 +19,12 @@ def check_row(check: str, promise: str, *findings: str) -> dict[str, Any]:
     return {**row, "findings": list(findings)}
 
 
-def runtimes_row(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row for the node's runtimes."""
-    runtimes = [
-        f"runtime {runtime['name']} is {runtime['state']}: {runtime['reason']}"
-        for runtime in (node["runtime"], *node["other_runtimes"])
-        if runtime["state"] != "available"
-    ]
-    return check_row("runtimes", "every runtime answers", *runtimes)
-
-
 def condition_rows(
     node: Mapping[str, Any], devices: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the rows for conditions without which a node works as configured."""
+    runtimes = [node["runtime"], *node["other_runtimes"]]
+    away = [f"runtime/{r['name']}" for r in runtimes if r["state"] == "unavailable"]
     unready = [f"plugin/{p['name']}" for p in node["plugins"] if p["state"] in UNREADY_STATES]
     broken = [
         f"device/{device['device_name']}/{device['id']}"
@@ -40,7 +32,8 @@ def condition_rows(
         if device["state"] in BROKEN_STATES
     ]
     checks: Sequence[tuple[str, str, Collection[str]]] = (
-        ("plugins", "every plugin that is needed is ready", set(unready)),
+        ("runtimes", "every runtime answers", away),
+        ("plugins", "every plugin that is needed is ready", unready),
         ("devices", "no device is missing, unhealthy or overcommitted", set(broken)),
         ("state-dir", "the state folder can be read and written", ["state-dir"]),
         ("log", "every line of the log is written", ["log"]),

@@ -26,7 +26,6 @@ from agentd.cli.agentctl.doctor import (
     print_checks,
     print_conditions,
     print_named_claims,
-    runtimes_row,
 )
 from agentd.cli.agentctl.exec import exec_in_kernel
 from agentd.cli.agentctl.fleet import GATEWAY, fleet_group
@@ -189,7 +188,8 @@ def status(client: Client) -> None:
 def doctor(client: Client) -> None:
     """Check the node for inconsistencies.
 
-    The check changes nothing.
+    The check changes nothing. Devices, plugins and runtimes that do not work fail it, too; other
+    conditions of the node are listed below the checks.
 
     Exit status: 0 all checks passed, 1 a check failed or could not run.
     """
@@ -199,7 +199,7 @@ def doctor(client: Client) -> None:
         checks: Sequence[Mapping[str, Any]] = node["checks"]
     except AgentdError as error:
         checks = [check_row("books", "the ledger can be compared", str(error))]
-    rows = [runtimes_row(node), *condition_rows(node, client.devices()), *checks]
+    rows = [*condition_rows(node, client.devices()), *checks]
     if not print_data(rows, (row["check"] for row in rows)):
         print_checks(rows)
         print_conditions(notes_of(node, rows))
