@@ -40,7 +40,7 @@ class Listed:
         clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
         self.conditions = Conditions(self.events, clock)
         self.conditions.add(lambda: self.found)
-        self.conditions.add_slow(lambda: self.looked_up)
+        self.conditions.add_slow("this host", lambda: self.looked_up)
 
     @property
     def since(self) -> list[float]:
@@ -121,22 +121,24 @@ async def test_an_event_is_followed_by_a_report(listed: Listed, monkeypatch) -> 
     assert logged[0]["remedy"] == "reset it"
 
 
-async def test_lookup_that_fails_is_a_condition(listed: Listed, monkeypatch) -> None:
-    listed.looked_up = [Condition("host", "no live-restore")]
-    await listed.conditions.refresh_lookups()
-    assert [str(item.condition) for item in listed.conditions.current()] == ["no live-restore"]
-    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.01)
+async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
+    listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
     answer = threading.Event()
 
     def wait() -> list[Condition]:
         answer.wait()
         return []
 
-    listed.conditions.add_slow(wait)
-    await listed.conditions.refresh_lookups()
+    listed.conditions.add_slow("a folder", wait)
+    for live_restore in (["no live-restore"], []):
+        listed.looked_up = [Condition("host", reason) for reason in live_restore]
+        await listed.conditions.refresh_lookups()
+        *others, hanging = [item.condition for item in listed.conditions.current()]
+        assert (others, hanging.about) == (listed.looked_up, "host")
+        assert "a folder" in hanging.reason
     answer.set()
-    (item,) = listed.conditions.current()
-    assert (item.condition.about, "does not answer" in item.condition.reason) == ("host", True)
 
 
 TEAM = Caller("t", Role.AGENT, frozenset({"a"}))

@@ -204,9 +204,6 @@ def _build_conditions(
     lock: HostLock,
 ) -> Conditions:
     conditions = Conditions(node.events, clock)
-    conditions.add_slow(
-        partial(runtime_factory.find_host_conditions, settings, plugins, node.state)
-    )
     conditions.add(
         node.devices.conditions,
         partial(runtime_conditions, node.state),
@@ -216,6 +213,11 @@ def _build_conditions(
         partial(agent_conditions, node),
         partial(engine_conditions, engines),
         lock.conditions,
+    )
+    find_host_conditions = runtime_factory.find_host_conditions
+    conditions.add_slow("this host", partial(find_host_conditions, settings, plugins, node.state))
+    conditions.add_slow(
+        "a path of the settings", partial(runtime_factory.path_conditions, settings)
     )
     return conditions
 

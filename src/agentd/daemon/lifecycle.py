@@ -248,7 +248,7 @@ class Daemon:
         services.claims.resume_claims(claims)
         stack.callback(self._record_accelerator_use, node)
         self._conditions = services.conditions
-        self._conditions.add_slow(self._find_credential_conditions)
+        self._conditions.add_slow("a credential", self._find_credential_conditions)
         self._conditions.add(
             lambda: (Condition("host", text) for text in background.warnings),
             lambda: (Condition("log", *texts) for texts in LOST.problems()),

@@ -169,7 +169,8 @@ def find_host_conditions(
     loaded = {status.plugin for status in plugins.statuses()}
     engine = settings.runtime.docker.socket if "docker" in runtimes else None
     yield from host_conditions(engine, loaded)
-    yield from settings_conditions(settings)
+    if settings.node.runtime == "systemd":
+        yield from _systemd_conditions()
     if "systemd" in runtimes and is_booted():
         from agentd.runtimes.systemd.slices import journal_conditions
 
@@ -257,13 +258,11 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     }
 
 
-def settings_conditions(settings: Settings) -> Iterator[Condition]:
-    """Yield the conditions of this host which follow from these settings."""
+def path_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the conditions of the paths that these settings name."""
     for about, problems in login_problems(settings).items():
         yield from (Condition(about, f"{problem.where}: {problem.why}") for problem in problems)
     flags = os.ST_NOSUID | os.ST_NODEV
-    if settings.node.runtime == "systemd":
-        yield from _systemd_conditions()
     docker = (settings.runtime.docker, *settings.docker_settings_by_agent().values())
     for folder in dict.fromkeys(folder for each in docker for folder in each.allowed_mounts):
         with suppress(OSError):

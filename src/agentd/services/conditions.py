@@ -40,6 +40,25 @@ QUIET_S, MAX_QUIET_S = 10.0, 3600.0
 _NUMBER = re.compile(r"\d+")
 
 
+class _SlowSource:
+    """A source that is asked beside the event loop; one that hangs delays no other."""
+
+    def __init__(self, subject: str, source: ConditionSource) -> None:
+        self._conditions: Sequence[Condition] = ()
+        self._subject = subject
+        self._source = source
+        self._lookups = Lookups(max_threads=1)
+
+    def conditions(self) -> Sequence[Condition]:
+        return self._conditions
+
+    async def refresh(self) -> None:
+        try:
+            self._conditions = await self._lookups.call(self._subject, lambda: [*self._source()])
+        except (RuntimeUnavailable, OSError) as error:
+            self._conditions = [Condition("host", str(error))]
+
+
 class Conditions:
     """The node's conditions, and what the log and listeners know of them."""
 
@@ -47,10 +66,8 @@ class Conditions:
         self._events = events
         self._clock = clock
         self._sources: list[ConditionSource] = []
-        self._slow_sources: list[ConditionSource] = []
-        self._looked_up: Sequence[Condition] = ()
+        self._slow_sources: list[_SlowSource] = []
         self._lookup_lock = asyncio.Lock()
-        self._lookups = Lookups(max_threads=1)
         self._active: dict[tuple[str, str], ActiveCondition] = {}
         self._published: dict[tuple[str, str], ActiveCondition] = {}
         self._logged: dict[tuple[str, str], ActiveCondition] = {}
@@ -63,15 +80,17 @@ class Conditions:
         """Register sources; the list has their order."""
         self._sources += sources
 
-    def add_slow(self, *sources: ConditionSource) -> None:
-        """Register sources that look at the host, beside the event loop."""
-        self._slow_sources += sources
+    def add_slow(self, subject: str, source: ConditionSource) -> None:
+        """Register a source that looks at the host; `subject` names what it looks at."""
+        slow_source = _SlowSource(subject, source)
+        self._slow_sources.append(slow_source)
+        self.add(slow_source.conditions)
 
     def current(self) -> Sequence[ActiveCondition]:
         """Return the conditions that hold now, each once."""
         now = self._clock.wall()
         active: dict[tuple[str, str], ActiveCondition] = {}
-        for condition in chain(*(source() for source in self._sources), self._looked_up):
+        for condition in chain.from_iterable(source() for source in self._sources):
             key = condition.about, condition.reason
             since = self._active[key].since if key in self._active else now
             active.setdefault(key, ActiveCondition(condition, since))
@@ -81,13 +100,7 @@ class Conditions:
     async def refresh_lookups(self) -> None:
         """Look up the conditions of the host now."""
         async with self._lookup_lock:
-            try:
-                self._looked_up = await self._lookups.call("this host", self._ask_slow_sources)
-            except RuntimeUnavailable as error:
-                self._looked_up = [Condition("host", str(error))]
-
-    def _ask_slow_sources(self) -> list[Condition]:
-        return [condition for source in self._slow_sources for condition in source()]
+            await asyncio.gather(*(source.refresh() for source in self._slow_sources))
 
     async def run_lookups(self) -> None:
         """Look up the conditions of the host repeatedly, until cancelled."""
