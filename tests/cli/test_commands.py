@@ -187,6 +187,9 @@ def test_an_event_is_a_line_with_agent_exit_code_and_caller() -> None:
     refusal = {"kernel_id": "k1", "agent_id": "a", "caller": "alice", "code": "UnknownImage"}
     line = event_line("refusal", {**refusal, "detail": "no such image"})
     assert line == "refusal k1 of a by alice UnknownImage no such image"
+    condition = {"about": "device/cuda/cuda3", "reason": "cuda3 is gone", "remedy": "", "since": ""}
+    line = event_line("condition", condition)
+    assert line == "condition device/cuda/cuda3 cuda3 is gone"
 
 
 async def test_daemon_starts_without_a_service_manager(folder: Path) -> None:

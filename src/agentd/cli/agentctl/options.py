@@ -370,8 +370,8 @@ def event_line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def event_subject(content: Mapping[str, Any]) -> str:
-    """Return the name of the kernel, claim, device, plugin or runtime that an event is about."""
-    names = (content.get(name) for name in ("kernel_id", "claim_id", "name", "id"))
+    """Return the name of the kernel, claim, device or other thing that an event is about."""
+    names = (content.get(name) for name in ("kernel_id", "claim_id", "name", "id", "about"))
     return str(next(filter(None, names), ""))
 
 
