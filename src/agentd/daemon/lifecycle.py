@@ -177,7 +177,7 @@ class Daemon:
             node_id=self._node_id,
             pages=Pages({HOME: "agentd"}),
         )
-        services.conditions.add_slow(server.conditions)
+        services.conditions.add_slow("a socket", server.conditions)
         report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)

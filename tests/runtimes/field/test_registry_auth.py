@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentd.config.loading import load_text
-from agentd.daemon.runtime_factory import settings_conditions
+from agentd.daemon.runtime_factory import path_conditions
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
@@ -251,7 +251,7 @@ def test_unusable_logins_are_conditions_of_their_users(folder: Path) -> None:
         [[agents]]
         id = "b"
     """
-    conditions = [*settings_conditions(load_text(text, folder / "agent.toml", {}).settings)]
+    conditions = [*path_conditions(load_text(text, folder / "agent.toml", {}).settings)]
     reason = "cannot be used: auth is not the base64 of user:password"
     assert [(item.about, item.reason) for item in conditions] == [
         (
