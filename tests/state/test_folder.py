@@ -32,9 +32,10 @@ def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     state.save_devices(
         SavedDevices(devices, dealings={"cuda": dealing}, stopped=stopped, forgotten=forgotten)
     )
-    assert state.load_forgotten() == {*forgotten}
-    assert (state.load_dealings(), state.load_stopped()) == ({"cuda": dealing}, stopped)
-    loaded = state.load_devices()
+    saved = state.load_devices()
+    assert saved.forgotten == forgotten
+    assert (saved.dealings, saved.stopped) == ({"cuda": dealing}, stopped)
+    loaded = saved.devices
     assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
         (d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in devices
     ]
@@ -203,14 +204,14 @@ def with_device(**members: object) -> str:
 def test_a_damaged_file_is_set_aside_and_nothing_is_remembered(state: StateFolder, text) -> None:
     path = state.folder / "devices.json"
     path.write_text(text, errors="surrogateescape")
-    assert state.load_devices() == []
+    assert state.load_devices().devices == []
     assert not path.exists()
     assert (state.folder / "devices.json.unreadable").exists()
 
 
 def test_what_is_of_a_device_s_shape_is_read(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text(with_device(colour="red"))
-    assert [str(device.device_id) for device in state.load_devices()] == ["cuda/cuda0"]
+    assert [str(device.device_id) for device in state.load_devices().devices] == ["cuda/cuda0"]
 
 
 def test_a_record_that_could_not_be_dropped_harms_no_later_one(state: StateFolder) -> None:
@@ -281,7 +282,7 @@ def test_the_warning_of_a_full_folder_ends_without_another_save(
 def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:
     (state.folder / "devices.json").write_text("{")
     looking = StateFolder(state.folder, "n")
-    assert looking.load_devices() == []
+    assert looking.load_devices().devices == []
     looking.save_devices(SavedDevices(gpus(1)))
     assert (state.folder / "devices.json").read_text() == "{"
 

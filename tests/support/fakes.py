@@ -307,17 +307,13 @@ class FakeMemory:
         if self.is_read_only:
             raise StateUnavailable("the folder is read-only")
 
-    def load_devices(self) -> Sequence[Device]:
-        return self.devices
-
-    def load_dealings(self) -> Mapping[str, PluginAssignment]:
-        return self.dealings
-
-    def load_stopped(self) -> Mapping[str, StoppedPlugin]:
-        return self.stopped
-
-    def load_forgotten(self) -> frozenset[DeviceId]:
-        return self.forgotten
+    def load_devices(self) -> SavedDevices:
+        return SavedDevices(
+            self.devices,
+            dealings=self.dealings,
+            stopped=self.stopped,
+            forgotten=[*self.forgotten],
+        )
 
     def save_devices(self, saved: SavedDevices) -> None:
         self.devices, self.dealings, self.stopped = saved.devices, saved.dealings, saved.stopped

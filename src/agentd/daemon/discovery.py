@@ -59,7 +59,8 @@ def create_plugin_host(settings: Settings, store: StateFolder) -> PluginHost:
 
 def _stopped_plugins(store: StateFolder) -> dict[str, tuple[str, PluginListing | None]]:
     """Return the plugins that an operator stopped, with the reason and what they listed last."""
-    dealings, devices = store.load_dealings(), group_by_name(store.load_devices())
+    saved = store.load_devices()
+    devices = group_by_name(saved.devices)
     return {
         name: (
             plugin.reason,
@@ -67,12 +68,12 @@ def _stopped_plugins(store: StateFolder) -> dict[str, tuple[str, PluginListing |
                 name,
                 plugin.slot_types,
                 tuple(device for device in devices.get(name, ()) if not device.gone),
-                dealings.get(name),
+                saved.dealings.get(name),
             )
             if plugin.slot_types
             else None,
         )
-        for name, plugin in store.load_stopped().items()
+        for name, plugin in saved.stopped.items()
     }
 
 

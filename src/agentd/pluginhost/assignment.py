@@ -38,7 +38,7 @@ class AssignmentRules(msgspec.Struct, frozen=True):
     def known_devices(self, listing: PluginListing) -> list[Device]:
         """Return listed and missing devices that agents may get, in natural order of their ids."""
         name = listing.name
-        remembered = [d for d in self.store.load_devices() if d.device_id.name == name]
+        remembered = [d for d in self.store.load_devices().devices if d.device_id.name == name]
         listed = listing.with_last_form(remembered).devices
         known = [
             device
@@ -49,7 +49,7 @@ class AssignmentRules(msgspec.Struct, frozen=True):
 
     def load_assignment(self, name: str, known: Sequence[Device]) -> PluginAssignment | None:
         """Return the dealing that was made for the same agents and devices."""
-        dealing = self.store.load_dealings().get(name)
+        dealing = self.store.load_devices().dealings.get(name)
         return dealing if dealing and dealing.is_for(self.agents, known) else None
 
 

@@ -160,9 +160,9 @@ class NodeDevices:
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
         self._duplicates = ()
-        self._dealings = dict(self._store.load_dealings())
-        self._stopped = self._store.load_stopped()
-        self._rules = replace(self._rules, forgotten=self._store.load_forgotten())
+        saved = self._store.load_devices()
+        self._dealings, self._stopped = dict(saved.dealings), saved.stopped
+        self._rules = replace(self._rules, forgotten=frozenset(saved.forgotten))
         self._merge_listings(self._plugins.listings())
 
     def refresh(self, name: str) -> bool:
@@ -231,7 +231,9 @@ class NodeDevices:
         """
         names = {listing.name for listing in listings}
         known = before.inventory if before else None
-        remembered = self._store.load_devices() if known is None else _devices_to_save(known, names)
+        remembered = (
+            self._store.load_devices().devices if known is None else _devices_to_save(known, names)
+        )
         listings = [listing.with_last_form(remembered) for listing in listings]
         served, devices, warnings = _merge_devices(
             known.devices if known else self._host_devices,

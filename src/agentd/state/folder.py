@@ -33,9 +33,8 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from agentd.core.devices import Device, DeviceId, Health
+from agentd.core.devices import Health
 from agentd.core.names import is_name, validate_name
-from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
 from agentd.state.locks import UNWRITABLE, Locks
@@ -46,7 +45,6 @@ from agentd.state.schemas import (
     SavedEngines,
     SavedNode,
     SavedRecord,
-    StoppedPlugin,
 )
 from agentd.tomlfile.folders import write_problem
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
@@ -179,11 +177,10 @@ class StateFolder:
         with suppress(StateUnavailable):  # no create succeeds either, so the file stays true
             self._save_lasting("node", SavedNode(self._node_id, list(names)))
 
-    def load_devices(self) -> Sequence[Device]:
-        """Return the devices of the last inventory, including drains."""
-        saved = self._load("devices.json", SavedDevices)
-        devices = saved.devices if saved else ()
-        return [
+    def load_devices(self) -> SavedDevices:
+        """Return the last inventory, without what each start finds out."""
+        saved = self._load("devices.json", SavedDevices) or SavedDevices(())
+        saved.devices = [
             replace(
                 device,
                 health=Health.UNKNOWN,
@@ -195,23 +192,9 @@ class StateFolder:
                 unserved="",
                 is_excluded=False,
             )
-            for device in devices
+            for device in saved.devices
         ]
-
-    def load_dealings(self) -> Mapping[str, PluginAssignment]:
-        """Return how plugins dealt their devices, by device name."""
-        saved = self._load("devices.json", SavedDevices)
-        return saved.dealings if saved else {}
-
-    def load_stopped(self) -> Mapping[str, StoppedPlugin]:
-        """Return the stopped plugins, by device name."""
-        saved = self._load("devices.json", SavedDevices)
-        return saved.stopped if saved else {}
-
-    def load_forgotten(self) -> frozenset[DeviceId]:
-        """Return the devices that an operator forgot."""
-        saved = self._load("devices.json", SavedDevices)
-        return frozenset(saved.forgotten if saved else ())
+        return saved
 
     def save_devices(self, saved: SavedDevices) -> None:
         """Save an inventory, if the folder is open.
