@@ -58,24 +58,19 @@ class Visibility:
                 | Claim(agent_id=agent)
             ) if event.kind is EventKind.FREE or not caller.sees(agent):
                 return (EventKind.FREE, {}) if self._touches_visible_device(event, caller) else None
-            case Device() as device if event.kind is EventKind.DEVICE:
-                if self._access.sees_device(caller, device.device_id):
+            case Device() as device:
+                is_visible = self._access.sees_device(caller, device.device_id)
+                if is_visible and event.kind is EventKind.DEVICE:
                     return event.kind, self.visible_device(device, caller)
-        if self._is_hidden(event.value, caller):
+            case Audit(agent_id=agent) | Refusal(agent_id=agent):
+                is_visible = caller.sees(agent)
+            case ActiveCondition() as condition:
+                is_visible = bool(self._access.visible_conditions(caller, [condition]))
+            case value:
+                is_visible = caller.agents is None or not isinstance(value, Collision)
+        if not is_visible:
             return None
         return event.kind, rendering.event_view(event, self._devices.split, self._state.ledger)
-
-    def _is_hidden(self, value: object, caller: Caller) -> bool:
-        match value:
-            case Audit(agent_id=agent) | Refusal(agent_id=agent):
-                return not caller.sees(agent)
-            case Collision():
-                return caller.agents is not None
-            case Device(device_id=device_id):
-                return not self._access.sees_device(caller, device_id)
-            case ActiveCondition():
-                return not self._access.visible_conditions(caller, [value])
-        return False
 
     def _touches_visible_device(self, event: Event, caller: Caller) -> bool:
         """Return whether a holder took, or gave back, part of a device that the caller sees."""
