@@ -115,7 +115,7 @@ async def test_a_background_task_that_ends_is_seen(plain: Daemon, name: str) -> 
     await plain.until_logged("task.ended")
     reason = f"background task {name} ended: RuntimeError: killed"
     if name in NOT_VITAL:
-        assert (await plain.get("/v1/node"))["warnings"] == [f"{reason}; restart agentd"]
+        assert (await plain.get("/v1/node"))["warnings"] == [f"{reason} (restart agentd)"]
         return
     if plain.process is not None:
         assert await plain.ended() == 1

@@ -42,7 +42,8 @@ async def test_a_task_that_ends_is_noticed(name: str, work, why: str) -> None:
     reason = f"background task {name} ended: {why}"
     is_vital = name not in NOT_VITAL
     assert failures == ([reason] if is_vital else [])
-    assert background.warnings == ([] if is_vital else [f"{reason}; restart agentd"])
+    texts = [*map(str, background.conditions)]
+    assert texts == ([] if is_vital else [f"{reason} (restart agentd)"])
 
 
 async def test_end_of_a_vital_task_counts_before_it_is_logged(
@@ -72,7 +73,7 @@ async def test_a_task_that_the_daemon_stops_is_no_error() -> None:
             background.run(name, forever())
         await _turns()
         await background.close()
-    assert (failures, background.warnings, logs) == ([], [], [])
+    assert (failures, background.conditions, logs) == ([], [], [])
 
 
 async def _turns() -> None:

@@ -250,7 +250,7 @@ class Daemon:
         self._conditions = services.conditions
         self._conditions.add_slow("a credential", self._find_credential_conditions)
         self._conditions.add(
-            lambda: (Condition("host", text) for text in background.warnings),
+            lambda: background.conditions,
             lambda: (Condition("log", *texts) for texts in LOST.problems()),
         )
         site, routes = build_site(settings, context, plugins, services, self._reload_now)

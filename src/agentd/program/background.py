@@ -1,7 +1,7 @@
 """Background tasks of a daemon, gateway or publisher: one that ends early is an error.
 
 Without a vital one the program's answers become wrong, so the program stops, and its supervisor
-restarts it. The end of any other one is a warning.
+restarts it. The end of any other one is a condition.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import structlog
+
+from agentd.core.conditions import Condition
 
 log = structlog.get_logger()
 
@@ -23,14 +25,14 @@ NOT_VITAL = frozenset(
         "log",  # lines were lost, and the log does not say so
     }
 )
-"""Tasks whose end is a warning; the program stops with any other one."""
+"""Tasks whose end is a condition; the program stops with any other one."""
 
 
 class Background:
     """Runs tasks and detects their ends; `on_failure` is called with the end of a vital one."""
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
-        self.warnings: list[str] = []
+        self.conditions: list[Condition] = []
         self._on_failure = on_failure
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
@@ -51,7 +53,7 @@ class Background:
         end_reason = end_reason if error is None else f"{type(error).__name__}: {error}"
         reason = f"background task {task.get_name()} ended: {end_reason}"
         if task.get_name() in NOT_VITAL:
-            self.warnings.append(f"{reason}; restart agentd")
+            self.conditions.append(Condition("host", reason, "restart agentd"))
         else:
             self._on_failure(reason)
         log.error("task.ended", task=task.get_name(), reason=end_reason, exc_info=error)
