@@ -133,17 +133,14 @@ class Conditions:
             log.info("condition.ended", about=condition.about, reason=condition.reason)
             self._extend_quiet(_pattern(condition), now)
         waiting = [item for key, item in self._active.items() if key not in self._logged]
-        due = [item for item in waiting if not self._is_quiet(item.condition, now)]
+        quiet = {pattern for pattern, (_, until) in self._quiet.items() if now < until}
+        due = [item for item in waiting if _pattern(item.condition) not in quiet]
         for item in due[:MAX_LOGGED_AT_ONCE]:
             about, reason, remedy = msgspec.structs.astuple(item.condition)
             self._logged[about, reason] = item
             log.warning("condition.began", about=about, reason=reason, remedy=remedy)
         if len(due) > MAX_LOGGED_AT_ONCE:
             self._changed.set()
-
-    def _is_quiet(self, condition: Condition, now: float) -> bool:
-        _, until = self._quiet.get(_pattern(condition), (0, now))
-        return now < until
 
     def _extend_quiet(self, pattern: tuple[str, str], now: float) -> None:
         """Begin a pause of the log after an end, and forget those that are long over."""
