@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.config.plugins import PluginTable
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
@@ -84,17 +85,48 @@ async def test_plugin_that_fails_can_be_stopped_and_started(host, tmp_path) -> N
 
 
 async def test_stopped_plugin_is_not_opened_at_a_start(host, tmp_path) -> None:
-    table, _ = scripted(tmp_path)
-    known = host([table], Scripted="Scripted")
+    table, file = scripted(tmp_path, "one")
+    known = host([table], one="Scripted")
     await opened(known)
     (kept,) = known.listings()
-    required = table.model_copy(update={"name": "Scripted", "required": True})
-    stopped = {"Scripted": ("stopped by ann", kept), "two": ("stopped by ann", None)}
-    made = host([required], Scripted="Scripted", two="Good", stopped=stopped)
-    assert await opened(made) == {"Scripted": STOPPED, "two": STOPPED}
+    required = table.model_copy(update={"required": True})
+    kept = replace(kept, is_restored=True)
+    stopped = {"one": ("stopped by ann", kept), "two": ("stopped by ann", None)}
+    made = host([required], one="Scripted", two="CrashesAtOpen", stopped=stopped)
+    assert await opened(made) == {"one": STOPPED, "two": STOPPED}
     assert (made.listings(), made.required_failures()) == ([kept], {})
     assert not any(i._process for i in made._instances.values())
-    assert (await made.start("two")).state is PluginState.READY
+    assert (await made.container_edits(given(), PROCESS)).env == {"ONE": "", "TWO": ""}
+    assert [*made.conditions()] == []
+    file.write_text("two")
+    assert (await made.start("one")).state is PluginState.READY
+    (listed,) = made.listings()
+    assert (len(listed.devices), listed.is_restored) == (2, False)
+
+
+async def test_table_of_a_stopped_plugin_is_checked_at_a_start(host) -> None:
+    table = PluginTable(name="one", plugin="one", settings={"colour": "red"})
+    made = host([table], one="Good", stopped={"one": ("stopped by ann", None)})
+    assert await opened(made) == {"one": STOPPED}
+    assert [str(problem) for problem in made.problems()] == ["plugins.one.colour: unknown key"]
+
+
+async def test_stopped_plugin_that_cannot_be_loaded_is_a_condition(host) -> None:
+    made = host(good="Missing", stopped={"good": ("stopped by ann", None)})
+    assert await opened(made) == {"good": STOPPED}
+    (condition,) = made.conditions()
+    assert condition.about == "plugin/good"
+    assert condition.reason.startswith("kernels may see the devices of plugin good: import: ")
+
+
+async def test_plugin_is_started_while_it_is_being_prepared(host, tmp_path) -> None:
+    gate = tmp_path / "gate"
+    table = PluginTable(name="one", plugin="one", settings={"file": str(gate)})
+    made = host([table], one="MadeSlowly", stopped={"one": ("stopped by ann", None)})
+    assert await opened(made, 0.1) == {"one": STOPPED}
+    gate.touch()
+    assert (await made.start("one")).state is PluginState.READY
+    assert made.statuses()[0].reason == ""
 
 
 async def test_only_a_plugin_that_could_run_is_stopped(host) -> None:

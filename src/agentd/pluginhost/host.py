@@ -85,7 +85,7 @@ class PluginHost:
                 instance.enter_state(state, reason)
             elif spec.name in stopped:
                 stop_reason, instance.listing = stopped[spec.name]
-                instance.enter_state(PluginState.STOPPED, stop_reason)
+                instance.state, instance.reason = PluginState.STOPPED, stop_reason
             self._instances[spec.name] = instance
 
     def plugin_spec(self, name: str) -> PluginSpec:
@@ -107,14 +107,17 @@ class PluginHost:
             self._changed.put_nowait(name)
 
     async def open(self, timeout_s: float) -> None:
-        """Start all plugins concurrently, and wait at most `timeout_s`."""
+        """Start all plugins concurrently, and wait at most `timeout_s`.
+
+        Stopped ones are prepared without being opened.
+        """
         await asyncio.to_thread(kill_orphans)
         instances = [i for i in self._instances.values() if not i.state_entered.is_set()]
         for instance in instances:
             self._supervise(instance)
         await _wait_for_all((instance.state_entered for instance in instances), timeout_s)
         for instance in instances:
-            if not instance.state_entered.is_set():
+            if instance.state is PluginState.PENDING and not instance.state_entered.is_set():
                 instance.reason = f"not open within {timeout_s:g} s"
         self._is_open = True
 
@@ -123,6 +126,11 @@ class PluginHost:
         task = asyncio.create_task(instance.run(), name=f"plugin-{name}")
         task.add_done_callback(partial(self._on_supervision_end, instance))
         self._tasks[name] = task
+
+    async def _end_supervision(self, name: str) -> None:
+        if (task := self._tasks.pop(name, None)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
     def _on_supervision_end(self, instance: PluginInstance, task: asyncio.Task[None]) -> None:
         """Mark a plugin as failed after its supervision ended with an error."""
@@ -210,9 +218,7 @@ class PluginHost:
         instance = self._startable(name)
         if stuck := instance.stuck_reason():
             raise Conflict(f"plugin {name} cannot be stopped: {stuck}")
-        if (task := self._tasks.pop(name, None)) is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        await self._end_supervision(name)
         try:
             await instance.stop(reason)
         except Conflict:
@@ -223,6 +229,7 @@ class PluginHost:
     async def start(self, name: str) -> PluginStatus:
         instance = self._startable(name)
         if instance.state is PluginState.STOPPED:
+            await self._end_supervision(name)
             instance.state, instance.reason = PluginState.PENDING, "it is starting"
             self._supervise(instance)
             await instance.wait_attempt(RETRY_WAIT_S)

@@ -155,13 +155,18 @@ class PluginInstance:
         self._ready_since: float | None = None
         self._events_waiting = 0
         self._is_throttled = self._is_serving = False
-        self._measure_failure = ""
+        self._measure_failure = self._unprepared = ""
 
     @property
     def status(self) -> PluginStatus:
         slots = tuple(slot.name for slot in self.listing.slot_types) if self.listing else ()
         values = (self.spec.name, self.spec.plugin, self.state, self.reason, slots)
         return PluginStatus(*values, self.spec.has_table, self._is_serving)
+
+    @property
+    def _is_listed(self) -> bool:
+        """Whether it has listed its devices since the start of agentd."""
+        return self.listing is not None and not self.listing.is_restored
 
     @property
     def is_silent(self) -> bool:
@@ -179,7 +184,7 @@ class PluginInstance:
             return ""
         if not self.validation.is_set():
             return f"{self._step}: no answer yet"
-        return self.reason if self._step == "settings" else ""
+        return self._unprepared or self.reason if self._step == "settings" else ""
 
     def conditions(self) -> Iterator[Condition]:
         """Yield the conditions of its process; its state and listing are known elsewhere."""
@@ -192,6 +197,9 @@ class PluginInstance:
             yield Condition(about, f"plugin {name}: {_THROTTLED_REASON}")
         if self.state is PluginState.READY and self._measure_failure:
             yield Condition(about, f"plugin {name} cannot measure: {self._measure_failure}")
+        if self.state is PluginState.STOPPED and self._unprepared:
+            reason = f"kernels may see the devices of plugin {name}: {self._unprepared}"
+            yield Condition(about, reason)
 
     def enter_state(self, state: PluginState, reason: str) -> None:
         """Enter a state that other parts may rely on."""
@@ -202,7 +210,13 @@ class PluginInstance:
         self.validation.set()
 
     async def run(self) -> None:
-        """Keep the plugin running until cancelled, or until it has failed for good."""
+        """Keep the plugin running until cancelled, or until it has failed for good.
+
+        One that is stopped since an earlier run of agentd is only prepared.
+        """
+        if self.state is PluginState.STOPPED:
+            await self._prepare()
+            return
         while True:
             self._ready_since = None
             self.attempts += 1
@@ -253,6 +267,54 @@ class PluginInstance:
                     self.state_entered.clear()
                     await self.state_entered.wait()
 
+    async def _prepare(self) -> None:
+        """Check the table of a stopped plugin, and get the edits that hide its devices.
+
+        It is not opened, so the driver stays released, and its process ends at once.
+        """
+        try:
+            self._process = process = await self._start_process()
+            await self._load(process)
+            if self.hiding is None and not self.is_silent:
+                self._unprepared = "it does not hide them before it is open"
+        except (PluginRefused, InvalidAnswer, PluginLost, OSError) as error:
+            self._unprepared = f"{self._step}: {error}"
+        finally:
+            await complete_shielded(self._end_process(f"the plugin is {self.reason}", 0))
+        if self.is_silent:
+            self._settle_without_table()
+        else:
+            self.enter_state(PluginState.STOPPED, self.reason)
+
+    async def _start_process(self) -> PluginProcess:
+        self._step, spec = "import", self.spec
+        return await PluginProcess.start(
+            spec.name, spec.target, spec.settings, self._change_reported.set
+        )
+
+    async def _load(self, process: PluginProcess) -> None:
+        """Import the plugin, check its table and get its hiding edits, unless it is silent."""
+        self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
+        self._loaded.set()
+        check_version(self._facts.api_version)
+        await hit_async("plugin.after_load")
+        if self.is_silent:
+            return
+        self._step = "settings"
+        setting_problems = await process.call("validate", timeout_s=self._timeouts.call_timeout_s)
+        self._is_validated = True
+        self.validation.set()
+        table = f"plugins.{self.spec.name}"
+        self.problems = [
+            Problem(f"{table}.{one_line(item.key)}", one_line(item.why))
+            for item in setting_problems
+        ]
+        if self.problems:
+            raise InvalidAnswer("; ".join(map(str, self.problems)))
+        self._step = "hiding edits"
+        with contextlib.suppress(PluginRefused, InvalidAnswer):
+            self.hiding = await self._hiding_edits(process)
+
     async def _bring_up(self) -> None:
         if self._with_table is not None and self._facts is None:
             self._facts = await self._with_table.wait_loaded()
@@ -262,43 +324,20 @@ class PluginInstance:
         stuck = self.stuck_reason()
         if len(self._abandoned) >= MAX_ABANDONED:
             raise PluginLost(stuck)
-        spec = self.spec
-        self._process = process = await PluginProcess.start(
-            spec.name, spec.target, spec.settings, self._change_reported.set
-        )
-        self._step = "import"
+        self._process = process = await self._start_process()
         try:
-            self._facts = await process.call("load", timeout_s=LOAD_TIMEOUT_S)
-            self._loaded.set()
-            check_version(self._facts.api_version)
-            await hit_async("plugin.after_load")
+            await self._load(process)
             if self.is_silent:
                 self._settle_without_table()
                 await self.close()
                 return
-            self._step = "settings"
-            setting_problems = await process.call(
-                "validate", timeout_s=self._timeouts.call_timeout_s
-            )
-            self._is_validated = True
-            self.validation.set()
-            table = f"plugins.{spec.name}"
-            self.problems = [
-                Problem(f"{table}.{one_line(item.key)}", one_line(item.why))
-                for item in setting_problems
-            ]
-            if self.problems:
-                raise InvalidAnswer("; ".join(map(str, self.problems)))
-            self._step = "hiding edits"
-            with contextlib.suppress(PluginRefused, InvalidAnswer):
-                self.hiding = await self._hiding_edits(process)
             self._step = "open"
             await process.call("open", timeout_s=OPEN_TIMEOUT_S)
             await hit_async("plugin.after_open")
             self._step = "list"
             listing = await self._list_devices_twice(process)
             await hit_async("plugin.after_list")
-            if self.listing is None and self._facts.has_partition:
+            if self._facts is not None and self._facts.has_partition and not self._is_listed:
                 self._step = "partition"
                 listing = await self._with_dealing(process, listing)
             self._step = "hiding edits"
@@ -308,7 +347,7 @@ class PluginInstance:
         self._apply_listing(listing)
         self._ready_since, self._is_serving = time.monotonic(), True
         self.enter_state(PluginState.READY, "")
-        self._on_change(spec.name)
+        self._on_change(self.spec.name)
 
     def _settle_without_table(self) -> None:
         example = f'[plugins.cuda] plugin = "{self.spec.plugin}"'
@@ -390,9 +429,8 @@ class PluginInstance:
     def _apply_listing(self, listing: PluginListing) -> bool:
         """Take over a listing, except its slots after the first one; return whether it is new."""
         before = self.listing
-        self.listing = replace(
-            before or listing, devices=listing.devices, conditions=listing.conditions
-        )
+        fixed = before if before is not None and self._is_listed else listing
+        self.listing = replace(fixed, devices=listing.devices, conditions=listing.conditions)
         return self.listing != before
 
     async def _end_attempt(self, reason: str, state: PluginState | None = None) -> None:

@@ -61,13 +61,17 @@ class PluginVitals(msgspec.Struct, frozen=True):
 
 
 class PluginListing(msgspec.Struct, frozen=True):
-    """The validated listing of a plugin, and its assignment of devices to agents, if any."""
+    """The validated listing of a plugin, and its assignment of devices to agents, if any.
+
+    One that `is_restored` is what a stopped plugin listed before agentd was restarted.
+    """
 
     name: str
     slot_types: tuple[SlotType, ...]
     devices: tuple[Device, ...]
     assignment: PluginAssignment | None = None
     conditions: tuple[ConditionInfo, ...] = ()
+    is_restored: bool = False
 
     def with_last_form(self, past: Iterable[Device]) -> PluginListing:
         """Return the listing in which unhealthy devices are what they were last."""
