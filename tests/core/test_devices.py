@@ -162,11 +162,19 @@ def test_device_is_excluded_by_any_of_its_names(entry: str) -> None:
     assert unmatched == Condition("plugin/cuda", reason)
 
 
-def test_device_that_left_while_its_plugin_was_stopped_is_gone() -> None:
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        ([], "not listed by its plugin any more"),
+        (gpus(1, slot="cuda.shares"), "offers cuda.shares now; restart agentd to use it"),
+    ],
+)
+def test_device_that_left_while_its_plugin_was_stopped_is_gone(now, reason: str) -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: stopped by ann")
-    inventory, _ = inventory.with_listing("cuda", [])
+    inventory, _ = inventory.with_listing("cuda", now)
     (condition,) = device_conditions(inventory)
-    assert condition.reason.startswith("cuda0 is gone: not listed by its plugin any more")
+    assert condition.reason.startswith(f"cuda0 is gone: {reason}")
+    assert inventory.devices[0].health is not Health.UNKNOWN  # or nobody could forget it
 
 
 def test_a_troubled_device_is_a_condition_with_a_remedy() -> None:

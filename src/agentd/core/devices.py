@@ -328,7 +328,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
         if listed.slot != device.slot:
             reason = f"offers {listed.slot} now; restart agentd to use it"
-            return replace(device, gone=True, reason=reason)
+            return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
         secondary = device.secondary
         if self._unknown_slots(device):  # remembered from a time with other slots
             secondary = tuple(offer for offer in listed.secondary if offer.slot in self.slot_types)
