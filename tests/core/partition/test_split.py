@@ -242,8 +242,22 @@ def test_excluded_device_belongs_to_nobody_and_does_not_count() -> None:
     assert ids(half, "a", "cuda") == ["cuda0", "cuda2"]
     shared = split(node, SplitRules(AllocationMode.SHARED, agents("a")))
     assert "cuda1" not in ids(shared, "a", "cuda")
-    with pytest.raises(ConfigRefused, match=r"cuda1 is excluded in \[plugins.cuda\]; available"):
-        split(node, manual(described("a", cuda=["cuda1"])))
+
+
+@pytest.mark.parametrize("name", ["cuda0", "own", "pci", "whole", "absent"])
+def test_agent_that_names_an_excluded_device_is_refused(name: str) -> None:
+    uuid = "00000000-1111-2222-3333-444444444444"
+    names = {"own": f"MIG-{uuid}", "pci": "0000:3b:00.0", "whole": f"GPU-{uuid}"}
+    names["absent"] = f"GPU-9{uuid[1:]}"
+    changes = {"stable_id": names["own"], "parent": names["whole"], "aliases": (names["pci"],)}
+    device = replace(gpus(1)[0], **changes)
+    exclude = {"cuda": (names["whole"], names["absent"])}
+    node = machine(*cores(4), memory(), device).with_excluded(exclude)
+    wanted = names.get(name, name)
+    with pytest.raises(
+        ConfigRefused, match=rf"{wanted} is excluded in \[plugins.cuda\]; available"
+    ):
+        split(node, manual(described("a", cuda=[wanted]), exclude=exclude))
 
 
 def test_a_single_agent_has_the_scaling_factor_one() -> None:

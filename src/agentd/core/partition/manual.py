@@ -131,9 +131,14 @@ class _ManualAssignment:
 
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
+        excluded = [device for device in self._pool.excluded if device.device_id.name == name]
+        refused = {*self._rules.exclude.get(name, ()), *(device.parent for device in excluded)}
+        devices = by_any_name([*self._devices(name), *excluded])
         for wanted in rule.names:
-            device = by_any_name(self._devices(name)).get(wanted)
-            if device is None:
+            device = devices.get(wanted)
+            if wanted in refused if device is None else device.is_excluded:
+                self._add_problem(path, self._unassigned_reason(name, wanted, is_excluded=True))
+            elif device is None:
                 if not _may_be_missing(name, wanted, self._rules):
                     self._add_problem(path, self._unassigned_reason(name, wanted))
             elif (owner := self._owner.get(device.device_id)) is not None:
@@ -142,12 +147,12 @@ class _ManualAssignment:
             else:
                 self._assign(device.device_id, agent)
 
-    def _unassigned_reason(self, name: str, wanted: str) -> str:
+    def _unassigned_reason(self, name: str, wanted: str, *, is_excluded: bool = False) -> str:
         if name == CPU and DeviceId(name, wanted.removeprefix("cpu-")) in self._pool.reserved:
             available = ", ".join(d.device_id.id for d in self._devices(name))
             return f"core {wanted} is reserved (resource.reserved-cpu); available: {available}"
         available = ", ".join(d.device_id.id for d in self._devices(name)) or "none"
-        if any(d.device_id.name == name and d.has_name(wanted) for d in self._pool.excluded):
+        if is_excluded:
             return f"{wanted} is excluded in [plugins.{name}]; available: {available}"
         return f"unknown {name} device {wanted!r}; available: {available}"
 
