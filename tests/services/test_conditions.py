@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import Claim, NameHolder
-from agentd.core.conditions import Condition
+from agentd.core.conditions import ActiveCondition, Condition
 from agentd.events import EventKind, EventLog
 from agentd.rpc.rendering import status_line
 from agentd.services.access import Access
@@ -149,7 +149,6 @@ TEAM = Caller("t", Role.AGENT, frozenset({"a"}))
     [
         ("device/cuda/cuda0", "cuda0 is unhealthy: it coughs", True),
         ("device/cuda/cuda9", "cuda9 is gone", False),
-        ("device/cuda/cuda0", "cuda0 is held by kernel theirs", False),
         ("agent/a", "agent a has no core", True),
         ("agent/b", "agent b has no core", False),
         ("agent/removed", "agent removed was removed", False),
@@ -159,12 +158,11 @@ TEAM = Caller("t", Role.AGENT, frozenset({"a"}))
         ("claim/c1", "claim c1: unreadable", False),
         ("plugin/cuda", "plugin cuda is failed", True),
         ("runtime/fake", "runtime fake is unavailable", True),
-        ("runtime/fake", "container theirs is ignored", False),
         ("engine/slurm", "engine slurm is not ready", True),
         ("state-dir", "devices.json cannot be written", True),
         ("log", "the log cannot be written", True),
         ("host", "the engine has no live-restore", True),
-        ("host", "limits of b are not used", False),
+        ("host", "words that others choose (theirs, b) hide nothing", True),
     ],
 )
 async def test_agent_sees_conditions_about_its_own(
@@ -179,6 +177,20 @@ async def test_agent_sees_conditions_about_its_own(
     assert [item.condition for item in visible] == (listed.found if is_visible else [])
     everything = access.visible_conditions(Caller("r", Role.READ), listed.conditions.current())
     assert [item.condition for item in everything] == listed.found
+
+
+@pytest.mark.parametrize(
+    ("agents", "is_visible"),
+    [(("a",), True), (("b",), False), (("a", "b"), False), (("",), False), ((), False)],
+)
+@pytest.mark.parametrize("about", ["host", "device/cuda/cuda0", "device/cuda/GPU-missing"])
+async def test_condition_of_agents_is_for_who_sees_them(
+    rig: Rig, about: str, agents: tuple[str, ...], is_visible: bool
+) -> None:
+    found = [ActiveCondition(Condition(about, "it is missing", agents=agents), 0.0)]
+    access = Access(rig.node)
+    assert access.visible_conditions(TEAM, found) == (found if is_visible else [])
+    assert access.visible_conditions(Caller("r", Role.READ), found) == found
 
 
 async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> None:
@@ -198,7 +210,7 @@ async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> No
 async def test_kernel_with_a_reason_is_a_condition_while_it_lives(rig: Rig) -> None:
     kernel = replace(await rig.create("k1"), reason="its record cannot be read")
     rig.state.put_kernel(kernel)
-    expected = Condition("kernel/k1", "kernel k1: its record cannot be read")
+    expected = Condition("kernel/k1", "kernel k1: its record cannot be read", agents=("a",))
     assert [*kernel_conditions(rig.state)] == [expected]
 
 
@@ -207,7 +219,7 @@ async def test_holder_of_a_removed_agent_is_a_condition(rig: Rig) -> None:
     rig.state.drop_kernel("k1")
     rig.state.put_kernel(replace(kernel, agent_id="gone"))
     (condition,) = agent_conditions(rig.node)
-    assert condition.about == "agent/gone"
+    assert (condition.about, condition.agents) == ("agent/gone", ("gone",))
     assert "devices are still held by kernel k1" in condition.reason
 
 
@@ -220,6 +232,7 @@ async def test_device_held_by_two_is_a_condition(rig: Rig) -> None:
     rig.state.put_claim(claim)
     (condition,) = excess_conditions(rig.node)
     assert condition.about.startswith("device/cuda/")
+    assert condition.agents == ("a",)
     assert "held by kernel k1 and claim c1: an engine uses it already" in condition.reason
 
 

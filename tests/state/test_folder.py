@@ -214,11 +214,22 @@ def test_what_is_of_a_device_s_shape_is_read(state: StateFolder) -> None:
     assert [str(device.device_id) for device in state.load_devices().devices] == ["cuda/cuda0"]
 
 
+def warnings(state: StateFolder) -> list[str]:
+    return [*map(str, state.conditions())]
+
+
+def test_only_operators_are_told_of_a_kernel_s_file(state: StateFolder) -> None:
+    state.save_intent("k1", "{}")
+    failpoints.arm("record.before_drop=1*error(EROFS)")
+    state.drop_record("k1")
+    assert [condition.agents for condition in state.conditions()] == [()]
+
+
 def test_a_record_that_could_not_be_dropped_harms_no_later_one(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_drop=1*error(EROFS)")
     state.drop_record("k1")
-    assert "cannot be written" in state.warnings()[0]
+    assert "cannot be written" in warnings(state)[0]
     state.save_intent("k1", "[]")
     state.retry()
     assert state.load_records() == [SavedRecord("k1", Phase.INTENT, "[]")]
@@ -235,7 +246,7 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     failpoints.arm("")
     state.retry()
     assert state.load_records() == [SavedRecord("k1", Phase.ENDED, "{}")]
-    assert state.warnings() == []
+    assert warnings(state) == []
 
 
 def test_reading_records_changes_nothing(state: StateFolder) -> None:
@@ -268,15 +279,15 @@ def test_the_warning_of_a_full_folder_ends_without_another_save(
     failpoints.arm("devices.before_replace=1*error(ENOSPC)")
     with pytest.raises(StateUnavailable):
         state.save_devices(SavedDevices(gpus(1)))
-    before = state.warnings()
+    before = warnings(state)
     with monkeypatch.context() as full:
         full.setattr(
             "agentd.state.folder._write_new_file", Mock(side_effect=OSError(errno.ENOSPC, "full"))
         )
         state.retry()
-    assert state.warnings() == before != []
+    assert warnings(state) == before != []
     state.retry()
-    assert (state.warnings(), [*state.folder.glob(".*.new")]) == ([], [])
+    assert (warnings(state), [*state.folder.glob(".*.new")]) == ([], [])
 
 
 def test_looking_at_a_folder_changes_nothing(state: StateFolder) -> None:

@@ -1,7 +1,15 @@
 """Stand-ins for the outside; the runtime passes the same contract suite as the real ones."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 
 from msgspec.structs import replace
 
@@ -349,5 +357,5 @@ class FakeMemory:
     def retry(self) -> None:
         pass
 
-    def warnings(self) -> Sequence[str]:
+    def conditions(self) -> Iterable[Condition]:
         return ()

@@ -295,7 +295,7 @@ class Daemon:
     def _find_credential_conditions(self) -> Iterator[Condition]:
         """Return the conditions of the credentials in use, as their files are now."""
         rpc = self._reload.rpc if self._reload else self._settings.rpc
-        return (Condition("host", text) for text in credential_weaknesses(rpc))
+        return (Condition("host", text, agents=()) for text in credential_weaknesses(rpc))
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""

@@ -263,8 +263,12 @@ def path_conditions(settings: Settings) -> Iterator[Condition]:
     for about, problems in login_problems(settings).items():
         yield from (Condition(about, f"{problem.where}: {problem.why}") for problem in problems)
     flags = os.ST_NOSUID | os.ST_NODEV
-    docker = (settings.runtime.docker, *settings.docker_settings_by_agent().values())
-    for folder in dict.fromkeys(folder for each in docker for folder in each.allowed_mounts):
+    agents_by_folder: dict[Path, tuple[str, ...] | None] = {}
+    for agent, docker in settings.docker_settings_by_agent().items():
+        for folder in docker.allowed_mounts:
+            agents_by_folder[folder] = (*(agents_by_folder.get(folder) or ()), agent)
+    agents_by_folder |= dict.fromkeys(settings.runtime.docker.allowed_mounts)
+    for folder, agents in agents_by_folder.items():
         with suppress(OSError):
             if os.statvfs(folder).f_flag & flags != flags:
                 yield Condition(
@@ -273,6 +277,7 @@ def path_conditions(settings: Settings) -> Iterator[Condition]:
                     " can leave setuid programs and devices there, and the engine cannot prevent"
                     " it",
                     f"mount -o remount,nosuid,nodev {folder}, if it is a mount of its own",
+                    agents,
                 )
 
 

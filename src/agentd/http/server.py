@@ -204,7 +204,7 @@ class Server:
         for unix in self._endpoint.sockets if self._listeners else ():
             if not unix.path.is_socket():
                 reason = f"the socket {unix.path} was removed, so no client finds it"
-                yield Condition("host", reason, "restart agentd")
+                yield Condition("host", reason, "restart agentd", agents=())
 
     def replace_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""

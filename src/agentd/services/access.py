@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
 from agentd.core.claim.claim import Claim
-from agentd.core.conditions import ActiveCondition
+from agentd.core.conditions import ActiveCondition, Condition
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
@@ -90,22 +89,17 @@ class Access:
     ) -> list[ActiveCondition]:
         """Return the conditions that a caller sees.
 
-        They are those about its own agents, kernels, claims and devices, and those about the node
-        which name no agent, kernel or claim of others.
+        They are those of its own agents, kernels, claims and devices, and those about the node.
+        Their texts decide nothing: others choose words in them.
         """
+        return [item for item in conditions if self._sees_condition(caller, item.condition)]
+
+    def _sees_condition(self, caller: Caller, condition: Condition) -> bool:
         if caller.agents is None:
-            return list(conditions)
-        visible = [i for i in conditions if self._sees_subject(caller, i.condition.about)]
-        kernel_agents = {kernel.kernel_id: kernel.agent_id for kernel in self._state}
-        claim_agents = {claim.claim_id: claim.agent_id for claim in self._state.claims.values()}
-        holders = (*kernel_agents.items(), *claim_agents.items())
-        names = {holder for holder, agent in holders if not caller.sees(agent)}
-        agents = {*kernel_agents.values(), *claim_agents.values(), *self._devices.split.partitions}
-        names |= {agent for agent in agents if agent and not caller.sees(agent)}
-        if not names:
-            return visible
-        words = re.compile(rf"(?<![\w.-])(?:{'|'.join(map(re.escape, names))})(?![\w-])")
-        return [item for item in visible if not words.search(str(item.condition))]
+            return True
+        if condition.agents is None:
+            return self._sees_subject(caller, condition.about)
+        return bool(condition.agents) and all(map(caller.sees, condition.agents))
 
     def _sees_subject(self, caller: Caller, about: str) -> bool:
         """Return whether a caller sees the subject of a condition; everybody sees the node's."""

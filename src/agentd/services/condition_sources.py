@@ -33,10 +33,12 @@ def excess_conditions(node: Node) -> Iterator[Condition]:
     observed_ids = {share.device_id for claim in observed for share in claim.allocation.shares}
     for device_id in state.ledger.shares_by_device:
         if device_id in by_id and state.ledger.excess(by_id[device_id]):
-            holders = " and ".join(map(holder_text, state.ledger.holders(device_id)))
+            holders = state.ledger.holders(device_id)
+            texts = " and ".join(map(holder_text, holders))
+            agents = tuple({state.ledger.holdings[holder].agent_id for holder in holders})
             cause = "an engine uses it already" if device_id in observed_ids else "it has less"
-            reason = f"device {device_id} is held by {holders}: {cause}"
-            yield Condition(f"device/{device_id}", reason)
+            reason = f"device {device_id} is held by {texts}: {cause}"
+            yield Condition(f"device/{device_id}", reason, agents=agents)
 
 
 def kernel_conditions(state: NodeState) -> Iterator[Condition]:
@@ -44,12 +46,13 @@ def kernel_conditions(state: NodeState) -> Iterator[Condition]:
     for kernel in state:
         if kernel.reason and kernel.state in LIVE:
             reason = f"kernel {kernel.kernel_id}: {kernel.reason}"
-            yield Condition(f"kernel/{kernel.kernel_id}", reason)
+            about = f"kernel/{kernel.kernel_id}"
+            yield Condition(about, reason, agents=(kernel.agent_id,))
     for claim in state.claims.values():
         if claim.unreadable_reason:
             reason = f"claim {claim.claim_id}: {claim.unreadable_reason}"
             remedy = f"if nothing uses its devices: agentctl release {claim.claim_id}"
-            yield Condition(f"claim/{claim.claim_id}", reason, remedy)
+            yield Condition(f"claim/{claim.claim_id}", reason, remedy, agents=(claim.agent_id,))
 
 
 def agent_conditions(node: Node) -> Iterator[Condition]:
@@ -61,8 +64,8 @@ def agent_conditions(node: Node) -> Iterator[Condition]:
     )
     for agent, holders in holders_by_agent.items():
         name = agent or "unknown"
-        reason = f"agent {name} was removed from the configuration;"
-        yield Condition(f"agent/{name}", f"{reason} devices are still held by {', '.join(holders)}")
+        reason = f"agent {name} was removed from the configuration; devices are still held by"
+        yield Condition(f"agent/{name}", f"{reason} {', '.join(holders)}", agents=(agent,))
 
 
 def engine_conditions(engines: AwaitedEngines) -> Iterator[Condition]:

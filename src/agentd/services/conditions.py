@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-import msgspec
 import structlog
 
 from agentd.concurrency import wait_event
@@ -136,9 +135,11 @@ class Conditions:
         quiet = {pattern for pattern, (_, until) in self._quiet.items() if now < until}
         due = [item for item in waiting if _pattern(item.condition) not in quiet]
         for item in due[:MAX_LOGGED_AT_ONCE]:
-            about, reason, remedy = msgspec.structs.astuple(item.condition)
-            self._logged[about, reason] = item
-            log.warning("condition.began", about=about, reason=reason, remedy=remedy)
+            found = item.condition
+            self._logged[found.about, found.reason] = item
+            log.warning(
+                "condition.began", about=found.about, reason=found.reason, remedy=found.remedy
+            )
         if len(due) > MAX_LOGGED_AT_ONCE:
             self._changed.set()
 

@@ -71,6 +71,8 @@ class NodeDevices:
         self._split: Split | None = None
         self._duplicates: tuple[str, ...] = ()
         self._listing_warnings: dict[str, tuple[str, ...]] = {}
+        self._refusals: dict[str, str] = {}
+        """Why a late plugin does not fit the rules; it may name agents."""
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
         self._duplicate_keys: frozenset[tuple[str, str]] = frozenset()
@@ -109,15 +111,18 @@ class NodeDevices:
         yield from self._unready_plugins()
         for name, warnings in self._listing_warnings.items():
             yield from (Condition(about_name(name), text) for text in warnings)
+        for name, text in self._refusals.items():
+            agents = tuple(rule.agent_id for rule in self._rules.agents)
+            yield Condition(about_name(name), text, agents=agents)
         yield from (Condition("host", text) for text in self._duplicates)
         yield from device_conditions(self.inventory)
         yield from self.split.conditions
         yield from missing_by_name(self.inventory, self._added_plugins, self._rules)
         for name in self._rules.exclude.keys() & self._added_plugins:
             yield from unmatched_exclusions(self.inventory, name, self._rules.exclude[name])
-        unsaved = [self._unsaved] if self._unsaved else []
-        for text in (*self._store.warnings(), *unsaved):
-            yield Condition("state-dir", text)
+        yield from self._store.conditions()
+        if self._unsaved:
+            yield Condition("state-dir", self._unsaved)
 
     def _reported_conditions(self) -> Iterator[Condition]:
         """Yield the conditions that plugins report about themselves and their devices."""
@@ -211,9 +216,9 @@ class NodeDevices:
             reason = (
                 f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
             )
-            self._listing_warnings[listing.name] = (reason,)
+            self._refusals[listing.name] = reason
             return False
-        self._listing_warnings.pop(listing.name, None)
+        self._refusals.pop(listing.name, None)
         _publish_changes(self._events, before.inventory, self.inventory)
         log.info("plugin.added", plugin=listing.name)
         return True

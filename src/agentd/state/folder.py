@@ -33,6 +33,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
+from agentd.core.conditions import Condition
 from agentd.core.devices import Health
 from agentd.core.names import is_name, validate_name
 from agentd.errors import StartRefused, StateUnavailable
@@ -151,9 +152,12 @@ class StateFolder:
             self._access_errors[str(file)] = reason
             log.warning("state.access_failed", file=str(file), reason=reason)
 
-    def warnings(self) -> Sequence[str]:
-        """Return warnings about this folder."""
-        return [f"{file} {reason}" for file, reason in self._access_errors.items()]
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the conditions of its folders, and of its files, which may be named by kernels."""
+        folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
+        for file, reason in self._access_errors.items():
+            agents = None if Path(file) in (self.folder, *folders) else ()
+            yield Condition("state-dir", f"{file} {reason}", agents=agents)
 
     def runtimes_with_folders(self) -> set[str]:
         """Return the runtimes that have bundles here, or may have some."""

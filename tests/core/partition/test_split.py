@@ -214,7 +214,8 @@ def test_named_device_that_is_missing_is_a_condition() -> None:
     named = (("cuda7", "a"), (uuid, "a"), (address, "b"))
     missing = "is missing, and the configuration gives it to"
     assert [*missing_by_name(NODE, {"cuda"}, rules)] == [
-        Condition(f"device/cuda/{name}", f"{name} {missing} {agent}") for name, agent in named
+        Condition(f"device/cuda/{name}", f"{name} {missing} {agent}", agents=(agent,))
+        for name, agent in named
     ]
     assert [*missing_by_name(NODE, (), rules)] == []
 

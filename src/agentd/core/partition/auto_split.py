@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
+from agentd.core.conditions import Condition
 from agentd.core.devices import Device, DeviceId, group, natural_key
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitOrder
@@ -146,9 +147,9 @@ def _deal_near_devices(
     return shares
 
 
-def split_core_warnings(
+def split_core_conditions(
     dealt: Mapping[str, Iterable[DeviceId]], cores: Iterable[Device]
-) -> Iterator[str]:
+) -> Iterator[Condition]:
     """Yield the physical cores whose threads two agents have, with these agents."""
     owners = {device_id: agent for agent, ids in dealt.items() for device_id in ids}
     physical = group((core.parent, core) for core in cores if core.parent)
@@ -156,4 +157,5 @@ def split_core_warnings(
         agents = sorted({owners[c.device_id] for c in threads if c.device_id in owners})
         if len(agents) > 1:
             ids = ", ".join(core.device_id.id for core in threads)
-            yield f"cpu {ids} are threads of one core and go to {' and '.join(agents)}"
+            reason = f"cpu {ids} are threads of one core and go to {' and '.join(agents)}"
+            yield Condition("host", reason, agents=tuple(agents))

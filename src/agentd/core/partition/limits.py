@@ -16,6 +16,7 @@ from fractions import Fraction
 
 import msgspec
 
+from agentd.core.conditions import Condition
 from agentd.core.devices import Device, Inventory
 from agentd.core.partition.rules import AgentRule, Amount, LimitRule
 from agentd.core.slots import (
@@ -144,25 +145,27 @@ def _with_percent(amount: int, capacity: DeviceNameCapacity) -> str:
     return f"{format_amount(amount, capacity.kind)} ({percent:g}%)"
 
 
-def limit_warnings(
+def limit_conditions(
     limits: Mapping[str, Mapping[str, Limit]], available: Mapping[str, DeviceNameCapacity]
-) -> Iterator[str]:
-    """Yield warnings about the configured limits."""
+) -> Iterator[Condition]:
+    """Yield the conditions of the configured limits."""
     safe = guaranteed_names(limits, available)
     for name, capacity in available.items():
         by_agent = {agent: by_name[name] for agent, by_name in limits.items() if name in by_name}
         if not by_agent:
             continue
         if unlimited := [agent for agent in limits if agent not in by_agent]:
-            yield f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
+            reason = f"{name}: {', '.join(unlimited)} has no limit, so no part of it is guaranteed"
+            yield Condition("host", reason, agents=tuple(unlimited))
             continue
         if name not in safe:
             total = sum(limit.amount for limit in by_agent.values())
             total_text, present = readable_amounts(capacity.kind, total, capacity.present)
             added = f"the limits add up to {total_text} of {present}"
-            yield f"{name}: {added}, so none of them is guaranteed"
+            yield Condition("host", f"{name}: {added}, so none of them is guaranteed")
         elif not capacity.is_whole and capacity.devices > 1 and len(by_agent) > 1:
-            yield (
+            yield Condition(
+                "host",
                 f"{name}: the amounts are guaranteed, not in one piece: what others leave"
-                f" on {capacity.devices} devices may be in parts"
+                f" on {capacity.devices} devices may be in parts",
             )

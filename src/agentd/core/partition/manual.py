@@ -220,7 +220,9 @@ def missing_by_name(
             for wanted in device_rule.names if isinstance(device_rule, Ids) else ():
                 if name in names and wanted not in known:
                     reason = f"{wanted} is missing, and the configuration gives it to"
-                    yield Condition(f"device/{name}/{wanted}", f"{reason} {rule.agent_id}")
+                    reason = f"{reason} {rule.agent_id}"
+                    about, agents = f"device/{name}/{wanted}", (rule.agent_id,)
+                    yield Condition(about, reason, agents=agents)
 
 
 def _may_be_missing(name: str, wanted: str, rules: SplitRules) -> bool:

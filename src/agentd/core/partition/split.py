@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from agentd.core.conditions import Condition
 from agentd.core.device_conditions import about_name
 from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, group, join_first
-from agentd.core.partition.auto_split import deal_devices, split_core_warnings, split_units
+from agentd.core.partition.auto_split import deal_devices, split_core_conditions, split_units
 from agentd.core.partition.limits import (
     DeviceNameCapacity,
     Limit,
     guaranteed_names,
-    limit_warnings,
+    limit_conditions,
     resolve_limits,
 )
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
@@ -275,7 +275,7 @@ def split(
     if problems:
         raise ConfigRefused(problems)
     if rules.mode is AllocationMode.SHARED:
-        conditions += (Condition("host", text) for text in limit_warnings(limits, available))
+        conditions += limit_conditions(limits, available)
     else:
         limits = {}
     return _build_split(inventory, rules, pool, assignment, limits, conditions)
@@ -354,7 +354,7 @@ def _dealing_conditions(
             yield Condition(about_name(name), f"{name}: {reason}")
         elif dealing.reason:
             reason = f"its plugin deals unequal numbers of devices: {dealing.reason}"
-            yield Condition(about_name(name), f"{name}: {reason}")
+            yield Condition(about_name(name), f"{name}: {reason}", agents=tuple(dealing.devices))
 
 
 def _build_split(
@@ -395,9 +395,9 @@ def _build_split(
             *_ignored_rule_conditions(rules),
             *_idle_agent_conditions(assignment),
             *(
-                Condition("host", text)
-                for text in split_core_warnings(assignment.devices, pool.by_name.get(CPU, ()))
+                split_core_conditions(assignment.devices, pool.by_name.get(CPU, ()))
                 if not is_shared
+                else ()
             ),
             *conditions,
         ),

@@ -141,13 +141,14 @@ def journal_conditions(failed: Collection[str], root: Path = Path("/")) -> Itera
     for folder in sorted(root.glob("run/systemd/journal.agentd-*")):
         namespace = folder.name.removeprefix("journal.")
         unit = f"systemd-journald@{namespace}.service"
+        agents = (namespace.removeprefix("agentd-"),)
         if unit in failed:
             reason = f"{unit} has failed: kernel output is lost until it runs again"
-            yield Condition("host", reason, f"systemctl status {unit}")
+            yield Condition("host", reason, f"systemctl status {unit}", agents)
         limits = _limits_file(namespace, root)
         if not limits.exists():
             reason = f"the journal {namespace} has no limits: {limits} is missing"
-            yield Condition("host", reason)
+            yield Condition("host", reason, agents=agents)
 
 
 def _limits_file(namespace: str, root: Path = Path("/")) -> Path:
