@@ -60,6 +60,20 @@ async def test_stop_of_a_plugin_survives_a_restart_of_agentd(plain: Daemon, numb
     assert (await plain.call("POST", "/v1/plugins/tpu/stop")).json["code"] == "UnknownPlugin"
 
 
+async def test_agent_is_renamed_while_its_plugin_is_stopped(plain: Daemon) -> None:
+    dealt = '[resource]\nallocation-mode = "auto-split"\nauto-split-order = "plugin"\n'
+    dealt += AGENTS + PACE + gpus(4) + 'links = [["cuda0", "cuda2"], ["cuda1", "cuda3"]]\n'
+    renamed = dealt.replace("agent-2", "agent-3")
+    await plain.start(dealt)
+    run(plain, "plugins", "stop", "cuda")
+    await plain.restart(renamed)
+    assert (await plain.device("cuda1"))["agents"] == []
+    run(plain, "plugins", "start", "cuda")
+    assert (await plain.device("cuda0"))["agents"] == ["agent-1"]
+    for device in ("cuda1", "cuda3"):
+        assert (await plain.device(device))["agents"] == ["agent-3"]
+
+
 async def test_clear_ends_a_trouble_that_waits_for_an_operator(
     plain: Daemon, tmp_path: Path
 ) -> None:

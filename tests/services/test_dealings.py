@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitOrder, SplitRules
+from agentd.core.slots import ONE
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
@@ -118,3 +120,38 @@ async def test_devices_have_no_agent_before_their_plugin_deals(memory, agents) -
     assert dealt(rig)[:2] == ["", "0"]
     assert NOT_READY not in rig.devices.warnings
     assert memory.dealings == {"cuda": new}
+
+
+def restored(devices=GPUS) -> PluginListing:
+    return PluginListing("cuda", (CUDA,), devices, is_restored=True)
+
+
+async def test_kept_dealing_holds_while_its_plugin_is_stopped() -> None:
+    memory = remembering()
+    rig = node(restored(), memory=memory)
+    assert dealt(rig) == ["02", "13"]
+    assert memory.dealings == {"cuda": CROSSED}
+
+
+@pytest.mark.parametrize("agents", ["ac", "abc"])
+async def test_agents_changed_while_the_plugin_was_stopped(agents: str) -> None:
+    memory = remembering()
+    rig = node(restored(), memory=memory, agents=agents)
+    assert set(dealt(rig)) == {""}
+    assert NOT_READY in rig.devices.warnings
+    new = PluginAssignment.of(dict.fromkeys(agents, ()) | {"c": GPUS[:1]}, GPUS)
+    rig.plugins.ready = [listing(new)]
+    assert rig.devices.refresh("cuda")
+    assert dealt(rig)[-1] == "0"
+    assert NOT_READY not in rig.devices.warnings
+    assert memory.dealings == {"cuda": new}
+
+
+async def test_first_listing_after_a_restart_fixes_the_slots() -> None:
+    rig = node(restored(), memory=remembering(), agents="a", order=SplitOrder.ID)
+    mig = replace(CUDA, name="cuda.device:1g-mig")
+    part = replace(GPUS[3], stable_id="MIG-0", slot=mig.name, parent=GPUS[3].stable_id, aliases=())
+    rig.plugins.ready = [PluginListing("cuda", (CUDA, mig), (*GPUS[:3], part))]
+    assert rig.devices.refresh("cuda")
+    assert rig.devices.split.agent_slots("a")[mig.name] == ONE
+    assert not any("restart agentd" in warning for warning in rig.devices.warnings)

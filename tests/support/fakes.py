@@ -198,14 +198,16 @@ class FakePlugins:
         return {}
 
     def statuses(self) -> list[PluginStatus]:
+        restored = {item.name: "stopped by ann" for item in self.ready if item.is_restored}
+        stopped = restored | self.stopped
         return [
             *(
                 PluginStatus(
                     item.name,
                     item.name,
-                    PluginState.STOPPED if item.name in self.stopped else PluginState.READY,
-                    self.stopped.get(item.name, ""),
-                    is_serving=item.name not in self.stopped,
+                    PluginState.STOPPED if item.name in stopped else PluginState.READY,
+                    stopped.get(item.name, ""),
+                    is_serving=item.name not in stopped,
                 )
                 for item in self.ready
             ),

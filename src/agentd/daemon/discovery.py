@@ -68,7 +68,7 @@ def _stopped_plugins(store: StateFolder) -> dict[str, tuple[str, PluginListing |
                 name,
                 plugin.slot_types,
                 tuple(device for device in devices.get(name, ()) if not device.gone),
-                saved.dealings.get(name),
+                is_restored=True,
             )
             if plugin.slot_types
             else None,

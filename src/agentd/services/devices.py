@@ -75,6 +75,7 @@ class NodeDevices:
         """Why a late plugin does not fit the rules; it may name agents."""
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
+        self._restored: frozenset[str] = frozenset()
         self._duplicate_keys: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
@@ -183,11 +184,16 @@ class NodeDevices:
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
         if listing is None:
             return False
-        if name not in self._added_plugins:
-            return self._add_late(listing)
+        is_first = name in self._restored and not listing.is_restored
+        if is_first or name not in self._added_plugins:
+            if self._add_late(listing):
+                return True
+            if not is_first:
+                return False
         if status is not None and status.state is PluginState.READY:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
             inventory, warnings = self.inventory.with_listing(name, listed)
+            warnings += self._listing_warnings[name] if is_first else ()
         else:
             reason = status.reason if status else "it stopped"
             is_stopped = status is not None and status.state is PluginState.STOPPED
@@ -235,6 +241,7 @@ class NodeDevices:
             ConfigRefused: the rules do not fit; nothing changed.
         """
         names = {listing.name for listing in listings}
+        restored = {listing.name for listing in listings if listing.is_restored}
         known = before.inventory if before else None
         remembered = (
             self._store.load_devices().devices if known is None else _devices_to_save(known, names)
@@ -248,6 +255,7 @@ class NodeDevices:
             statuses=self._plugins.statuses(),
         )
         types = [*(known.slot_types.values() if known else self._host_types)]
+        types = [slot for slot in types if device_name_of(slot.name) not in names]
         types += (slot for listing in listings for slot in listing.slot_types)
         types += _missing_slot_types(devices, types, names)
         inventory = Inventory.of(types, devices).with_excluded(self._rules.exclude)
@@ -255,13 +263,15 @@ class NodeDevices:
         needed |= {device.device_id.name for device in devices}
         unlisted = _unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
         dealings = self._merge_dealings(listings)
-        valid = self._valid_dealings(inventory, dealings, names | self._added_plugins)
+        dealt = (self._added_plugins - self._restored | names) - restored
+        valid = self._valid_dealings(inventory, dealings, dealt)
         if before is None:
             self._split = split(inventory, self._rules, unlisted, valid)
         else:
             self._split = split_late_devices(before, names, inventory, self._rules, unlisted, valid)
         self._dealings = dealings
         self._added_plugins |= names
+        self._restored = self._restored - names | restored
         served_keys = {(device.device_id.name, device.stable_id) for device in served}
         listed_keys = {
             (listing.name, device.stable_id) for listing in listings for device in listing.devices
@@ -276,6 +286,8 @@ class NodeDevices:
         """Return the kept dealings, those of listings in place of their earlier ones."""
         dealings = dict(self._dealings)
         for listing in listings if self._rules.uses_plugin_order else ():
+            if listing.is_restored:
+                continue
             dealings.pop(listing.name, None)
             if listing.assignment is not None:
                 dealings[listing.name] = listing.assignment
