@@ -37,6 +37,29 @@ async def test_stopped_plugin_has_no_process_and_keeps_its_listing(host, tmp_pat
     assert made.listings() == [before]
 
 
+@pytest.mark.parametrize("end", ["stop", "crash"])
+async def test_end_of_a_process_ends_what_it_reported(host, tmp_path, end: str) -> None:
+    table, file = scripted(tmp_path, "Complains")
+    made = host([table], Complains="Complains")
+    await opened(made)
+    (listing,) = made.listings()
+    assert [info.reason for info in listing.conditions] == ["it is not watched"]
+    async with asyncio.timeout(10):
+        while not [*made.conditions()]:
+            await asyncio.sleep(0.01)
+    if end == "stop":
+        await stop(made)
+    else:
+        file.write_text("crash")
+        await until(made, lambda: states(made)["one"] is PluginState.FAILED)
+    (listing,) = made.listings()
+    assert listing.conditions == ()
+    file.write_text("silent")
+    await made.start("one")
+    await until_ready(made, "one")
+    assert [*made.conditions()] == []
+
+
 async def test_stop_waits_for_a_call_and_ends_one_that_hangs(host, tmp_path) -> None:
     table, file = scripted(tmp_path)
     made = host([table], Scripted="Scripted", call_timeout_s=0.5)

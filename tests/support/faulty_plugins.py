@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 from agentd.plugin_api import (
     AcceleratorPlugin,
     AllocatedDevice,
+    ConditionInfo,
     ContainerEdits,
     DeviceInfo,
     Features,
     KernelEvent,
+    Measurement,
     NotPresent,
     PartitionInfo,
     SettingProblem,
@@ -170,6 +172,19 @@ class TellsOfChanges(Scripted):
         while self._word() == self._listed and time.monotonic() < end:
             time.sleep(0.01)
         return True
+
+
+class Complains(Scripted):
+    """Has a condition, and cannot measure, unless the file says silent."""
+
+    def conditions(self) -> Sequence[ConditionInfo]:
+        return [] if self._word() == "silent" else [ConditionInfo("it is not watched")]
+
+    def measure(self) -> Sequence[Measurement]:
+        if self._word() == "silent":
+            time.sleep(0.2)
+            return []
+        raise OSError("no counters")
 
 
 class LosesEvents(Scripted):

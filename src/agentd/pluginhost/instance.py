@@ -440,14 +440,18 @@ class PluginInstance:
             await complete_shielded(self._kill(process, reason))
             if process.is_alive:
                 reason = reason if f"process {process.pid}" in reason else process.reason
-        self.measurements = ()
         self._is_serving &= self._ready_since is not None and self._backoff.is_first
         never_ready = self.listing is None
-        if self.listing is not None:
-            self.listing = replace(self.listing, conditions=())
+        self._drop_findings()
         self.enter_state(
             state or (PluginState.PENDING if never_ready else PluginState.FAILED), reason
         )
+
+    def _drop_findings(self) -> None:
+        """Drop what only a running process knows; its devices stay known."""
+        self.measurements, self._measure_failure, self._is_throttled = (), "", False
+        if self.listing is not None:
+            self.listing = replace(self.listing, conditions=())
 
     async def _call(self, method: str, *arguments: object) -> Any:
         if self._process is None:
@@ -525,7 +529,8 @@ class PluginInstance:
             Conflict: the process cannot be ended.
         """
         is_open = self.state is PluginState.READY
-        self._is_serving, self.measurements = False, ()
+        self._is_serving = False
+        self._drop_findings()
         self.enter_state(PluginState.STOPPED, reason)
         self._on_change(self.spec.name)
         patience_s = self._timeouts.call_timeout_s + CLOSE_TIMEOUT_S
