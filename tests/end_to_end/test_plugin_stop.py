@@ -1,5 +1,6 @@
 """Operators let go of a plugin's devices, and take them again, while kernels run."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -14,10 +15,10 @@ PACE = "[plugins]\ncall-timeout = 1\nhealth-interval = 0.1\n"
 CONFIG = AGENTS + PACE + gpus(2, table="npu") + gpus(2).replace("\n", "\nrequired = true\n", 1)
 
 
-def run(daemon: Daemon, *command: str) -> str:
+def run(daemon: Daemon, *command: str, exit_code: int = 0) -> str:
     socket = str(daemon.folder / "agentd.sock")
     ran = CliRunner().invoke(agentctl, ["--socket", socket, *command])
-    assert ran.exit_code == 0, ran.output
+    assert ran.exit_code == exit_code, ran.output
     return ran.output
 
 
@@ -29,11 +30,14 @@ async def assert_stopped(daemon: Daemon) -> None:
     assert [holder["kernel_id"] for holder in first["holders"]] == ["k1"]
     refused = await daemon.create(slots={"cuda.device": 1})
     assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
-    assert "stopped by " in refused.json["detail"]
     node = await daemon.get("/v1/node")
     (plugin,) = [plugin for plugin in node["plugins"] if plugin["name"] == "cuda"]
     assert (plugin["state"], plugin["slots"]) == ("stopped", ["cuda.device"])
-    assert any("agentctl plugins start cuda" in warning for warning in node["warnings"])
+    remedy = "to start it: agentctl plugins start cuda"
+    assert refused.json["detail"] == f"plugin cuda is {plugin['reason']}"
+    checks = json.loads(run(daemon, "doctor", "-o", "json", exit_code=1))
+    (check,) = [check for check in checks if check["check"] == "plugins"]
+    assert check["findings"] == [f"plugin cuda is {plugin['reason']} ({remedy})"]
     assert (await daemon.call("POST", "/v1/plugins/cuda/retry")).status == 409
 
 

@@ -29,7 +29,7 @@ async def test_stopped_plugin_has_no_process_and_keeps_its_listing(host, tmp_pat
     assert await stop(made) == STOPPED
     assert not process.exists()
     assert made.listings() == [before]
-    with pytest.raises(PluginUnavailable, match="plugin one is stopped: stopped by ann"):
+    with pytest.raises(PluginUnavailable, match="plugin one is stopped by ann"):
         await made.container_edits(given("one"), PROCESS)
     with pytest.raises(Conflict, match="stopped by ann; start it with agentctl plugins start one"):
         await made.retry("one")

@@ -182,7 +182,7 @@ class PluginHost:
     def required_failures(self) -> dict[str, str]:
         """Return the reason for each required plugin that is not ready, by device name."""
         return {
-            name: f"plugin {name} is required and {i.state.value}: {i.reason}"
+            name: f"plugin {name} is required and {i.status.text}"
             for name, i in self._instances.items()
             if i.spec.required and i.state not in (PluginState.READY, PluginState.STOPPED)
         }

@@ -473,7 +473,7 @@ class PluginInstance:
         """
         name = self.spec.name
         if self.state is not PluginState.READY:
-            raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
+            raise PluginUnavailable(f"plugin {name} is {self.status.text}")
         try:
             return validate_edits(await self._call("container_edits", list(devices), features))
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
@@ -490,7 +490,7 @@ class PluginInstance:
         """
         name = self.spec.name
         if self.state is not PluginState.READY or self._process is None:
-            raise PluginUnavailable(f"plugin {name} is {self.state.value}: {self.reason}")
+            raise PluginUnavailable(f"plugin {name} is {self.status.text}")
         if self._facts is None or not self._facts.has_clear:
             raise Conflict(f"plugin {name} has nothing that an operator can clear")
         try:

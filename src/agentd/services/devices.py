@@ -138,14 +138,12 @@ class NodeDevices:
         for status in self._plugins.statuses():
             if status.state is PluginState.READY or not self._is_needed(status):
                 continue
-            name, reason, remedy = status.name, status.reason, ""
+            name, remedy = status.name, ""
             if status.state is PluginState.STOPPED:
                 remedy = f"to start it: agentctl plugins start {name}"
-            else:
-                reason = f"{status.state.value}: {reason}".rstrip(": ")
             if status.state in (PluginState.PENDING, PluginState.FAILED):
                 remedy = f"to retry at once: agentctl plugins retry {name}"
-            yield Condition(f"plugin/{name}", f"plugin {name} is {reason}", remedy)
+            yield Condition(f"plugin/{name}", f"plugin {name} is {status.text}", remedy)
 
     def _is_needed(self, status: PluginStatus) -> bool:
         """Return whether a plugin has a table, or an agent or a known device names it."""
@@ -523,7 +521,7 @@ def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:
 def _not_ready_reasons(statuses: Iterable[PluginStatus]) -> dict[str, str]:
     """Return why a plugin's devices may only seem to be missing, by plugin."""
     return {
-        status.name: f"plugin {status.name} is {status.state.value}: {status.reason}"
+        status.name: f"plugin {status.name} is {status.text}"
         for status in statuses
         if status.state in (PluginState.PENDING, PluginState.FAILED, PluginState.STOPPED)
     }
@@ -534,7 +532,7 @@ def _unlisted_reasons(
 ) -> dict[str, str]:
     """Return why a needed plugin has no listing, by plugin."""
     return {
-        status.name: f"plugin {status.state.value}: {status.reason}"
+        status.name: f"plugin {status.text}"
         for status in statuses
         if status.name not in listed
         and (status.name in missed or (status.has_table and status.state is not PluginState.ABSENT))

@@ -275,7 +275,7 @@ class Planner:
             amounts,
             types,
             unavailable={
-                s.name: f"{s.state.value}: {s.reason}"
+                s.name: s.text
                 for s in statuses
                 if s.state in (PluginState.PENDING, PluginState.STOPPED)
                 or (s.state is PluginState.FAILED and s.name in known)

@@ -52,6 +52,13 @@ class PluginStatus(msgspec.Struct, frozen=True):
     is_serving: bool = True
     """Whether its devices are offered: also while it is restarted after a single failure."""
 
+    @property
+    def text(self) -> str:
+        """State and reason; the reason of a stopped one says that."""
+        if self.state is PluginState.STOPPED and self.reason:
+            return self.reason
+        return f"{self.state.value}: {self.reason}".rstrip(": ")
+
 
 class PluginVitals(msgspec.Struct, frozen=True):
     """Restarts of a plugin, and seconds since it last listed its devices."""

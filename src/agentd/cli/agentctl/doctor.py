@@ -9,7 +9,7 @@ from agentd.cli.output import print_text
 
 MAX_SHOWN = 8
 """Conditions about one kind of subject, and findings of one check, that are printed."""
-UNREADY_STATES = ("pending", "failed")
+UNREADY_STATES = ("pending", "failed", "stopped")
 BROKEN_STATES = ("gone", "unhealthy", "overcommitted")
 
 
