@@ -133,7 +133,8 @@ class DeviceInfo:
     `id` is a suggestion; agentd keeps the id that it assigned first. `stable_id` always names the
     same physical device. `slot` and `capacity` are its primary slot; `secondary` maps up to seven
     further slots of the same device to their capacities, such as GPU memory beside GPU shares.
-    `parent` is the stable id of the device that it is a part of. `health` is `healthy`,
+    `parent` is the stable id of the device that it is a part of, and `parent_aliases` are further
+    names of that, such as its PCI address. `health` is `healthy`,
     `unhealthy` (with a `reason`) or `unknown`; an unhealthy one keeps the slots and parts that
     agentd saw last. If it `is_simulated`, other daemons on the host can serve a device with the
     same stable id. `files` are the device nodes that belong to this device alone, in the order in
@@ -154,6 +155,7 @@ class DeviceInfo:
     is_simulated: bool = False
     secondary: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[str] = ()
+    parent_aliases: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def test_device_of_a_late_plugin_has_unknown_health() -> None:
         {"stable_id": "GPU-cuda-0"},
         {"stable_id": "other", "aliases": ("0000:00:00.0",)},
         {"stable_id": "other", "aliases": (), "parent": "GPU-cuda-0"},
+        {"stable_id": "p0", "aliases": (), "parent": "p", "parent_aliases": ("0000:00:00.0",)},
     ],
 )
 def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
@@ -148,6 +149,23 @@ def test_withheld_devices_are_one_condition_for_each_reason() -> None:
     assert condition == Condition("plugin/cuda", f"{reason}: served by agentd other")
     (condition,) = device_conditions(Inventory.of([], gpus(1)).with_withheld("served by other"))
     assert condition == Condition("device/cuda/cuda0", "cuda0 is withheld: served by other")
+
+
+@pytest.mark.parametrize("entry", ["GPU-cuda-0", "0000:00:00.0", "cuda0"])
+@pytest.mark.parametrize("was_whole", [True, False])
+def test_every_name_of_a_gpu_excludes_its_parts(entry: str, was_whole: bool) -> None:
+    gpu, other = gpus(1, 1)
+    known = replace(gpu, gone=True) if was_whole else replace(other, stable_id="N", aliases=())
+    parts = [replace(part(n), parent_aliases=gpu.aliases) for n in range(2)]
+    inventory = Inventory.of([], [known, *parts]).with_excluded({"cuda": [entry]})
+    excluded = [d.device_id.id for d in inventory.devices if d.is_excluded]
+    assert excluded == ["cuda0"] * was_whole + ["cuda0:0", "cuda0:1"]
+
+
+def test_id_of_another_gpu_is_no_name_of_a_part() -> None:
+    other = replace(gpus(1)[0], stable_id="GPU-other")
+    inventory = Inventory.of([], [other, part(0)]).with_excluded({"cuda": ["cuda0"]})
+    assert [d.device_id.id for d in inventory.devices if d.is_excluded] == ["cuda0"]
 
 
 @pytest.mark.parametrize("entry", ["cuda1", "GPU-cuda-1", "0000:01:00.0", "GPU-whole"])

@@ -203,6 +203,7 @@ async def test_a_gpu_in_mig_mode_offers_its_parts_alone(node: Node) -> None:
     small, large, whole = devices(host)
     assert (small.device_id.id, small.stable_id, small.parent) == ("cuda0:0", "MIG-1", "GPU-aaaa")
     assert (small.slot, small.kind) == ("cuda.device:1g.10gb-mig", SlotKind.UNIQUE)
+    assert (small.aliases, small.parent_aliases) == ((), ("0000:3b:00.0",))
     assert (large.device_id.id, large.slot) == ("cuda0:2", "cuda.device:3g.40gb-mig")
     assert (whole.device_id.id, whole.slot) == ("cuda1", "cuda.device")
 

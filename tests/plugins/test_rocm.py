@@ -155,6 +155,7 @@ async def test_partitions_have_slots_of_their_own(
     whole = "GPU-a2f6ed0b5ee5f900"
     is_part = slot != "rocm.device"
     assert (first.stable_id, first.parent) == ((f"{whole}-p0", whole) if is_part else (whole, None))
+    assert (first.parent_aliases or first.aliases) == ("0000:c1:00.0",)
     assert [found.name for found in listing.slot_types] == [*dict.fromkeys(["rocm.device", slot])]
 
 

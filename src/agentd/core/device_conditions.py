@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, Health, Inventory, group, join_first
+from agentd.core.devices import Device, Health, Inventory, group, join_first, named_devices
 from agentd.core.slots import CPU, MEM
 
 
@@ -68,6 +68,6 @@ def unmatched_exclusions(
 ) -> Iterator[Condition]:
     """Yield the entries of `exclude` of a plugin's table that match no device."""
     for entry in exclude:
-        if not any(device.is_named([entry]) for device in inventory.by_name.get(name, ())):
+        if not named_devices(inventory.by_name.get(name, ()), [entry]):
             reason = f"{entry} in exclude of [plugins.{name}] matches no device of this node"
             yield Condition(about_name(name), reason)

@@ -84,6 +84,7 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     numa_node: int | None = None
     aliases: tuple[str, ...] = ()
     parent: str | None = None
+    parent_aliases: tuple[str, ...] = ()
     model: str = ""
     health: Health = Health.HEALTHY
     reason: str = ""
@@ -164,15 +165,12 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     def physical_keys(self) -> set[str]:
         """Return all names under which another plugin might list the same device."""
-        return {key for key in (self.stable_id, self.parent, *self.aliases) if key}
+        keys = (self.stable_id, self.parent, *self.aliases, *self.parent_aliases)
+        return {key for key in keys if key}
 
     def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
         return name in (self.device_id.id, *self.names)
-
-    def is_named(self, names: Collection[str]) -> bool:
-        """Return whether `names` has its id, its stable id, an alias or its parent."""
-        return any(self.has_name(name) or name == self.parent for name in names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -350,9 +348,13 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:
         """Return the inventory in which exactly these devices are excluded, by device name."""
+        named = {
+            device_id
+            for name, entries in exclude.items()
+            for device_id in named_devices(self.by_name.get(name, ()), entries)
+        }
         return self._replace_devices(
-            replace(device, is_excluded=device.is_named(exclude.get(device.device_id.name, ())))
-            for device in self.devices
+            replace(device, is_excluded=device.device_id in named) for device in self.devices
         )
 
     def with_unserved(self, reasons: Mapping[str, str]) -> Inventory:
@@ -407,6 +409,26 @@ def by_any_name(devices: Collection[Device]) -> dict[str, Device]:
     by_stable_id = {device.stable_id: device for device in devices}
     by_id = {device.device_id.id: device for device in devices}
     return _by_alias(devices) | by_stable_id | by_id
+
+
+def named_devices(devices: Collection[Device], names: Iterable[str]) -> set[DeviceId]:
+    """Return the devices of one device name that have one of `names`, and all parts of them.
+
+    A part is also named by its id up to the colon (`cuda1` of `cuda1:0`), if no device has that id.
+    """
+    ids = {device.device_id.id for device in devices}
+    named = set()
+    for name in names:
+        whole = {device.stable_id for device in devices if device.has_name(name)}
+        named |= {
+            device.device_id
+            for device in devices
+            if device.stable_id in whole
+            or device.parent in whole
+            or name in (device.parent, *device.parent_aliases)
+            or (device.parent and name not in ids and device.device_id.id.startswith(f"{name}:"))
+        }
+    return named
 
 
 def _by_alias(devices: Iterable[Device]) -> dict[str, Device]:

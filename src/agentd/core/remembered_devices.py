@@ -78,7 +78,7 @@ def _find_other_form(device: Device, owners: Mapping[str, Device]) -> Device | N
 
     Under the same plugin an alias alone proves nothing: another GPU may be in the same PCI slot.
     """
-    for key in (device.parent, *device.aliases):
+    for key in (device.parent, *device.aliases, *device.parent_aliases):
         current = owners.get(key or "")
         if current is not None and (
             current.stable_id == key or current.device_id.name != device.device_id.name

@@ -13,6 +13,7 @@ import msgspec
 from agentd.core.devices import (
     Device,
     Health,
+    named_devices,
     natural_key,
     with_shared_health,
 )
@@ -40,12 +41,10 @@ class AssignmentRules(msgspec.Struct, frozen=True):
         name = listing.name
         remembered = [d for d in self.store.load_devices().devices if d.device_id.name == name]
         listed = listing.with_last_form(remembered).devices
-        known = [
-            device
-            for device in merge_remembered(with_shared_health(listed), remembered)
-            if not device.is_named(self.exclude.get(name, ()))
-        ]
-        return sorted(known, key=lambda device: natural_key(device.device_id.id))
+        known = merge_remembered(with_shared_health(listed), remembered)
+        excluded = named_devices(known, self.exclude.get(name, ()))
+        offered = [device for device in known if device.device_id not in excluded]
+        return sorted(offered, key=lambda device: natural_key(device.device_id.id))
 
     def load_assignment(self, name: str, known: Sequence[Device]) -> PluginAssignment | None:
         """Return the dealing that was made for the same agents and devices."""
@@ -71,6 +70,7 @@ def device_infos(known: Sequence[Device]) -> list[DeviceInfo]:
             device.is_simulated,
             {other.slot: format_amount(other.capacity, other.kind) for other in device.secondary},
             device.files,
+            device.parent_aliases,
         )
         for device in known
     ]

@@ -196,7 +196,7 @@ def _join_primary(slot: SlotType, types: Mapping[str, SlotType]) -> SlotType:
 def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) -> Device:
     ids = [("id", info.id), ("stable id", info.stable_id)]
     ids += [("parent", info.parent)] if info.parent is not None else []
-    ids += [("alias", alias) for alias in info.aliases]
+    ids += [("alias", alias) for alias in (*info.aliases, *info.parent_aliases)]
     for label, value in ids:
         if not ID_PATTERN.fullmatch(value):
             text = one_line(repr(value), 160)
@@ -230,6 +230,7 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
         numa_node=info.numa_node,
         aliases=tuple(info.aliases),
         parent=info.parent,
+        parent_aliases=tuple(info.parent_aliases),
         model=one_line(info.model),
         health=Health(info.health),
         reason=one_line(info.reason),

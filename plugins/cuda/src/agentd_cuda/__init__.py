@@ -211,6 +211,7 @@ class CudaPlugin(AcceleratorPlugin):
             slot=self._mig_slot(part.profile),
             aliases=[],
             parent=whole.stable_id,
+            parent_aliases=whole.aliases,
             health="unhealthy" if reason else "healthy",
             reason=reason,
             attributes={"memory": str(part.memory_bytes), "profile": part.profile},

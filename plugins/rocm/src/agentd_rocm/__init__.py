@@ -261,6 +261,7 @@ class RocmPlugin(AcceleratorPlugin):
             info,
             slot=gpu.slot,
             aliases=[] if parent or identity == gpu.pci else [gpu.pci],
+            parent_aliases=[gpu.pci] if parent not in (None, gpu.pci) else [],
             model=gpu.model,
             numa_node=gpu.numa_node,
             health="unhealthy" if problem else "healthy",

@@ -16,7 +16,14 @@ from functools import cached_property
 import msgspec
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, DeviceId, Inventory, by_any_name, group_by_name
+from agentd.core.devices import (
+    Device,
+    DeviceId,
+    Inventory,
+    by_any_name,
+    group_by_name,
+    named_devices,
+)
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -132,11 +139,12 @@ class _ManualAssignment:
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
         excluded = [device for device in self._pool.excluded if device.device_id.name == name]
-        refused = {*self._rules.exclude.get(name, ()), *(device.parent for device in excluded)}
+        absent = self._rules.exclude.get(name, ())
         devices = by_any_name([*self._devices(name), *excluded])
         for wanted in rule.names:
             device = devices.get(wanted)
-            if wanted in refused if device is None else device.is_excluded:
+            is_refused = wanted in absent or bool(named_devices(excluded, [wanted]))
+            if device.is_excluded if device else is_refused:
                 self._add_problem(path, self._unassigned_reason(name, wanted, is_excluded=True))
             elif device is None:
                 if not _may_be_missing(name, wanted, self._rules):
