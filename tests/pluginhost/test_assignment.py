@@ -131,3 +131,14 @@ def test_known_devices_have_their_ids_and_the_missing_ones() -> None:
         ("cuda1", False),
         ("cuda2", True),
     ]
+
+
+def test_kept_dealing_holds_for_a_card_in_the_place_of_another() -> None:
+    cards = gpus(1, 1)
+    memory = FakeMemory()
+    memory.devices = cards
+    memory.dealings["cuda"] = PluginAssignment.of({"a": cards[:1], "b": cards[1:]}, cards)
+    now = PluginListing("cuda", (), (replace(cards[0], stable_id="N"), cards[1]))
+    known = rules(memory).known_devices(now)
+    assert [device.device_id.id for device in known] == ["cuda2", "cuda1"]
+    assert rules(memory).load_assignment("cuda", known) is not None

@@ -1,15 +1,28 @@
+from fractions import Fraction
+
 import pytest
 from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import DeviceId, Health
-from agentd.core.partition.rules import AgentRule, AllocationMode, Amount, SplitRules
+from agentd.core.partition.plugin_assignment import PluginAssignment
+from agentd.core.partition.rules import (
+    AgentRule,
+    AllocationMode,
+    Amount,
+    Count,
+    Percent,
+    Size,
+    SplitOrder,
+    SplitRules,
+)
 from agentd.core.slots import ONE, SlotKind, SlotType
 from agentd.errors import Conflict, InsufficientResource, UnknownDevice
 from agentd.plugin_api import ConditionInfo
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
 from services.node import CUDA, Rig
+from support.fakes import FakeMemory
 
 
 async def test_a_late_plugin_takes_nothing_from_the_one_that_serves(rig: Rig) -> None:
@@ -121,6 +134,51 @@ async def test_new_device_has_no_agent_outside_shared_mode() -> None:
     assert [p.members & {third.device_id} for p in rig.devices.split.partitions.values()] == [
         frozenset(), frozenset(),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        SplitRules(AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b"))),
+        SplitRules(
+            AllocationMode.AUTO_SPLIT, (AgentRule("a"), AgentRule("b")), order=SplitOrder.PLUGIN
+        ),
+        SplitRules(
+            AllocationMode.MANUAL,
+            tuple(
+                AgentRule(name, Count(1), Size(2**30), {"cuda": rule}, described=True)
+                for name, rule in (("a", Percent(Fraction(50))), ("b", Count(2)))
+            ),
+        ),
+    ],
+    ids=["auto-split", "plugin", "manual"],
+)
+@pytest.mark.parametrize("is_hot", [True, False])
+async def test_replaced_card_moves_no_other_device(rules: SplitRules, is_hot: bool) -> None:
+    cards = gpus(1, 1, 1, 1)
+    dealing = PluginAssignment.of({"a": cards[:2], "b": cards[2:]}, cards)
+    memory = FakeMemory()
+    rig = Rig(memory, rules=rules, listings=[PluginListing("cuda", (CUDA,), (*cards,), dealing)])
+    new = replace(cards[1], stable_id="GPU-new")
+    now = PluginListing("cuda", (CUDA,), (cards[0], new, *cards[2:]), dealing)
+
+    def owners() -> list[str]:
+        parts = rig.devices.split.partitions.values()
+        return [" ".join(d.id for d in part.devices if d.name == "cuda") for part in parts]
+
+    if is_hot:
+        rig.plugins.ready = [now]
+        rig.devices.refresh("cuda")
+        assert owners() == ["cuda0 cuda1", "cuda2 cuda3"]
+        rig.devices.forget("cuda", "cuda1", holders=())
+    for _ in range(2):
+        rig = Rig(memory, rules=rules, listings=[now])
+        assert owners() == ["cuda0 cuda4", "cuda2 cuda3"]
+    if not is_hot:
+        rig.devices.forget("cuda", "cuda1", holders=())
+        assert owners() == ["cuda0 cuda4", "cuda2 cuda3"]
+        rig = Rig(memory, rules=rules, listings=[now])
+        assert owners() == ["cuda0 cuda4", "cuda2 cuda3"]
 
 
 async def test_many_that_appear_are_one_warning() -> None:

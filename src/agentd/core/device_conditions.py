@@ -26,9 +26,10 @@ def about_name(name: str) -> str:
 
 def device_conditions(inventory: Inventory) -> Iterator[Condition]:
     """Yield the conditions of all devices."""
+    holders = {(d.device_id.name, d.place): d for d in inventory.devices if not d.gone}
     withheld: list[tuple[tuple[str, str], Device]] = []
     for device in inventory.devices:
-        if trouble := _trouble(device):
+        if trouble := _trouble(device, holders.get((device.device_id.name, device.place))):
             state, reason, remedy = trouble
             if state == "withheld":
                 withheld.append(((device.device_id.name, reason), device))
@@ -49,13 +50,17 @@ def _label(device: Device) -> str:
     return str(device.device_id) if device.device_id.name in (CPU, MEM) else device.device_id.id
 
 
-def _trouble(device: Device) -> tuple[str, str, str] | None:
-    """Return the state of a device that is missed, the reason and the remedy."""
+def _trouble(device: Device, holder: Device | None) -> tuple[str, str, str] | None:
+    """Return the state of a device that is missed, the reason and the remedy.
+
+    `holder` is the present device that has its place.
+    """
     if device.is_excluded:
         return None
     if device.gone and device.health is not Health.UNKNOWN:
         remedy = f"if it does not return: agentctl forget {device.device_id.id}"
-        return "gone", f"{device.reason}; its place is kept", remedy
+        place = f"{holder.device_id.id} has its place" if holder else "its place is kept"
+        return "gone", f"{device.reason}; {place}", remedy
     if device.health is Health.UNHEALTHY and not device.gone:
         return "unhealthy", device.reason, ""
     if device.withheld:

@@ -73,6 +73,13 @@ class SecondarySlot(msgspec.Struct, frozen=True):
     capacity: int
 
 
+class Place(msgspec.Struct, frozen=True):
+    """The place of a device in the order of dealing, by the device that had it first."""
+
+    id: str
+    stable_id: str
+
+
 class Device(msgspec.Struct, frozen=True, dict=True):
     """One physical unit; `capacity` is in base units of its primary `slot`."""
 
@@ -111,6 +118,13 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     """Further slots of the same device, in natural order of their names."""
     files: tuple[str, ...] = ()
     """Device nodes of this device alone, as of the present listing."""
+    taken_place: Place | None = None
+    """The place of the missing device that it replaced, if it did."""
+
+    @property
+    def place(self) -> Place:
+        """The place that it took over, or its own."""
+        return self.taken_place or Place(self.device_id.id, self.stable_id)
 
     @property
     def is_real_accelerator(self) -> bool:

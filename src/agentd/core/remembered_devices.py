@@ -8,6 +8,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from agentd.core.devices import Device, Health, assign_free_ids
+from agentd.core.places import take_places
 from agentd.core.slots import CPU, MEM
 
 MAX_FORMER = 64
@@ -42,8 +43,9 @@ def merge_remembered(
             added.append(replace(device, drained=before is not None and before.drained))
             continue
         taken.add(before.device_id)
-        result.append(replace(device, device_id=before.device_id, drained=before.drained))
-    return result + assign_free_ids(added, taken)
+        kept = {"device_id": before.device_id, "taken_place": before.taken_place}
+        result.append(replace(device, drained=before.drained, **kept))
+    return result + take_places(assign_free_ids(added, taken), result)
 
 
 def _mark_gone(device: Device, late: Mapping[str, str], plugins: Collection[str] | None) -> Device:

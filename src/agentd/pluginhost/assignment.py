@@ -14,12 +14,12 @@ from agentd.core.devices import (
     Device,
     Health,
     named_devices,
-    natural_key,
     with_shared_health,
 )
 from agentd.core.names import quote_untrusted
 from agentd.core.partition.auto_split import shares_in_order
 from agentd.core.partition.plugin_assignment import PluginAssignment
+from agentd.core.places import in_places
 from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import format_amount
 from agentd.plugin_api import DeviceInfo, PartitionInfo
@@ -37,14 +37,13 @@ class AssignmentRules(msgspec.Struct, frozen=True):
     exclude: Mapping[str, tuple[str, ...]] = {}
 
     def known_devices(self, listing: PluginListing) -> list[Device]:
-        """Return listed and missing devices that agents may get, in natural order of their ids."""
+        """Return listed and missing devices that agents may get, in the order of their places."""
         name = listing.name
         remembered = [d for d in self.store.load_devices().devices if d.device_id.name == name]
         listed = listing.with_last_form(remembered).devices
         known = merge_remembered(with_shared_health(listed), remembered)
         excluded = named_devices(known, self.exclude.get(name, ()))
-        offered = [device for device in known if device.device_id not in excluded]
-        return sorted(offered, key=lambda device: natural_key(device.device_id.id))
+        return in_places(device for device in known if device.device_id not in excluded)
 
     def load_assignment(self, name: str, known: Sequence[Device]) -> PluginAssignment | None:
         """Return the dealing that was made for the same agents and devices."""

@@ -33,6 +33,7 @@ from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
+from agentd.core.places import in_places, place_new_devices
 from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
 from agentd.errors import (
@@ -192,6 +193,7 @@ class NodeDevices:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
             inventory, warnings = self.inventory.with_listing(name, listed)
             warnings += self._listing_warnings[name] if is_first else ()
+            inventory = place_new_devices(inventory, self.inventory)
         else:
             reason = status.reason if status else "it stopped"
             is_stopped = status is not None and status.state is PluginState.STOPPED
@@ -307,7 +309,7 @@ class NodeDevices:
         agents = [rule.agent_id for rule in self._rules.agents]
         valid: dict[str, PluginAssignment | None] = {}
         for name, named_devices in inventory.by_name.items():
-            devices = [device for device in named_devices if not device.is_excluded]
+            devices = in_places(device for device in named_devices if not device.is_excluded)
             dealing = dealings.get(name)
             if name not in listed and name not in (CPU, MEM):
                 valid[name] = dealing if dealing and dealing.is_for(agents, devices) else None

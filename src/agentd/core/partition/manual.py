@@ -48,7 +48,7 @@ _HARDWARE_NAME = re.compile(
 
 
 class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
-    """The assignable devices in natural order, and the memory, both without the reservation."""
+    """The assignable devices by their places, and the memory, both without the reservation."""
 
     devices: tuple[Device, ...]
     memory_bytes: int

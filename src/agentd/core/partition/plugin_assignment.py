@@ -15,7 +15,9 @@ from agentd.core.slots import SlotName
 
 
 class PluginAssignment(msgspec.Struct, frozen=True):
-    """Each agent's devices, by stable id, and the devices that the plugin was asked about.
+    """Each agent's devices, and the devices that the plugin was asked about.
+
+    Devices are named by the stable id of the one that had their place first.
 
     `slots` has the slots of every known device, also of those that no agent gets. `reason` is
     why the agents get different numbers of devices; empty if they do not.
@@ -31,20 +33,20 @@ class PluginAssignment(msgspec.Struct, frozen=True):
     ) -> PluginAssignment:
         """Return the dealing that gives each agent its share of the known devices."""
         return cls(
-            {agent: tuple(d.stable_id for d in share) for agent, share in shares.items()},
-            {device.stable_id: device.slot_names for device in known},
+            {agent: tuple(d.place.stable_id for d in share) for agent, share in shares.items()},
+            {device.place.stable_id: device.slot_names for device in known},
             reason,
         )
 
     def is_for(self, agents: Sequence[str], known: Iterable[Device]) -> bool:
         """Return whether a plugin would be asked about the same agents and devices."""
-        slots = {device.stable_id: device.slot_names for device in known}
+        slots = {device.place.stable_id: device.slot_names for device in known}
         return [*self.devices] == [*agents] and dict(self.slots) == slots
 
     def shares(self, devices: Collection[Device]) -> dict[str, list[Device]]:
         """Return each agent's share of the devices that are there."""
-        by_stable_id = {device.stable_id: device for device in devices}
+        by_place = {device.place.stable_id: device for device in devices}
         return {
-            agent: [by_stable_id[name] for name in names if name in by_stable_id]
+            agent: [by_place[name] for name in names if name in by_place]
             for agent, names in self.devices.items()
         }

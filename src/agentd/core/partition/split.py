@@ -32,6 +32,7 @@ from agentd.core.partition.limits import (
 from agentd.core.partition.manual import AssignableDevices, Assignment, assign_manually
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import AllocationMode, SplitRules
+from agentd.core.places import in_places
 from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, device_name_of
 from agentd.errors import ConfigRefused, Problem
@@ -246,10 +247,8 @@ def split(
     pool = AssignableDevices(
         tuple(
             device
-            for device in inventory.devices
-            if device.device_id != MEMORY
-            and device.device_id not in reserved
-            and not device.is_excluded
+            for device in in_places(d for d in inventory.devices if not d.is_excluded)
+            if device.device_id != MEMORY and device.device_id not in reserved
         ),
         memory_bytes,
         tuple(reserved),
