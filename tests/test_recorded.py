@@ -141,6 +141,7 @@ NEW_MEMBERS = frozenset(
         "/agentd/main/nodes/NODE/reason str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
+        "/files/devices.json/devices/needs_clear str",
         "/files/devices.json/devices/unserved str",
         "agentd_condition gauge A condition in GET /v1/node about",
         "agentd_log_lines_lost counter Lines of the log that could not be written",

@@ -138,7 +138,9 @@ class DeviceInfo:
     `unhealthy` (with a `reason`) or `unknown`; an unhealthy one keeps the slots and parts that
     agentd saw last. If it `is_simulated`, other daemons on the host can serve a device with the
     same stable id. `files` are the device nodes that belong to this device alone, in the order in
-    which Slurm's gres.conf names them.
+    which Slurm's gres.conf names them. An unhealthy one `needs_clear` if the driver never
+    reports the end of its trouble: agentd keeps it unhealthy, with this reason and also after a
+    restart of the plugin, until an operator clears it.
     """
 
     id: str
@@ -156,6 +158,7 @@ class DeviceInfo:
     secondary: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[str] = ()
     parent_aliases: Sequence[str] = ()
+    needs_clear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,9 +497,9 @@ class AcceleratorPlugin(ABC):
     def clear(self, device_ids: Sequence[str]) -> None:  # noqa: B027 - optional, empty by default
         """Clear what waits for an operator about some devices, by stable id.
 
-        This is for troubles that the driver never reports as over. The reason of such a device
-        names `agentctl clear`. agentd lists the devices afterwards; if they are as before, there
-        was nothing to clear.
+        This is for troubles that the driver never reports as over: such a device
+        `needs_clear`. The stable id of a part comes with that of its parent. agentd lists the
+        devices afterwards; if they are as before, there was nothing to clear.
         """
 
     @abstractmethod

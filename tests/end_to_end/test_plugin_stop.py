@@ -86,7 +86,17 @@ async def test_clear_ends_a_trouble_that_waits_for_an_operator(
     await plain.start(AGENTS + PACE + gpus(2) + f'health-file = "{health}"\n')
     first = await plain.device("cuda0")
     assert (first["state"], first["free"]) == ("unhealthy", "0")
-    assert first["reason"] == "Xid 13; to clear it: agentctl clear cuda0"
+    assert first["reason"] == "Xid 13; waits for agentctl clear"
+    health.write_text("cuda1 unhealthy Xid 79\n")  # as after a restart of the plugin
+    run(plain, "plugins", "stop", "cuda")
+    await plain.restart()
+    run(plain, "plugins", "start", "cuda")
+    again = await plain.device("cuda0")
+    assert (again["state"], again["reason"]) == ("unhealthy", first["reason"])
+    assert [c["remedy"] for c in (await plain.get("/v1/node"))["conditions"]] == [
+        "after a check: agentctl clear cuda0",
+        "",
+    ]
     run(plain, "clear", "cuda0")
     assert (await plain.device("cuda0"))["state"] == "ok"
     for name in ("cuda0", "cuda1"):

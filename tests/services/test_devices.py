@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import DeviceId, Health
+from agentd.core.devices import Device, DeviceId, Health, Inventory, restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import (
     AgentRule,
@@ -237,6 +237,41 @@ async def test_only_a_trouble_that_ends_is_cleared(rig: Rig) -> None:
     assert (cleared.device_id.id, cleared.health) == ("cuda0", Health.HEALTHY)
     with pytest.raises(UnknownDevice):
         await rig.devices.clear("cuda", "cuda9")
+
+
+async def test_trouble_that_needs_a_clear_outlives_the_plugin(rig: Rig) -> None:
+    first, second = gpus(1, 1)
+    text = "Xid 79; waits for agentctl clear"
+    xid = replace(first, health=Health.UNHEALTHY, reason=text, needs_clear=text)
+    other = replace(second, health=Health.UNHEALTHY, reason=text, needs_clear=text)
+
+    def list_now(*devices: Device) -> str:
+        rig.plugins.ready = [PluginListing("cuda", (CUDA,), devices)]
+        rig.devices.refresh("cuda")
+        return rig.devices.find("cuda", "cuda0").reason
+
+    assert list_now(xid, other) == text
+    assert list_now(first, second) == text
+    lost = replace(first, health=Health.UNHEALTHY, reason="GPU is lost")
+    assert list_now(lost, second) == f"GPU is lost; {text}"
+    saved = rig.devices._store.load_devices()
+    kept = restore_last_form([first], saved, [first.slot])
+    assert [(device.health, device.reason) for device in kept] == [(Health.UNHEALTHY, text)]
+    list_now(first, second)
+    await rig.devices.clear("cuda", "cuda0")
+    health = [device.health for device in rig.devices.inventory.by_name["cuda"]]
+    assert health == [Health.HEALTHY, Health.UNHEALTHY]
+    assert [d.needs_clear for d in rig.devices.inventory.by_name["cuda"]] == ["", text]
+
+
+def test_clear_of_a_part_ends_what_its_whole_has() -> None:
+    first, second, other = gpus(1, 1, 1)
+    parts = [
+        replace(part, parent="GPU-1", needs_clear=text)
+        for part, text in ((first, "Xid 79"), (second, "Xid 79"), (other, "Xid 48"))
+    ]
+    cleared = Inventory.of([CUDA], parts).with_cleared(parts[0])
+    assert [device.needs_clear for device in cleared.devices] == ["", "", "Xid 48"]
 
 
 async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:

@@ -6,7 +6,6 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
-    Iterable,
     Mapping,
     Sequence,
 )
@@ -230,12 +229,12 @@ class FakePlugins:
         self.stopped.pop(name, None)
         return await self.retry(name)
 
-    async def clear(self, name: str, stable_id: str) -> None:
+    async def clear(self, name: str, stable_ids: Sequence[str]) -> None:
         self.ready = [
             replace(
                 listing,
                 devices=tuple(
-                    replace(d, health=Health.HEALTHY, reason="") if d.stable_id == stable_id else d
+                    replace(d, health=Health.HEALTHY, reason="") if d.stable_id in stable_ids else d
                     for d in listing.devices
                 ),
             )
@@ -359,5 +358,5 @@ class FakeMemory:
     def retry(self) -> None:
         pass
 
-    def conditions(self) -> Iterable[Condition]:
+    def conditions(self) -> Sequence[Condition]:
         return ()

@@ -62,7 +62,10 @@ def _trouble(device: Device, holder: Device | None) -> tuple[str, str, str] | No
         place = f"{holder.device_id.id} has its place" if holder else "its place is kept"
         return "gone", f"{device.reason}; {place}", remedy
     if device.health is Health.UNHEALTHY and not device.gone:
-        return "unhealthy", device.reason, ""
+        remedy = (
+            f"after a check: agentctl clear {device.device_id.id}" if device.needs_clear else ""
+        )
+        return "unhealthy", device.reason, remedy
     if device.withheld:
         return "withheld", device.withheld, ""
     return None

@@ -118,6 +118,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     """Further slots of the same device, in natural order of their names."""
     files: tuple[str, ...] = ()
     """Device nodes of this device alone, as of the present listing."""
+    needs_clear: str = ""
+    """Why it is unhealthy until an operator clears it, also over restarts of its plugin."""
     taken_place: Place | None = None
     """The place of the missing device that it replaced, if it did."""
 
@@ -351,6 +353,17 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             reason=listed.reason,
             secondary=secondary,
             files=listed.files,
+            needs_clear=listed.needs_clear,
+        )
+
+    def with_cleared(self, cleared: Device) -> Inventory:
+        """Return the inventory without what was cleared of a device and of its whole."""
+        return self._replace_devices(
+            replace(device, needs_clear="")
+            if (device.physical_id, device.needs_clear)
+            == (cleared.physical_id, cleared.needs_clear)
+            else device
+            for device in self.devices
         )
 
     def with_withheld(self, reason: str) -> Inventory:
@@ -541,8 +554,10 @@ def restore_last_form(
 
     A driver that fails hides whether a GPU is in MIG mode, and how much memory it has. So an
     unhealthy device does not prove that its slots changed, and one that was in parts stands for
-    its parts.
+    its parts. What waits for a clear still does, as a plugin that has started again forgot it.
     """
+    last_listing = [*last_listing]
+    kept = {form.stable_id: form.needs_clear for form in last_listing}
     present = {device.stable_id for device in listed}
     forms: dict[tuple[str, str | None], list[Device]] = {}
     for form in last_listing:
@@ -558,6 +573,7 @@ def restore_last_form(
             result.append(device)
             continue
         current = {"gone": False, "health": device.health, "reason": device.reason}
+        current["needs_clear"] = device.needs_clear
         result += [
             replace(
                 form,
@@ -567,7 +583,15 @@ def restore_last_form(
             )
             for form in [form for form in last_forms if not form.gone] or last_forms
         ]
-    return result
+    return [_until_cleared(device, kept.get(device.stable_id, "")) for device in result]
+
+
+def _until_cleared(device: Device, kept: str) -> Device:
+    """Return a listed device, unhealthy as before if what `kept` it so is not cleared."""
+    if not kept or device.needs_clear:
+        return device
+    reason = f"{device.reason}; {kept}" if device.health is Health.UNHEALTHY else kept
+    return replace(device, health=Health.UNHEALTHY, reason=reason, needs_clear=kept)
 
 
 def _merge_secondary(

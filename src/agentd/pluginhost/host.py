@@ -235,8 +235,8 @@ class PluginHost:
             await instance.wait_attempt(RETRY_WAIT_S)
         return instance.status
 
-    async def clear(self, name: str, stable_id: str) -> None:
-        await self._startable(name).clear(stable_id)
+    async def clear(self, name: str, stable_ids: Sequence[str]) -> None:
+        await self._startable(name).clear(stable_ids)
 
     def _startable(self, name: str) -> PluginInstance:
         """Return an instance that can have a process.

@@ -481,7 +481,7 @@ class PluginInstance:
                 f"plugin {name} returned no edits for its devices: {error}"
             ) from None
 
-    async def clear(self, stable_id: str) -> None:
+    async def clear(self, stable_ids: Sequence[str]) -> None:
         """Clear what waits for an operator about a device, and list the devices again.
 
         Raises:
@@ -494,7 +494,7 @@ class PluginInstance:
         if self._facts is None or not self._facts.has_clear:
             raise Conflict(f"plugin {name} has nothing that an operator can clear")
         try:
-            await self._call("clear", [stable_id])
+            await self._call("clear", [*stable_ids])
             self._apply_listing(await self._list_devices(self._process))
         except (PluginRefused, InvalidAnswer, PluginLost) as error:
             raise PluginUnavailable(f"plugin {name} did not clear it: {error}") from None

@@ -238,6 +238,7 @@ def _convert_device(name: str, info: DeviceInfo, types: Mapping[str, SlotType]) 
         is_simulated=info.is_simulated,
         secondary=tuple(_convert_secondary(info, types)),
         files=tuple(info.files),
+        needs_clear=one_line(info.reason) if info.needs_clear else "",
     )
 
 

@@ -366,7 +366,8 @@ class NodeDevices:
         device = self.find(name, device_id)
         if device.gone or device.health is not Health.UNHEALTHY:
             raise Conflict(f"{device.device_id} is not unhealthy; there is nothing to clear")
-        await self._plugins.clear(name, device.stable_id)
+        await self._plugins.clear(name, sorted({device.stable_id, device.physical_id}))
+        self._split = self.split.with_inventory(self.inventory.with_cleared(device))
         self.refresh(name)
         cleared = self.find(name, device.stable_id)
         if (cleared.health, cleared.reason) == (device.health, device.reason):

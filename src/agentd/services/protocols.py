@@ -134,7 +134,7 @@ class Plugins(Protocol):
         """
         ...
 
-    async def clear(self, name: str, stable_id: str) -> None:
+    async def clear(self, name: str, stable_ids: Sequence[str]) -> None:
         """Clear what waits for an operator about a device, and list the devices again.
 
         Raises:

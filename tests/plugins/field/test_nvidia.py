@@ -29,7 +29,7 @@ from plugins.field.nvidia import (
 from plugins.field.rig import OpenPlugin, add_to_bus
 
 WELL = [gpu(0), gpu(1), gpu(2)]
-CLEAR = "; after a check, end this with: agentctl clear DEVICE"
+CLEAR = "; waits for agentctl clear"
 
 
 @pytest.fixture
@@ -232,6 +232,8 @@ async def test_xid_without_recovery_report_waits_for_a_clear(
     assert await plugin.health() == sick(
         aaaa="Xid 79" + CLEAR, bbbb="Xid 48" + CLEAR, cccc="Xid 48"
     )
+    listing = await plugin.listing()
+    assert [device.needs_clear for device in listing.devices] == [True, True, False]
     await plugin.call("clear", [IDS[0]])
     assert await plugin.health() == sick(bbbb="Xid 48" + CLEAR, cccc="Xid 48")
 

@@ -6,7 +6,7 @@ the PCI address is an alias. A GPU in MIG mode offers only its parts, each a uni
 
 Health: an Xid event makes a GPU unhealthy, or the MIG part that it names, unless jobs cause it. If
 the driver reports the required recovery, that decides, and the GPU is healthy again once none is
-required. Otherwise it stays unhealthy until an operator clears it.
+required. Otherwise it needs a clear by an operator, for which agentd waits over restarts.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class CudaPlugin(AcceleratorPlugin):
             numa_node = None
             problem = problem or f"its NUMA node cannot be read: {error.strerror}"
         memory_bytes = self._memory_bytes(state)
-        xid = self._xid_reason(gpu.identity, state)
+        reason, needs_clear = self._trouble(gpu.identity, state, problem)
         whole = DeviceInfo(
             id=f"{self.name}{gpu.key}",
             stable_id=gpu.identity,
@@ -185,10 +185,11 @@ class CudaPlugin(AcceleratorPlugin):
             aliases=[state.pci] if state and state.pci else [],
             model=state.model if state else "",
             numa_node=numa_node,
-            health="unhealthy" if problem or xid else "healthy",
-            reason=problem or xid,
+            health="unhealthy" if reason else "healthy",
+            reason=reason,
             attributes={"memory": str(memory_bytes)},
             files=_listed_files(state, None),
+            needs_clear=needs_clear,
         )
         if state is None or not state.is_mig:
             memory = memory_offered(self.name, self.settings, memory_bytes)
@@ -203,7 +204,8 @@ class CudaPlugin(AcceleratorPlugin):
         part: nvml.MigPart,
     ) -> DeviceInfo:
         problem = f"no answer: {read.problem}" if read.problem else part.problem
-        reason = whole.reason or problem or self._xid_reason(read.identity, gpu)
+        problem = whole.reason or problem
+        reason, needs_clear = self._trouble(read.identity, gpu, problem)
         return replace(
             whole,
             id=f"{whole.id}:{read.key}",
@@ -216,6 +218,7 @@ class CudaPlugin(AcceleratorPlugin):
             reason=reason,
             attributes={"memory": str(part.memory_bytes), "profile": part.profile},
             files=_listed_files(gpu, part),
+            needs_clear=whole.needs_clear or needs_clear,
         )
 
     def _memory_bytes(self, gpu: nvml.Gpu | None) -> int:
@@ -253,16 +256,17 @@ class CudaPlugin(AcceleratorPlugin):
             else:
                 self._xids |= {stable_id: xid for stable_id, part in parts if xid.concerns(part)}
 
-    def _xid_reason(self, stable_id: str, gpu: nvml.Gpu | None) -> str:
-        """Return the Xid of a device, unless the driver requires no recovery any more."""
+    def _trouble(self, stable_id: str, gpu: nvml.Gpu | None, problem: str) -> tuple[str, bool]:
+        """Return a device's problem and Xid, and whether no driver reports the end of the Xid."""
         if (xid := self._xids.get(stable_id)) is None:
-            return ""
-        if gpu is None or gpu.recovery is None:
-            return f"Xid {xid.number}; after a check, end this with: agentctl clear DEVICE"
-        if time.monotonic() - xid.seen_s > XID_HOLDS_S:
+            return problem, False
+        text = f"Xid {xid.number}"
+        if gpu is not None and gpu.recovery is None:
+            return "; ".join(filter(None, [problem, text, "waits for agentctl clear"])), True
+        if gpu is not None and time.monotonic() - xid.seen_s > XID_HOLDS_S:
             del self._xids[stable_id]
-            return ""
-        return f"Xid {xid.number}"
+            return problem, False
+        return problem or text, False
 
     def clear(self, device_ids: Sequence[str]) -> None:
         for stable_id in device_ids:

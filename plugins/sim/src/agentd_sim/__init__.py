@@ -111,9 +111,9 @@ class SimPlugin(AcceleratorPlugin):
         self._faults.trigger("list")
         state_by_id = self._read_health_file()
         devices = [
-            replace(device, health=state, reason=reason)
+            replace(device, health=state, reason=reason, needs_clear=needs_clear)
             for device in self._devices()
-            for state, reason in [
+            for state, reason, needs_clear in [
                 self._apply_latch(device.id, *state_by_id.get(device.id, ("healthy", "")))
             ]
             if state != "gone"
@@ -131,12 +131,12 @@ class SimPlugin(AcceleratorPlugin):
             device_id: (state, " ".join(reason_words)) for device_id, state, *reason_words in words
         }
 
-    def _apply_latch(self, device_id: str, state: str, reason: str) -> tuple[str, str]:
+    def _apply_latch(self, device_id: str, state: str, reason: str) -> tuple[str, str, bool]:
         if state != "latched":
-            return state, reason
+            return state, reason, False
         if self._cleared.get(device_id) == reason:
-            return "healthy", ""
-        return "unhealthy", f"{reason}; to clear it: agentctl clear {device_id}"
+            return "healthy", "", False
+        return "unhealthy", f"{reason}; waits for agentctl clear", True
 
     def clear(self, device_ids: Sequence[str]) -> None:
         self._faults.trigger("clear")
