@@ -89,6 +89,10 @@ CASES = {
         ("GPU 0 does not answer: GPU is lost",),
     ),
     "two keys of one device": Case(TWO, [(0, "A", "80g"), (1, "A", LOST)], ["0=A 80g"]),
+    "two keys of one device that tell nothing": Case(
+        [(0, "A", "80g"), (1, "A", "80g")], [(0, LOST, LOST), (1, LOST, LOST)],
+        ["0=A 80g (GPU is lost)"], ("GPU 1 does not answer: GPU is lost",),
+    ),
     "one that the driver no longer lists": Case(TWO, TWO[1:], ["1=B 40g"]),
     "no devices": Case(TWO, [], []),
     "a file that may not be read": Case(

@@ -80,7 +80,8 @@ class DeviceReads(Generic[_Key, _State]):
 
         `identify` returns the identity of the device with a key. `read` returns the whole state,
         and gets the last one, for values that the driver no longer reports. A refusal of
-        `identify` means the device that had the key before, unless another key has it now.
+        `identify` means the device that had the key before, unless another key has it now, or
+        refuses and had it, too.
         """
         keys = [*keys]
         identities, refused = guard_each(keys, identify, *self._refusals)
@@ -92,6 +93,7 @@ class DeviceReads(Generic[_Key, _State]):
                 self._unidentified[key] = words
             else:
                 identities[key] = last
+                present.add(last)
         self._identities |= identities
         key_of = {identities[key]: key for key in reversed(keys) if key in identities}
 
