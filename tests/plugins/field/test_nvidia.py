@@ -238,6 +238,18 @@ async def test_xid_without_recovery_report_waits_for_a_clear(
     assert await plugin.health() == sick(bbbb="Xid 48" + CLEAR, cccc="Xid 48")
 
 
+async def test_xid_of_a_gpu_that_was_lost_later_can_be_cleared(
+    rig: NvidiaRig, plugin: OpenPlugin
+) -> None:
+    silent = [gpu(0, recovery=-1), *WELL[1:]]
+    rig.say(*silent, xid(79, 0, 1))
+    await plugin.until(is_sick(IDS[0]))
+    rig.say(gpu(0, recovery=-1, lost=1), *WELL[1:])
+    assert await plugin.health() == sick(aaaa="no answer: GPU is lost; Xid 79" + CLEAR)
+    await plugin.call("clear", [IDS[0]])
+    assert await plugin.health() == sick(aaaa="no answer: GPU is lost")
+
+
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 68, 94, 109])
 async def test_xid_that_a_restart_of_the_job_ends_is_ignored(
     rig: NvidiaRig, plugin: OpenPlugin, number: int
