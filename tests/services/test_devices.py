@@ -255,7 +255,7 @@ async def test_trouble_that_needs_a_clear_outlives_the_plugin(rig: Rig) -> None:
     lost = replace(first, health=Health.UNHEALTHY, reason="GPU is lost")
     assert list_now(lost, second) == f"GPU is lost; {text}"
     saved = rig.devices._store.load_devices()
-    kept = restore_last_form([first], saved, [first.slot])
+    kept = restore_last_form([first], saved.devices, [first.slot])
     assert [(device.health, device.reason) for device in kept] == [(Health.UNHEALTHY, text)]
     list_now(first, second)
     await rig.devices.clear("cuda", "cuda0")
