@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from agentd.core.hardware_names import by_normal_names, normal_name, normal_names
 from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, is_slot_of_parts
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -186,7 +187,7 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
-        return name in (self.device_id.id, *self.names)
+        return normal_name(name) in normal_names(self.device_id.id, *self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -375,11 +376,8 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:
         """Return the inventory in which exactly these devices are excluded, by device name."""
-        named = {
-            device_id
-            for name, entries in exclude.items()
-            for device_id in named_devices(self.by_name.get(name, ()), entries)
-        }
+        pairs = ((self.by_name.get(name, ()), entries) for name, entries in exclude.items())
+        named = set().union(*(named_devices(devices, entries) for devices, entries in pairs))
         return self._replace_devices(
             replace(device, is_excluded=device.device_id in named) for device in self.devices
         )
@@ -432,10 +430,10 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 def by_any_name(devices: Collection[Device]) -> dict[str, Device]:
-    """Return devices by id, else by stable id, else by alias."""
-    by_stable_id = {device.stable_id: device for device in devices}
-    by_id = {device.device_id.id: device for device in devices}
-    return _by_alias(devices) | by_stable_id | by_id
+    """Return devices by the normal forms of their ids, else stable ids, else aliases."""
+    by_stable_id = by_normal_names({device.stable_id: device for device in devices})
+    by_id = by_normal_names({device.device_id.id: device for device in devices})
+    return by_normal_names(_by_alias(devices)) | by_stable_id | by_id
 
 
 def named_devices(devices: Collection[Device], names: Iterable[str]) -> set[DeviceId]:
@@ -452,7 +450,7 @@ def named_devices(devices: Collection[Device], names: Iterable[str]) -> set[Devi
             for device in devices
             if device.stable_id in whole
             or device.parent in whole
-            or name in (device.parent, *device.parent_aliases)
+            or normal_name(name) in normal_names(device.parent or "", *device.parent_aliases)
             or (device.parent and name not in ids and device.device_id.id.startswith(f"{name}:"))
         }
     return named

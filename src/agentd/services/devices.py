@@ -29,6 +29,7 @@ from agentd.core.devices import (
     deduplicate_devices,
     with_shared_health,
 )
+from agentd.core.hardware_names import normal_name
 from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
@@ -335,7 +336,7 @@ class NodeDevices:
             UnknownDevice: the device does not exist.
         """
         devices = self.inventory.by_name.get(name, ())
-        if (device := by_any_name(devices).get(device_id)) is not None:
+        if (device := by_any_name(devices).get(normal_name(device_id))) is not None:
             return device
         available = ", ".join(d.device_id.id for d in devices) or "none"
         raise UnknownDevice(f"unknown device {name}/{device_id} (this node has: {available})")

@@ -25,6 +25,7 @@ from agentd.core.claim.allocation import (
 )
 from agentd.core.claim.claim import ClaimSpec, subtract_allocations
 from agentd.core.devices import DeviceId, Inventory, by_any_name
+from agentd.core.hardware_names import normal_name
 from agentd.core.kernel.options import unsupported_members
 from agentd.core.kernel.plan import KernelPlan, PlanContext, agent_resource_cap, build_plan
 from agentd.core.kernel.states import Kernel, KernelSpec, lifecycle_step
@@ -425,14 +426,15 @@ def _resolve_named_devices(
             if not spec.is_discreet or device.device_id in partition.members
         ]
         by_key = by_any_name(devices)
-        named_devices[name] = frozenset(by_key[key].device_id for key in wanted if key in by_key)
+        found = {key: by_key.get(normal_name(key)) for key in wanted}
+        named_devices[name] = frozenset(device.device_id for device in found.values() if device)
         known_ids = ", ".join(device.device_id.id for device in devices) or "none"
         unknown = (
             Problem(
                 f"devices.{name}.{place}", f"unknown device {key!r} (this node has: {known_ids})"
             )
             for place, key in enumerate(wanted)
-            if key not in by_key
+            if found[key] is None
         )
         problems += islice(unknown, MAX_PROBLEMS + 1 - len(problems))
         if named_devices[name] and name not in requested | unread:

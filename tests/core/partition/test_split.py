@@ -220,6 +220,35 @@ def test_named_device_that_is_missing_is_a_condition() -> None:
     assert [*missing_by_name(NODE, (), rules)] == []
 
 
+UUID = "0000abcd-1111-2222-3333-444444444444"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0000:3b:00.0", "00000000:3B:00.0", "3b:00.0", UUID, f"GPU-{UUID.upper()}", f"gpu-{UUID}"],
+)
+def test_spelling_of_a_hardware_name_does_not_count(name: str) -> None:
+    device = replace(gpus(1)[0], stable_id=f"GPU-{UUID}", aliases=("0000:3b:00.0",))
+    node = machine(*cores(4), memory(), device)
+    rules = manual(described("a", cuda=[name]))
+    assert ids(split(node, rules), "a", "cuda") == ["cuda0"]
+    assert [*missing_by_name(node, {"cuda"}, rules)] == []
+    exclude = {"cuda": [name]}
+    assert machine(device).with_excluded(exclude).devices[-1].is_excluded
+    part = replace(device, stable_id="P", aliases=(), parent=f"GPU-{UUID}")
+    part = replace(part, parent_aliases=("0000:3b:00.0",))
+    assert machine(part).with_excluded(exclude).devices[-1].is_excluded
+    node = machine(*cores(4), memory(), gpus(1)[0])
+    with pytest.raises(ConfigRefused, match="is excluded in"):
+        split(node, manual(described("a", cuda=[name.lower()]), exclude=exclude))
+
+
+def test_missing_device_belongs_to_one_agent_alone() -> None:
+    first, other = (described(a, 1, cuda=[n]) for a, n in (("a", UUID), ("b", UUID.upper())))
+    with pytest.raises(ConfigRefused, match=f"{UUID.upper()} is assigned to b and to a, too"):
+        split(machine(*cores(4), memory(), *gpus(1)), manual(first, other))
+
+
 @pytest.mark.parametrize("is_first_gone", [True, False])
 def test_present_device_comes_before_a_gone_one_in_its_slot(is_first_gone: bool) -> None:
     pair = [

@@ -8,7 +8,6 @@ only cause warnings, elsewhere.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -24,6 +23,7 @@ from agentd.core.devices import (
     group_by_name,
     named_devices,
 )
+from agentd.core.hardware_names import is_hardware_name, normal_name
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -38,13 +38,6 @@ from agentd.core.partition.rules import (
 from agentd.core.printable import printable_line
 from agentd.core.slots import CPU, MEM
 from agentd.errors import Problem
-
-_HARDWARE_NAME = re.compile(
-    r"(?:[a-z]+-)*[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-    r"|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]",
-    re.IGNORECASE,
-)
-"""A UUID, with a prefix such as `GPU-`, or a PCI address."""
 
 
 class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
@@ -82,6 +75,7 @@ class _ManualAssignment:
         self._rules = rules
         self._problems: list[Problem] = []
         self._owner: dict[DeviceId, str] = {}
+        """The agent of each device, and of each name of a missing one."""
         self._assigned: dict[str, list[DeviceId]] = {r.agent_id: [] for r in rules.agents}
 
     def run(self) -> tuple[Assignment, list[Problem]]:
@@ -139,21 +133,25 @@ class _ManualAssignment:
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
         excluded = [device for device in self._pool.excluded if device.device_id.name == name]
-        absent = self._rules.exclude.get(name, ())
+        absent = {*map(normal_name, self._rules.exclude.get(name, ()))}
         devices = by_any_name([*self._devices(name), *excluded])
         for wanted in rule.names:
-            device = devices.get(wanted)
-            is_refused = wanted in absent or bool(named_devices(excluded, [wanted]))
+            device = devices.get(normal_name(wanted))
+            is_refused = normal_name(wanted) in absent or bool(named_devices(excluded, [wanted]))
             if device.is_excluded if device else is_refused:
                 self._add_problem(path, self._unassigned_reason(name, wanted, is_excluded=True))
-            elif device is None:
-                if not _may_be_missing(name, wanted, self._rules):
-                    self._add_problem(path, self._unassigned_reason(name, wanted))
-            elif (owner := self._owner.get(device.device_id)) is not None:
+                continue
+            if device is None and not _may_be_missing(name, wanted, self._rules):
+                self._add_problem(path, self._unassigned_reason(name, wanted))
+                continue
+            device_id = device.device_id if device else DeviceId(name, normal_name(wanted))
+            if (owner := self._owner.get(device_id)) is not None:
                 owner_text = "again" if owner == agent else f"to {owner}, too"
                 self._add_problem(path, f"{wanted} is assigned to {agent} and {owner_text}")
+            elif device:
+                self._assign(device_id, agent)
             else:
-                self._assign(device.device_id, agent)
+                self._owner[device_id] = agent
 
     def _unassigned_reason(self, name: str, wanted: str, *, is_excluded: bool = False) -> str:
         if name == CPU and DeviceId(name, wanted.removeprefix("cpu-")) in self._pool.reserved:
@@ -226,7 +224,7 @@ def missing_by_name(
         for name, device_rule in rule.devices.items():
             known = by_any_name(inventory.by_name.get(name, ()))
             for wanted in device_rule.names if isinstance(device_rule, Ids) else ():
-                if name in names and wanted not in known:
+                if name in names and normal_name(wanted) not in known:
                     reason = f"{wanted} is missing, and the configuration gives it to"
                     reason = f"{reason} {rule.agent_id}"
                     about, agents = f"device/{name}/{wanted}", (rule.agent_id,)
@@ -235,7 +233,7 @@ def missing_by_name(
 
 def _may_be_missing(name: str, wanted: str, rules: SplitRules) -> bool:
     """Return whether a name is of a device that this node had, or of a particular device."""
-    return DeviceId(name, wanted) in rules.forgotten or bool(_HARDWARE_NAME.fullmatch(wanted))
+    return DeviceId(name, wanted) in rules.forgotten or is_hardware_name(wanted)
 
 
 def _rule_location(location: str, name: str) -> str:

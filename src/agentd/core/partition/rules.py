@@ -15,6 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from agentd.core.devices import DeviceId
+from agentd.core.hardware_names import normal_name
 from agentd.core.slots import AmountError, SlotKind, parse_base_units, parse_quantity
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -128,7 +129,7 @@ def parse_device_rule(raw: object) -> DeviceRule:
         isinstance(item, (str, int)) and not isinstance(item, bool) for item in raw
     ):
         names = tuple(str(item) for item in raw)
-        if len(set(names)) < len(names):
+        if len({*map(normal_name, names)}) < len(names):
             raise ValueError("names a device twice")
         return Ids(names)
     if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 0:
