@@ -17,6 +17,7 @@ LIMITED = (AgentRule("a1", limits={"cuda": Amount("1.5")}), AgentRule("a2"))
 ALL = (AgentRule("a1"), AgentRule("a2"))
 GPUS = gpus(1, 1, slot="cuda.shares")
 GONE = [replace(GPUS[0], gone=True), replace(GPUS[1], health=Health.UNHEALTHY, reason="Xid 79")]
+EXCLUDED = [replace(device, is_excluded=True) for device in GPUS]
 UNEQUAL = [replace(GPUS[0], capacity=30 * CENT), replace(GPUS[1], capacity=90 * CENT)]
 
 
@@ -38,10 +39,19 @@ def refused(
         (GONE, ALL, 2, ""),
         (GONE, ALL, 3, "this can never fit"),
         (GPUS, LIMITED, 1.6, "this can never fit"),
+        (EXCLUDED, ALL, 1, "cuda0, cuda1 are excluded in [plugins.cuda]; this can never fit"),
         (UNEQUAL, ALL, 1, "the devices are too unequal for equal parts; this can never fit"),
         (UNEQUAL, ALL, 1.3, "this can never fit"),
     ],
-    ids=["total", "missing-devices", "missing-and-total", "limit", "unequal", "unequal-and-total"],
+    ids=[
+        "total",
+        "missing-devices",
+        "missing-and-total",
+        "limit",
+        "excluded",
+        "unequal",
+        "unequal-and-total",
+    ],
 )
 def test_refusal_says_never_only_where_no_release_helps(devices, rules, amount, never) -> None:
     text = str(refused(devices, rules, amount))
@@ -54,3 +64,8 @@ def test_rows_blame_unequal_devices_only_where_the_refusal_does() -> None:
         1: "has 0.3 of the 1; the devices are too unequal for equal parts",
         1.3: "has 0.3 of the 1.3",
     }
+
+
+def test_row_of_an_excluded_device_names_the_table() -> None:
+    rows = refused([EXCLUDED[0], GPUS[1]], ALL, 2).explain
+    assert rows[0]["reason"] == "withheld: excluded in [plugins.cuda]"

@@ -13,7 +13,7 @@ from agentd.core.allocation.candidates import DeviceCandidate, devices_with_room
 from agentd.core.allocation.distribute import fewest_devices, fewest_devices_together
 from agentd.core.allocation.ledger import Holder, Ledger, holder_text
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
-from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.devices import Device, DeviceId, Health, Inventory, join_first
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     SlotName,
@@ -169,9 +169,21 @@ class ExplainContext(msgspec.Struct, frozen=True, dict=True):
         """Why the request can never be granted, beyond its amounts; None if it can."""
         limit = self.partition.limits.get(self.name)
         is_over = limit is not None and self.earlier_usage + self.minimum_usage > limit.amount
-        if is_over or any(context.amount > context.total for context in self.by_slot.values()):
+        if is_over:
             return ""
+        if any(context.amount > context.total for context in self.by_slot.values()):
+            return self._excluded_text
         return "the devices are too unequal for equal parts" if self.is_too_unequal else None
+
+    @property
+    def _excluded_text(self) -> str:
+        """Which devices of the slot the configuration excludes, as far as the caller may know."""
+        offering = self.inventory.by_slot.get(self.slot, ())
+        ids = [device.device_id.id for device in offering if device.is_excluded]
+        if not ids or self.policy.is_discreet:
+            return ""
+        are = "is" if len(ids) == 1 else "are"
+        return f"{join_first(ids)} {are} excluded in [plugins.{self.name}]"
 
     @property
     def name(self) -> str:
@@ -328,6 +340,8 @@ def _exclusion_reason(  # noqa: PLR0911 - one line for each reason, the gravest 
     ledger = context.ledger
     if not context.may_give(device):
         return "not among the devices that the request or its claim names"
+    if device.is_excluded:
+        return f"withheld: {device.withheld_reason}"
     if device.device_id not in context.partition.members:
         return f"not in the partition of {context.partition.agent_id}"
     if device.gone:
