@@ -63,6 +63,7 @@ from agentd.cli.output import (
     print_text,
 )
 from agentd.client import Client
+from agentd.core.hardware_names import normal_name, normal_names
 from agentd.errors import AgentdError
 from agentd.views import KernelView
 
@@ -479,7 +480,7 @@ def _find_device(client: Client, device: str) -> tuple[str, str]:
     names = [
         (row["device_name"], row["id"])
         for row in rows
-        if device_id in (row["id"], row["stable_id"], *row["aliases"])
+        if normal_name(device_id) in normal_names(row["id"], row["stable_id"], *row["aliases"])
         and name in ("", row["device_name"])
     ]
     if len(names) == 1:
