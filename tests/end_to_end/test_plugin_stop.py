@@ -12,7 +12,8 @@ from support.daemon import AGENTS, Daemon, gpus
 from support.waiting import until
 
 PACE = "[plugins]\ncall-timeout = 1\nhealth-interval = 0.1\n"
-CONFIG = AGENTS + PACE + gpus(2, table="npu") + gpus(2).replace("\n", "\nrequired = true\n", 1)
+SETTINGS = '\nrequired = true\nfiles = ["/dev/null"]\n'
+CONFIG = AGENTS + PACE + gpus(2, table="npu") + gpus(2).replace("\n", SETTINGS, 1)
 
 
 def run(daemon: Daemon, *command: str, exit_code: int = 0) -> str:
@@ -28,6 +29,7 @@ async def assert_stopped(daemon: Daemon) -> None:
     assert (first["state"], first["free"], second["free"]) == ("withheld", "0", "0")
     assert "stopped by " in first["reason"]
     assert [holder["kernel_id"] for holder in first["holders"]] == ["k1"]
+    assert (first["files"], second["files"]) == (["/dev/null"], ["/dev/null"])
     refused = await daemon.create(slots={"cuda.device": 1})
     assert (refused.status, refused.json["code"]) == (503, "PluginUnavailable")
     node = await daemon.get("/v1/node")

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from agentd import failpoints
 from agentd.core.devices import DeviceId
@@ -25,7 +26,8 @@ def state(tmp_path: Path) -> Iterator[StateFolder]:
 
 
 def test_what_is_saved_is_remembered(state: StateFolder) -> None:
-    devices = gpus(1, 0.5, nodes=(0, None))
+    first, second = gpus(1, 0.5, nodes=(0, None))
+    devices = [replace(first, files=("/dev/null",)), second]
     dealing = PluginAssignment.of({"a": devices[:1], "b": ()}, devices, "one is faster")
     stopped = {"cuda": StoppedPlugin("stopped by ann", (CPU,))}
     forgotten = [DeviceId("cuda", "cuda7")]
@@ -39,6 +41,9 @@ def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     assert [(d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in loaded] == [
         (d.device_id, d.stable_id, d.capacity, d.aliases, d.drained) for d in devices
     ]
+    assert [device.files for device in loaded] == [("/dev/null",), ()]
+    state.save_devices(SavedDevices(devices))
+    assert [device.files for device in state.load_devices()] == [(), ()]
     state.save_runtimes(["docker"])
     node = state.load_node()
     assert node is not None

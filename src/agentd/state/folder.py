@@ -182,7 +182,10 @@ class StateFolder:
             self._save_lasting("node", SavedNode(self._node_id, list(names)))
 
     def load_devices(self) -> SavedDevices:
-        """Return the last inventory, without what each start finds out."""
+        """Return the last inventory, without what each start finds out.
+
+        Devices of a stopped plugin keep their files, which nothing else can tell meanwhile.
+        """
         saved = self._load("devices.json", SavedDevices) or SavedDevices(())
         saved.devices = [
             replace(
@@ -192,7 +195,7 @@ class StateFolder:
                 withheld="",
                 awaited="",
                 busy="",
-                files=(),
+                files=device.files if device.device_id.name in saved.stopped else (),
                 unserved="",
                 is_excluded=False,
             )
