@@ -4,7 +4,6 @@ from msgspec.structs import replace
 from agentd.core.conditions import Condition
 from agentd.core.device_conditions import device_conditions, unmatched_exclusions
 from agentd.core.devices import (
-    MAX_NAMED,
     Device,
     DeviceId,
     Health,
@@ -15,6 +14,7 @@ from agentd.core.devices import (
     restore_last_form,
     with_shared_health,
 )
+from agentd.core.groups import MAX_NAMED
 from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE, SlotKind, SlotType
 from core.machines import cores, gpus, machine

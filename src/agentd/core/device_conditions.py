@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, Health, Inventory, group, join_first, named_devices
+from agentd.core.devices import Device, Health, Inventory, named_devices
+from agentd.core.groups import group, join_first
 from agentd.core.slots import CPU, MEM
 
 

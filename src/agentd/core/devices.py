@@ -9,19 +9,25 @@ a missing GPU renames any other device or moves it to another agent.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from agentd.core.groups import MAX_NAMED, group, join_first
 from agentd.core.hardware_names import by_normal_names, normal_name, normal_names
-from agentd.core.slots import CPU, MEM, SlotKind, SlotName, SlotType, is_slot_of_parts
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
+from agentd.core.slots import (
+    CPU,
+    MEM,
+    SlotKind,
+    SlotMeasure,
+    SlotName,
+    SlotType,
+    is_slot_of_parts,
+)
 
 _DIGITS = re.compile(r"([0-9]+)")
 _LAST_NUMBER = re.compile(r"[0-9]+[^0-9]*$")
@@ -41,9 +47,6 @@ class DeviceId(NamedTuple):
 
 MAX_NEW_WARNINGS = 8
 """New devices under one device name that get their own warnings."""
-
-MAX_NAMED = 4
-"""Devices that one warning names."""
 
 MEMORY = DeviceId("mem", "root")
 """The node's memory, the only device that is divided by amount."""
@@ -193,17 +196,6 @@ class Device(msgspec.Struct, frozen=True, dict=True):
     def names(self) -> tuple[str, ...]:
         """Its stable id and aliases."""
         return self.stable_id, *self.aliases
-
-
-class SlotMeasure(msgspec.Struct, frozen=True):
-    """One slot of a device: its position among the device's slots, and how it is counted.
-
-    `usable` is the usable capacity: whole quanta, in base units.
-    """
-
-    position: int
-    quantum: int
-    usable: int
 
 
 class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -467,20 +459,6 @@ def _by_alias(devices: Iterable[Device]) -> dict[str, Device]:
 def group_by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
     """Return devices by device name."""
     return group((device.device_id.name, device) for device in devices)
-
-
-def group(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return the values of each key, in the order of the pairs."""
-    groups: dict[_Key, list[_Value]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
-
-
-def join_first(ids: Sequence[str]) -> str:
-    """Return the first ids, and the number of the others."""
-    text = ", ".join(ids[:MAX_NAMED])
-    return text if len(ids) <= MAX_NAMED else f"{text} and {len(ids) - MAX_NAMED} more"
 
 
 def _secondary_warnings(

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from agentd.core.devices import Device, Inventory, Place, group, natural_key
+from agentd.core.devices import Device, Inventory, Place, natural_key
+from agentd.core.groups import group
 
 
 def take_places(added: Iterable[Device], others: Iterable[Device]) -> list[Device]:

@@ -102,6 +102,17 @@ class SlotType(msgspec.Struct, frozen=True):
         return self.primary or self.name
 
 
+class SlotMeasure(msgspec.Struct, frozen=True):
+    """One slot of a device: its position among the device's slots, and how it is counted.
+
+    `usable` is the usable capacity: whole quanta, in base units.
+    """
+
+    position: int
+    quantum: int
+    usable: int
+
+
 BUILT_IN = (
     SlotType(CPU, SlotKind.COUNT, ONE, unit="core"),
     SlotType(MEM, SlotKind.BYTES, 1, unit="byte"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from agentd.core.allocation.ledger import holder_text
 from agentd.core.conditions import Condition
-from agentd.core.devices import group
+from agentd.core.groups import group
 from agentd.core.kernel.states import LIVE
 from agentd.services.engines import AwaitedEngines
 from agentd.services.node import Node

@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from agentd.core.devices import DeviceId, Inventory, group
+from agentd.core.devices import DeviceId, Inventory
+from agentd.core.groups import group
 from agentd.core.slots import CPU, MEM
 from agentd.errors import UnknownEngine
 from agentd.services.devices import NodeDevices

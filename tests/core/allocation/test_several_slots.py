@@ -11,8 +11,8 @@ from agentd.core.allocation.derivation import available_quanta
 from agentd.core.allocation.ledger import Ledger
 from agentd.core.allocation.ledger import without_unoffered_slots as charged_share
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
-from agentd.core.devices import Inventory, SlotMeasure
-from agentd.core.slots import ONE, ResourceSlots, derived_amount
+from agentd.core.devices import Inventory
+from agentd.core.slots import ONE, ResourceSlots, SlotMeasure, derived_amount
 from agentd.errors import InsufficientResource
 from core.machines import GIB
 from core.several_slots import TYPES, asked, charged, gpu, holding, node, npu, place

@@ -44,7 +44,8 @@ from agentd.core.allocation.explain import ExplainContext, build_refusal
 from agentd.core.allocation.ledger import Allocation, Ledger, Share, build_share
 from agentd.core.allocation.policy import Affinity, AllocationPolicy, Strategy
 from agentd.core.allocation.steps import SlotStep, order_steps
-from agentd.core.devices import DeviceId, Inventory, group
+from agentd.core.devices import DeviceId, Inventory
+from agentd.core.groups import group
 from agentd.core.partition.split import Partition
 from agentd.core.slots import ResourceSlots, SlotName, device_name_of, is_divisible
 

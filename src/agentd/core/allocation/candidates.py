@@ -15,7 +15,8 @@ import msgspec
 
 from agentd.core.allocation.derivation import available_quanta
 from agentd.core.allocation.ledger import Ledger
-from agentd.core.devices import Device, DeviceId, Inventory, group
+from agentd.core.devices import Device, DeviceId, Inventory
+from agentd.core.groups import group
 from agentd.core.partition.split import Partition
 from agentd.core.slots import SlotName
 

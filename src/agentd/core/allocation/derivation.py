@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from agentd.core.devices import SlotMeasure
-from agentd.core.slots import SlotName
+from agentd.core.slots import SlotMeasure, SlotName
 
 
 def available_quanta(

@@ -13,7 +13,8 @@ from agentd.core.allocation.candidates import DeviceCandidate, devices_with_room
 from agentd.core.allocation.distribute import fewest_devices, fewest_devices_together
 from agentd.core.allocation.ledger import Holder, Ledger, holder_text
 from agentd.core.allocation.policy import Affinity, AllocationPolicy
-from agentd.core.devices import Device, DeviceId, Health, Inventory, join_first
+from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.groups import join_first
 from agentd.core.partition.split import Partition
 from agentd.core.slots import (
     SlotName,

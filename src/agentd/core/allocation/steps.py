@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agentd.core.devices import group, natural_key
+from agentd.core.devices import natural_key
+from agentd.core.groups import group
 from agentd.core.slots import CPU, MEM, ResourceSlots, SlotName, SlotType, device_name_of
 
 

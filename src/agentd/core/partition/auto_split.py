@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, DeviceId, group, natural_key
+from agentd.core.devices import Device, DeviceId, natural_key
+from agentd.core.groups import group
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitOrder
 from agentd.core.slots import CPU

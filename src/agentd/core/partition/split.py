@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.device_conditions import about_name
-from agentd.core.devices import MEMORY, Device, DeviceId, Inventory, group, join_first
+from agentd.core.devices import MEMORY, Device, DeviceId, Inventory
+from agentd.core.groups import group, join_first
 from agentd.core.partition.auto_split import deal_devices, split_core_conditions, split_units
 from agentd.core.partition.limits import (
     DeviceNameCapacity,
