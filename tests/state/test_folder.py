@@ -43,7 +43,7 @@ def test_what_is_saved_is_remembered(state: StateFolder) -> None:
     ]
     assert [device.files for device in loaded] == [("/dev/null",), ()]
     state.save_devices(SavedDevices(devices))
-    assert [device.files for device in state.load_devices()] == [(), ()]
+    assert [device.files for device in state.load_devices().devices] == [(), ()]
     state.save_runtimes(["docker"])
     node = state.load_node()
     assert node is not None
