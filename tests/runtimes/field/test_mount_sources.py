@@ -1,5 +1,6 @@
 """Mount sources of the field: automounts, and file systems that fail, each by its right name."""
 
+import asyncio
 import errno
 import os
 import subprocess
@@ -39,6 +40,46 @@ def test_automount_is_triggered_before_it_is_identified(share: Path) -> None:
         assert (source.device, source.inode) == (share.stat().st_dev, share.stat().st_ino)
         refuse_replaced(wanted, [source])
         expire(share)
+
+
+@pytest.mark.parametrize("path", ["", "/x", "/../share/x", "/x/../../../ok"])
+def test_no_automount_is_triggered_outside_of_allowed_folders(share: Path, path: str) -> None:
+    """Otherwise any caller mounts /net/HOST of a host that it chooses."""
+    allowed = share.parent.parent / "ok"
+    allowed.mkdir()
+    (allowed / "link").symlink_to(share)
+    for source in (share, allowed / "link"):
+        with pytest.raises(InvalidRequest, match="is not below an allowed folder"):
+            resolve_sources([Mount(f"{source}{path}", "/x")], [allowed])
+    assert not is_triggered(share)
+
+
+def test_link_into_an_allowed_folder_is_followed(folder: Path) -> None:
+    (folder / "data" / "a").mkdir(parents=True)
+    (folder / "link").symlink_to("data/../data")
+    [source] = resolve_sources([Mount(f"/{folder}/link/a", "/x")], [folder / "data"])
+    assert source.path == str(folder / "data" / "a")
+
+
+async def test_agents_do_not_wait_for_the_mounts_of_others(
+    field_node: Daemon, folder: Path
+) -> None:
+    require("fuse")
+    for name in ("hung", "b"):
+        (folder / name).mkdir()
+    agent = '[[agents]]\nid = "{}"\nallowed-mounts = ["{}"]\n'
+    field_node.configure(
+        agent.format("agent-1", folder / "hung") + agent.format("agent-2", folder / "b")
+    )
+    await field_node.start()
+    with hung_mount(folder / "hung"):
+        mount = {"source": f"{folder}/hung/x", "target": "/x"}
+        creates = (field_node.create("agent-1", mounts=[mount]) for _ in range(5))
+        refused = await asyncio.gather(*creates)
+        assert {answer.status for answer in refused} == {503}
+        assert f"{folder}/hung/x does not answer" in refused[0].json["detail"]
+        mount = {"source": f"{folder}/b", "target": "/x"}
+        assert (await field_node.create("agent-2", mounts=[mount])).status == 201
 
 
 def test_automount_of_a_plugin_is_triggered(share: Path) -> None:

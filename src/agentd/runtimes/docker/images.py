@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from base64 import urlsafe_b64encode
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -55,7 +56,8 @@ class Images:
 
     def __init__(self, docker: DockerClient) -> None:
         self._docker = docker
-        self._lookups = Lookups()
+        self._lookups: defaultdict[Path | None, Lookups] = defaultdict(Lookups)
+        """By file of credentials: none waits for another that does not answer."""
         self._pulls: dict[_Key, _SharedPull] = {}
 
     async def pull(
@@ -119,7 +121,7 @@ class Images:
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        credentials = await find_credentials(image, registry_auth, self._lookups)
+        credentials = await find_credentials(image, registry_auth, self._lookups[registry_auth])
         encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
         headers = {"X-Registry-Auth": encoded} if credentials else {}
         async with self._docker.stream("POST", "/images/create", params, headers) as stream:

@@ -13,11 +13,13 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from agentd.concurrency import thread_waiting_for
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.procfs import read_lines
@@ -26,6 +28,8 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _UNUSABLE = (*_ABSENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors of a path that stay until its files are changed; others are its file system's."""
+_MAX_LINKS = 40
+"""Links that Linux follows in a path (path_resolution(7))."""
 
 
 class MountSource(msgspec.Struct, frozen=True):
@@ -43,35 +47,34 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
         InvalidRequest: sources are missing or not below an allowed folder; lists all of them.
         RuntimeUnavailable: the file system of a source fails.
     """
-    folders = [real_path for folder in allowed if (real_path := _resolve_path(str(folder)))]
+    folders = [_real_path(str(folder), (), {}) for folder in allowed]
+    kinds = _read_mount_kinds()
     sources: list[MountSource] = []
     problems: list[Problem] = []
     for index, mount in enumerate(mounts):
-        path: Path | None
-        failure: OSError | None = None
+        member, source = f"mounts.{index}.source", None
         try:
-            source = _resolve_source(mount.source)
-            path = Path(source.path)
+            with thread_waiting_for(mount.source):
+                path = _real_path(mount.source, folders, kinds)
+                if _is_below(path, folders):
+                    source = _resolve_source(mount.source)
         except OSError as error:
-            path, failure = _resolve_path(mount.source), error
-        member = f"mounts.{index}.source"
-        if path is None:
-            problems.append(Problem(member, f"{mount.source} cannot be resolved"))
-        elif not any(path == folder or folder in path.parents for folder in folders):
+            if error.errno in _ABSENT:
+                problems.append(Problem(member, f"{mount.source} does not exist"))
+            elif error.errno in _UNUSABLE:
+                reason = f"agentd cannot open {mount.source}: {error.strerror}"
+                problems.append(Problem(member, reason))
+            else:
+                raise _failure_error(mount, error) from None
+            continue
+        if source is not None and _is_below(Path(source.path), folders):
+            sources.append(source)
+        else:
             folders_text = ", ".join(map(str, allowed)) or "none"
             reason = (
                 f"{mount.source} is not below an allowed folder; allowed-mounts: {folders_text}"
             )
             problems.append(Problem(member, reason))
-        elif failure is None:
-            sources.append(source)
-        elif failure.errno in _ABSENT:
-            problems.append(Problem(member, f"{mount.source} does not exist"))
-        elif failure.errno in _UNUSABLE:
-            reason = f"agentd cannot open {mount.source}: {failure.strerror}"
-            problems.append(Problem(member, reason))
-        else:
-            raise _failure_error(mount, failure)
     if problems:
         raise InvalidRequest(problems)
     return sources
@@ -81,12 +84,45 @@ def _failure_error(mount: Mount, error: OSError) -> RuntimeUnavailable:
     return RuntimeUnavailable(f"the file system of {mount.source} fails: {error.strerror}")
 
 
-def _resolve_path(path: str) -> Path | None:
-    """Resolve a path; None if a link cannot be followed."""
-    try:
-        return Path(os.path.realpath(path))
-    except (OSError, RecursionError):
-        return None
+def _is_below(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _real_path(path: str, folders: Sequence[Path], kinds: Mapping[Path, str]) -> Path:
+    """Resolve the links of a path as far as nothing is mounted but what leads to the folders.
+
+    Looking up a name in an automount can mount it: `/net/HOST` of any host.
+    """
+    names, current, links = [*reversed(Path(path).parts)], Path("/"), 0
+    while names and links <= _MAX_LINKS:
+        name, parent = names.pop(), current
+        current = parent.parent if name == ".." else parent / name.replace("//", "/")
+        is_wanted = _is_below(current, folders) or any(f.is_relative_to(current) for f in folders)
+        if not is_wanted and _kind_of(parent, kinds) == "autofs":
+            break
+        with suppress(OSError):  # no link, or opening it tells more
+            names += reversed(current.readlink().parts)
+            current = parent
+            links += 1
+    return current
+
+
+def _kind_of(folder: Path, kinds: Mapping[Path, str]) -> str:
+    """Return the type of a folder's file system."""
+    return next((kinds[path] for path in (folder, *folder.parents) if path in kinds), "")
+
+
+def _read_mount_kinds() -> dict[Path, str]:
+    """Return the types of the file systems by mount point; what covers another one wins."""
+    kinds: dict[Path, str] = {}
+    for line in read_lines("/proc/self/mountinfo"):
+        place, _, kind = line.partition(" - ")
+        kinds[Path(_unescape(place.split(" ")[4]))] = kind.split(" ")[0]
+    return kinds
+
+
+def _unescape(text: str) -> str:
+    return _OCTAL.sub(lambda m: chr(int(m[1], 8)), text)
 
 
 def refuse_missing(edits: ContainerEdits) -> None:
@@ -190,7 +226,7 @@ def _read_mount_points(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
             raise ProcessLookupError(pid) from error
         raise
     for line in lines:
-        point = _OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split(" ")[4])
+        point = _unescape(line.split(" ")[4])
         try:
             status = Path(f"/proc/{pid}/root{point}").lstat()
         except ProcessLookupError:

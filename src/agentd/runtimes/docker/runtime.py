@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from datetime import UTC, datetime
@@ -133,10 +134,10 @@ class DockerRuntime:
         self._facts_requested_at = 0.0
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
-        self._lookups = Lookups()
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        """By agent: no agent waits for the mounts of another."""
         self._group_lookups = Lookups()
         self._device_lookups = Lookups()
-        """Beside the others: callers' mounts that do not answer delay no devices."""
         self._is_swept = False
         self._last_seen = last_seen or OutageLog()
         self._observer = ContainerObserver(self._docker, node_id, self._last_seen)
@@ -223,7 +224,8 @@ class DockerRuntime:
         if not spec.mounts:
             return []
         allowed = self._settings_of(spec).allowed_mounts
-        return await self._lookups.call(_SOURCES, lambda: resolve_sources(spec.mounts, allowed))
+        lookups = self._lookups[spec.agent_id]
+        return await lookups.call(_SOURCES, lambda: resolve_sources(spec.mounts, allowed))
 
     async def create(self, plan: KernelPlan, progress: CreateProgress) -> ObservedKernel:
         command = program_of(plan.spec)
@@ -279,7 +281,7 @@ class DockerRuntime:
         host = attempt.config["HostConfig"]
         check = partial(verify_container, inspection, host, attempt.plan, attempt.sources)
         if attempt.sources:
-            await self._lookups.call(_SOURCES, check)
+            await self._lookups[attempt.plan.spec.agent_id].call(_SOURCES, check)
         else:
             check()
 
