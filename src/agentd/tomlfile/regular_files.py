@@ -41,10 +41,11 @@ class MissingFile(UnusableFile):
 
 
 class RegularFile(msgspec.Struct, frozen=True):
-    """The content of a regular file, and its mode."""
+    """The content of a regular file, its mode, and the id of its owner."""
 
     content: bytes
     mode: int
+    owner: int
 
     @property
     def text(self) -> str:
@@ -98,4 +99,4 @@ def _read(descriptor: int, max_bytes: int) -> RegularFile:
         remaining -= len(chunk)
     if not remaining:
         raise UnusableFile(f"is larger than {max_bytes} bytes")
-    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode))
+    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode), status.st_uid)

@@ -16,6 +16,7 @@ from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
 from agentd.runtimes.docker.registry_auth import find_credentials, registry_auth_problems
+from support.needs import require
 
 HOST = "registry.example:5000"
 IMAGE = f"{HOST}/team/project/image:1"
@@ -211,9 +212,16 @@ async def test_helper_with_a_path_is_refused(folder: Path, name: str) -> None:
         await find(folder, {"credsStore": name})
 
 
-async def test_helper_is_not_run_from_a_file_of_others(programs: Path) -> None:
+@pytest.mark.parametrize(("mode", "owner"), [(0o666, 0), (0o600, 1000)])
+async def test_helper_is_not_run_from_a_file_of_others(
+    programs: Path, mode: int, owner: int
+) -> None:
+    """Its owner would choose a program that runs as root."""
+    if owner:
+        require("root")
     (programs / "config.json").touch()
-    (programs / "config.json").chmod(0o666)
+    (programs / "config.json").chmod(mode)
+    os.chown(programs / "config.json", owner or -1, -1)
     with pytest.raises(RuntimeFailure, match="other users can write to it"):
         await find(programs, {"credsStore": "vault"})
 

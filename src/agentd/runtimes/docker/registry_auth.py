@@ -86,7 +86,8 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     for member, program in auth.helpers.items():
         if not _HELPER.fullmatch(program):
             raise UnusableFile(f"{member} is not the name of a credential helper")
-    if auth.helpers and file.mode & _WRITABLE_BY_OTHERS:
+    is_foreign = file.owner not in (0, os.geteuid())
+    if auth.helpers and (is_foreign or file.mode & _WRITABLE_BY_OTHERS):
         raise UnusableFile("names credential helpers, and other users can write to it")
     return auth
 
