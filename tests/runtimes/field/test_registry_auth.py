@@ -206,6 +206,26 @@ async def test_cancelled_pull_ends_its_helper(programs: Path) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_helper_leaves_nothing_behind(programs: Path) -> None:
+    """A daemon that it starts keeps its pipe open, and would be waited for."""
+    answer = '{"Username": "ada", "Secret": "se:cret"}'
+    write_helper(programs, "vault", f"sleep 60 & echo $! > {programs}/pid; echo '{answer}'")
+    async with asyncio.timeout(20):
+        assert await find(programs, {"credsStore": "vault"}) == LOGIN
+        while Path(f"/proc/{int((programs / 'pid').read_text())}/exe").exists():
+            await asyncio.sleep(0.02)
+
+
+async def test_helper_that_prints_without_end_fills_no_memory(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_auth, "HELPER_TIMEOUT_S", 1.0)
+    write_helper(programs, "vault", f"head -c 1G /dev/zero | tee {programs}/printed")
+    with pytest.raises(RuntimeUnavailable, match="does not answer within 1 s"):
+        await find(programs, {"credsStore": "vault"})
+    assert (programs / "printed").stat().st_size < 2**20
+
+
 @pytest.mark.parametrize("name", ["../../tmp/x", "a b", "x/y"])
 async def test_helper_with_a_path_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(RuntimeFailure, match="credsStore is not the name of a credential helper"):

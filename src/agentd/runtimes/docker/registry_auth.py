@@ -17,6 +17,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,6 +40,8 @@ _HELPER_VARIABLES = (
 _ROOT_HOME = "/root"
 """HOME of a helper if agentd has none, as a service of systemd; without one, some hang."""
 HELPER_TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 64 << 10
+"""The size of a pipe; a helper that prints more does not end."""
 _NOT_FOUND = b"credentials not found"
 """Output of a helper that has no credentials for a registry."""
 _TOKEN_USER = "<token>"  # noqa: S105 - the protocol's name for "the secret is a token"
@@ -128,25 +131,27 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
     """
     env = {name: os.environ[name] for name in _HELPER_VARIABLES if name in os.environ}
     env.setdefault("HOME", _ROOT_HOME)
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(program, "get"), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL,
-            env=env, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
-    try:
-        async with asyncio.timeout(HELPER_TIMEOUT_S):
-            server = f"https://{_HUB_INDEX}/v1/" if host == _HUB_HOST else host
-            output, _ = await process.communicate(server.encode())
-    except TimeoutError:
-        reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
-        raise RuntimeUnavailable(f"{where}: {reason}") from None
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
+    server = f"https://{_HUB_INDEX}/v1/" if host == _HUB_HOST else host
+    reader, writer = os.pipe()  # no stream: one that prints without end fills no memory
+    with FileIO(reader) as answer, FileIO(writer, "w") as printed:
+        os.set_blocking(reader, False)  # what it leaves behind may keep the pipe open
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(program, "get"), stdin=asyncio.subprocess.PIPE, stdout=printed,
+                stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
+        try:
+            async with asyncio.timeout(HELPER_TIMEOUT_S):
+                await process.communicate(server.encode())
+        except TimeoutError:
+            reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
+            raise RuntimeUnavailable(f"{where}: {reason}") from None
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+        output = answer.read(_MAX_ANSWER_BYTES) or b""
     if process.returncode and _NOT_FOUND in output:
         return None
     if process.returncode:
