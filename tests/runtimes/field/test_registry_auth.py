@@ -130,7 +130,11 @@ async def test_each_form_of_a_login_is_sent(folder: Path, login: Any, sent: Any)
 
 
 @pytest.mark.parametrize(
-    "login", [{"auth": "no base64"}, {"auth": b64encode(b"ada").decode()}, {"username": "x"}, 5]
+    "login",
+    [
+        *({"auth": "no base64"}, {"auth": b64encode(b"ada").decode()}, {"username": "x"}, 5, "x"),
+        *({"username": "ada", "password": 5}, {"auth": ["x"]}, {"identitytoken": {"x": 1}}),
+    ],
 )
 async def test_unusable_login_is_named(folder: Path, login: Any) -> None:
     with pytest.raises(RuntimeFailure, match=r"config\.json: .*cannot be used"):
@@ -176,6 +180,11 @@ async def test_helper_without_a_login_leaves_the_file_s(programs: Path) -> None:
     [
         ("echo locked; exit 3", RuntimeUnavailable, "fails with exit status 3"),
         ("echo hello", RuntimeFailure, "answers without credentials"),
+        (
+            """echo '{"Username": 5, "Secret": "x"}'""",
+            RuntimeFailure,
+            "answers without credentials",
+        ),
         ("sleep 60 & wait", RuntimeUnavailable, r"does not answer within 0\.3 s"),
         (None, RuntimeFailure, "cannot run: No such file or directory"),
     ],
@@ -204,6 +213,33 @@ async def test_cancelled_pull_ends_its_helper(programs: Path) -> None:
     async with asyncio.timeout(20):
         while Path(f"/proc/{pid}").exists():
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["", None])
+async def test_registry_without_a_helper_has_the_file_s_login(programs: Path, name: Any) -> None:
+    """So Docker is told to leave its store aside; a missing member can be null as well."""
+    write_helper(programs, "vault", """echo '{"Username": "bob", "Secret": "x"}'""")
+    content = {"auths": {HOST: entry()}, "credHelpers": {HOST: name}, "credsStore": "vault"}
+    assert await find(programs, content) == LOGIN
+    assert (await find(programs, content, "other.example/x") or {})["username"] == "bob"
+    for member in ("credHelpers", "credsStore"):
+        assert await find(programs, {"auths": {HOST: entry()}, member: None}) == LOGIN
+    assert await find(programs, {"auths": None}) is None
+
+
+async def test_helper_of_another_registry_is_not_checked(folder: Path) -> None:
+    content = {"auths": {HOST: entry()}, "credHelpers": {"other.example": "a b"}}
+    assert await find(folder, content) == LOGIN
+    problems = registry_auth_problems("runtime.docker.registry-auth", folder / "config.json")
+    assert [p.why.partition(": ")[2] for p in problems] == [
+        "credHelpers.other.example is not the name of a credential helper"
+    ]
+
+
+async def test_file_that_is_nested_too_deeply_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{"x": ' + "[" * 100_000)
+    with pytest.raises(RuntimeFailure, match="is nested too deeply"):
+        await find_credentials(IMAGE, folder / "config.json", Lookups())
 
 
 async def test_helper_leaves_nothing_behind(programs: Path) -> None:

@@ -8,7 +8,6 @@ entries of one registry, the longest namespace that contains the image wins.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -45,7 +44,15 @@ _MAX_ANSWER_BYTES = 64 << 10
 _NOT_FOUND = b"credentials not found"
 """Output of a helper that has no credentials for a registry."""
 _TOKEN_USER = "<token>"  # noqa: S105 - the protocol's name for "the secret is a token"
+_NO_HELPER = "is not the name of a credential helper"
 _WRITABLE_BY_OTHERS = 0o022
+
+
+class _Answer(msgspec.Struct, rename="pascal"):
+    """The output of a helper."""
+
+    username: str
+    secret: str
 
 
 class RegistryAuth(msgspec.Struct, rename="camel"):
@@ -53,7 +60,7 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
 
     auths: dict[str, Any] = {}
     creds_store: str = ""
-    cred_helpers: dict[str, str] = {}
+    cred_helpers: dict[str, str | None] = {}
 
     def login_of(self, image: str) -> Credentials | None:
         """Return the login in the file for an image, None if there is none.
@@ -68,14 +75,21 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
     def helpers(self) -> dict[str, str]:
         """The programs that keep logins, by member."""
         names = {f"credHelpers.{key}": name for key, name in self.cred_helpers.items()}
-        if self.creds_store:
-            names["credsStore"] = self.creds_store
-        return {member: f"docker-credential-{name}" for member, name in names.items()}
+        names["credsStore"] = self.creds_store
+        return {member: f"docker-credential-{name}" for member, name in names.items() if name}
 
     def helper_of(self, image: str) -> str:
-        """Return the program that keeps the login for an image, "" for none."""
+        """Return the program that keeps the login for an image, "" for none.
+
+        Raises:
+            ValueError: its name is malformed.
+        """
         key = _best_key(self.cred_helpers, image)
-        return self.helpers.get("credsStore" if key is None else f"credHelpers.{key}", "")
+        member = "credsStore" if key is None else f"credHelpers.{key}"
+        program = self.helpers.get(member, "")
+        if program and not _HELPER.fullmatch(program):
+            raise ValueError(f"{member} {_NO_HELPER}")
+        return program
 
 
 def read_registry_auth(path: Path) -> RegistryAuth:
@@ -85,10 +99,11 @@ def read_registry_auth(path: Path) -> RegistryAuth:
         ValueError: it cannot be read, or others could replace the helpers that it names.
     """
     file = read_regular(path)
-    auth = msgspec.convert(json.loads(file.content), RegistryAuth)
-    for member, program in auth.helpers.items():
-        if not _HELPER.fullmatch(program):
-            raise UnusableFile(f"{member} is not the name of a credential helper")
+    try:
+        members = msgspec.json.decode(file.text, type=dict[str, Any])
+    except RecursionError:
+        raise UnusableFile("is nested too deeply") from None
+    auth = msgspec.convert({k: v for k, v in members.items() if v is not None}, RegistryAuth)
     is_foreign = file.owner not in (0, os.geteuid())
     if auth.helpers and (is_foreign or file.mode & _WRITABLE_BY_OTHERS):
         raise UnusableFile("names credential helpers, and other users can write to it")
@@ -133,7 +148,7 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
     env.setdefault("HOME", _ROOT_HOME)
     server = f"https://{_HUB_INDEX}/v1/" if host == _HUB_HOST else host
     reader, writer = os.pipe()  # no stream: one that prints without end fills no memory
-    with FileIO(reader) as answer, FileIO(writer, "w") as printed:
+    with FileIO(reader) as source, FileIO(writer, "w") as printed:
         os.set_blocking(reader, False)  # what it leaves behind may keep the pipe open
         try:
             process = await asyncio.create_subprocess_exec(
@@ -151,20 +166,19 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        output = answer.read(_MAX_ANSWER_BYTES) or b""
+        output = source.read(_MAX_ANSWER_BYTES) or b""
     if process.returncode and _NOT_FOUND in output:
         return None
     if process.returncode:
         reason = f"{program} fails with exit status {process.returncode}"
         raise RuntimeUnavailable(f"{where}: {reason}")
     try:
-        answer = json.loads(output)
-        user, secret = answer["Username"], answer["Secret"]
-    except (ValueError, KeyError, TypeError):
+        answer = msgspec.json.decode(output, type=_Answer)
+    except (ValueError, RecursionError):
         raise RuntimeFailure(f"{where}: {program} answers without credentials") from None
-    if user == _TOKEN_USER:
-        return {"identitytoken": secret}
-    return {"username": user, "password": secret}
+    if answer.username == _TOKEN_USER:
+        return {"identitytoken": answer.secret}
+    return {"username": answer.username, "password": answer.secret}
 
 
 def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
@@ -181,7 +195,9 @@ def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(where, f"{path}: auths.{key} {error}")
     for member, program in auth.helpers.items():
-        if shutil.which(program) is None:
+        if not _HELPER.fullmatch(program):
+            yield Problem(where, f"{path}: {member} {_NO_HELPER}")
+        elif shutil.which(program) is None:
             yield Problem(where, f"{path}: {member} cannot be used: {program} is not in PATH")
 
 
@@ -193,11 +209,15 @@ def _parse_login(entry: Any) -> Credentials:
     """
     members = ("username", "password", "auth", "identitytoken", "registrytoken")
     try:
-        login = {name: entry[name] for name in members if entry.get(name)}
+        found = {name: entry[name] for name in members if entry.get(name)}
+        login = msgspec.convert(found, Credentials)
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError("cannot be used: a login is strings by name") from None
+    try:
         if auth := login.pop("auth", ""):
             decoded = b64decode("".join(auth.split()), validate=True).decode()
             login["username"], login["password"] = decoded.split(":", 1)
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:
         raise ValueError("cannot be used: auth is not the base64 of user:password") from None
     if not {"password", "identitytoken", "registrytoken"} & login.keys():
         raise ValueError("cannot be used: it has no auth, no username and password, and no token")
