@@ -66,6 +66,7 @@ ERROR_CODES = {
     "RuntimeFailure": ErrorRow(Scope.NODE, 502),
     "FleetStoreRefused": ErrorRow(Scope.NODE, 502),
     "PluginUnavailable": ErrorRow(Scope.MOMENT, 503),
+    "RuntimeUnavailable": ErrorRow(Scope.MOMENT, 503),
     "ImageUnavailable": ErrorRow(Scope.MOMENT, 503),
     "StateUnavailable": ErrorRow(Scope.MOMENT, 503),
     "NotReady": ErrorRow(Scope.MOMENT, 503),
@@ -74,5 +75,5 @@ ERROR_CODES = {
     "FleetStoreUnavailable": ErrorRow(Scope.MOMENT, 503),
     "RouteUnreadable": ErrorRow(Scope.MOMENT, 503),
     "Internal": ErrorRow(Scope.UNKNOWN, 500),
-    "RuntimeUnavailable": ErrorRow(Scope.UNKNOWN, 503),
+    "OutcomeUnknown": ErrorRow(Scope.UNKNOWN, 503),
 }

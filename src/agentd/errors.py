@@ -393,13 +393,22 @@ class PluginUnavailable(Unavailable):
 
 
 class RuntimeUnavailable(Unavailable):
-    """The runtime does not answer; its kernels may be running."""
+    """The runtime, or what it needs of the host, does not answer; no kernel was created."""
 
     code = "RuntimeUnavailable"
 
 
-class OutcomeUnknown(RuntimeUnavailable):
-    """The runtime was called and its answer was lost: it may have acted."""
+class OutcomeUnknown(Unavailable):
+    """The runtime was called and its answer was lost: the kernel may exist."""
+
+    code = "OutcomeUnknown"
+
+    def __init__(self, detail: str = "", kernel_id: str = "") -> None:
+        self.kernel_id = kernel_id
+        super().__init__(detail)
+
+    def facts(self) -> Mapping[str, object]:
+        return {"kernel_id": self.kernel_id}
 
 
 class ImageUnavailable(Unavailable):

@@ -416,6 +416,8 @@ def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:
         assert isinstance(error_from_response(status, b"<html>"), Unreachable)
     assert isinstance(error_from_problem({"code": "FromTheFuture", "detail": "x"}), Refused)
     assert isinstance(error_from_problem({"code": "NotReady", "detail": "x"}), NotReady)
+    lost = error_from_problem({"code": "OutcomeUnknown", "detail": "x", "kernel_id": "k1"})
+    assert lost.facts() == {"kernel_id": "k1"}
     forbidden = error_from_problem({"code": "Forbidden", "detail": "x", "roles": ["admin"]})
     assert isinstance(forbidden, Forbidden)
     assert forbidden.roles == ["admin"]

@@ -59,7 +59,7 @@ async def test_an_id_that_is_a_path_removes_nothing(one_gpu, engine: Engine, con
     daemon, proxy = one_gpu
     proxy.rule("POST .*/containers/create", with_id(proxy, container))
     answer = await daemon.create(**ASK)
-    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert (answer.status, answer.json["code"]) == (503, "OutcomeUnknown")
     images = engine.call("GET", "/images/json")
     assert IMAGE in [tag for image in images for tag in image["RepoTags"]]
     assert not any("/images/" in asked for asked in proxy.asked)
@@ -72,7 +72,7 @@ async def test_create_with_an_oversized_answer_is_resolved(one_gpu, engine: Engi
     before = most_resident(daemon)
     proxy.rule("POST .*/containers/create", too_much(proxy, 100 * MIB))
     answer = await daemon.create(**ASK)
-    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert (answer.status, answer.json["code"]) == (503, "OutcomeUnknown")
     assert "exceeds 16 MiB" in answer.json["detail"]
     assert most_resident(daemon) - before < 100
     await settled(daemon, engine, containers=0, free="1")

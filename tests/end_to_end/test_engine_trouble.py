@@ -84,7 +84,7 @@ async def test_remove_keeps_the_share_until_confirmed(one_gpu, engine: Engine) -
     proxy.rule("DELETE .*/containers/", proxy.refuse, always=True)
     proxy.rule("GET .*/containers/json", proxy.fail, always=True)
     answer = await daemon.create(**ASK)
-    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert (answer.status, answer.json["code"]) == (503, "OutcomeUnknown")
     assert (len(engine.containers()), await daemon.free("cuda.device")) == (1, "0")
     proxy.clear()
     await settled(daemon, engine, containers=0, free="1")

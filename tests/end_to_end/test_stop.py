@@ -44,7 +44,8 @@ async def test_a_start_that_is_never_answered_keeps_its_kernel(
     await proxy.until_asked("/start")
     assert await daemon.stop(signal.SIGTERM) == 0
     answer = await caller
-    assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    assert (answer.status, answer.json["code"]) == (503, "OutcomeUnknown")
+    assert answer.json["kernel_id"] == "k1"
     assert "k1 may exist" in answer.json["detail"]
     stopped = logged(daemon, "daemon.stopped")
     assert (stopped["unresolved"], stopped.get("creates")) == (["k1"], None)

@@ -18,6 +18,7 @@ from agentd.errors import (
     InvalidRequest,
     InvalidSlotAmount,
     InvalidSlotCombination,
+    OutcomeUnknown,
     Problem,
     Refused,
     RefusedForNow,
@@ -58,6 +59,8 @@ def _with_facts(error_class: type[AgentdError], content: Mapping[str, Any]) -> A
         return error_class(slot, requested, free, _entries(content, "explain", dict), limit)
     if issubclass(error_class, Forbidden):
         return error_class("", "", "", _entries(content, "roles", str))
+    if issubclass(error_class, OutcomeUnknown):
+        return error_class(kernel_id=str(content.get("kernel_id", "")))
     if issubclass(error_class, _LISTED):
         return error_class(
             [

@@ -84,7 +84,7 @@ def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str
     run(1, story, monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["Internal", "RuntimeUnavailable"])
+@pytest.mark.parametrize("code", ["Internal", "OutcomeUnknown"])
 def test_unknown_outcome_keeps_its_route(monkeypatch: Any, code: str) -> None:
     async def story(fleet: Fleet) -> None:
         packed(fleet)

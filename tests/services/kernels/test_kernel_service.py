@@ -198,10 +198,11 @@ async def test_a_failure_before_the_runtime_is_asked_leaves_nothing(rig: Rig) ->
 async def test_repeated_unresolved_create_is_unavailable(rig: Rig) -> None:
     rig.runtime.fail_create = OutcomeUnknown("lost")
     spec = rig.spec(cuda_device=1)
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(OutcomeUnknown) as lost:
         await rig.service.create(spec)
-    with pytest.raises(RuntimeUnavailable, match="is unresolved"):
+    with pytest.raises(OutcomeUnknown, match="is unresolved") as repeated:
         await rig.service.create(spec)
+    assert [e.value.facts() for e in (lost, repeated)] == [{"kernel_id": "k1"}] * 2
     rig.now += UNRESOLVED_GRACE_S
     await rig.reconciler.relist(rig.runtime)
     assert rig.states == {}

@@ -24,6 +24,7 @@ from agentd.core.kernel.record import DEVICE_LABEL
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
+    AgentdError,
     InvalidRequest,
     KernelConflict,
     OutcomeUnknown,
@@ -201,7 +202,7 @@ class ProcessRuntime:
         """
         try:
             await self.remove(ref)
-        except (RuntimeUnavailable, RuntimeFailure) as cleanup_error:
+        except AgentdError as cleanup_error:
             raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:

@@ -28,7 +28,6 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
-    RuntimeUnavailable,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
@@ -195,7 +194,7 @@ class SystemdRuntime:
         """
         try:
             await self.remove(ref)
-        except (RuntimeUnavailable, RuntimeFailure, UnitRefused) as cleanup_error:
+        except AgentdError as cleanup_error:
             raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:

@@ -19,6 +19,7 @@ from agentd.core.kernel.reconcile import kernel_after_stop
 from agentd.core.kernel.states import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
 from agentd.errors import (
     KernelConflict,
+    OutcomeUnknown,
     Problem,
     RuntimeUnavailable,
     UnknownKernel,
@@ -107,9 +108,8 @@ class KernelService:
         if known.kernel_id in self._creates:
             return await self._creates.wait(known.kernel_id) if wait else known
         if known.state in STARTING:
-            raise RuntimeUnavailable(
-                f"an earlier create of {known.kernel_id} is unresolved; retry later"
-            )
+            reason = f"an earlier create of {known.kernel_id} is unresolved; retry later"
+            raise OutcomeUnknown(reason, known.kernel_id)
         return known
 
     def find_existing(self, spec: KernelSpec) -> Kernel | None:

@@ -91,7 +91,8 @@ class PendingCreates:
         task = self._tasks[kernel_id]
         await asyncio.wait({task, self._waiting_abandoned}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise OutcomeUnknown(f"the daemon stopped during the create; {kernel_id} may exist")
+            reason = f"the daemon stopped during the create; {kernel_id} may exist"
+            raise OutcomeUnknown(reason, kernel_id)
         if not task.cancelled():
             return task.result()
         if self._is_draining:
@@ -131,9 +132,10 @@ class PendingCreates:
         reason = _public_reason(error) or type(error).__name__
         if isinstance(error, OutcomeUnknown):
             log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
-            return error
+            return OutcomeUnknown(str(error), kernel_id)
         log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason, exc_info=error)
-        return OutcomeUnknown(f"kernel {kernel_id} may exist: {type(error).__name__}: {error}")
+        detail = f"kernel {kernel_id} may exist: {type(error).__name__}: {error}"
+        return OutcomeUnknown(detail, kernel_id)
 
     def _finish(self, kernel_id: str) -> None:
         del self._tasks[kernel_id]
