@@ -233,7 +233,7 @@ async def test_weak_credentials_are_warned_of(
     node.token.write_text("x")
     node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
     assert await node.reloaded() == ([], [])
-    token, mode, expired = credential_weaknesses(node.reload.rpc)
+    token, mode, expired = credential_weaknesses(node.reload.settings.rpc)
     assert token.startswith(f"{node.token} holds a token of 1 characters, expected 16 or more")
     assert mode == f"{key} has mode 0644: accessible by others; expected 0600 or 0640"
     assert expired.startswith(f"{cert} expired at ")
@@ -241,12 +241,14 @@ async def test_weak_credentials_are_warned_of(
     node.token.write_text(WORD)
     now[0] -= 18 * day_s
     assert await node.reloaded() == ([], [])
-    assert credential_weaknesses(node.reload.rpc) == []
+    assert credential_weaknesses(node.reload.settings.rpc) == []
     now[0] += 4 * day_s
-    (warning,) = credential_weaknesses(node.reload.rpc)
+    (warning,) = credential_weaknesses(node.reload.settings.rpc)
     assert warning.startswith(f"{cert} expires at ")
     now[0] += 14 * day_s
-    assert credential_weaknesses(node.reload.rpc) == [expired]
+    assert credential_weaknesses(node.reload.settings.rpc) == [expired]
     now[0] -= 24 * day_s
     await node.reloaded()
-    assert credential_weaknesses(node.reload.rpc)[0].startswith(f"{cert} is not valid before ")
+    assert credential_weaknesses(node.reload.settings.rpc)[0].startswith(
+        f"{cert} is not valid before "
+    )

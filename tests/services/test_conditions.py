@@ -141,6 +141,19 @@ async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
     answer.set()
 
 
+@pytest.mark.parametrize("error", [RecursionError("too deep"), KeyError("x"), OSError("no disk")])
+async def test_lookup_that_fails_ends_no_other(listed: Listed, error: Exception) -> None:
+    def fail() -> list[Condition]:
+        raise error
+
+    listed.conditions.add_slow("a folder", fail)
+    listed.looked_up = [LOST]
+    await listed.conditions.refresh_lookups()
+    found, failed = [item.condition for item in listed.conditions.current()]
+    assert (found, failed.about, failed.agents) == (LOST, "host", ())
+    assert str(error) in failed.reason
+
+
 TEAM = Caller("t", Role.AGENT, frozenset({"a"}))
 
 

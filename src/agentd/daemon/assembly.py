@@ -216,9 +216,6 @@ def _build_conditions(
     )
     find_host_conditions = runtime_factory.find_host_conditions
     conditions.add_slow("this host", partial(find_host_conditions, settings, plugins, node.state))
-    conditions.add_slow(
-        "a path of the settings", partial(runtime_factory.path_conditions, settings)
-    )
     return conditions
 
 

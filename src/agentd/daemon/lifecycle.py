@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from msgspec.structs import asdict, replace
 from agentd import failpoints
 from agentd.concurrency import Deadline
 from agentd.config.loading import LoadedSettings
+from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
 from agentd.daemon.assembly import Services, build_services, build_site, restore_node
@@ -248,7 +249,12 @@ class Daemon:
         services.claims.resume_claims(claims)
         stack.callback(self._record_accelerator_use, node)
         self._conditions = services.conditions
-        self._conditions.add_slow("a credential", self._find_credential_conditions)
+        for subject, find in (
+            ("a credential", _credential_conditions),
+            ("registry-auth", runtime_factory.login_conditions),
+            ("allowed-mounts", runtime_factory.folder_conditions),
+        ):
+            self._conditions.add_slow(subject, partial(self._find_conditions, find))
         self._conditions.add(
             lambda: background.conditions,
             lambda: (Condition("log", *texts) for texts in LOST.problems()),
@@ -292,10 +298,9 @@ class Daemon:
         finally:
             self._notifier.ready(self._status)
 
-    def _find_credential_conditions(self) -> Iterator[Condition]:
-        """Return the conditions of the credentials in use, as their files are now."""
-        rpc = self._reload.rpc if self._reload else self._settings.rpc
-        return (Condition("host", text, agents=()) for text in credential_weaknesses(rpc))
+    def _find_conditions(self, find: Callable[[Settings], Iterable[Condition]]) -> list[Condition]:
+        """Return the conditions of the settings in force."""
+        return [*find(self._reload.settings if self._reload else self._settings)]
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
@@ -350,3 +355,9 @@ def _log_unready_plugins(plugins: PluginHost) -> None:
     for status in plugins.statuses():
         if status.reason:  # a condition warns of those that are needed
             log.info("plugin.unavailable", plugin=status.name, reason=status.reason)
+
+
+def _credential_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the conditions of the credentials of callers, as their files are now."""
+    texts = credential_weaknesses(settings.rpc)
+    return (Condition("host", text, agents=()) for text in texts)

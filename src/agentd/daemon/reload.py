@@ -98,9 +98,8 @@ class Reload:
     ) -> None:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
-        self.rpc = loaded.settings.rpc
-        """The credentials in use are those of these settings."""
-        self._agents = loaded.settings.agents
+        self.settings = loaded.settings
+        """Those in force: credentials, means of agents, and what a runtime is given."""
         self._server = server
         self._runtimes = runtimes
         self._lock = asyncio.Lock()
@@ -114,9 +113,9 @@ class Reload:
         """
         started = self._loaded.settings
         settings = load(self._loaded.path, self._loaded.environ).settings
-        rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self.rpc
+        rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self.settings.rpc
         listed = {agent.id: agent for agent in settings.agents}
-        agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self._agents)
+        agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self.settings.agents)
         applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
         steps = list(self._steps(applicable))
         return settings, applicable, steps
@@ -146,8 +145,8 @@ class Reload:
         for step in steps:
             step.apply()
             self._in_force |= {key: values[key] for key in step.keys}
-        self.rpc, self._agents = applicable.rpc, applicable.agents
-        self._in_force["agents"] = self._agents
+        self.settings = applicable
+        self._in_force["agents"] = applicable.agents
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentd.concurrency import thread_waiting_for
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
@@ -258,10 +259,14 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     }
 
 
-def path_conditions(settings: Settings) -> Iterator[Condition]:
-    """Yield the conditions of the paths that these settings name."""
+def login_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the credentials of registries that no pull can use."""
     for about, problems in login_problems(settings).items():
         yield from (Condition(about, f"{problem.where}: {problem.why}") for problem in problems)
+
+
+def folder_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the folders for mounts in which a container can leave what the host trusts."""
     flags = os.ST_NOSUID | os.ST_NODEV
     agents_by_folder: dict[Path, tuple[str, ...] | None] = {}
     for agent, docker in settings.docker_settings_by_agent().items():
@@ -269,7 +274,7 @@ def path_conditions(settings: Settings) -> Iterator[Condition]:
             agents_by_folder[folder] = (*(agents_by_folder.get(folder) or ()), agent)
     agents_by_folder |= dict.fromkeys(settings.runtime.docker.allowed_mounts)
     for folder, agents in agents_by_folder.items():
-        with suppress(OSError):
+        with suppress(OSError), thread_waiting_for(str(folder)):
             if os.statvfs(folder).f_flag & flags != flags:
                 yield Condition(
                     "host",

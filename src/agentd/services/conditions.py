@@ -54,8 +54,10 @@ class _SlowSource:
     async def refresh(self) -> None:
         try:
             self._conditions = await self._lookups.call(self._subject, lambda: [*self._source()])
-        except (RuntimeUnavailable, OSError) as error:
-            self._conditions = [Condition("host", str(error))]
+        except Exception as error:  # noqa: BLE001 - one here must not end the other lookups
+            is_known = isinstance(error, (RuntimeUnavailable, OSError))
+            reason = str(error) if is_known else f"{self._subject}: {error!r}"
+            self._conditions = [Condition("host", reason, agents=())]
 
 
 class Conditions:

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from agentd.config.loading import load_text
-from agentd.daemon.runtime_factory import path_conditions
+from agentd.daemon.runtime_factory import login_conditions
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
 from agentd.runtimes.docker.registry_auth import find_credentials, registry_auth_problems
+from runtimes.field.conftest import ONE_GPU
+from support.daemon import Daemon
+from support.host_faults import hung_mount
 from support.needs import require
 
 HOST = "registry.example:5000"
@@ -315,7 +318,7 @@ def test_unusable_logins_are_conditions_of_their_users(folder: Path) -> None:
         [[agents]]
         id = "b"
     """
-    conditions = [*path_conditions(load_text(text, folder / "agent.toml", {}).settings)]
+    conditions = [*login_conditions(load_text(text, folder / "agent.toml", {}).settings)]
     reason = "cannot be used: auth is not the base64 of user:password"
     assert [(item.about, item.reason) for item in conditions] == [
         (
@@ -324,3 +327,34 @@ def test_unusable_logins_are_conditions_of_their_users(folder: Path) -> None:
         ),
         ("agent/a", f"agents.0.registry-auth: {folder}/team.json: auths.team.example {reason}"),
     ]
+
+
+async def test_conditions_of_logins_follow_a_reload(field_node: Daemon, folder: Path) -> None:
+    """Otherwise a mended file stays a condition, and a new one never becomes one."""
+    for name in ("a", "b"):
+        (folder / name).write_text(json.dumps({"auths": {"r.example": {"auth": "?"}}}))
+        (folder / name).chmod(0o600)
+    for name in ("a", "b", ""):
+        field_node.configure(f'registry-auth = "{folder / name}"\n' * bool(name) + ONE_GPU)
+        if name == "a":
+            await field_node.start()
+        assert (await field_node.call("POST", "/v1/reload")).json == {"needs_restart": []}
+        conditions = (await field_node.get("/v1/node"))["conditions"]
+        named = [item["reason"] for item in conditions if "registry-auth" in item["reason"]]
+        assert [f"{folder / name}: auths" in reason for reason in named] == [True] * bool(name)
+
+
+async def test_folder_that_hangs_is_named_and_hides_no_login(
+    field_node: Daemon, folder: Path
+) -> None:
+    require("fuse")
+    (folder / "hung").mkdir()
+    named = f'registry-auth = "{folder}/absent"\nallowed-mounts = ["{folder}/hung"]\n'
+    field_node.configure(named + ONE_GPU)
+    with hung_mount(folder / "hung"):
+        await field_node.start()
+        conditions = (await field_node.get("/v1/node?check=true"))["conditions"]
+    reasons = "\n".join(item["reason"] for item in conditions)
+    assert "not answer" in reasons
+    assert f"{folder}/hung" in reasons
+    assert f"{folder}/absent: cannot be read" in reasons
