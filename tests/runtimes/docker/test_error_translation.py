@@ -73,6 +73,22 @@ MEANINGS = {
     ),
     "a value that no engine takes": (400, "invalid reference format", 0, InvalidRequest),
     "a full disk": (500, "write /data/docker/x: no space left on device", 0, StateUnavailable),
+    "a full disk in other words": (
+        500, "error creating overlay mount to /data/x/merged: No space left on device", 0,
+        StateUnavailable,
+    ),
+    "a user without room for keys": (
+        500, f"{INIT}unable to join session keyring: disk quota exceeded", 0, RuntimeFailure,
+    ),
+    "a host without watches": (
+        500, "inotify_add_watch: no space left on device", 0, RuntimeFailure,
+    ),
+    "a host without namespaces": (
+        500, f"{PROCESS}fork/exec /proc/self/exe: no space left on device", 0, RuntimeFailure,
+    ),
+    "a device that fails": (
+        500, 'adding custom device "/dev/nvidia0": input/output error', 0, RuntimeFailure,
+    ),
     "a hierarchy of cgroups that is full": (
         500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
     ),
@@ -91,6 +107,13 @@ def test_engine_errors_are_attributed(
         assert str(error) == f"the Docker Engine: {message}"
     if meaning is StateUnavailable:
         assert str(error) == "the disk of the node's engine is full"
+
+
+@pytest.mark.parametrize("text", ["read-only file system", "input/output error"])
+def test_disk_that_cannot_be_written_is_the_node_s(text: str) -> None:
+    error = translate_error(DockerError(500, f"mkdir /srv/x: {text}"), plan("sleep"))
+    assert type(error) is StateUnavailable
+    assert str(error) == "the disk of the node's engine is not writable"
 
 
 @pytest.mark.parametrize("requested", [{}, {"core": {"soft": 1, "hard": 1}}])

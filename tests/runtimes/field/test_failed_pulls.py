@@ -65,6 +65,9 @@ OF_THE_MOMENT = {
         refused("toomanyrequests: retry-after: 652.38µs, allowed: 44000/minute"), 1,
     ),
     "rate limit with a long time": (refused("toomanyrequests: slow down; Retry-After: 120"), 120),
+    "rate limit with an endless time": (
+        refused(f"toomanyrequests: retry-after: {'9' * 400}h"), 3600,
+    ),
     "rate limit in plain text": (
         refused("error parsing HTTP 429 response body: invalid character 'T' looking for beginning"
                 ' of value: "Too Many Requests (HAP429).\\n"'), 60,
@@ -313,9 +316,17 @@ async def test_paths_of_other_failures_are_hidden(fake_engine: FakeEngine) -> No
     assert str(await answered(fake_engine, refused(kept))) == f"image r.example/x:1: {kept}"
 
 
-async def test_cut_answer_is_the_engine_s(fake_engine: FakeEngine) -> None:
-    error = await answered(fake_engine, (200, [{"status": "Pulling fs layer"}]))
+@pytest.mark.parametrize(
+    "line",
+    [
+        *({"status": "Pulling fs layer"}, 1, "x", None),
+        *({"status": "Downloading", "progressDetail": odd} for odd in (5, ["x"], {"total": "x"})),
+    ],
+)
+async def test_cut_or_odd_answer_is_the_engine_s(fake_engine: FakeEngine, line: Any) -> None:
+    error = await answered(fake_engine, (200, [line]))
     assert isinstance(error, RuntimeUnavailable)
+    assert "was interrupted" in str(error)
 
 
 async def test_long_message_is_judged_fast(fake_engine: FakeEngine) -> None:

@@ -50,6 +50,10 @@ BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
 _FULL_DISK = re.compile("no space left on device|disk quota exceeded")
 _BAD_DISK = re.compile("read-only file system|input/output error")
+_NO_DISK = re.compile(
+    "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|hook #|error mounting"
+)
+"""Words of other limits of the kernel, of devices and of mounts, with the same errors."""
 _RATE_LIMIT = re.compile("too ?many ?requests|rate limit|rate exceeded")
 _IMAGE_REFUSED = re.compile(
     "(?:manifest|name) unknown"
@@ -67,7 +71,7 @@ _QUOTED = re.compile(r'"[^"]*"|https?://\S+')
 """Texts of others in an engine's message: names of images, addresses."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
 """Statuses of an engine that knows why a pull failed; one of 20.10 always answers 500."""
-_RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d+(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
+_RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d{1,9}(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "m": 60.0, "h": 3600.0}
 _RATE_LIMIT_RETRY_S, _MAX_RETRY_S = 60, 3600
 """Seconds until a retry after a rate limit without a time, and at most."""
@@ -98,8 +102,8 @@ def _translate_refusal(
 ) -> BaseException:
     if plan is not None and (problem := request_problem(error.detail, plan.spec)):
         return InvalidRequest([problem])
-    if plan is not None and _FULL_DISK.search(error.detail) and "cgroup" not in error.detail:
-        return StateUnavailable("the disk of the node's engine is full")
+    if plan is not None and (reason := _disk_reason(error.detail)):
+        return StateUnavailable(reason)
     if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
@@ -114,6 +118,16 @@ def _translate_refusal(
     return RuntimeFailure(f"the Docker Engine{failed}: {error.message}")
 
 
+def _disk_reason(message: str) -> str:
+    """Return what an engine's message says of its disk, "" for nothing."""
+    text = message.lower()
+    if _NO_DISK.search(text):
+        return ""
+    if _FULL_DISK.search(text):
+        return "the disk of the node's engine is full"
+    return "the disk of the node's engine is not writable" if _BAD_DISK.search(text) else ""
+
+
 def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
     """Return the error for a pull that an engine, or a registry behind it, has refused.
 
@@ -121,10 +135,8 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     """
     message = message[:MAX_DETAIL_BYTES].strip()
     text = message.lower()
-    if _FULL_DISK.search(text):
-        return StateUnavailable(f"image {image}: the disk of the node's engine is full")
-    if _BAD_DISK.search(text):
-        return StateUnavailable(f"image {image}: the disk of the node's engine is not writable")
+    if reason := _disk_reason(text):
+        return StateUnavailable(f"image {image}: {reason}")
     detail = f"image {image}: {hide_paths(message)}"
     if _RATE_LIMIT.search(text):
         return ImageUnavailable(detail, _retry_after_s(text))

@@ -126,7 +126,7 @@ class Images:
         headers = {"X-Registry-Auth": encoded} if credentials else {}
         async with self._docker.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
-                yield json.loads(line)
+                yield msgspec.json.decode(line, type=dict[str, Any])
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
         pull, now = self._pulls.get(key), time.monotonic()
@@ -160,8 +160,7 @@ def _update_layer(layers: dict[str, Pull], line: Mapping[str, Any]) -> bool:
     """Update a layer from a progress line; return whether the line has progress."""
     layer, status = str(line.get("id")), line.get("status", "")
     if status == "Downloading":
-        detail = line.get("progressDetail") or {}
-        layers[layer] = Pull(detail.get("current", 0), detail.get("total", 0))
+        layers[layer] = msgspec.convert(line.get("progressDetail") or {}, Pull)
         return True
     if layer in layers and status in _DONE_STATUSES:
         layers[layer] = Pull(layers[layer].total, layers[layer].total)
