@@ -1,7 +1,9 @@
 """Whose mistake an engine's refusal is: the caller's, the engine's, or that of the moment."""
 
 import pytest
+from msgspec.structs import replace
 
+from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
@@ -101,12 +103,30 @@ MEANINGS = {
 def test_engine_errors_are_attributed(
     status: int, message: str, exit_code: int, meaning: type[AgentdError]
 ) -> None:
-    error = translate_error(DockerError(status, message), plan("sleep", "1000"), exit_code)
+    edits = ContainerEdits(mounts=(Mount("/x", "/usr/lib/x"),))
+    made = replace(plan("sleep", "1000"), edits=edits)
+    error = translate_error(DockerError(status, message), made, exit_code)
     assert type(error) is meaning, error
     if meaning is RuntimeFailure:
         assert str(error) == f"the Docker Engine: {message}"
     if meaning is StateUnavailable:
         assert str(error) == "the disk of the node's engine is full"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/srv/engine/overlay2/abc-init", "/srv/engine/volumes/db/_data", "/database/x"),
+        *("/var/lib/docker/volumes/metadata.db", "/run/docker/runtime-runc/moby/x/state.json"),
+    ],
+)
+@pytest.mark.parametrize("status", [400, 409, 500])
+def test_no_path_of_an_engine_is_shown(path: str, status: int) -> None:
+    made = plan("/data/run", mounts=(Mount("/home/ada", "/home"),))
+    text = f"{'address already in use: ' * (status == 409)}open {path}: bad, not /home/ada/x"
+    error = translate_error(DockerError(status, text), made)
+    assert path not in str(error)
+    assert "open [path]: bad, not /home/ada/x" in str(error)
 
 
 @pytest.mark.parametrize("text", ["read-only file system", "input/output error"])

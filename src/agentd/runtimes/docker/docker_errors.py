@@ -8,6 +8,7 @@ DockerResponseLost  the engine was called, and its response was lost or is malfo
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 MAX_DETAIL_BYTES, MAX_MESSAGE = 16 << 10, 1000
 """Characters of an error message that are searched, and that are passed on."""
@@ -49,6 +50,10 @@ def clean_message(text: str) -> str:
     return truncate_message(_STORAGE_PATH.sub("", text[:MAX_DETAIL_BYTES]))
 
 
-def hide_paths(text: str) -> str:
-    """Return a message without any path, cut if it is long."""
-    return truncate_message(_ANY_PATH.sub("[path]", text[:MAX_DETAIL_BYTES]))
+def hide_paths(text: str, kept: Sequence[str] = ()) -> str:
+    """Return a message without any path but those in or below `kept`, cut if it is long."""
+
+    def shown(found: re.Match[str]) -> str:
+        return found[0] if any(f"{found[0]}/".startswith(f"{k}/") for k in kept) else "[path]"
+
+    return truncate_message(_ANY_PATH.sub(shown, text[:MAX_DETAIL_BYTES]))

@@ -21,7 +21,7 @@ from agentd.errors import (
     RuntimeUnavailable,
     StateUnavailable,
 )
-from agentd.runtimes.docker.container_config import program_of
+from agentd.runtimes.docker.container_config import container_options, program_of
 from agentd.runtimes.docker.docker_errors import (
     MAX_DETAIL_BYTES,
     DockerError,
@@ -42,6 +42,8 @@ _CONFLICTS = {
 
 _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
+_SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
+"""Folders that are the same on every node; other paths tell where an engine keeps its data."""
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
@@ -104,18 +106,32 @@ def _translate_refusal(
         return InvalidRequest([problem])
     if plan is not None and (reason := _disk_reason(error.detail)):
         return StateUnavailable(reason)
+    message = error.message
+    if plan is not None:
+        message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
     if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
             command = quote_untrusted(program) if program else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
-            return InvalidRequest([Problem("", error.message)])
+            return InvalidRequest([Problem("", message)])
     for text, meaning in _CONFLICTS.items():
         if text in error.detail.lower():
-            return RuntimeUnavailable(meaning or error.message)
+            return RuntimeUnavailable(meaning or message)
     failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""
-    return RuntimeFailure(f"the Docker Engine{failed}: {error.message}")
+    return RuntimeFailure(f"the Docker Engine{failed}: {message}")
+
+
+def _named_paths(plan: KernelPlan) -> Iterator[str]:
+    """Yield the paths that a request, or its devices, named."""
+    spec, options = plan.spec, container_options(plan.spec)
+    words = (*spec.command, *(options.entrypoint or ()), spec.working_dir or "")
+    yield from (word for word in words if word.startswith("/"))
+    for mount in (*spec.mounts, *plan.edits.mounts):
+        yield from (mount.source, mount.target)
+    yield from (tmpfs.target for tmpfs in options.tmpfs)
+    yield from (node.host_path for node in plan.edits.device_nodes)
 
 
 def _disk_reason(message: str) -> str:
