@@ -237,6 +237,13 @@ def test_means_of_an_agent_replace_those_of_docker() -> None:
     assert own["b"] == docker.model_copy(update={"network": "net-b"})
 
 
+@pytest.mark.parametrize("table", ["[runtime.docker]", '[[agents]]\nid = "a"'])
+def test_empty_network_is_refused(table: str) -> None:
+    """An engine takes it for its own bridge, on which the kernels of all teams are."""
+    (line,) = refusal(f'{table}\nnetwork = ""\n')
+    assert "network: " in line
+
+
 @pytest.mark.parametrize("runtime", ["process", "systemd"])
 def test_other_runtimes_refuse_means_of_an_agent(runtime: str) -> None:
     reason = f"is for the docker runtime; this node's runtime is {runtime}"

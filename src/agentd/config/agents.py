@@ -140,7 +140,9 @@ class AgentSettings(Section):
     allowed_mounts: MountFolders | None = Field(
         default=None, description="Host folders below which its requests may mount."
     )
-    network: str | None = Field(default=None, description="Default network of its kernels.")
+    network: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Default network of its kernels."
+    )
     allowed_networks: Networks | None = Field(
         default=None, description="Further networks that its requests may select."
     )

@@ -195,6 +195,7 @@ class DockerSettings(KernelSettings):
     socket: Path = Field(default=Path("/var/run/docker.sock"), description="Socket of the engine.")
     network: str = Field(
         default="bridge",
+        min_length=1,
         description='Default network: "bridge", "none", "host" or a network\'s name.',
     )
     allowed_mounts: MountFolders = Field(

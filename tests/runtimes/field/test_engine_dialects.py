@@ -109,3 +109,22 @@ async def test_failed_info_is_asked_for_again(
     answer = await field_node.create()
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
     await field_node.running()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "network team-x not found",
+        "unable to find network with name or ID team-x: network not found",
+    ],
+)
+async def test_network_that_is_missing_is_no_missing_image(
+    field_node: Daemon, field_engine: EngineProxy, text: str
+) -> None:
+    """Pulling the image would not help, and its user cannot mend it."""
+    await field_node.start()
+    field_engine.rule(dialects.CREATE, dialects.answers({"message": text}, 404))
+    answer = await field_node.create()
+    assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")
+    assert text in answer.json["detail"]
+    assert not any("/images/create" in line for line in field_engine.asked)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -104,6 +105,8 @@ class _Attempt:
 
 
 _SOURCES = "a mount's source"
+_NO_NETWORK = re.compile("^network .* not found|network not found")
+"""Engines answer 404 for it as they do for an image, or its platform."""
 MINIMUM_BYTES = 6 * 2**20
 """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
 
@@ -331,7 +334,7 @@ class DockerRuntime:
             raise
         except DockerError as error:
             attempt.may_exist = False
-            if error.status == NOT_FOUND:  # the image, or its platform
+            if error.status == NOT_FOUND and not _NO_NETWORK.search(error.detail):
                 raise ImageNotFound(f"image {attempt.config['Image']}: {error.message}") from error
             raise
         attempt.container_id = parse_container_id(response.get("Id"))
