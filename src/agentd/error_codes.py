@@ -2,6 +2,7 @@
 
 The rest follows from a row. A status of 503 has `Retry-After`, and clients repeat the call. A fleet
 tries a create at another node, unless the failure concerns the request, or its outcome is unknown.
+A problem with the member `scope` is about that, such as a request that only this node refuses.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ ERROR_CODES = {
     "InvalidSlotCombination": ErrorRow(Scope.REQUEST, 422),
     "CommandNotFound": ErrorRow(Scope.REQUEST, 422),
     "TooManyStreams": ErrorRow(Scope.REQUEST, 429),
-    "TooManyClaims": ErrorRow(Scope.REQUEST, 429),
     "UnknownAgent": ErrorRow(Scope.NODE, 404),
     "UnknownDevice": ErrorRow(Scope.NODE, 404),
     "InsufficientResource": ErrorRow(Scope.NODE, 409),
     "UnsupportedResource": ErrorRow(Scope.NODE, 422),
+    "TooManyClaims": ErrorRow(Scope.NODE, 429),
     "ImageNotFound": ErrorRow(Scope.NODE, 422),
     "RuntimeFailure": ErrorRow(Scope.NODE, 502),
     "FleetStoreRefused": ErrorRow(Scope.NODE, 502),

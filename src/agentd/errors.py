@@ -66,10 +66,14 @@ class AgentdError(Exception):
     """The whole problem, if the error was parsed from an answer."""
     headers: Mapping[str, str] = {}
     """Headers of an answer with this error."""
+    is_local = False
+    """Whether this node's settings, runtime or host are the cause, whatever the code is about."""
 
     @property
     def scope(self) -> Scope:
         """The concern of the failure; a code of a newer version has that of its status."""
+        if self.is_local or self.content.get("scope") == Scope.NODE:
+            return Scope.NODE
         if (row := ERROR_CODES.get(self.code)) is not None:
             return row.scope
         status = self.content.get("status")
@@ -79,6 +83,14 @@ class AgentdError(Exception):
     def facts(self) -> Mapping[str, object]:
         """Return the machine-readable members of this error, JSON-ready."""
         return {}
+
+    def mark_local(self) -> None:
+        """Note that this node is the cause."""
+        self.is_local = True
+
+    def members(self) -> dict[str, object]:
+        """Return the facts, and the scope if it is not that of the code."""
+        return {**self.facts(), **({"scope": Scope.NODE.value} if self.is_local else {})}
 
     def public_text(self) -> str:
         """Return the message without content of `PRIVATE_MEMBERS`: for lists, events and the log.
@@ -133,7 +145,8 @@ class _ListedRequestError(RequestError):
 
     _more: Sequence[str] = ()
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], *, is_local: bool = False) -> None:
+        self.is_local = is_local
         listed = [problem.truncated() for problem in islice(problems, MAX_PROBLEMS + 1)]
         self.problems = tuple(listed[:MAX_PROBLEMS])
         if len(listed) > MAX_PROBLEMS:

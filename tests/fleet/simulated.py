@@ -134,6 +134,8 @@ class SimulatedNodes:
         self.losing = 0.0
         self.failing: dict[str, str] = {}
         """Codes with which nodes refuse every create, although a dry run has succeeded."""
+        self.scope = ""
+        """The member `scope` of these refusals."""
         self.asked: list[tuple[str, str, str]] = []
 
     async def asked_for(self, node: str, method: str, path: str, body: bytes | None) -> NodeAnswer:
@@ -166,7 +168,7 @@ class SimulatedNodes:
         if not is_there and self.room[node] <= len(kernels):
             return _refusal("InsufficientResource", 409)
         if not is_dry and (code := self.failing.get(node)):
-            return _refusal(code, ERROR_CODES[code].status)
+            return _refusal(code, ERROR_CODES[code].status, self.scope)
         if not is_dry:
             kernels[name] = "running"
         return _said({"kernel_id": name}, 200 if is_there or is_dry else 201)
@@ -186,8 +188,8 @@ def _said(content: Any, status: int) -> NodeAnswer:
     return NodeAnswer(status, {}, json.dumps(content).encode())
 
 
-def _refusal(code: str, status: int) -> NodeAnswer:
-    facts = {"slot": "cpu", "requested": "1", "free": "0", "explain": []}
+def _refusal(code: str, status: int, scope: str = "") -> NodeAnswer:
+    facts = {"slot": "cpu", "requested": "1", "free": "0", "explain": [], "scope": scope}
     return _said({"code": code, "status": status, "detail": "so", **facts}, status)
 
 

@@ -379,13 +379,14 @@ class SlotReading(NamedTuple):
         """Return the slots of a valid request.
 
         Raises:
-            InvalidRequest: there are `others`, problems of the rest of the request; lists all.
+            InvalidRequest: there are `others`, problems of the rest on this node; lists all.
             InvalidSlotAmount: amounts are invalid; lists all of them.
             InvalidSlotCombination: two slots exclude each other.
             PluginUnavailable: the plugin of a slot does not answer now.
         """
         if others:
-            raise InvalidRequest([*self.problems, *self.excluded, *others])
+            problems = [*self.problems, *self.excluded]
+            raise InvalidRequest([*problems, *others], is_local=not problems)
         if self.problems:
             raise InvalidSlotAmount(self.problems)
         if self.excluded:

@@ -127,7 +127,7 @@ def error_response(request: web.Request, error: Exception) -> web.Response:
         if isinstance(error, Unavailable):
             headers["Retry-After"] = str(error.retry_after_s)
         facts = {k: v for k, v in error.content.items() if k not in STANDARD_MEMBERS}
-        return problem_response(error.code, str(error), facts or dict(error.facts()), headers)
+        return problem_response(error.code, str(error), facts or error.members(), headers)
     if isinstance(error, web.HTTPException):
         default_code = "InvalidRequest" if error.status < SERVER_ERROR else "Internal"
         code = HTTP_CODES.get(error.status, default_code)

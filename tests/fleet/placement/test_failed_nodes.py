@@ -84,6 +84,20 @@ def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str
     run(1, story, monkeypatch)
 
 
+@pytest.mark.parametrize("code", ["InvalidRequest", "CommandNotFound"])
+def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing, fleet.nodes.scope = {"n1": code}, "node"
+        assert await fleet.one.create("k1") == (201, "n2")
+        fleet.nodes.failing["n2"] = code
+        assert await fleet.one.create("k2") == (0, code)
+        assert sorted(creates(fleet)) == ["n1", "n1", "n2", "n2"]
+        assert fleet.store.rows.keys() == {"k1"}
+
+    run(1, story, monkeypatch)
+
+
 @pytest.mark.parametrize("code", ["Internal", "OutcomeUnknown"])
 def test_unknown_outcome_keeps_its_route(monkeypatch: Any, code: str) -> None:
     async def story(fleet: Fleet) -> None:

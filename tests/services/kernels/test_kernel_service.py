@@ -3,10 +3,12 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from agentd.client.errors import error_from_problem
 from agentd.concurrency import Deadline
 from agentd.core.kernel.states import Kernel, KernelRef, KernelState
 from agentd.core.partition.rules import AgentRule, AllocationMode, SplitRules
 from agentd.core.slots import ONE
+from agentd.error_codes import Scope
 from agentd.errors import (
     MAX_PROBLEMS,
     Draining,
@@ -15,6 +17,8 @@ from agentd.errors import (
     InvalidSlotAmount,
     KernelConflict,
     OutcomeUnknown,
+    Problem,
+    RequestError,
     RuntimeFailure,
     RuntimeUnavailable,
     UnknownAgent,
@@ -131,6 +135,24 @@ async def test_refused_request_reaches_no_runtime(rig: Rig, change, error) -> No
     assert rig.states == {}
     assert rig.runtime.plans == []
     assert rig.memory.records == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "failure", "scope"),
+    [
+        ({"command": ()}, None, Scope.NODE),
+        ({}, InvalidRequest([Problem("groups", "not on this host")]), Scope.NODE),
+        ({"command": ("nothing",), "image": None}, None, Scope.NODE),
+        ({"command": ("nothing",), "image": "x"}, None, Scope.REQUEST),
+        ({"command": (), "slots": {"cuda.device": "0.5"}}, None, Scope.REQUEST),
+    ],
+)
+async def test_refusal_by_this_node_alone_says_so(rig: Rig, change, failure, scope) -> None:
+    rig.runtime.fail_create = failure
+    with pytest.raises(RequestError) as refused:
+        await rig.service.create(replace(rig.spec(), **change))
+    members = {"code": refused.value.code, "detail": "x", **refused.value.members()}
+    assert (refused.value.scope, error_from_problem(members).scope) == (scope, scope)
 
 
 async def test_stop_keeps_the_kernel_listed_and_frees_its_devices(rig: Rig) -> None:

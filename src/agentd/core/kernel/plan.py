@@ -155,7 +155,7 @@ def build_plan(
         InvalidRequest: the request sets a plugin's variable.
     """
     if problems := overridden_variables(spec.env, edits):
-        raise InvalidRequest(problems)
+        raise InvalidRequest(problems, is_local=True)
     allocation = kernel.allocation
     cores = (
         tuple(share.device_id.id for share in allocation.shares_by_device_name(CPU))

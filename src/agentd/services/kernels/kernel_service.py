@@ -18,6 +18,8 @@ from agentd.core.kernel.plan import reserved_problems
 from agentd.core.kernel.reconcile import kernel_after_stop
 from agentd.core.kernel.states import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
 from agentd.errors import (
+    CommandNotFound,
+    InvalidRequest,
     KernelConflict,
     OutcomeUnknown,
     Problem,
@@ -157,6 +159,9 @@ class KernelService:
                         kernel_id, error, keep_failure=keep_failure
                     ) from error
                 self._creates.mark_failed(kernel_id, error, keep_failure=keep_failure)
+                kinds = (InvalidRequest, CommandNotFound) if spec.image is None else InvalidRequest
+                if isinstance(error, kinds):
+                    error.mark_local()
                 raise
             await hit_async("create.after_runtime")
             current = self._state.kernel(kernel_id)
