@@ -1,5 +1,6 @@
 """A node that refuses a create leads to the next one, unless the request itself is refused."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from agentd.error_codes import ERROR_CODES, Scope
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.placement.placer import FAILED_FOR_S
+from agentd_fleet.store.route import KernelRoute
 from fleet.simulated import Fleet, run
 
 PASSED_ON = sorted(c for c, row in ERROR_CODES.items() if row.scope in (Scope.NODE, Scope.MOMENT))
@@ -118,6 +120,33 @@ def test_node_whose_answer_was_lost_comes_last(monkeypatch: Any) -> None:
         fleet.nodes.losing = 0.0
         assert await fleet.one.create("k2") == (201, "n2")
         assert fleet.store.rows.keys() == {"k1", "k2"}
+
+    run(1, story, monkeypatch)
+
+
+def test_image_that_no_node_can_pull_is_no_failed_node(monkeypatch: Any) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.failing = dict.fromkeys(("n1", "n2"), "ImageUnavailable")
+        assert await fleet.one.create("k1") == (0, "ImageUnavailable")
+        assert fleet.one.placer._failed_until == {}
+
+    run(1, story, monkeypatch)
+
+
+def test_suspended_gateway_is_no_failed_node(monkeypatch: Any) -> None:
+    async def story(fleet: Fleet) -> None:
+        put_route = fleet.store.put_route
+
+        async def put_route_slowly(route: KernelRoute, expected: int) -> int | None:
+            revision = await put_route(route, expected)
+            await asyncio.sleep(fleet.pace.send_within_s + 1)
+            return revision
+
+        monkeypatch.setattr(fleet.store, "put_route", put_route_slowly)
+        assert await fleet.one.create("k1") == (0, "NodeUnavailable")
+        assert creates(fleet) == []
+        assert fleet.one.placer._failed_until == {}
 
     run(1, story, monkeypatch)
 

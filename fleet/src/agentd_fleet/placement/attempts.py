@@ -68,7 +68,7 @@ class PlacementUnknown(NodeUnavailable):
 
 
 class RouteTakenOver(PlacementUnknown):
-    """Another gateway has taken over a kernel id."""
+    """Another gateway has taken over a kernel id, or may have: no failure of the node."""
 
 
 class AttemptRunner:
@@ -101,14 +101,14 @@ class AttemptRunner:
 
         Raises:
             NodeNotCalled: the node cannot be called and was not called.
-            PlacementUnknown: the node was called and does not answer, or this gateway was suspended
-                and others may have resolved the route.
+            PlacementUnknown: the node was called and does not answer.
+            RouteTakenOver: another gateway works on it, or may do so: this one was suspended.
         """
         route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
         node, is_certain = self.node_of_route(route), True
         while True:
             if boottime_s() - began_at > self._timeouts.send_within_s:
-                raise PlacementUnknown(route.kernel_id, route.node_id, "this gateway was suspended")
+                raise RouteTakenOver(route.kernel_id, route.node_id, "this gateway was suspended")
             try:
                 answer = await self._call_node(caller, request, route, node)
                 return AttemptResult(answer, stored, is_certain=is_certain)

@@ -25,6 +25,7 @@ from agentd.core.slots import ResourceSlots
 from agentd.error_codes import Scope
 from agentd.errors import (
     AgentdError,
+    ImageUnavailable,
     InsufficientResource,
     KernelConflict,
     NodeUnavailable,
@@ -158,10 +159,18 @@ class Placer:
             last=self._failed_until,
         )
 
-    def _note_refusals(self, refusals: Iterable[tuple[str, AgentdError]]) -> None:
-        """Make unavailable nodes the last choice for a while."""
+    def _note_refusals(
+        self, refusals: Iterable[tuple[str, AgentdError]], *, is_placed: bool = False
+    ) -> None:
+        """Make unavailable nodes the last choice for a while.
+
+        One that cannot pull an image is one of them once another node had it.
+        """
         until = boottime_s() + FAILED_FOR_S
-        self._failed_until |= {n: until for n, error in refusals if isinstance(error, Unavailable)}
+        others = RouteTakenOver if is_placed else (RouteTakenOver, ImageUnavailable)
+        for node_id, error in refusals:
+            if isinstance(error, Unavailable) and not isinstance(error, others):
+                self._failed_until[node_id] = until
 
     async def _place(
         self, caller: Caller, request: PlacementRequest, view: FleetView, requested: ResourceSlots
@@ -202,6 +211,7 @@ class Placer:
             else:
                 if not result.answer.is_error:
                     self._confirm_soon(result.stored)
+                    self._note_refusals(refused, is_placed=True)
                     return PlacedKernel(result.answer, *candidate)
                 error = result.answer.error()
                 self._note_refusals([(candidate.node_id, error)])
