@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentd.config.runtimes import ProcessSettings
-from agentd.errors import RuntimeFailure
+from agentd.errors import InvalidRequest, RuntimeFailure
 from agentd.runtimes.host.exec_target import read_limits
 from agentd.runtimes.host.user_accounts import UserAccounts, find_account
 from agentd.runtimes.process.runtime import ProcessRuntime
@@ -36,11 +36,19 @@ async def test_default_limits_hold_where_a_request_says_nothing(runtime, folder)
 
 
 @pytest.mark.needs("root")
-async def test_default_limit_that_cannot_be_set_is_the_node_s(runtime) -> None:
-    """No process may have more descriptors than fs.nr_open."""
-    settings = ProcessSettings.model_validate({"default-ulimits": {"nofile": 2**60}})
+@pytest.mark.parametrize(
+    ("name", "limit", "why"),
+    [("nofile", 2**60, "not allowed"), ("nproc", 0, "Resource temporarily unavailable")],
+    ids=["above fs.nr_open", "too low to start"],
+)
+async def test_default_limit_that_does_not_work_is_the_node_s(
+    runtime, name: str, limit: int, why: str
+) -> None:
+    settings = ProcessSettings.model_validate({"default-ulimits": {name: limit}})
     runtime.update_settings(settings, UserAccounts(find_account("nobody", "user")))
-    with pytest.raises(
-        RuntimeFailure, match=r"; runtime\.process\.default-ulimits\.nofile: not allowed"
-    ):
+    expected = rf"; runtime\.process\.default-ulimits\.{name}: {why}"
+    with pytest.raises(RuntimeFailure, match=expected):
         await runtime.create(plan("sleep", "1000"), lambda *_: None)
+    options = {"ulimits": {name: {"soft": limit, "hard": limit}}}
+    with pytest.raises(InvalidRequest, match=f"ulimits.{name}: "):
+        await runtime.create(plan("sleep", "1000", options=options), lambda *_: None)

@@ -260,8 +260,9 @@ async def test_shortage_is_unavailable(runtime, monkeypatch, spawning, error, wh
     monkeypatch.setattr(runtime, "_manager", None)
     with monkeypatch.context() as patch:
         patch.setattr(spawning, Mock(side_effect=error))
-        with pytest.raises(RuntimeUnavailable, match=why):
-            await create(runtime, "true")
+        for options in ({}, {"ulimits": {"nproc": {"soft": 999, "hard": 999}}}):
+            with pytest.raises(RuntimeUnavailable, match=why):
+                await create(runtime, "true", options=options)
     assert await runtime.find(K1) is None
     await create(runtime, "sleep", "1000")
 

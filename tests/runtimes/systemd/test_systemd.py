@@ -1,6 +1,7 @@
 """The systemd runtime's pure parts; the rest is shown on a real node, in tests/node."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -25,11 +27,12 @@ from agentd.core.kernel.plan import (
 )
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
-from agentd.errors import RuntimeFailure
+from agentd.errors import InvalidRequest, RuntimeFailure
 from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
 from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts
+from agentd.runtimes.systemd.runtime import SystemdRuntime
 from agentd.runtimes.systemd.slices import journal_conditions
 from agentd.runtimes.systemd.unit import (
     core_mask,
@@ -285,6 +288,32 @@ def test_the_properties_close_what_a_kernel_was_not_given() -> None:
     assert "DynamicUser" not in named
     assert told(made, stop_timeout=2.5)["TimeoutStopUSec"] == 2_500_000
     assert told(made, stop_timeout=0)["TimeoutStopUSec"] == 1, "0 would be no limit at all"
+
+
+@pytest.mark.parametrize(
+    ("requested", "default", "expected"),
+    [
+        (("nofile",), ("nofile",), "ulimits: cannot be set on this node"),
+        (
+            ("core",),
+            ("nofile",),
+            r"one of ulimits\.core, runtime\.systemd\.default-ulimits\.nofile$",
+        ),
+        ((), ("nofile",), r"one of runtime\.systemd\.default-ulimits\.nofile$"),
+    ],
+)
+async def test_limit_that_cannot_be_set_names_its_setting(
+    tmp_path: Path, requested: tuple[str, ...], default: tuple[str, ...], expected: str
+) -> None:
+    settings = SystemdSettings.model_validate({"default-ulimits": dict.fromkeys(default, 7)})
+    runtime = SystemdRuntime(tmp_path, "n", "b", settings, UserAccounts(is_unprivileged=True))
+    seen = {"Result": "resources", "ExecMainStatus": 205}
+    runtime._manager = Mock(get_properties=AsyncMock(return_value=seen))
+    limits = {name: {"soft": 7, "hard": 7} for name in requested}
+    made = plan("true", options={"ulimits": limits})
+    error = await runtime._start_error(made, "unit", "failed")
+    assert isinstance(error, InvalidRequest) is expected.startswith("ulimits:")
+    assert re.search(expected, str(error))
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:

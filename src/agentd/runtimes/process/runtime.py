@@ -170,7 +170,7 @@ class ProcessRuntime:
                 raise
         await hit_async("create.after_spawn")
         if "pid" not in answer:
-            raise start_error(plan, answer)
+            raise start_error(plan, answer, self._settings)
         self._watch(plan.spec.kernel_id)
         if (kernel := await self.find(KernelRef(plan.spec.kernel_id))) is None:
             raise RuntimeFailure(f"{bundle.path} was removed during the start of its kernel")

@@ -177,7 +177,9 @@ def _parse_answer(line: bytes) -> dict[str, Any]:
     return answer
 
 
-def start_error(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
+def start_error(
+    plan: KernelPlan, answer: Mapping[str, Any], settings: ProcessSettings
+) -> AgentdError:
     """Return the error for a kernel that its shim did not start."""
     number = int(answer.get("errno", 0))
     reason = os.strerror(number) if number else str(answer.get("why", "no reason given"))
@@ -188,12 +190,15 @@ def start_error(plan: KernelPlan, answer: Mapping[str, Any]) -> AgentdError:
             return refusal
     if step == "working_dir":
         return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
-    if step.startswith("ulimits."):
-        if step.removeprefix("ulimits.") in host_options(plan.spec).ulimits:
-            return InvalidRequest([Problem(step, f"cannot be set on this node: {reason}")])
+    requested, fault = host_options(plan.spec).ulimits, "cannot be set on this node"
+    has_nproc = "nproc" in settings.with_default_ulimits(requested)
+    if number == errno.EAGAIN and step in ("user", "command") and has_nproc:
+        step, fault = "ulimits.nproc", "too low to start a kernel"
+    is_limit = step.startswith("ulimits.")
+    if is_limit:
+        if step.removeprefix("ulimits.") in requested:
+            return InvalidRequest([Problem(step, f"{fault}: {reason}")])
         step = f"runtime.process.default-{step}"
-    if number == errno.EAGAIN and "nproc" in host_options(plan.spec).ulimits:
-        return InvalidRequest([Problem("ulimits.nproc", f"too low to start a kernel: {reason}")])
-    is_temporary = number in (errno.EAGAIN, errno.ENOMEM)
+    is_temporary = number in (errno.EAGAIN, errno.ENOMEM) and not is_limit
     error_class = RuntimeUnavailable if is_temporary else RuntimeFailure
     return error_class(f"the kernel did not start; {step}: {reason}")

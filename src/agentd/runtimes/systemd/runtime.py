@@ -175,8 +175,14 @@ class SystemdRuntime:
             return CommandNotFound(
                 f"command {quote_untrusted(plan.spec.command[0])}: not executable"
             )
-        if status == _EXIT_LIMITS and host_options(plan.spec).ulimits:
-            return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
+        if status == _EXIT_LIMITS:
+            requested = host_options(plan.spec).ulimits
+            defaults = self._settings.with_default_ulimits({}).keys() - requested
+            if requested and not defaults:
+                return InvalidRequest([Problem("ulimits", "cannot be set on this node")])
+            names = [f"ulimits.{name}" for name in sorted(requested)]
+            names += [f"runtime.systemd.default-ulimits.{name}" for name in sorted(defaults)]
+            return RuntimeFailure(f"systemd cannot set one of {', '.join(names) or 'its limits'}")
         if status == _EXIT_GROUP and host_options(plan.spec).groups:
             reason = "systemd requires an entry of this host's group database for each number"
             return InvalidRequest([Problem("groups", reason)])
