@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import thread_waiting_for
 from agentd.core.kernel.edits import ContainerEdits, Mount
 from agentd.errors import AgentdError, InvalidRequest, Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.procfs import read_lines
@@ -54,10 +53,8 @@ def resolve_sources(mounts: Sequence[Mount], allowed: Sequence[Path]) -> list[Mo
     for index, mount in enumerate(mounts):
         member, source = f"mounts.{index}.source", None
         try:
-            with thread_waiting_for(mount.source):
-                path = _real_path(mount.source, folders, kinds)
-                if _is_below(path, folders):
-                    source = _resolve_source(mount.source)
+            if _is_below(_real_path(mount.source, folders, kinds), folders):
+                source = _resolve_source(mount.source)
         except OSError as error:
             if error.errno in _ABSENT:
                 problems.append(Problem(member, f"{mount.source} does not exist"))
