@@ -151,8 +151,9 @@ async def test_a_failed_create_leaves_nothing(daemon: Daemon) -> None:
     assert await daemon.get("/v1/kernels") == []
     assert await daemon.free("cuda.device") == "2"
     if daemon.runtime == "docker":
-        bad = await daemon.create(image="agentd-test:none", slots={"cuda.device": 2})
-        assert (bad.status, bad.json["code"]) == (422, "ImageNotFound")
+        image = "127.0.0.1:1/agentd-test:none"
+        bad = await daemon.create(image=image, slots={"cuda.device": 2})
+        assert (bad.status, bad.json["code"]) == (503, "ImageUnavailable")
         assert daemon.test_engine.containers() == []
     else:
         assert list((daemon.folder / "state" / "kernels").iterdir()) == []
