@@ -185,6 +185,9 @@ class Pool:
             await asyncio.gather(
                 *(daemon.call("DELETE", f"/v1/kernels/{name}?timeout=0") for name in some)
             )
+        for plugin in await daemon.get("/v1/plugins"):
+            if plugin["state"] == "stopped":
+                await daemon.call("POST", f"/v1/plugins/{plugin['name']}/start")
         for device in await daemon.get("/v1/devices"):
             if device["state"] == "drained":
                 path = f"/v1/devices/{device['device_name']}/{device['id']}/undrain"
