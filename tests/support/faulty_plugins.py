@@ -230,15 +230,6 @@ class MovesSlots(Good):
         return [*super().slot_types(), SlotTypeInfo(f"{self.name}.x{MovesSlots.listings}")]
 
 
-class LosesFiles(Good):
-    """Its devices have files that do not exist."""
-
-    def list_devices(self) -> Sequence[DeviceInfo]:
-        return [
-            replace(device, files=["/dev/null", "/dev/none"]) for device in super().list_devices()
-        ]
-
-
 class SlowToHear(Hears):
     """Takes its time with each event."""
 

@@ -18,7 +18,7 @@ from agentd.core.devices import Device, Inventory
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import format_amount
-from agentd.plugin_api import AllocatedDevice, DeviceNode, Features, KernelEvent
+from agentd.plugin_api import AllocatedDevice, Features, KernelEvent
 from agentd.pluginhost.assignment import device_infos, validate_assignment
 from agentd.pluginhost.instance import (
     CLOSE_TIMEOUT_S,
@@ -88,9 +88,6 @@ class Conformance:
         self._record("ids are the same in two listings", _changed_ids(listing, again))
         difference = "" if listing.slot_types == again.slot_types else "they are others"
         self._record("slot types are the same in two listings", difference)
-        files = [DeviceNode(file, file) for device in listing.devices for file in device.files]
-        missing_files = find_missing_files(ContainerEdits(device_nodes=tuple(files)))
-        self._record("the files of its devices are there", ", ".join(missing_files))
         if facts.has_partition:
             known = Inventory.of(listing.slot_types, listing.devices).devices
             dealing = await self._check(
