@@ -114,22 +114,14 @@ def engine() -> Iterator[engines.Engine]:
 @pytest.fixture(scope="session")
 def engine26() -> Iterator[engines.Engine]:
     """An Engine 26 that takes names of the Container Device Interface."""
-    yield from running_engine(ENGINE_26, cdi=True)
+    yield from running_engine("engine-26", programs=ENGINE_26, cdi=True)
 
 
-def running_engine(programs: Path | None = None, *, cdi: bool = False) -> Iterator[engines.Engine]:
+def running_engine(*needs: str, **options: Any) -> Iterator[engines.Engine]:
     """Start an engine, and stop it."""
-    require(*engines.NEEDS, *(["engine-26"] if programs else []))
-    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
-    running = engines.Engine(folder, programs, cdi=cdi)
-    try:
-        running.start()
-        running.import_image()
+    require(*engines.NEEDS, *needs)
+    with engines.started_engine(**options) as running:
         yield running
-        running.clean()
-    finally:
-        running.end()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -206,3 +207,18 @@ def stub_engine(socket: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.terminate()
         process.wait(10)
+
+
+@contextmanager
+def started_engine(**options: Any) -> Iterator[Engine]:
+    """Run an engine in a folder of its own, with the image; the test leaves no containers."""
+    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
+    running = Engine(folder, **options)
+    try:
+        running.start()
+        running.import_image()
+        yield running
+        running.clean()
+    finally:
+        running.end()
+        shutil.rmtree(folder, ignore_errors=True)

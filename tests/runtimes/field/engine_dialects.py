@@ -97,7 +97,7 @@ def refuses_cpuset(proxy: EngineProxy) -> None:
     _lacks(proxy, "CPUSet", lambda _: None, answer)
 
 
-def loses_limits(proxy: EngineProxy) -> None:
+def discards_limits(proxy: EngineProxy) -> None:
     """Discard cores, and claim otherwise, as rootless Podman on cgroup v1."""
     discard = proxy.change(lambda config: config["HostConfig"].update(CpusetCpus=""))
     proxy.rule(CREATE, discard, always=True)

@@ -40,7 +40,7 @@ async def test_engine_without_a_limit_runs_kernels(
 async def test_engine_that_hides_a_lost_limit_is_refused(
     field_node: Daemon, field_engine: EngineProxy
 ) -> None:
-    dialects.loses_limits(field_engine)
+    dialects.discards_limits(field_engine)
     await field_node.start()
     answer = await field_node.create(slots={"cpu": 1})
     assert (answer.status, answer.json["code"]) == (502, "RuntimeFailure")

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from end_to_end.containers import printed
 from runtimes.field import engine_dialects as dialects
 from support import engine as engines
 from support.daemon import AGENTS, Daemon, gpus
-from support.engine import Engine, rootfs
+from support.engine import Engine, rootfs, started_engine
 from support.engine_proxy import EngineProxy
 from support.needs import ENGINE_26, require
 from support.registry import Registry
@@ -28,26 +26,11 @@ exec unshare --mount sh -c 'umount /sys/fs/cgroup/{controller} && exec {dockerd}
 """
 
 
-@contextmanager
-def started(**options: Any) -> Iterator[Engine]:
-    """Run an engine with a folder of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="agentd-engine-", dir="/tmp"))
-    running = Engine(folder, **options)
-    try:
-        running.start()
-        running.import_image()
-        yield running
-        running.clean()
-    finally:
-        running.end()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture(scope="module")
 def containerd_store() -> Iterator[Engine]:
     """An engine that keeps its images in containerd, as Engine 29 does by default."""
     require(*engines.NEEDS, "engine-26")
-    with started(programs=ENGINE_26, containerd_store=True) as engine:
+    with started_engine(programs=ENGINE_26, containerd_store=True) as engine:
         yield engine
 
 
@@ -142,7 +125,7 @@ async def test_host_without_a_controller_runs_kernels(
     dockerd = shutil.which("dockerd")
     program.write_text(LACKING.format(controller=controller, dockerd=dockerd))
     program.chmod(0o755)
-    with started(programs=folder) as engine:
+    with started_engine(programs=folder) as engine:
         async with node_of(engine, folder) as daemon:
             kernel = await daemon.running(kernel_id="k1", slots={"cpu": 1, "mem": "64m"})
             assert kernel["not_enforced"] == [slot]
