@@ -147,6 +147,9 @@ class NodeDevices:
                 remedy = f"to retry at once: agentctl plugins retry {name}"
             yield Condition(f"plugin/{name}", f"plugin {name} is {status.text}", remedy)
 
+    def _plugin_status(self, name: str) -> PluginStatus | None:
+        return next((s for s in self._plugins.statuses() if s.name == name), None)
+
     def _is_needed(self, status: PluginStatus) -> bool:
         """Return whether a plugin has a table, or an agent or a known device names it."""
         named = any(status.name in {*rule.devices, *rule.limits} for rule in self._rules.agents)
@@ -177,7 +180,7 @@ class NodeDevices:
         Returns:
             Whether its devices were added just now.
         """
-        status = next((s for s in self._plugins.statuses() if s.name == name), None)
+        status = self._plugin_status(name)
         if status is not None and status != self._statuses.get(name):
             self._statuses[name] = status
             self._events.publish(EventKind.PLUGIN, status)
@@ -198,12 +201,10 @@ class NodeDevices:
         else:
             reason = status.reason if status else "it stopped"
             is_stopped = status is not None and status.state is PluginState.STOPPED
-            inventory, warnings = (
-                self.inventory.with_health_unknown(
-                    name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
-                ),
-                [],
+            inventory = self.inventory.with_health_unknown(
+                name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
             )
+            warnings = []
         self._listing_warnings[name] = tuple(warnings)
         added = inventory.listed - self.inventory.listed
         if self._mark_unavailable(inventory) is not self.inventory:
@@ -420,7 +421,7 @@ class NodeDevices:
             StateUnavailable: the stop cannot be saved; nothing changed.
         """
         async with self._stop_lock:
-            status = next((s for s in self._plugins.statuses() if s.name == name), None)
+            status = self._plugin_status(name)
             if status is not None and status.state is PluginState.STOPPED:
                 return status
             before, reason = self._stopped, f"stopped by {caller}"

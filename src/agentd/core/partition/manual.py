@@ -221,14 +221,13 @@ def missing_by_name(
     if rules.mode is not AllocationMode.MANUAL:
         return
     for rule in rules.agents:
+        agent = rule.agent_id
         for name, device_rule in rule.devices.items():
             known = by_any_name(inventory.by_name.get(name, ()))
             for wanted in device_rule.names if isinstance(device_rule, Ids) else ():
                 if name in names and normal_name(wanted) not in known:
-                    reason = f"{wanted} is missing, and the configuration gives it to"
-                    reason = f"{reason} {rule.agent_id}"
-                    about, agents = f"device/{name}/{wanted}", (rule.agent_id,)
-                    yield Condition(about, reason, agents=agents)
+                    reason = f"{wanted} is missing, and the configuration gives it to {agent}"
+                    yield Condition(f"device/{name}/{wanted}", reason, agents=(agent,))
 
 
 def _may_be_missing(name: str, wanted: str, rules: SplitRules) -> bool:
