@@ -44,6 +44,8 @@ async def test_default_limits_hold_where_a_request_says_nothing(runtime, folder)
 async def test_default_limit_that_does_not_work_is_the_node_s(
     runtime, name: str, limit: int, why: str
 ) -> None:
+    # Linux compares nproc with what the user runs before this kernel, so something must run.
+    await runtime.create(plan("sleep", "1000", kernel_id="k0"), lambda *_: None)
     settings = ProcessSettings.model_validate({"default-ulimits": {name: limit}})
     runtime.update_settings(settings, UserAccounts(find_account("nobody", "user")))
     expected = rf"; runtime\.process\.default-ulimits\.{name}: {why}"
