@@ -26,8 +26,6 @@ from agentd.core.devices import (
     Health,
     Inventory,
     by_any_name,
-    deduplicate_devices,
-    with_shared_health,
 )
 from agentd.core.hardware_names import normal_name
 from agentd.core.partition.manual import missing_by_name
@@ -35,8 +33,7 @@ from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
 from agentd.core.places import in_places, place_new_devices
-from agentd.core.remembered_devices import merge_remembered
-from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of
 from agentd.errors import (
     ConfigRefused,
     Conflict,
@@ -46,6 +43,12 @@ from agentd.errors import (
 )
 from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
+from agentd.services.device_listings import (
+    devices_to_save,
+    merge_devices,
+    missing_slot_types,
+    unlisted_reasons,
+)
 from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import SavedDevices, StoppedPlugin
@@ -246,10 +249,10 @@ class NodeDevices:
         restored = {listing.name for listing in listings if listing.is_restored}
         known = before.inventory if before else None
         remembered = (
-            self._store.load_devices().devices if known is None else _devices_to_save(known, names)
+            self._store.load_devices().devices if known is None else devices_to_save(known, names)
         )
         listings = [listing.with_last_form(remembered) for listing in listings]
-        served, devices, warnings = _merge_devices(
+        served, devices, warnings = merge_devices(
             known.devices if known else self._host_devices,
             listings,
             names=None if known is None else names,
@@ -259,11 +262,11 @@ class NodeDevices:
         types = [*(known.slot_types.values() if known else self._host_types)]
         types = [slot for slot in types if device_name_of(slot.name) not in names]
         types += (slot for listing in listings for slot in listing.slot_types)
-        types += _missing_slot_types(devices, types, names)
+        types += missing_slot_types(devices, types, names)
         inventory = Inventory.of(types, devices).with_excluded(self._rules.exclude)
         needed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         needed |= {device.device_id.name for device in devices}
-        unlisted = _unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
+        unlisted = unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
         dealings = self._merge_dealings(listings)
         dealt = (self._added_plugins - self._restored | names) - restored
         valid = self._valid_dealings(inventory, dealings, dealt)
@@ -409,7 +412,7 @@ class NodeDevices:
         self, inventory: Inventory, stopped: Mapping[str, StoppedPlugin], rules: SplitRules
     ) -> SavedDevices:
         forgotten = sorted(rules.forgotten - inventory.by_id.keys())
-        devices = _devices_to_save(inventory)
+        devices = devices_to_save(inventory)
         return SavedDevices(devices, dealings=self._dealings, stopped=stopped, forgotten=forgotten)
 
     async def stop_plugin(self, name: str, caller: str) -> PluginStatus:
@@ -521,79 +524,3 @@ def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:
         raise Conflict(reason)
     if holders_text := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {holders_text}")
-
-
-def _not_ready_reasons(statuses: Iterable[PluginStatus]) -> dict[str, str]:
-    """Return why a plugin's devices may only seem to be missing, by plugin."""
-    return {
-        status.name: f"plugin {status.name} is {status.text}"
-        for status in statuses
-        if status.state in (PluginState.PENDING, PluginState.FAILED, PluginState.STOPPED)
-    }
-
-
-def _unlisted_reasons(
-    statuses: Iterable[PluginStatus], missed: Collection[str], listed: Collection[str]
-) -> dict[str, str]:
-    """Return why a needed plugin has no listing, by plugin."""
-    return {
-        status.name: f"plugin {status.text}"
-        for status in statuses
-        if status.name not in listed
-        and (status.name in missed or (status.has_table and status.state is not PluginState.ABSENT))
-    }
-
-
-def _merge_devices(
-    known: Iterable[Device],
-    listings: Sequence[PluginListing],
-    *,
-    names: Collection[str] | None,
-    remembered: Iterable[Device],
-    statuses: Sequence[PluginStatus],
-) -> tuple[list[Device], list[Device], list[str]]:
-    """Merge listings with known devices, each physical device once.
-
-    Devices of `names` (None: all) get their saved ids; all others stay unchanged.
-
-    Returns:
-        The listed devices that are served, all devices, and warnings.
-    """
-    unchanged = [d for d in known if names is None or d.device_id.name not in names]
-    served, warnings = deduplicate_devices([unchanged, *(listing.devices for listing in listings)])
-    listed = with_shared_health(served)
-    not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
-    if names is None:
-        return served, merge_remembered(listed, remembered, not_ready, plugins), warnings
-    named_devices = [device for device in listed if device.device_id.name in names]
-    others = [device for device in listed if device.device_id.name not in names]
-    renewed = merge_remembered(named_devices, remembered, not_ready, plugins)
-    return served, [*others, *renewed], warnings
-
-
-def _missing_slot_types(
-    devices: Iterable[Device], types: Sequence[SlotType], names: Collection[str]
-) -> list[SlotType]:
-    """Return the slot types of parts that are all missing or unhealthy, for some device names.
-
-    A plugin derives them from the parts that answer. They exclude the same slots as its other
-    ones.
-    """
-    known = {slot.name for slot in types}
-    groups = {device_name_of(slot.name): slot.exclusive_group for slot in types}
-    return [
-        SlotType(device.slot, device.kind, ONE, groups.get(device.device_id.name))
-        for device in devices
-        if device.device_id.name in names
-        and is_slot_of_parts(device.slot)
-        and device.slot not in known
-    ]
-
-
-def _devices_to_save(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
-    """Return the devices of an inventory, or of some device names, that are saved."""
-    return [
-        device
-        for device in inventory.devices
-        if not device.is_hearsay and (names is None or device.device_id.name in names)
-    ]
