@@ -3,6 +3,7 @@ from fractions import Fraction
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.conditions import Condition
 from agentd.core.devices import Device, DeviceId, Health, Inventory, restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
@@ -128,7 +129,7 @@ async def test_new_device_has_no_agent_outside_shared_mode() -> None:
     rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
     third = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), third))]
-    assert rig.devices.refresh("cuda") is True
+    rig.devices.refresh("cuda")
     assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}
     assert "cuda7 is new; restart agentd to assign it" in rig.devices.warnings
     assert [p.members & {third.device_id} for p in rig.devices.split.partitions.values()] == [
@@ -221,7 +222,8 @@ async def test_two_plugins_that_open_late_together_both_join() -> None:
         pending=("npu", "tpu"),
     )
     late(rig, "npu", "tpu")
-    assert [rig.devices.refresh("npu"), rig.devices.refresh("tpu")] == [True, True]
+    for name in ("npu", "tpu"):
+        rig.devices.refresh(name)
     assert set(rig.devices.partition("a").limits) == {"npu", "tpu"}
     assert not any("does not fit" in warning for warning in rig.devices.warnings)
 
@@ -284,10 +286,27 @@ async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:
     assert rig.devices.find("cuda", "N").gone
     real = replace(hearsay, capacity=ONE, gone=False, is_hearsay=False)
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), real))]
-    assert rig.devices.refresh("cuda") is True
+    rig.devices.refresh("cuda")
     found = rig.devices.find("cuda", "N")
     assert (found.capacity, found.gone, found.is_hearsay) == (ONE, False, False)
     assert found.device_id in rig.devices.partition("a").members
+
+
+@pytest.mark.parametrize("is_claimed", [False, True], ids=["kernel", "claim"])
+async def test_started_plugin_gives_no_gpu_that_is_held(is_claimed: bool, rig: Rig) -> None:
+    """The plugin was stopped, and the saved devices are lost."""
+    if is_claimed:
+        spec = ClaimSpec("c1", "a", NameHolder("c1"), "c1", slots={"cuda.device": 1})
+        await rig.claims.create(spec)
+    else:
+        await rig.create(cuda_device=1)
+    rig.memory.devices = ()
+    again = Rig(rig.memory, listings=[], pending=["cuda"])
+    again.recall()
+    again.plugins.pending = []
+    again.plugins.ready = rig.plugins.ready
+    await again.devices.start_plugin("cuda")
+    assert again.free_gpus == 1
 
 
 async def test_a_device_that_a_plugin_says_is_absent_can_be_forgotten(rig: Rig) -> None:

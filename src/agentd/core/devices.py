@@ -220,9 +220,9 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {device.device_id: device for device in self.devices}
 
     @cached_property
-    def listed(self) -> frozenset[DeviceId]:
-        """Devices that are, or were, listed: not those known only from a kernel's record."""
-        return frozenset(d.device_id for d in self.devices if not d.is_hearsay)
+    def listed(self) -> Mapping[DeviceId, Sequence[SecondarySlot]]:
+        """The slots of all but the devices that are known only from a kernel's record."""
+        return {d.device_id: d.slots for d in self.devices if not d.is_hearsay}
 
     @cached_property
     def by_stable_id(self) -> Mapping[str, Device]:

@@ -89,6 +89,7 @@ class NodeDevices:
         self._stop_lock = asyncio.Lock()
         self._generation = 0
         self._withhold: Callable[[Inventory], Inventory] = lambda inventory: inventory
+        self._on_relisted: Callable[[], None] = lambda: None
 
     @property
     def split(self) -> Split:
@@ -177,25 +178,19 @@ class NodeDevices:
         self._rules = replace(self._rules, forgotten=frozenset(saved.forgotten))
         self._merge_listings(self._plugins.listings())
 
-    def refresh(self, name: str) -> bool:
-        """Apply a plugin's current status and listing.
-
-        Returns:
-            Whether its devices were added just now.
-        """
+    def refresh(self, name: str) -> None:
+        """Apply a plugin's current status and listing."""
         status = self._plugin_status(name)
         if status is not None and status != self._statuses.get(name):
             self._statuses[name] = status
             self._events.publish(EventKind.PLUGIN, status)
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
         if listing is None:
-            return False
+            return
         is_first = name in self._restored and not listing.is_restored
-        if is_first or name not in self._added_plugins:
-            if self._add_late(listing):
-                return True
-            if not is_first:
-                return False
+        is_late = is_first or name not in self._added_plugins
+        if is_late and (self._add_late(listing) or not is_first):
+            return
         if status is not None and status.state is PluginState.READY:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
             inventory, warnings = self.inventory.with_listing(name, listed)
@@ -209,11 +204,9 @@ class NodeDevices:
             )
             warnings = []
         self._listing_warnings[name] = tuple(warnings)
-        added = inventory.listed - self.inventory.listed
         if self._mark_unavailable(inventory) is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._apply_observed_change(inventory)
-        return bool(added)
 
     def _add_late(self, listing: PluginListing) -> bool:
         """Add the devices of a plugin that opened late; no known device moves.
@@ -230,8 +223,8 @@ class NodeDevices:
             self._refusals[listing.name] = reason
             return False
         self._refusals.pop(listing.name, None)
-        _publish_changes(self._events, before.inventory, self.inventory)
         log.info("plugin.added", plugin=listing.name)
+        self._announce(before.inventory)
         return True
 
     def _merge_listings(
@@ -485,10 +478,28 @@ class NodeDevices:
         return self._withhold(inventory).with_unserved(reasons)
 
     def _apply(self, inventory: Inventory) -> None:
-        before, inventory = self.inventory, self._mark_unavailable(inventory)
-        self._split = self.split.with_inventory(inventory)
+        before = self.inventory
+        self._split = self.split.with_inventory(self._mark_unavailable(inventory))
         self._generation += 1
-        _publish_changes(self._events, before, inventory)
+        self._announce(before)
+
+    def on_relisted(self, callback: Callable[[], None]) -> None:
+        """Register a callback for devices that are new, or offer other slots.
+
+        Kernels and claims may hold them by what their records say.
+        """
+        self._on_relisted = callback
+
+    def _announce(self, before: Inventory) -> None:
+        """Publish the changes of devices since `before`."""
+        now = self.inventory
+        for device_id, device in now.by_id.items():
+            if before.by_id.get(device_id) != device:
+                self._events.publish(EventKind.DEVICE, device)
+        for device_id in before.by_id.keys() - now.by_id.keys():
+            self._events.publish(EventKind.DEVICE_REMOVED, before.by_id[device_id])
+        if now.listed != before.listed:
+            self._on_relisted()
 
     def _save(self) -> None:
         try:
@@ -505,15 +516,6 @@ class NodeDevices:
         if self._unsaved:
             self._save()
         self._store.retry()
-
-
-def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:
-    for device_id, device in now.by_id.items():
-        if before.by_id.get(device_id) != device:
-            events.publish(EventKind.DEVICE, device)
-    for device_id, device in before.by_id.items():
-        if device_id not in now.by_id:
-            events.publish(EventKind.DEVICE_REMOVED, device)
 
 
 def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:

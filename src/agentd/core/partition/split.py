@@ -149,11 +149,12 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         New devices belong to every agent in shared mode, and to a single agent in auto-split.
         Else they belong to no agent yet.
         """
-        before = self.inventory.listed
+        added = inventory.listed.keys() - self.inventory.listed.keys()
         new = [
             device.device_id
             for device in inventory.devices
-            if device.device_id in inventory.listed - before and not device.is_excluded
+            if device.device_id in inventory.listed.keys() - before.keys()
+            and not device.is_excluded
         ]
         if not new:
             return replace(self, inventory=inventory)

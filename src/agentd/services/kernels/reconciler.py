@@ -64,8 +64,9 @@ class Reconciler:
         self._observation_slots = asyncio.Semaphore(MAX_OBSERVATIONS)
         self._to_reobserve: set[str] = set()
         self._partial_retry_at = 0.0
+        self._devices.on_relisted(self._recharge_devices)
 
-    def recharge_devices(self) -> None:
+    def _recharge_devices(self) -> None:
         """Charge kernels and claims to devices that were known only from their records so far."""
         for claim in list(self._state.claims.values()):
             if (relocated := resolve_claim_devices(claim, self._devices)) is not claim:
@@ -341,8 +342,7 @@ class ReconcilerLoops:
 
     async def _watch_plugins(self) -> None:
         async for name in self._plugins.changes():
-            if self._devices.refresh(name):
-                self._reconciler.recharge_devices()
+            self._devices.refresh(name)
 
     async def _run_forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:
