@@ -153,8 +153,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         new = [
             device.device_id
             for device in inventory.devices
-            if device.device_id in inventory.listed.keys() - before.keys()
-            and not device.is_excluded
+            if device.device_id in added and not device.is_excluded
         ]
         if not new:
             return replace(self, inventory=inventory)
