@@ -17,6 +17,7 @@ from agentd.core.partition.rules import (
     parse_memory_rule,
 )
 from agentd.core.partition.split import split
+from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE
 from agentd.errors import ConfigRefused
 from core.machines import GIB, cores, gpus, machine, memory, texts
@@ -260,6 +261,59 @@ def test_present_device_comes_before_a_gone_one_in_its_slot(is_first_gone: bool)
     assert ids(split(node, manual(described("a", cuda=["0000:3b:00.0"]))), "a", "cuda") == [present]
     assert ids(split(node, manual(described("a", cuda=[gone]))), "a", "cuda") == [gone]
     assert node.by_identity["0000:3b:00.0"].device_id.id == present
+
+
+NEW_CARD = replace(gpus(1)[0], stable_id="GPU-new")
+REPLACED = machine(*cores(4), memory(), *merge_remembered([NEW_CARD, gpus(1, 1)[1]], gpus(1, 1)))
+"""A node with `cuda2` in place of the missing `cuda0`."""
+
+
+@pytest.mark.parametrize("name", ["cuda0", "GPU-cuda-0"])
+def test_replaced_card_that_an_agent_names_is_missing(name: str) -> None:
+    """It ends no start, and does not count."""
+    rules = manual(described("a", cuda=[name]), described("b", cuda="50%"))
+    result = split(REPLACED, rules)
+    assert [ids(result, agent, "cuda") for agent in "ab"] == [["cuda0"], ["cuda2"]]
+    assert result.agent_slots("a")["cuda.device"] == 0
+    assert "cuda1 is assigned to no agent" in texts(result)
+    by_address = split(REPLACED, manual(described("a", cuda=["0000:00:00.0"])))
+    assert ids(by_address, "a", "cuda") == ["cuda2"]
+
+
+TWO_AGENTS = {
+    "auto-split": SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")),
+    "manual": manual(described("a", cuda=1), described("b", cuda=1)),
+}
+
+
+@pytest.mark.parametrize("mode", TWO_AGENTS)
+def test_replaced_card_that_returns_waits_for_a_restart(mode: str) -> None:
+    before = split(REPLACED, TWO_AGENTS[mode])
+    assert (before.unassigned.get("cuda"), texts(before)) == (None, ())
+    moved = replace(gpus(1)[0], aliases=("0000:09:00.0",))
+    inventory, _ = REPLACED.with_listing("cuda", [NEW_CARD, *gpus(1, 1)[1:], moved])
+    now = before.with_inventory(inventory)
+    assert now.unassigned == {"cuda": ("cuda0",)}
+    assert texts(now) == ("cuda0 is new; restart agentd to assign it",)
+    shared = split(REPLACED, SplitRules(AllocationMode.SHARED, agents("a")))
+    assert "cuda0" in ids(shared.with_inventory(inventory), "a", "cuda")
+
+
+@pytest.mark.parametrize("mode", TWO_AGENTS)
+def test_condition_of_a_new_device_ends_with_it(mode: str) -> None:
+    node = machine(*cores(4), memory(), *gpus(1, 1))
+    result = split(node, TWO_AGENTS[mode])
+    for n in range(2):
+        new = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda2"), stable_id=f"N{n}")
+        inventory, _ = result.inventory.with_listing("cuda", [*gpus(1, 1), new])
+        result = result.with_inventory(inventory)
+        name = inventory.by_stable_id[f"N{n}"].device_id.id
+        assert texts(result) == (f"{name} is new; restart agentd to assign it",)
+        inventory, _ = inventory.with_listing("cuda", gpus(1, 1))
+        result = result.with_inventory(inventory)
+        assert (result.unassigned, texts(result)) == ({}, ())
+        result = result.with_inventory(inventory.without(DeviceId("cuda", name)))
+        assert texts(result) == ()
 
 
 def test_excluded_device_belongs_to_nobody_and_does_not_count() -> None:

@@ -48,7 +48,8 @@ class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
     reserved: tuple[DeviceId, ...]
     unlisted: Mapping[str, str]
     known_names: frozenset[str] = frozenset()
-    excluded: tuple[Device, ...] = ()
+    uncounted: tuple[Device, ...] = ()
+    """Devices that are excluded, and missing ones whose place another one has."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
@@ -91,7 +92,8 @@ class _ManualAssignment:
             if not isinstance(rule, Ids):
                 self._assign_counted(location, agent, name, rule)
         memory = self._assign_memory()
-        order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
+        pool = self._pool
+        order = {d.device_id: n for n, d in enumerate((*pool.devices, *pool.uncounted))}
         assignment = Assignment(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._assigned.items()},
             memory,
@@ -132,9 +134,10 @@ class _ManualAssignment:
 
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
-        excluded = [device for device in self._pool.excluded if device.device_id.name == name]
+        uncounted = [device for device in self._pool.uncounted if device.device_id.name == name]
+        excluded = [device for device in uncounted if device.is_excluded]
         absent = {*map(normal_name, self._rules.exclude.get(name, ()))}
-        devices = by_any_name([*self._devices(name), *excluded])
+        devices = by_any_name([*self._devices(name), *uncounted])
         for wanted in rule.names:
             device = devices.get(normal_name(wanted))
             is_refused = normal_name(wanted) in absent or bool(named_devices(excluded, [wanted]))
