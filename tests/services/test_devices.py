@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, DeviceId, Health, Inventory, restore_last_form
+from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.listings import restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import (
     AgentRule,

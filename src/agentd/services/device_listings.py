@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from agentd.core.devices import Device, Inventory, deduplicate_devices, with_shared_health
+from agentd.core.devices import Device, Inventory, with_shared_health
+from agentd.core.listings import deduplicate_devices
 from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE, SlotType, device_name_of, is_slot_of_parts
 from agentd.services.protocols import PluginListing, PluginState, PluginStatus

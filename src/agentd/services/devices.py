@@ -28,6 +28,7 @@ from agentd.core.devices import (
     by_any_name,
 )
 from agentd.core.hardware_names import normal_name
+from agentd.core.listings import apply_listing
 from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
@@ -193,7 +194,7 @@ class NodeDevices:
             return
         if status is not None and status.state is PluginState.READY:
             listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
-            inventory, warnings = self.inventory.with_listing(name, listed)
+            inventory, warnings = apply_listing(self.inventory, name, listed)
             warnings += self._listing_warnings[name] if is_first else ()
             inventory = place_new_devices(inventory, self.inventory)
         else:

@@ -12,13 +12,14 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, restore_last_form
+from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
+from agentd.core.listings import restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import SlotType
 from agentd.errors import Problem

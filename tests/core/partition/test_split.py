@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import DeviceId
+from agentd.core.listings import apply_listing
 from agentd.core.partition.auto_split import split_units
 from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.rules import (
@@ -291,7 +292,7 @@ def test_replaced_card_that_returns_waits_for_a_restart(mode: str) -> None:
     before = split(REPLACED, TWO_AGENTS[mode])
     assert (before.unassigned.get("cuda"), texts(before)) == (None, ())
     moved = replace(gpus(1)[0], aliases=("0000:09:00.0",))
-    inventory, _ = REPLACED.with_listing("cuda", [NEW_CARD, *gpus(1, 1)[1:], moved])
+    inventory, _ = apply_listing(REPLACED, "cuda", [NEW_CARD, *gpus(1, 1)[1:], moved])
     now = before.with_inventory(inventory)
     assert now.unassigned == {"cuda": ("cuda0",)}
     assert texts(now) == ("cuda0 is new; restart agentd to assign it",)
@@ -305,11 +306,11 @@ def test_condition_of_a_new_device_ends_with_it(mode: str) -> None:
     result = split(node, TWO_AGENTS[mode])
     for n in range(2):
         new = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda2"), stable_id=f"N{n}")
-        inventory, _ = result.inventory.with_listing("cuda", [*gpus(1, 1), new])
+        inventory, _ = apply_listing(result.inventory, "cuda", [*gpus(1, 1), new])
         result = result.with_inventory(inventory)
         name = inventory.by_stable_id[f"N{n}"].device_id.id
         assert texts(result) == (f"{name} is new; restart agentd to assign it",)
-        inventory, _ = inventory.with_listing("cuda", gpus(1, 1))
+        inventory, _ = apply_listing(inventory, "cuda", gpus(1, 1))
         result = result.with_inventory(inventory)
         assert (result.unassigned, texts(result)) == ({}, ())
         result = result.with_inventory(inventory.without(DeviceId("cuda", name)))
