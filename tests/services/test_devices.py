@@ -310,6 +310,23 @@ async def test_started_plugin_gives_no_gpu_that_is_held(is_claimed: bool, rig: R
     assert again.free_gpus == 1
 
 
+async def test_gpu_that_tells_its_address_late_is_excluded() -> None:
+    first, second = gpus(1, 1)
+    lost = replace(first, aliases=(), health=Health.UNHEALTHY, reason="no answer")
+    rules = SplitRules(
+        AllocationMode.AUTO_SPLIT, (AgentRule("a"),), exclude={"cuda": first.aliases}
+    )
+    rig = Rig(rules=rules, listings=[PluginListing("cuda", (CUDA,), (lost, second))])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, second))]
+    rig.devices.refresh("cuda")
+    assert rig.devices.find("cuda", "cuda0").withheld_reason == "excluded in [plugins.cuda]"
+    assert (rig.devices.split.owners(first.device_id), rig.free_gpus) == ([], 1)
+    assert rig.devices.split.unassigned == {}
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (lost, second))]
+    rig.devices.refresh("cuda")
+    assert rig.devices.find("cuda", "cuda0").is_excluded, "its last address counts"
+
+
 async def test_a_device_that_a_plugin_says_is_absent_can_be_forgotten(rig: Rig) -> None:
     again = Rig(rig.memory)
     again.plugins.ready, again.plugins.absent = [], {"cuda": "no GPU on the bus"}

@@ -33,7 +33,7 @@ def apply_listing(
     If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
     is not listed any more, or lists another primary slot, is missing until it returns. Other
     secondary slots are a warning. A new device is added if its slots are known and no other
-    plugin serves it. An unhealthy one keeps its last form.
+    plugin serves it. An unhealthy one keeps its last form, and may tell its aliases later.
     """
     known_forms = (d for d in inventory.by_name.get(name, ()) if not d.is_hearsay)
     listed = restore_last_form([*listed], known_forms, inventory.slot_types)
@@ -102,6 +102,8 @@ def _listed_form(inventory: Inventory, device: Device, listed: Device | None) ->
         health=listed.health,
         reason=listed.reason,
         secondary=secondary,
+        aliases=listed.aliases or device.aliases,
+        parent_aliases=listed.parent_aliases or device.parent_aliases,
         files=listed.files,
         needs_clear=listed.needs_clear,
     )
