@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
-from agentd.errors import NodeUnavailable
+from agentd.errors import AgentdError, OutcomeUnknown
 from agentd_fleet.nodes.calls import (
     CREATE_TIMEOUT_S,
     NodeAnswer,
@@ -53,14 +53,15 @@ class AttemptResult(msgspec.Struct, frozen=True):
     is_certain: bool
 
 
-class PlacementUnknown(NodeUnavailable):
+class PlacementUnknown(OutcomeUnknown):
     """It is unknown whether a node has a kernel; repeating the request resolves it."""
 
-    def __init__(self, kernel_id: str, node_id: str, reason: str) -> None:
-        self.kernel_id, self.node_id = kernel_id, node_id
+    def __init__(self, route: KernelRoute, reason: object) -> None:
+        self.node_id = route.node_id
         super().__init__(
-            f"unknown whether kernel {kernel_id} was created ({reason}); retry with this"
-            " kernel_id, or inspect the node once it is available"
+            f"unknown whether kernel {route.kernel_id} was created ({reason}); retry with this"
+            " kernel_id, or inspect the node once it is available",
+            route.kernel_id,
         )
 
     def facts(self) -> dict[str, object]:
@@ -82,13 +83,11 @@ class AttemptRunner:
         """Return the node of a route.
 
         Raises:
-            PlacementUnknown: the node is unknown.
+            NodeNotCalled: the node is unknown.
         """
         node = self._state.node(route.node_id)
         if node is None or not node.url:
-            raise PlacementUnknown(
-                route.kernel_id, route.node_id, f"node {route.node_id} is unavailable"
-            )
+            raise NodeNotCalled(f"node {route.node_id} is unavailable")
         return node
 
     async def run(
@@ -101,14 +100,14 @@ class AttemptRunner:
 
         Raises:
             NodeNotCalled: the node cannot be called and was not called.
-            PlacementUnknown: the node was called and does not answer.
+            PlacementUnknown: the node was called and does not answer, or the store does not.
             RouteTakenOver: another gateway works on it, or may do so: this one was suspended.
         """
         route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
         node, is_certain = self.node_of_route(route), True
         while True:
             if boottime_s() - began_at > self._timeouts.send_within_s:
-                raise RouteTakenOver(route.kernel_id, route.node_id, "this gateway was suspended")
+                raise RouteTakenOver(route, "this gateway was suspended")
             try:
                 answer = await self._call_node(caller, request, route, node)
                 return AttemptResult(answer, stored, is_certain=is_certain)
@@ -119,12 +118,15 @@ class AttemptRunner:
             except NodeAnswerLost as error:
                 is_certain, reason = False, str(error)
             if boottime_s() > deadline:
-                raise PlacementUnknown(route.kernel_id, route.node_id, reason)
+                raise PlacementUnknown(route, reason)
             await asyncio.sleep(self._timeouts.retry_pause_s)
             own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
-            revision = await self._store.put_route(own_route, stored.revision)
+            try:
+                revision = await self._store.put_route(own_route, stored.revision)
+            except AgentdError as error:
+                raise PlacementUnknown(route, error) from error
             if revision is None:
-                raise RouteTakenOver(route.kernel_id, route.node_id, "another gateway works on it")
+                raise RouteTakenOver(route, "another gateway works on it")
             stored = StoredRoute(own_route, revision)
 
     async def _call_node(

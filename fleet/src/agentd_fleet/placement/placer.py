@@ -35,6 +35,7 @@ from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
     PlacementTimeouts,
+    PlacementUnknown,
     RouteTakenOver,
     boottime_s,
     creates_path,
@@ -195,17 +196,16 @@ class Placer:
             )
             written = await self._store.put_route(route, revision)
             if written is None:  # another gateway got the same request
-                reason = "another gateway works on it"
-                raise RouteTakenOver(request.kernel_id, candidate.node_id, reason)
+                raise RouteTakenOver(route, "another gateway works on it")
             revision = written
             self._state.debit(*candidate, requested)
             try:
                 result = await self._attempts.run(
                     caller, request, StoredRoute(route, revision), began
                 )
-            except NodeUnavailable as unavailable:
+            except (NodeNotCalled, PlacementUnknown) as unavailable:
                 self._note_refusals([(candidate.node_id, unavailable)])
-                if not isinstance(unavailable, NodeNotCalled):
+                if isinstance(unavailable, PlacementUnknown):
                     raise
                 error: AgentdError = unavailable
             else:
@@ -216,7 +216,7 @@ class Placer:
                 error = result.answer.error()
                 self._note_refusals([(candidate.node_id, error)])
                 if not result.is_certain or error.scope is Scope.UNKNOWN:
-                    raise error
+                    raise _repeated_refusal(result.answer, route)
             self._state.undebit(candidate.node_id)
             refused.append((candidate.node_id, error))
             if error.scope is Scope.REQUEST:
@@ -278,20 +278,37 @@ class Placer:
 
         Raises:
             KernelConflict: the id belongs to another request.
-            AgentdError: the node refused it, or does not answer.
+            PlacementUnknown: the node, or the store, does not answer.
+            AgentdError: the node refused it.
         """
         route = stored.route
         if reason := _conflict_reason(caller, request, route):
             if await self._free_if_missing(stored):
                 return None
             raise KernelConflict(reason)
+        try:
+            answer = await self._repeat_call(caller, request, stored)
+        except (NodeUnavailable, StoreUnavailable) as error:
+            raise PlacementUnknown(route, error) from None
+        if answer is None:
+            return None
+        if answer.is_error:
+            raise _repeated_refusal(answer, route)
+        status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
+        return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)
+
+    async def _repeat_call(
+        self, caller: Caller, request: PlacementRequest, stored: StoredRoute
+    ) -> NodeAnswer | None:
+        """Return what the node of a route answers now; None if the route has changed."""
+        route = stored.route
         if route.progress is RouteProgress.PLACED:
             node = self._attempts.node_of_route(route)
             answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_unknown_kernel:
                 await self._store.delete_route(route.kernel_id, stored.revision)
                 return None
-            return _placed_or_raise(answer, route)
+            return answer
         if not await self._wait_unchanged(stored):
             return None
         own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
@@ -303,7 +320,7 @@ class Placer:
         )
         if not result.answer.is_error:
             self._confirm_soon(result.stored)
-        return _placed_or_raise(result.answer, route)
+        return result.answer
 
     async def _wait_unchanged(self, stored: StoredRoute) -> bool:
         """Wait until a route's owner may count as dead; False if the route has changed."""
@@ -405,8 +422,10 @@ def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRou
     return ""
 
 
-def _placed_or_raise(answer: NodeAnswer, route: KernelRoute) -> PlacedKernel:
-    if answer.is_error:
-        raise answer.error()
-    status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
-    return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)
+def _repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
+    """Return a node's refusal after an earlier call for the kernel.
+
+    One of the moment proves nothing: a node that starts or stops does not look for the kernel.
+    """
+    error = answer.error()
+    return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error
