@@ -35,6 +35,36 @@ MEANINGS = {
         400, f'{PROCESS}exec: "port is already allocated": executable file not found in $PATH',
         127, CommandNotFound,
     ),
+    "a command named as a hook": (
+        400, f'{PROCESS}exec: "webhook": executable file not found in $PATH', 127, CommandNotFound,
+    ),
+    "a path of a command named as a hook": (
+        400, f'{PROCESS}exec: "/opt/hook #1": stat /opt/hook #1: no such file or directory', 127,
+        CommandNotFound,
+    ),
+    "a command named as a hook, crun": (
+        500, "crun: executable file `webhook` not found in $PATH: No such file or directory", 127,
+        CommandNotFound,
+    ),
+    "a command named as a mount's trouble": (
+        400, f'{PROCESS}exec: "a \\" error mounting": executable file not found in $PATH', 127,
+        CommandNotFound,
+    ),
+    "a command named as a full disk": (
+        400, f'{PROCESS}exec: "no space left on device": executable file not found in $PATH', 127,
+        CommandNotFound,
+    ),
+    "a path of a command named as a full disk": (
+        400, f'{PROCESS}exec: "/x: no space left on device": stat /x: no space left on device: no',
+        127, CommandNotFound,
+    ),
+    "a command on a file system that fails": (
+        500, f'{PROCESS}exec: "/usr/nfs/run.sh": input/output error: unknown', 128, RuntimeFailure,
+    ),
+    "a command of another format named as a conflict": (
+        500, f'{PROCESS}exec: "./no such container": exec format error: unknown', 128,
+        RuntimeFailure,
+    ),
     "a folder that cannot be entered": (
         500, f'{INIT}chdir to cwd ("/x") set in config.json failed: not a directory: unknown', 127,
         InvalidRequest,

@@ -153,6 +153,10 @@ OF_THE_MOMENT = {
         refused(f"{RESOLVE}failed to authorize: failed to fetch anonymous token: Get"
                 ' "https://auth.docker.io/token?scope=repository%3Ax%3Apull": EOF'), 10,
     ),
+    "a registry whose own disk is full": (
+        refused("error parsing HTTP 500 response body: invalid character 'w' looking for beginning"
+                ' of value: "write /r/\\"x\\": no space left on device"'), 10,
+    ),
     "words that nobody knows": (refused("the flux capacitor is empty"), 10),
     "no words": (detailed("", 0), 10),
     "a proxy's socket that is not permitted": (
@@ -246,6 +250,12 @@ OF_THE_NODE = {
     "a full disk, Podman": only_error(
         'writing blob: storing blob to file "/var/tmp/container_images_storage2999638705/2": write'
         " /var/tmp/container_images_storage2999638705/2: no space left on device"
+    ),
+    "a full disk while a file about cgroups is unpacked": streamed(
+        "failed to register layer: write /usr/include/linux/cgroupstats.h: no space left on device"
+    ),
+    "a full disk, of an image below dev": refused(
+        "pulling r.example/dev/train: write /data/docker/tmp/GetImageBlob1: no space left on device"
     ),
     "a quota": streamed("write /data/docker/tmp/GetImageBlob1: disk quota exceeded"),
     "a disk that became read-only": streamed(

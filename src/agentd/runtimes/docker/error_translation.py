@@ -55,7 +55,7 @@ _BAD_DISK = re.compile("read-only file system|input/output error")
 _NO_DISK = re.compile(
     "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|hook #|error mounting"
 )
-"""Words of other limits of the kernel, of devices and of mounts, with the same errors."""
+"""Words of other limits of Linux, of devices and of mounts, in a refused create or start."""
 _RATE_LIMIT = re.compile("too ?many ?requests|rate limit|rate exceeded")
 _IMAGE_REFUSED = re.compile(
     "(?:manifest|name) unknown"
@@ -69,8 +69,10 @@ _IMAGE_REFUSED = re.compile(
 """Texts of pulls that fail however often they are repeated; the last is a registry's status."""
 _NODE_CONTENT = re.compile("content (?:digest|store)|blob not found")
 """Texts of an image store that has lost a part of an image, which is "not found" as well."""
-_QUOTED = re.compile(r'"[^"]*"|https?://\S+')
-"""Texts of others in an engine's message: names of images, addresses."""
+_COMMAND = 'exec: "'
+"""The begin of a command in a message; what follows may repeat its words without quotes."""
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`|https?://\S+')
+"""Texts of others in an engine's message: names of images, paths, addresses."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
 """Statuses of an engine that knows why a pull failed; one of 20.10 always answers 500."""
 _RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d{1,9}(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
@@ -93,33 +95,43 @@ def translate_error(
     `exit_code` is that of a container whose start was refused.
     """
     if isinstance(error, DockerError):
-        return _translate_refusal(error, plan, exit_code)
+        if plan is not None:
+            return _translate_refused_create(error, plan, exit_code)
+        return _translate_refusal(_engine_words(error.detail), error.message)
     if isinstance(error, (DockerUnreachable, DockerResponseLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
-def _translate_refusal(
-    error: DockerError, plan: KernelPlan | None, exit_code: int
+def _engine_words(message: str) -> str:
+    """Return a message in lower case without the words of others, which decide nothing."""
+    return _QUOTED.sub("", message.partition(_COMMAND)[0]).lower()
+
+
+def _translate_refused_create(
+    error: DockerError, plan: KernelPlan, exit_code: int
 ) -> BaseException:
-    if plan is not None and (problem := request_problem(error.detail, plan.spec)):
+    if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
-    if plan is not None and (reason := _disk_reason(error.detail)):
+    words = _engine_words(error.detail)
+    if not _NO_DISK.search(error.detail.lower()) and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
-    message = error.message
-    if plan is not None:
-        message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
-    if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
+    message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
+    if not any(text in words for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
             command = quote_untrusted(program) if program else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", message)])
+    return _translate_refusal(words, message)
+
+
+def _translate_refusal(words: str, message: str) -> BaseException:
     for text, meaning in _CONFLICTS.items():
-        if text in error.detail.lower():
+        if text in words:
             return RuntimeUnavailable(meaning or message)
-    failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""
+    failed = " cannot set a default ulimit" if _RLIMIT in words else ""
     return RuntimeFailure(f"the Docker Engine{failed}: {message}")
 
 
@@ -134,14 +146,11 @@ def _named_paths(plan: KernelPlan) -> Iterator[str]:
     yield from (node.host_path for node in plan.edits.device_nodes)
 
 
-def _disk_reason(message: str) -> str:
-    """Return what an engine's message says of its disk, "" for nothing."""
-    text = message.lower()
-    if _NO_DISK.search(text):
-        return ""
-    if _FULL_DISK.search(text):
+def _disk_reason(words: str) -> str:
+    """Return what an engine's words say of its disk, "" for nothing."""
+    if _FULL_DISK.search(words):
         return "the disk of the node's engine is full"
-    return "the disk of the node's engine is not writable" if _BAD_DISK.search(text) else ""
+    return "the disk of the node's engine is not writable" if _BAD_DISK.search(words) else ""
 
 
 def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
@@ -150,15 +159,15 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     A failure passes unless its text says otherwise. `status` is that of the engine, if it has any.
     """
     message = message[:MAX_DETAIL_BYTES].strip()
-    text = message.lower()
-    if reason := _disk_reason(text):
+    text, words = message.lower(), _engine_words(message)
+    if reason := _disk_reason(words):
         return StateUnavailable(f"image {image}: {reason}")
     detail = f"image {image}: {hide_paths(message)}"
     if _RATE_LIMIT.search(text):
         return ImageUnavailable(detail, _retry_after_s(text))
     if _NODE_CONTENT.search(text):
         return ImageUnavailable(detail)
-    if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(_QUOTED.sub("", text)):
+    if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(words):
         return ImageNotFound(detail)
     return ImageUnavailable(detail)
 
