@@ -16,7 +16,7 @@ from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
 from agentd.cli.output import CommandError, output_option, print_answer, print_text
 from agentd.client import Client
-from agentd.errors import AgentdError, UnknownKernel
+from agentd.errors import AgentdError, RuntimeUnavailable, UnknownKernel
 from agentd.program.exit_status import ExitStatus
 from agentd.views import KernelView
 
@@ -86,12 +86,14 @@ def _merge_logs(client: Client, kernels: Sequence[str], query: dict[str, Any]) -
 
 def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
     """Queue the lines of one log, and at its end None or the error."""
-    partial_line, outcome = b"", None
+    partial_line = b""
+    outcome: AgentdError | None = RuntimeUnavailable("a log was not read to its end")
     try:
         for chunk in chunks:
             *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
             for line in complete_lines:
                 lines.put(prefix + line + b"\n")
+        outcome = None
     except AgentdError as error:
         outcome = error
     finally:
