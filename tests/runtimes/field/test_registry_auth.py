@@ -5,6 +5,7 @@ import json
 import os
 from base64 import b64encode
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 from agentd.config.loading import load_text
 from agentd.daemon.runtime_factory import login_conditions
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
-from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
-from agentd.runtimes.docker.registry_auth import find_credentials, registry_auth_problems
+from agentd.runtimes.docker.registry_auth import (
+    MAX_HELPERS,
+    RegistryLogins,
+    registry_auth_problems,
+)
 from runtimes.field.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.host_faults import hung_mount
@@ -34,7 +38,7 @@ async def find(folder: Path, content: Mapping[str, Any], image: str = IMAGE) -> 
     """Return the credentials that a pull of an image sends, without the registry's address."""
     file = folder / "config.json"
     file.write_text(json.dumps(content))
-    credentials = await find_credentials(image, file, Lookups())
+    credentials = await RegistryLogins(file).find(image)
     return credentials and {k: v for k, v in credentials.items() if k != "serveraddress"}
 
 
@@ -98,7 +102,7 @@ async def test_login_is_sent_with_a_host_and_no_address(
     """The containerd store compares it with the host that it pulls from."""
     file = folder / "config.json"
     file.write_text(json.dumps({"auths": {HOST: entry(), "docker.io": entry()}}))
-    credentials = await find_credentials(image, file, Lookups())
+    credentials = await RegistryLogins(file).find(image)
     assert credentials == {**LOGIN, "serveraddress": host}
 
 
@@ -218,6 +222,30 @@ async def test_cancelled_pull_ends_its_helper(programs: Path) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_pulls_of_one_registry_share_a_helper(programs: Path) -> None:
+    """A caller who may create decides how many pulls there are."""
+    answer = '{"Username": "ada", "Secret": "se:cret"}'
+    runs = programs / "runs"
+    wait = f"while [ ! -e {programs}/open ]; do sleep 0.02; done"
+    write_helper(programs, "vault", f"echo 1 >> {runs}; {wait}; echo '{answer}'; echo -1 >> {runs}")
+    (programs / "config.json").write_text('{"credsStore": "vault"}')
+    logins = RegistryLogins(programs / "config.json")
+    images = [f"{HOST}/team/x:{number}" for number in range(20)]
+    images += [f"r{number}.example/x:1" for number in range(20)]
+    pulls = [asyncio.create_task(logins.find(image)) for image in images]
+    async with asyncio.timeout(20):
+        while not runs.exists() or runs.read_text().count("1") < MAX_HELPERS:
+            await asyncio.sleep(0.02)
+        pulls[0].cancel()
+        (programs / "open").touch()
+        found = await asyncio.gather(*pulls, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert all(isinstance(login, dict) and login["username"] == "ada" for login in found[1:])
+    steps = [int(line) for line in runs.read_text().splitlines()]
+    assert steps.count(1) == 21
+    assert max(accumulate(steps)) == MAX_HELPERS
+
+
 @pytest.mark.parametrize("name", ["", None])
 async def test_registry_without_a_helper_has_the_file_s_login(programs: Path, name: Any) -> None:
     """So Docker is told to leave its store aside; a missing member can be null as well."""
@@ -242,7 +270,7 @@ async def test_helper_of_another_registry_is_not_checked(folder: Path) -> None:
 async def test_file_that_is_nested_too_deeply_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(RuntimeFailure, match="is nested too deeply"):
-        await find_credentials(IMAGE, folder / "config.json", Lookups())
+        await RegistryLogins(folder / "config.json").find(IMAGE)
 
 
 async def test_helper_leaves_nothing_behind(programs: Path) -> None:

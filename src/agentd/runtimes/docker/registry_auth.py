@@ -22,8 +22,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agentd.errors import AgentdError, Problem, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
+from agentd.shared_calls import SharedCalls
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 Credentials: TypeAlias = dict[str, str]
@@ -39,6 +40,8 @@ _HELPER_VARIABLES = (
 _ROOT_HOME = "/root"
 """HOME of a helper if agentd has none, as a service of systemd; without one, some hang."""
 HELPER_TIMEOUT_S = 30.0
+MAX_HELPERS = 4
+"""Helpers of one file that run at once; a caller chooses the registries, so how many it needs."""
 _MAX_ANSWER_BYTES = 64 << 10
 """The size of a pipe; a helper that prints more does not end."""
 _NOT_FOUND = b"credentials not found"
@@ -110,36 +113,50 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     return auth
 
 
-async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> Credentials | None:
-    """Return the credentials for the registry of an image, None if there are none.
+class RegistryLogins:
+    """The logins in a file and of the helpers that it names; a few helpers run at once."""
 
-    Raises:
-        RuntimeFailure: the file or its entry is unusable; without it a pull could fetch another
-            image.
-        RuntimeUnavailable: the file's file system does not answer, or a helper fails.
-    """
-    if path is None:
-        return None
-    where = f"image {image}: registry-auth {path}"
-    try:
-        auth = await lookups.call(
-            "the credentials of registries", partial(read_registry_auth, path)
-        )
-        login, helper = auth.login_of(image), auth.helper_of(image)
-    except ValueError as error:
-        raise RuntimeFailure(f"{where}: {error}") from None
-    host = _split_image(image)[0]
-    if helper:
+    def __init__(self, path: Path) -> None:
+        self._path, self._lookups = path, Lookups()
+        self._helpers: SharedCalls[tuple[str, str], Credentials | None] = SharedCalls()
+        self._free_helpers = asyncio.Semaphore(MAX_HELPERS)
+
+    async def find(self, image: str) -> Credentials | None:
+        """Return the credentials for the registry of an image, None if there are none.
+
+        Raises:
+            RuntimeFailure: the file or its entry is unusable; without it a pull could fetch
+                another image.
+            RuntimeUnavailable: the file's file system does not answer, or a helper fails.
+        """
+        where = f"image {image}: registry-auth {self._path}"
+        read = partial(read_registry_auth, self._path)
         try:
-            login = await _run_helper(helper, host, where) or login
-        except AgentdError:
-            if login is None:
-                raise
-    # The containerd store compares hosts, and knows Docker Hub by this one; Podman takes it, too.
-    return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
+            auth = await self._lookups.call("the credentials of registries", read)
+            login, helper = auth.login_of(image), auth.helper_of(image)
+        except ValueError as error:
+            raise RuntimeFailure(f"{where}: {error}") from None
+        host = _split_image(image)[0]
+        if helper:
+            run = partial(self._run_helper, helper, host)
+            try:
+                login = await self._helpers.call((helper, host), run) or login
+            except (RuntimeFailure, RuntimeUnavailable) as error:
+                if login is None:
+                    raise type(error)(f"{where}: {error}") from None
+        # The containerd store compares hosts, and knows Docker Hub by this one, as Podman does.
+        return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
+
+    async def _run_helper(self, program: str, host: str) -> Credentials | None:
+        try:
+            async with asyncio.timeout(HELPER_TIMEOUT_S), self._free_helpers:
+                return await _run_helper(program, host)
+        except TimeoutError:
+            reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
+            raise RuntimeUnavailable(reason) from None
 
 
-async def _run_helper(program: str, host: str, where: str) -> Credentials | None:
+async def _run_helper(program: str, host: str) -> Credentials | None:
     """Return the credentials that a helper keeps; None if it has none.
 
     https://github.com/docker/docker-credential-helpers
@@ -156,13 +173,9 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
                 stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
+            raise RuntimeFailure(f"{program} cannot run: {error.strerror}") from None
         try:
-            async with asyncio.timeout(HELPER_TIMEOUT_S):
-                await process.communicate(server.encode())
-        except TimeoutError:
-            reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
-            raise RuntimeUnavailable(f"{where}: {reason}") from None
+            await process.communicate(server.encode())
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -170,12 +183,11 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
     if process.returncode and _NOT_FOUND in output:
         return None
     if process.returncode:
-        reason = f"{program} fails with exit status {process.returncode}"
-        raise RuntimeUnavailable(f"{where}: {reason}")
+        raise RuntimeUnavailable(f"{program} fails with exit status {process.returncode}")
     try:
         answer = msgspec.json.decode(output, type=_Answer)
     except (ValueError, RecursionError):
-        raise RuntimeFailure(f"{where}: {program} answers without credentials") from None
+        raise RuntimeFailure(f"{program} answers without credentials") from None
     if answer.username == _TOKEN_USER:
         return {"identitytoken": answer.secret}
     return {"username": answer.username, "password": answer.secret}
