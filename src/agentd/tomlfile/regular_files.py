@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -41,11 +42,12 @@ class MissingFile(UnusableFile):
 
 
 class RegularFile(msgspec.Struct, frozen=True):
-    """The content of a regular file, its mode, and the id of its owner."""
+    """The content of a regular file, its mode, the id of its owner, and its path without links."""
 
     content: bytes
     mode: int
     owner: int
+    real_path: str
 
     @property
     def text(self) -> str:
@@ -99,4 +101,7 @@ def _read(descriptor: int, max_bytes: int) -> RegularFile:
         remaining -= len(chunk)
     if not remaining:
         raise UnusableFile(f"is larger than {max_bytes} bytes")
-    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode), status.st_uid)
+    real_path = ""
+    with suppress(OSError):  # a host that hides /proc
+        real_path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode), status.st_uid, real_path)

@@ -20,6 +20,7 @@ from agentd.runtimes.docker.registry_auth import (
     RegistryLogins,
     registry_auth_problems,
 )
+from agentd.tomlfile.regular_files import RegularFile, read_regular
 from runtimes.field.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.host_faults import hung_mount
@@ -311,6 +312,55 @@ async def test_helper_is_not_run_from_a_file_of_others(
     os.chown(programs / "config.json", owner or -1, -1)
     with pytest.raises(RuntimeFailure, match="other users can write to it"):
         await find(programs, {"credsStore": "vault"})
+
+
+TEAM, OTHER = 1001, 1002
+LINKS = {
+    "a link of root": ([("link", "file", 0)], 0, True),
+    "a link of a team to its own file": ([("link", "file", TEAM)], TEAM, True),
+    "a link of root to one of a team": ([("link", "a", 0), ("a", "file", TEAM)], TEAM, True),
+    "a link of a team to another's file": ([("link", "file", TEAM)], OTHER, False),
+    "a link of a team to root's file": ([("link", "file", TEAM)], 0, False),
+    "a link of root to one of another": ([("link", "a", 0), ("a", "file", OTHER)], TEAM, False),
+    "a folder that is a link of a team": ([("a", ".", TEAM), ("link", "a/file", 0)], 0, False),
+    "a link without an end": ([("link", "a", 0), ("a", "link", 0)], 0, False),
+}
+
+
+@pytest.mark.parametrize(("links", "owner", "is_used"), LINKS.values(), ids=LINKS)
+async def test_link_leads_to_nobody_else_s_logins(
+    folder: Path, links: list[tuple[str, str, int]], owner: int, *, is_used: bool
+) -> None:
+    """A team that may write to the folder of its file would use the login of another."""
+    require("root")
+    (folder / "file").write_text(json.dumps({"auths": {HOST: entry()}}))
+    os.chown(folder / "file", owner, -1)
+    for name, target, user in links:
+        (folder / name).symlink_to(target)
+        os.chown(folder / name, user, -1, follow_symlinks=False)
+    if is_used:
+        assert await RegistryLogins(folder / "link").find(IMAGE) is not None
+        return
+    with pytest.raises(RuntimeFailure, match="is a link of another user|levels of symbolic links"):
+        await RegistryLogins(folder / "link").find(IMAGE)
+
+
+async def test_file_that_is_replaced_while_it_is_read_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "config.json"
+    (folder / "other").write_text(json.dumps({"auths": {HOST: entry()}}))
+    file.symlink_to("other")
+
+    def read_and_replace(path: Path) -> RegularFile:
+        content = read_regular(path)
+        file.unlink()
+        file.symlink_to("config.json")
+        return content
+
+    monkeypatch.setattr(registry_auth, "read_regular", read_and_replace)
+    with pytest.raises(RuntimeFailure, match="was replaced while it was read"):
+        await RegistryLogins(file).find(IMAGE)
 
 
 def test_check_names_every_entry_that_cannot_be_used(folder: Path) -> None:

@@ -24,6 +24,7 @@ import msgspec
 
 from agentd.errors import Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
+from agentd.runtimes.docker.mounts import MAX_LINKS
 from agentd.shared_calls import SharedCalls
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
@@ -99,9 +100,12 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     """Read a file of credentials.
 
     Raises:
-        ValueError: it cannot be read, or others could replace the helpers that it names.
+        ValueError: it cannot be read, others could replace the helpers that it names, or a link of
+            another user leads to it.
     """
     file = read_regular(path)
+    if str(_follow_own_links(path, file.owner)) != file.real_path:
+        raise UnusableFile("was replaced while it was read")
     try:
         members = msgspec.json.decode(file.text, type=dict[str, Any])
     except RecursionError:
@@ -111,6 +115,30 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     if auth.helpers and (is_foreign or file.mode & _WRITABLE_BY_OTHERS):
         raise UnusableFile("names credential helpers, and other users can write to it")
     return auth
+
+
+def _follow_own_links(path: Path, owner: int) -> Path:
+    """Return a path without links, each of which belongs to root, to agentd's or the file's user.
+
+    Others could have their pulls use the login, or run the helper, of somebody else.
+
+    Raises:
+        UnusableFile: a link belongs to another user, or was removed.
+    """
+    names, current, links = [*reversed(path.absolute().parts[1:])], Path("/"), 0
+    try:
+        while names and links <= MAX_LINKS:
+            parent, name = current, names.pop().replace("//", "/")
+            current = parent.parent if name == ".." else parent / name
+            if current.is_symlink():
+                links += 1
+                if current.lstat().st_uid not in (0, os.geteuid(), owner):
+                    raise UnusableFile(f"cannot be used: {current} is a link of another user")
+                names += reversed(current.readlink().parts)
+                current = parent
+    except OSError as error:
+        raise UnusableFile(f"cannot be read: {error.strerror}") from None
+    return current
 
 
 class RegistryLogins:
