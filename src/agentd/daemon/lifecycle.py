@@ -208,8 +208,8 @@ class Daemon:
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = self._status_line(services)
         self._notifier.ready(self._status)
-        keep_ended = self._settings.node.keep_ended
-        retention = Retention(node.state, services.kernels, keep_ended)
+        keep_ended, now = self._settings.node.keep_ended, self._context.clock.wall()
+        retention = Retention(node.state, services.kernels, keep_ended, now=now)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
             background.run("status", self._update_status(services))
