@@ -254,6 +254,18 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     assert warnings(state) == []
 
 
+def test_records_of_another_node_id_stay_and_are_not_loaded(state: StateFolder) -> None:
+    texts = {"k1": '{"node_id": "n"}', "k2": '{"node_id": "before"}', "k3": "{"}
+    for kernel_id, text in texts.items():
+        state.save_intent(kernel_id, text)
+        state.save_phase(kernel_id, Phase.ENDED, lambda: "not asked")
+    assert [record.kernel_id for record in state.load_records()] == ["k1", "k3"]
+    before = StateFolder(state.folder, "before")
+    assert [record.kernel_id for record in before.load_records()] == ["k2", "k3"]
+    state.save_intent("k2", '{"node_id": "n"}')
+    assert [record.kernel_id for record in state.load_records()] == ["k2", "k1", "k3"]
+
+
 def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")

@@ -35,6 +35,7 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import Health
+from agentd.core.kernel.record import is_of_other_node
 from agentd.core.names import is_name, validate_name
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
@@ -226,10 +227,14 @@ class StateFolder:
         self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
-        """Return the record of every kernel that was not removed."""
+        """Return the record of every kernel of this node that was not removed.
+
+        Those of an earlier node id stay, and are loaded again if the id is restored.
+        """
         with _errors_as_unavailable():
             saved = self._record_paths()
-        return [SavedRecord(i, phase, _read_text(path)) for i, (phase, path) in saved.items()]
+        records = (SavedRecord(i, phase, _read_text(path)) for i, (phase, path) in saved.items())
+        return [record for record in records if not is_of_other_node(record.text, self._node_id)]
 
     def _record_paths(self) -> dict[str, tuple[Phase, Path]]:
         """Return the path of each record; one found twice, during a move, where it began."""
