@@ -22,7 +22,8 @@ from agentd.program.boot_id import boot_id
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginListing
 from agentd.state.folder import StateFolder
-from agentd.state.host_lock import HostLock, run_folder
+from agentd.state.host_lock import HostLock
+from agentd.state.locks import run_folder
 
 
 def plugin_timeouts(settings: Settings) -> PluginTimeouts:

@@ -35,9 +35,16 @@ from agentd.daemon.discovery import (
 )
 from agentd.daemon.problems import Problems
 from agentd.daemon.reload import Reload
-from agentd.errors import ConfigRefused, DaemonFailed, NotReady
+from agentd.errors import (
+    ConfigRefused,
+    DaemonFailed,
+    NotReady,
+    RuntimeUnavailable,
+    StartRefused,
+)
 from agentd.events import EventLog
 from agentd.failpoints import hit_async
+from agentd.host.lookups import Lookups
 from agentd.host.probe import probe
 from agentd.http.credentials import build_endpoint, credential_weaknesses
 from agentd.http.route import Route
@@ -58,6 +65,7 @@ from agentd.services.kernels.retention import Retention
 from agentd.services.node import Node, NodeContext
 from agentd.services.protocols import Clock, Runtime
 from agentd.state.folder import StateFolder
+from agentd.state.locks import lock_folder
 from agentd.state.schemas import SavedRecord
 from agentd.stderr import LOST
 
@@ -67,6 +75,8 @@ FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 STATUS_PAUSE_S = 1.0
+LOCK_PAUSE_S = 2.0
+"""Seconds between two checks whether the locks' files are still there."""
 LOG_RETRY_S = 10.0
 """Seconds after which a log that could not be written is tried again without an event."""
 
@@ -153,7 +163,7 @@ class Daemon:
     async def _start(self, stack: contextlib.AsyncExitStack, report: StopReport) -> Services:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
-        self._store.open(runtime_factory.lock_folder())
+        self._store.open(lock_folder(self._store.folder))
         stack.callback(self._store.close)
         stack.callback(self._host_lock.release)
         await self._host_lock.acquire()
@@ -192,9 +202,9 @@ class Daemon:
         background.run("unclaimed", services.unclaimed.run())
         background.run("conditions", services.conditions.run())
         background.run("host", services.conditions.run_lookups())
-        if self._host_lock.is_unprivileged:
-            update = services.node.devices.update_withholding
-            background.run("host-lock", self._host_lock.watch(update))
+        background.run("locks", self._hold_locks())
+        update = services.node.devices.update_withholding
+        background.run("host-lock", self._host_lock.watch(update))
         await self._wait_listed(services)
         await hit_async("start.before_ready")
         self._reload = Reload(self._loaded, server, services.runtimes)
@@ -280,6 +290,23 @@ class Daemon:
         used = {kernel.runtime for kernel in state}
         used |= {name for name, status in state.runtimes.items() if not status.is_listed}
         self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
+
+    async def _hold_locks(self) -> None:
+        """Take locks again whose files were removed or replaced; stop if another daemon has one."""
+        lookups = Lookups(max_threads=1)
+
+        def hold_locks() -> None:
+            self._store.hold_locks(lock_folder(self._store.folder))
+
+        while True:
+            await asyncio.sleep(LOCK_PAUSE_S)
+            try:
+                await lookups.call("the locks", hold_locks)
+            except StartRefused as error:
+                self._shutdown.fail(str(error))
+                return
+            except (RuntimeUnavailable, OSError):  # the file system does not answer, or fails
+                continue
 
     async def _reload_now(self) -> list[str]:
         """Reload the configuration and return the keys that require a restart.

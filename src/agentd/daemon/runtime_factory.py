@@ -32,7 +32,6 @@ from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_a
 from agentd.services.protocols import Plugins, Runtime
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
-from agentd.state.host_lock import run_folder
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
@@ -299,10 +298,3 @@ def _systemd_conditions() -> Iterator[Condition]:
     if (uid := os.geteuid()) != 0 and not is_lingering(uid):
         reason = "kernels end when this user logs out: lingering is off"
         yield Condition("host", reason, "loginctl enable-linger")
-
-
-def lock_folder() -> Path:
-    """Return the folder of the locks on node ids, shared by the daemons of this user."""
-    if os.geteuid() == 0:
-        return run_folder()
-    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode

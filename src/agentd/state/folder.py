@@ -39,7 +39,8 @@ from agentd.core.kernel.record import is_of_other_node
 from agentd.core.names import is_name, validate_name
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
-from agentd.state.locks import UNWRITABLE, Locks
+from agentd.os_errors import OsErrorKind, os_error_kind
+from agentd.state.locks import Locks
 from agentd.state.schemas import (
     SCHEMA,
     Phase,
@@ -93,14 +94,10 @@ class StateFolder:
         try:
             self._create_folders()
         except OSError as error:
-            if error.errno not in UNWRITABLE:
+            if os_error_kind(error) is not OsErrorKind.DISK:
                 raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
             self._warn_once(self.folder, f"cannot be created: {error.strerror}")
-        self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
-        with suppress(OSError):
-            lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        reason = f"another agentd serves node id {self._node_id} on this host"
-        self._lock(lock_folder / f"node-{self._node_id}.lock", reason)
+        self.hold_locks(lock_folder)
         try:
             for folder in (self.folder, self._claims, *self._folders.values()):
                 for unfinished in folder.glob(".*.new"):
@@ -128,16 +125,31 @@ class StateFolder:
         )
         for folder in folders:
             error = write_problem(folder)
-            if error is not None and error.errno not in UNWRITABLE:
+            if error is not None and os_error_kind(error) is not OsErrorKind.DISK:
                 return str(error.strerror)
         lock = self.folder / "lock"
         if lock.is_symlink() or (lock.exists() and not lock.is_file()):
             return f"{lock} is not a regular file"
         return ""
 
+    def hold_locks(self, lock_folder: Path) -> None:
+        """Lock the folder and the node id, again if a lock's file was removed or replaced.
+
+        Raises:
+            StartRefused: another daemon has locked one.
+        """
+        self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
+        with suppress(OSError):
+            mode = 0o700 if os.geteuid() else 0o755
+            lock_folder.mkdir(mode, parents=True, exist_ok=True)
+        reason = f"another agentd serves node id {self._node_id} on this host"
+        self._lock(lock_folder / f"node-{self._node_id}.lock", reason)
+
     def _lock(self, path: Path, refusal: str) -> None:
         if warning := self._locks.acquire(path, refusal):
             self._warn_once(path, warning)
+        elif os.access(path, os.W_OK):
+            self._access_errors.pop(str(path), None)
 
     def close(self) -> None:
         """Release the locks."""
@@ -156,7 +168,7 @@ class StateFolder:
     def conditions(self) -> Iterator[Condition]:
         """Yield the conditions of its folders, and of its files, which may be named by kernels."""
         folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
-        for file, reason in self._access_errors.items():
+        for file, reason in [*self._access_errors.items()]:
             agents = None if Path(file) in (self.folder, *folders) else ()
             yield Condition("state-dir", f"{file} {reason}", agents=agents)
 
@@ -361,7 +373,7 @@ class StateFolder:
         """Retry the saves that failed, and writing to the folders where nothing else would."""
         for kernel_id in list(self._failed_saves):
             self._run_steps(kernel_id)
-        for folder in [path for path in map(Path, self._access_errors) if path.is_dir()]:
+        for folder in [path for path in map(Path, [*self._access_errors]) if path.is_dir()]:
             probe = folder / ".probe.new"
             with suppress(OSError):
                 _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
