@@ -24,6 +24,7 @@ from agentd.cli.output import (
 )
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.program.exit_status import exit_refused, print_problems
+from agentd.program.first_process import leave_first_process
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -81,6 +82,7 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 )
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
+    leave_first_process()
     stderr.guard()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
