@@ -14,6 +14,7 @@ import click
 from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
 from agentd.program.exit_status import exit_refused
+from agentd.tomlfile.folders import limit_umask
 
 config_option = click.option(
     "--config",
@@ -30,6 +31,7 @@ def agentd_fleet() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
+    limit_umask()
 
 
 _end_refused = partial(exit_refused, "agentd-fleet")

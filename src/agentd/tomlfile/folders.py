@@ -1,4 +1,4 @@
-"""Whether a folder can be created and written, determined without changing the disk."""
+"""Folders of settings: their modes, and whether one can be written, without changing the disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import stat
 from pathlib import Path
 
 from agentd.tomlfile.regular_files import kind_of
+
+
+def limit_umask() -> None:
+    """Let no other user write to what this process makes, such as the parents of a folder."""
+    os.umask(os.umask(0o777) | 0o022)
 
 
 def write_problem(folder: Path) -> OSError | None:

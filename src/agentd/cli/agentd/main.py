@@ -25,6 +25,7 @@ from agentd.cli.output import (
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.program.exit_status import exit_refused, print_problems
 from agentd.program.first_process import leave_first_process
+from agentd.tomlfile.folders import limit_umask
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -44,6 +45,7 @@ def agentd() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
+    limit_umask()
 
 
 _exit_refused = partial(exit_refused, "agentd")
