@@ -122,6 +122,15 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["fleet.nodes: duplicate address https://a:1"],
     ),
     "a list that is none": ('[fleet]\nnodes = "unix:/a"', ["fleet.nodes: expected a list, not"]),
+    "a file without a key": ("# lost\n", ["has no keys; a failed write may have emptied it"]),
+    "a relative state folder": (
+        '[gateway]\nstate-dir = "fleet"',
+        ["gateway.state-dir: invalid path 'fleet': expected an absolute path"],
+    ),
+    "an empty state folder": (
+        '[join]\nstate-dir = ""',
+        ["join.state-dir: invalid path '': expected an absolute path"],
+    ),
     "a certificate without its key": (
         '[fleet]\ncert = "/x"',
         ["fleet: cert and key must be set together"],
@@ -207,7 +216,7 @@ def test_a_variable_that_is_refused_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    (line,) = refusal(tmp_path, "", **{name: value})
+    (line,) = refusal(tmp_path, "[fleet]\n", **{name: value})
     assert line.startswith(f"{name}: {why}"), line
 
 

@@ -37,14 +37,22 @@ def read_text(path: Path | None) -> str:
         raise ConfigRefused([Problem("", str(error))], str(path)) from None
 
 
+def source_name(path: Path | None) -> str:
+    """Return the name of a file in messages; "defaults" without one."""
+    return str(path) if path else "defaults"
+
+
 def parse_settings(
-    model: type[_S], text: str, source: str, environ: Mapping[str, str], prefix: str
+    model: type[_S], text: str, path: Path | None, environ: Mapping[str, str], prefix: str
 ) -> tuple[_S, Mapping[str, Any]]:
     """Return the settings of a file with the environment over it, and the file's content.
+
+    A file without a key is refused: a write that failed leaves one.
 
     Raises:
         ConfigRefused: the text is not TOML, or settings are unusable; lists every problem.
     """
+    source = source_name(path)
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except tomllib.TOMLDecodeError as error:
@@ -55,6 +63,8 @@ def parse_settings(
     # keywords that pydantic-settings takes for options of its own
     reserved = [key for key in raw if key.startswith("_")]
     problems = [Problem(printable_line(key), "unknown key") for key in reserved]
+    if path is not None and not raw:
+        problems.append(Problem("", "has no keys; a failed write may have emptied it"))
     problems += _unknown_section_problems(environ, model, prefix)
     try:
         settings = model(**{key: value for key, value in raw.items() if key not in reserved})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema, field_validator
@@ -62,6 +63,20 @@ class Section(BaseModel):
             if isinstance(text, str) and "\0" in text:
                 raise ValueError(f"invalid text {text!r}: expected no NUL")
         return value
+
+
+def _validate_absolute(value: object) -> object:
+    if isinstance(value, str) and not value.startswith("/"):
+        raise ValueError(f"invalid path {value!r}: expected an absolute path")
+    return value
+
+
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_validate_absolute),
+    WithJsonSchema({"type": "string", "format": "path", "pattern": "^/"}),
+]
+"""A path that does not depend on the working directory, as an empty one does."""
 
 
 def validate_name(value: object) -> object:
