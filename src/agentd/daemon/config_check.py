@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from agentd import failpoints
-from agentd.config.loading import load, source_name
+from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
 from agentd.daemon import discovery, runtime_factory
 from agentd.daemon.problems import Problems
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
 from agentd.host.probe import probe
 from agentd.http.connections.unix_sockets import socket_group_problem, socket_path_problem
@@ -28,8 +28,10 @@ from agentd.http.credentials import build_endpoint, credential_weaknesses, expir
 from agentd.http.server import address_problem
 from agentd.http.settings import RpcSettings
 from agentd.pluginhost.host import PluginHost
+from agentd.program.boot_id import boot_id
 from agentd.program.exit_status import ExitStatus
 from agentd.state.folder import StateFolder
+from agentd.tomlfile.parsing import source_name
 
 CALL_MARGIN_S = 5.0
 """Seconds beyond `call-timeout`, so that the call's own deadline gives the reason."""
@@ -66,7 +68,7 @@ async def check_configuration(path: Path | None) -> ConfigCheck:
     if problems.collected:
         raise ConfigRefused(problems.collected, source_name(path))
     settings = loaded.settings
-    store = StateFolder(settings.node.state_dir.absolute())
+    store = StateFolder(settings.node.state_dir)
     async with discovery.open_plugins(settings, store) as plugins:
         return await _check(settings, store, plugins, loaded.source)
 
@@ -81,6 +83,10 @@ async def _check(
         problems_by_status.extend((status, problem) for problem in problems)
 
     add(ExitStatus.FAILED, _as_problems("node.state-dir", store.open_problem()))
+    try:
+        boot_id()
+    except StartRefused as error:
+        add(ExitStatus.FAILED, _as_problems("", str(error)))
     timeout_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
     unvalidated = await plugins.unvalidated_problems(timeout_s)
     start_problems = Problems()

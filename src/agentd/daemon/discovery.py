@@ -135,6 +135,7 @@ def create_host_lock(settings: Settings) -> HostLock:
 
     Raises:
         ConfigRefused: there is no node id.
+        StartRefused: there is no boot id.
     """
     is_user = os.geteuid() != 0
     return HostLock(run_folder(), resolve_node_id(settings), boot_id(), is_unprivileged=is_user)
@@ -143,9 +144,9 @@ def create_host_lock(settings: Settings) -> HostLock:
 def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
     """Withhold the accelerators that another agentd serves, and return the warnings about it.
 
-    Without a node id, this agentd could not be told apart from another one.
+    Without a node id and a boot id, this agentd could not be told apart from another one.
     """
-    with contextlib.suppress(ConfigRefused):
+    with contextlib.suppress(ConfigRefused, StartRefused):
         lock = create_host_lock(settings)
         lock.read()
         devices.set_withholding(lambda inventory: inventory.with_withheld(lock.reason))

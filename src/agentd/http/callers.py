@@ -22,7 +22,8 @@ CALLER_HEADER = "Agentd-Caller"
 """The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
 NODE_HEADER = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
-_CALLER = "caller"
+_CALLER = web.RequestKey("caller", Caller)
+_IDS = {kind: web.RequestKey(kind, str) for kind in ("kernel", "claim")}
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -106,18 +107,17 @@ def attach_caller(request: web.Request, caller: Caller) -> None:
 
 def caller_of(request: web.Request) -> Caller:
     """Return the caller of an authenticated request."""
-    caller: Caller = request[_CALLER]
-    return caller
+    return request[_CALLER]
 
 
 def attach_id(request: web.Request, kind: Literal["kernel", "claim"], item_id: str) -> None:
     """Attach the id of a kernel or a claim to a request whose path has none."""
-    request[kind] = item_id
+    request[_IDS[kind]] = item_id
 
 
 def id_of(request: web.Request, kind: Literal["kernel", "claim"]) -> str:
     """Return the id of the kernel or the claim of a request, empty if it has none."""
-    return str(request.get(kind) or request.match_info.get(kind, ""))
+    return request.get(_IDS[kind]) or request.match_info.get(kind, "")
 
 
 def peer_of(request: web.Request) -> SocketPeer | None:

@@ -41,6 +41,7 @@ from agentd.pluginhost.protocol import (
     encode_frame,
 )
 from agentd.pluginhost.validation import InvalidAnswer
+from agentd.program.process import python_command
 
 log = structlog.get_logger()
 
@@ -275,7 +276,7 @@ class PluginProcess:
 def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own program
         [
-            *(sys.executable, "-P", "-m", "agentd.pluginhost.child"),
+            *(*python_command(), "-u", "-m", "agentd.pluginhost.child"),
             *(name, str(channel.fileno()), str(os.getpid())),
         ],
         stdin=subprocess.DEVNULL,
@@ -291,7 +292,7 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
 
 def _environment(mark: str) -> dict[str, str]:
     environ = {k: v for k, v in os.environ.items() if k not in _WITHHELD_VARIABLES}
-    return environ | {"PYTHONUNBUFFERED": "1", MARK: mark}
+    return environ | {MARK: mark}
 
 
 def _to_plain(value: Any) -> Any:

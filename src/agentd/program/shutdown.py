@@ -20,6 +20,7 @@ from contextlib import suppress
 import structlog
 
 from agentd.concurrency import Deadline
+from agentd.program.process import early_signals
 
 log = structlog.get_logger()
 
@@ -72,6 +73,8 @@ class Shutdown:
             self.enforce_limit()
 
         threading.Thread(target=read_signals, name="shutdown", daemon=True).start()
+        for number in early_signals.intersection(handlers):
+            handlers[number]()
 
     def fail(self, reason: str) -> None:
         """Stop because of an error."""

@@ -298,7 +298,7 @@ def main() -> None:
         options = msgspec.json.decode(file.read(), type=JoinOptions)
     try:
         asyncio.run(publish(options))
-    except DaemonFailed as error:
+    except AgentdError as error:
         exit_refused("agentd-fleet", error)
 
 

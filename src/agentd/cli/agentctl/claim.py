@@ -24,6 +24,7 @@ from agentd.cli.output import output_option, print_answer, print_text
 from agentd.client import Client
 from agentd.procfs import read_lines
 from agentd.program.exit_status import ExitStatus
+from agentd.program.process import python_command
 
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""
@@ -88,7 +89,7 @@ def _enter_scope() -> None:
     """Execute this command again in a transient scope of systemd."""
     unit = f"agentd-claim-{uuid.uuid4().hex[:12]}.scope"
     entry = "from agentd.cli.agentctl.main import agentctl; agentctl(prog_name='agentctl')"
-    program = [sys.executable, "-c", entry, *sys.argv[1:]]
+    program = [*python_command(), "-c", entry, *sys.argv[1:]]
     command = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--", *program]
     _execute(command, {**os.environ, _SCOPE: unit})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from agentd.cli.output import (
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.program.exit_status import exit_refused, print_problems
 from agentd.program.first_process import leave_first_process
+from agentd.program.process import prepare_daemon
 from agentd.tomlfile.folders import limit_umask
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
@@ -86,7 +86,7 @@ def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
     leave_first_process()
     stderr.guard()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
+    prepare_daemon()
     loaded = _settings(config_file)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
