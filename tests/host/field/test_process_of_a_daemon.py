@@ -1,5 +1,6 @@
 """A daemon in the process that it was given: signals, variables of Python, and a hidden `/proc`."""
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -11,6 +12,27 @@ from agentd.client import AsyncClient
 from agentd.program.process import STRAY_SIGNALS, python_command
 from support.daemon import Daemon
 
+CONFIGURES_ITS_LOG = "agentd.log.configure"
+DAEMONS = {
+    "agentd run": ("agentd.cli.agentd.main:agentd", CONFIGURES_ITS_LOG),
+    "agentd-fleet gateway": ("agentd_fleet.cli:agentd_fleet", CONFIGURES_ITS_LOG),
+    "agentd-fleet join": ("agentd_fleet.join.publisher:main", CONFIGURES_ITS_LOG),
+    "agentd-slurm sync": ("agentd_slurm.cli:agentd_slurm", "agentd_slurm.commands.sync.Notifier"),
+}
+"""The program and an early step of each daemon; systemd restarts none that ends of SIGHUP."""
+STRAY_AT_EARLY_STEP = """
+import importlib, os, signal, sys
+
+def be_struck(*_, **__):
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        os.kill(os.getpid(), number)
+    os._exit(7)
+
+module, _, name = sys.argv.pop(1).rpartition(".")
+setattr(importlib.import_module(module), name, be_struck)
+program, _, function = sys.argv.pop(1).partition(":")
+getattr(importlib.import_module(program), function)()
+"""
 PROGRAMS = {"agentd.__main__": "run", "agentd_fleet.__main__": "gateway"}
 STRAY_AT_FIRST_IMPORT = """
 import importlib, os, signal, sys
@@ -58,6 +80,18 @@ def test_stray_signals_during_the_imports_are_survived(module: str, tmp_path: Pa
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, "missing.toml: cannot be read" in done.stderr) == (78, True)
+
+
+@pytest.mark.parametrize("command", DAEMONS)
+def test_every_daemon_survives_stray_signals(command: str, tmp_path: Path) -> None:
+    main, step = DAEMONS[command]
+    (tmp_path / "agent.toml").write_text('[node]\nid = "n"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", STRAY_AT_EARLY_STEP, step, main, *command.split()[1:]],
+        env={**os.environ, "AGENTD_CONFIG": str(tmp_path / "agent.toml")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
 
 
 async def test_stray_signals_do_not_end_a_daemon(daemon: Daemon) -> None:
