@@ -77,7 +77,7 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ('[plugins."a\\nb"]\nx = 1', "plugins.a\\nb: invalid device name 'a\\nb'"),
         (
             '[node]\nstate-dir = "/a\\u0000"',
-            "node.state-dir: invalid text '/a\\x00': expected no NUL",
+            "node.state-dir: invalid text '/a\\x00': expected printable characters",
         ),
         ('[node]\nstate-dir = ""', "node.state-dir: invalid path '': expected an absolute path"),
         ('[node]\nstate-dir = "state"', "node.state-dir: invalid path 'state': expected an"),
@@ -86,7 +86,7 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ("\n# [node]\n", "agent.toml: has no keys"),
         (
             '[runtime.docker]\nallowed-mounts = ["/a\\u0000"]',
-            "runtime.docker.allowed-mounts: invalid text '/a\\x00': expected no NUL",
+            "runtime.docker.allowed-mounts: invalid text '/a\\x00': expected printable characters",
         ),
         (
             '[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["x"]',
@@ -296,7 +296,16 @@ ENVIRONMENT = {
     "a relative state folder": (
         "AGENTD__NODE__STATE_DIR", "state", "AGENTD__NODE__STATE_DIR: invalid path 'state'"
     ),
-    "bytes that are not UTF-8": ("AGENTD__RPC", "\udcff", "AGENTD__RPC: expected a table, not"),
+    "a secret that ends with a newline": (
+        "AGENTD__NODE__STATE_DIR", "/a\n", "AGENTD__NODE__STATE_DIR: invalid text '/a\\n': expected"
+    ),
+    "a variable of a file with CRLF": (
+        "AGENTD__RPC__SOCKET", "/a\r", "AGENTD__RPC__SOCKET: invalid text '/a\\r': expected"
+    ),
+    "a path that is not UTF-8": (
+        "AGENTD__RPC__SOCKET", "/\udcff", "AGENTD__RPC__SOCKET: invalid text '/\\udcff': expected"
+    ),
+    "a table that is not UTF-8": ("AGENTD__RPC", "\udcff", "AGENTD__RPC: expected a table, not"),
 }  # fmt: skip
 
 

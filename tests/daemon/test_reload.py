@@ -73,7 +73,7 @@ class Node:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "expected no NUL"),
+        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "expected printable characters"),
         ('tls-cert = "{fifo}"\ntls-key = "{fifo}"\n', "is a FIFO, expected a regular file"),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "{fifo}"\n',
@@ -81,7 +81,7 @@ class Node:
         ),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "/x/\\u0000"\n',
-            "expected no NUL",
+            "expected printable characters",
         ),
         ("[nonsense", "invalid TOML"),
     ],
@@ -99,6 +99,18 @@ async def test_a_reload_that_fails_takes_nothing_and_is_not_the_last(
     node.write()
     assert await node.reloaded() == ([], [])
     assert node.server.tokens == [["another-token-that-is-long"]]
+
+
+async def test_file_behind_a_mount_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    """A mount of a file, and not of its folder, keeps the file that an editor replaced."""
+    node = Node(tmp_path)
+    with node.file.open() as mounted:
+        path = Path(f"/proc/self/fd/{mounted.fileno()}")
+        node.reload = Reload(load(path, {}), node.reload._server, {})
+        assert await node.reload.apply_and_log() == []
+        node.file.unlink()
+        with pytest.raises(ConfigRefused, match="was replaced on the host, but the mount keeps"):
+            await node.reload.apply_and_log()
 
 
 async def test_an_unforeseen_error_is_a_reason_too(
@@ -158,7 +170,7 @@ async def test_reload_uses_the_certificate_it_checked(tmp_path: Path) -> None:
 
 async def test_tokens_go_with_the_listener(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.file.write_text("")
+    node.file.write_text("[node]\n")
     waiting, reasons = await node.reloaded()
     assert reasons == []
     assert {"rpc.listen", "rpc.token-file", "node.id"} <= set(waiting)
@@ -217,7 +229,7 @@ async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> N
     assert networks() == {"a": "newer", "b": "last"}
     node.write(rest=agents.format('allowed-mounts = ["x"]\n', ""))
     reasons = (await node.reloaded())[1]
-    assert "agents.0.allowed-mounts: invalid path x" in reasons[0]
+    assert "agents.0.allowed-mounts.0: invalid path 'x'" in reasons[0]
     assert networks() == {"a": "newer", "b": "last"}
 
 

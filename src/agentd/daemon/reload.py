@@ -112,7 +112,11 @@ class Reload:
             ConfigRefused: the configuration is unusable.
         """
         started = self._loaded.settings
-        settings = load(self._loaded.path, self._loaded.environ).settings
+        path = self._loaded.path
+        settings = load(path, self._loaded.environ).settings
+        if path is not None and not path.stat().st_nlink:
+            reason = "was replaced on the host, but the mount keeps the old file; mount its folder"
+            raise ConfigRefused([Problem("", reason)])
         rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self.settings.rpc
         listed = {agent.id: agent for agent in settings.agents}
         agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self.settings.agents)

@@ -57,11 +57,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_nul(cls, value: object) -> object:
-        """Refuse NUL, which no path or name of a user or group can contain."""
+    def _refuse_unprintable(cls, value: object) -> object:
+        """Refuse NUL, the newline that ends a secret in a variable, and bytes that are not UTF-8.
+
+        None of them belongs to a path or a name.
+        """
         for text in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(text, str) and "\0" in text:
-                raise ValueError(f"invalid text {text!r}: expected no NUL")
+            if isinstance(text, str) and not text.isprintable():
+                raise ValueError(f"invalid text {text!r}: expected printable characters")
         return value
 
 
