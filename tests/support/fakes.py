@@ -316,6 +316,9 @@ class FakeMemory:
         if self.is_read_only:
             raise StateUnavailable("the folder is read-only")
 
+    def probe_bundles(self, runtime: str) -> None:
+        pass
+
     def load_devices(self) -> SavedDevices:
         return SavedDevices(
             self.devices,

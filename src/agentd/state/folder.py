@@ -54,7 +54,8 @@ from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regula
 
 log = structlog.get_logger()
 _MAX_STATE_BYTES = 64 << 20
-_PROBE_BYTES = 4096
+_PROBE_BYTES = 64 << 10
+"""More than a create writes, so that a folder without room for one does not seem to have some."""
 _FOLDERS = {Phase.INTENT: "intents", Phase.LIVE: "records", Phase.ENDED: "ended"}
 _LASTING, _UNTIL_REBOOT = 0o600, 0o400
 """Modes of records: of those that are flushed to the disk, and of claims that a reboot ends."""
@@ -99,7 +100,8 @@ class StateFolder:
             self._warn_once(self.folder, f"cannot be created: {error.strerror}")
         self.hold_locks(lock_folder)
         try:
-            for folder in (self.folder, self._claims, *self._folders.values()):
+            folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
+            for folder in (self.folder, *folders):
                 for unfinished in folder.glob(".*.new"):
                     with suppress(OSError):
                         unfinished.unlink()
@@ -374,11 +376,24 @@ class StateFolder:
         for kernel_id in list(self._failed_saves):
             self._run_steps(kernel_id)
         for folder in [path for path in map(Path, [*self._access_errors]) if path.is_dir()]:
-            probe = folder / ".probe.new"
-            with suppress(OSError):
-                _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
-                probe.unlink()
-                del self._access_errors[str(folder)]
+            self._probe(folder)
+
+    def probe_bundles(self, runtime: str) -> None:
+        """Look whether bundles can be written, after a runtime could not write one."""
+        folder = self.runtime_folders[runtime]
+        self._probe(folder if folder.is_dir() else self.folder)
+
+    def _probe(self, folder: Path) -> None:
+        """Write to a folder as much as a create does; `retry` repeats it while that fails."""
+        probe = folder / ".probe.new"
+        try:
+            _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
+            self._access_errors.pop(str(folder), None)
+        except OSError as error:
+            if str(folder) not in self._access_errors:
+                self._warn_once(folder, f"cannot be written: {error.strerror}")
+        with suppress(OSError):
+            probe.unlink()
 
     def _record_path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{validate_name(kernel_id)}.json"

@@ -7,11 +7,12 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import Ending, Kernel, KernelState
-from agentd.errors import RuntimeUnavailable
+from agentd.errors import RuntimeUnavailable, StateUnavailable
 from agentd.events import EventLog
 from agentd.services.kernels import retention
 from agentd.services.kernels.retention import Retention
 from agentd.services.state import NodeState
+from support.waiting import until
 
 NOW = 100.0
 YEARS = 1e9
@@ -101,3 +102,27 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     state.put_kernel(ended("k3", 3.0))
     await keeper.prune()
     assert list(state.kernels) == ["k0", "k3"]
+
+
+async def test_failed_removal_is_shown_and_repeated(monkeypatch: Any) -> None:
+    monkeypatch.setattr(retention, "RETRY_PAUSE_S", 0.01)
+    state = NodeState(["any"], EventLog())
+    failures = [StateUnavailable("the disk is full")] * 2
+    shown: list[str] = []
+
+    async def remove(kernel_id: str, *, expected: Kernel) -> None:
+        shown.extend(str(condition) for condition in keeper.conditions())
+        if failures:
+            raise failures.pop()
+        state.drop_kernel(expected.kernel_id)
+
+    keeper = Retention(state, SimpleNamespace(remove=remove), 1)  # type: ignore[arg-type]
+    for number in (1, 2):
+        state.put_kernel(ended(f"k{number}", float(number)))
+    running = asyncio.create_task(keeper.run())
+    await until(lambda: list(state.kernels), ["k2"])
+    assert (
+        shown == ["ended kernels beyond the maximum cannot be removed (agentctl rm tells why)"] * 2
+    )
+    assert list(keeper.conditions()) == []
+    running.cancel()

@@ -20,10 +20,10 @@ from agentd.core.kernel.record import (
 )
 from agentd.core.kernel.states import Ending, ObservedState
 from agentd.core.names import is_name, name_or_empty, validate_name
-from agentd.errors import RuntimeFailure
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.private_folder import TRASH, Unreadable, list_names
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.kernel_processes import KernelProcesses
@@ -178,11 +178,11 @@ class Bundles(msgspec.Struct, frozen=True):
         await self.remove_trash(trash)
         try:
             bundle.path.rename(trash.path)
-        except FileNotFoundError:
+        except OSError as error:
+            if bundle.path_exists():  # on a read-only disk that is refused for a missing one, too
+                raise os_error_as_refusal(error, str(bundle.path)) from None
             await self.remove_trash(trash)
             return True
-        except OSError as error:
-            raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
         with suppress(Unreadable):  # it was proved to have ended before
             if self._inspect(trash, kernel_id).is_running:
                 trash.path.rename(bundle.path)

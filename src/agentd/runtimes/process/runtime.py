@@ -38,6 +38,7 @@ from agentd.host.cgroups.usage import read_usages
 from agentd.host.groups import with_group_ids
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager
+from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
@@ -143,8 +144,7 @@ class ProcessRuntime:
         except BaseException as error:
             await self._undo(ref, error)
             if isinstance(error, OSError):
-                reason = f"{error.filename or bundle.path}: {error.strerror}"
-                raise RuntimeFailure(reason) from error
+                raise os_error_as_refusal(error, str(bundle.path)) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
             raise

@@ -23,11 +23,11 @@ from agentd.errors import (
     InvalidRequest,
     Problem,
     RuntimeFailure,
-    RuntimeUnavailable,
 )
 from agentd.failpoints import inherited_environment
 from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitProperty, UnitRefused
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.environment import kernel_environment
 from agentd.runtimes.host.execve_errors import command_refusal
 from agentd.runtimes.host.request_limits import host_options
@@ -128,7 +128,11 @@ async def spawn_shim_unit(
                 descriptors = [shim_end.fileno(), answer_write]
                 await manager.start(unit, properties, descriptors)
         except (UnitExists, UnitRefused) as error:
-            return {"step": "shim", "why": f"systemd: {error}"}
+            return {
+                "step": "shim",
+                "errno": getattr(error, "number", 0),
+                "why": f"systemd: {error}",
+            }
         finally:
             os.close(answer_write)
         message = json.dumps(request).encode() + b"\n"
@@ -199,6 +203,7 @@ def start_error(
         if step.removeprefix("ulimits.") in requested:
             return InvalidRequest([Problem(step, f"{fault}: {reason}")])
         step = f"runtime.process.default-{step}"
-    is_temporary = number in (errno.EAGAIN, errno.ENOMEM) and not is_limit
-    error_class = RuntimeUnavailable if is_temporary else RuntimeFailure
-    return error_class(f"the kernel did not start; {step}: {reason}")
+    subject = f"the kernel did not start; {step}"
+    if number and not is_limit:
+        return os_error_as_refusal(OSError(number, reason), subject)
+    return RuntimeFailure(f"{subject}: {reason}")

@@ -36,6 +36,7 @@ from agentd.host.lookups import Lookups
 from agentd.host.probe import numa_nodes
 from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
+from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import kernel_environment
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
@@ -141,8 +142,7 @@ class SystemdRuntime:
         if bundle.path_exists():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
-            with os_errors_as_unavailable():
-                bundle.create(plan.record, kernel_environment(plan))
+            bundle.create(plan.record, kernel_environment(plan))
             await hit_async("create.after_record")
             await self._ends.install()
             if not self._accounts.is_unprivileged:
@@ -158,8 +158,10 @@ class SystemdRuntime:
             raise KernelConflict(str(error)) from error
         except BaseException as error:
             await self._undo(KernelRef(kernel_id), error)
-            if isinstance(error, (UnitRefused, OSError)):
-                raise RuntimeFailure(f"systemd: {error}") from error
+            if isinstance(error, UnitRefused):
+                raise os_error_as_refusal(OSError(error.number, str(error)), "systemd") from error
+            if isinstance(error, OSError):
+                raise os_error_as_refusal(error, str(bundle.path)) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
             raise
@@ -246,14 +248,16 @@ class SystemdRuntime:
         await self.stop(ref, 0)
         await self._manager.unload(unit)
         await hit_async("delete.after_group")
-        with os_errors_as_unavailable():
-            bundle = self._observer.bundle(ref.kernel_id)
-            trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
+        bundle = self._observer.bundle(ref.kernel_id)
+        trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
+        try:
             trash.remove()
-            with suppress(FileNotFoundError):
+            if bundle.path_exists():
                 bundle.path.rename(trash.path)
             await hit_async("delete.after_rename")
             trash.remove()
+        except OSError as error:
+            raise os_error_as_refusal(error, str(bundle.path)) from error
         return True
 
     async def list_kernels(self) -> Listing:

@@ -7,7 +7,8 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeUnavailable,
+    StateUnavailable,
     UnknownKernel,
 )
 from agentd.failpoints import hit_async
@@ -150,9 +152,10 @@ class KernelService:
                 plan = await self._planner.plan(kernel, spec, self._state, self._default_runtime)
                 await hit_async("create.after_plan")
                 self._store.save_intent(kernel_id, plan.record)
-                observed = await self._default_runtime.create(
-                    plan, partial(self._on_progress, kernel_id)
-                )
+                with self._watching_disk(self._default_runtime):
+                    observed = await self._default_runtime.create(
+                        plan, partial(self._on_progress, kernel_id)
+                    )
             except BaseException as error:
                 if may_have_left_remains(error, self._state.kernel(kernel_id)):
                     raise self._creates.mark_unresolved(
@@ -170,6 +173,15 @@ class KernelService:
             ).kernel
             self._state.put_kernel(running)
         return running
+
+    @contextmanager
+    def _watching_disk(self, runtime: Runtime) -> Iterator[None]:
+        """Show a state folder in which a runtime cannot write, until it can."""
+        try:
+            yield
+        except StateUnavailable:
+            self._store.probe_bundles(runtime.name)
+            raise
 
     def _on_progress(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
         self._state.put_kernel(self._state.kernel(kernel_id).moved_to(state, pull=pull))
@@ -248,7 +260,9 @@ class KernelService:
                 await self._stop(kernel, timeout_s)
             await hit_async("delete.before_runtime")
             if kernel.state is not KernelState.FAILED:
-                await self._runtime_of(kernel).remove(kernel.ref)
+                runtime = self._runtime_of(kernel)
+                with self._watching_disk(runtime):
+                    await runtime.remove(kernel.ref)
             await hit_async("delete.after_runtime")
             self._state.drop_kernel(kernel_id)
         await hit_async("delete.before_answer")

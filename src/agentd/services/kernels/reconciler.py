@@ -20,7 +20,7 @@ from agentd.core.kernel.adoption import KernelUpdate, adopt, resolve_devices
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveUnstarted, reconcile
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
-from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import AgentdError, Conflict, RuntimeUnavailable
 from agentd.failpoints import hit, hit_async
 from agentd.services.claims.records import resolve_claim_devices
 from agentd.services.kernels.log import log_observation
@@ -302,7 +302,7 @@ class Reconciler:
         await hit_async("adopt.before_discard")
         try:
             is_gone = await self._runtimes[observed.runtime].remove(observed.ref, unless_alive=True)
-        except (RuntimeUnavailable, RuntimeFailure) as error:
+        except AgentdError as error:
             log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
         await hit_async("adopt.after_discard")

@@ -1,0 +1,186 @@
+"""Disks that are full in small ways, read-only, and writable again, on the runtimes of the host."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest.mock import AsyncMock
+
+import pytest
+
+from agentd.config.runtimes import ProcessSettings, SystemdSettings
+from agentd.core.kernel.states import KernelRef
+from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
+from agentd.host.systemd.dbus import UnitRefused
+from agentd.runtimes.host.user_accounts import UserAccounts
+from agentd.runtimes.process.runtime import ProcessRuntime
+from agentd.runtimes.process.spawn import start_error
+from agentd.runtimes.systemd.runtime import SystemdRuntime
+from contracts.test_runtime import plan, process_runtime
+from support.daemon import AGENTS, Daemon, gpus
+from support.waiting import until
+
+ROOT_ONLY = pytest.mark.needs("root")
+PAGE = 4096
+K1 = KernelRef("k1")
+Runtime = ProcessRuntime | SystemdRuntime
+
+
+@contextmanager
+def small_disk(folder: Path, options: str = "size=2m") -> Iterator[None]:
+    """Mount a file system of its own on a folder."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=711,{options}", "none", folder], check=True
+    )
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def take_all_inodes(folder: Path) -> Callable[[], object]:
+    taken: list[Path] = []
+    with suppress(OSError):
+        while True:
+            taken.append(folder / f"taken-{len(taken)}")
+            taken[-1].touch()
+    return lambda: [path.unlink(missing_ok=True) for path in taken]
+
+
+def take_all_room_but(folder: Path, pages: int) -> Callable[[], object]:
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as filler:
+        with suppress(OSError):
+            while True:
+                filler.write(bytes(PAGE))
+        filler.truncate((filler.tell() // PAGE - pages) * PAGE)
+    return path.unlink
+
+
+def make_read_only(folder: Path) -> Callable[[], object]:
+    def remount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
+
+    remount("ro")
+    return lambda: remount("rw")
+
+
+def pages_left(pages: int) -> Callable[[Path], Callable[[], object]]:
+    return lambda folder: take_all_room_but(folder, pages)
+
+
+TROUBLES = {
+    "no-inodes": ("nr_inodes=64", take_all_inodes),
+    "read-only": ("size=2m", make_read_only),
+    **{f"{pages}-pages": ("size=2m", pages_left(pages)) for pages in range(3)},
+}
+"""The mount's options, and what takes the room and returns what gives it back."""
+
+
+def systemd_runtime(folder: Path) -> SystemdRuntime:
+    """Return a runtime whose manager knows no unit."""
+    made = SystemdRuntime(
+        folder, "n", "boot", SystemdSettings(), UserAccounts(is_unprivileged=True)
+    )
+    made._manager = AsyncMock(get_properties=AsyncMock(return_value=None))
+    made._observer._manager = made._manager
+    made._ends = AsyncMock()
+    return made
+
+
+RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
+    "process": process_runtime, "systemd": systemd_runtime
+}  # fmt: skip
+
+
+CASES = [("process", trouble) for trouble in TROUBLES]
+CASES += [("systemd", trouble) for trouble in ("no-inodes", "read-only", "0-pages", "1-pages")]
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize(("runtime", "trouble"), CASES)
+async def test_create_on_a_full_disk_leaves_nothing(
+    folder: Path, runtime: str, trouble: str
+) -> None:
+    options, take = TROUBLES[trouble]
+    with small_disk(bundles := folder / "kernels", options):
+        made, give_back = RUNTIMES[runtime](bundles), take(bundles)
+        with pytest.raises(StateUnavailable):
+            await made.create(plan("true"), lambda *_: None)
+        give_back()
+        assert [path.name for path in bundles.iterdir()] == []
+        await made.close()
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("runtime", RUNTIMES)
+async def test_removal_on_a_read_only_disk_is_unavailable(folder: Path, runtime: str) -> None:
+    with small_disk(bundles := folder / "kernels"):
+        made = RUNTIMES[runtime](bundles)
+        (bundles / "k1").mkdir(mode=0o700)
+        give_back = make_read_only(bundles)
+        with pytest.raises(StateUnavailable):
+            await made.remove(K1)
+        await made.remove(KernelRef("none"))
+        give_back()
+        await made.remove(K1)
+        assert [path.name for path in bundles.iterdir()] == []
+        await made.close()
+
+
+ERRORS = {
+    "full": (errno.ENOSPC, StateUnavailable),
+    "quota": (errno.EDQUOT, StateUnavailable),
+    "broken": (errno.EIO, StateUnavailable),
+    "no-descriptor": (errno.ENFILE, RuntimeUnavailable),
+    "no-memory": (errno.ENOMEM, RuntimeUnavailable),
+    "forbidden": (errno.EPERM, RuntimeFailure),
+}
+
+
+@pytest.mark.parametrize(("number", "expected"), ERRORS.values(), ids=ERRORS)
+def test_shim_that_does_not_start_says_why(number: int, expected: type[AgentdError]) -> None:
+    for step in ("bundle", "identity", "fork", "shim", "cgroup"):
+        error = start_error(plan("true"), {"step": step, "errno": number}, ProcessSettings())
+        assert type(error) is expected
+        assert str(error) == f"the kernel did not start; {step}: {os.strerror(number)}"
+
+
+@pytest.mark.parametrize(("number", "expected"), ERRORS.values(), ids=ERRORS)
+async def test_unit_that_systemd_cannot_write_is_unavailable(
+    folder: Path, number: int, expected: type[AgentdError]
+) -> None:
+    made = systemd_runtime(folder)
+    error = UnitRefused("cannot write the unit")
+    error.number = number
+    made._manager.start = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+    with pytest.raises(expected, match="systemd: cannot write the unit"):
+        await made.create(plan("true"), lambda *_: None)
+    assert not (folder / "k1").exists()
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_condition_lasts_until_there_is_room(folder: Path, trouble: str) -> None:
+    options, take = TROUBLES[trouble]
+    daemon, slots = Daemon(folder, "process"), {"cuda.device": 1}
+    bundles = folder / "state" / "kernels"
+    bundles.mkdir(parents=True, mode=0o700)
+    with small_disk(bundles, options):
+        await daemon.start(AGENTS + gpus())
+        assert (await daemon.create(kernel_id="k1", slots=slots)).status == 201
+        give_back = take(bundles)
+        refused = await daemon.create(kernel_id="k2", slots=slots)
+        assert (refused.status, refused.json["code"]) == (503, "StateUnavailable"), refused
+        assert "Retry-After" in refused.headers
+        node = await daemon.get("/v1/node")
+        about = [item["about"] for item in node["conditions"] if str(bundles) in item["reason"]]
+        assert about == ["state-dir"]
+        assert await daemon.free("cuda.device") == "1"
+        give_back()
+        await until(daemon.warnings, lambda them: not any(str(bundles) in w for w in them))
+        assert (await daemon.create(kernel_id="k2", slots=slots)).status == 201
+        await daemon.close()
