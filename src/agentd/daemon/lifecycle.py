@@ -59,6 +59,7 @@ from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
+from agentd.services.condition_sources import limit_conditions
 from agentd.services.conditions import Conditions
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
@@ -266,6 +267,7 @@ class Daemon:
         ):
             self._conditions.add_slow(subject, partial(self._find_conditions, find))
         self._conditions.add(
+            partial(limit_conditions, runtimes[settings.node.runtime]),
             lambda: background.conditions,
             lambda: (Condition("log", *texts) for texts in LOST.problems()),
         )

@@ -75,7 +75,7 @@ def create_runtime(
         boot_id(),
         settings=settings.runtime.process,
         accounts=accounts,
-        cgroups=find_cgroups(),
+        cgroups=find_cgroups() or find_existing_cgroups(),
         manager=manager,
     )
 

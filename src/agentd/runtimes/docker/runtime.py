@@ -116,6 +116,7 @@ class DockerRuntime:
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
+    unlimited_reason = ""
     members = CONTAINER_MEMBERS
 
     def __init__(

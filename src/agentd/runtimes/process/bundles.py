@@ -53,10 +53,11 @@ class Bundles(msgspec.Struct, frozen=True):
         return Bundle(self.folder / validate_name(kernel_id))
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
-        """Return a kernel's cgroup, which need not exist; None without cgroups."""
+        """Return a kernel's cgroup, which need not exist; None if it has and can have none."""
         if self.cgroups is None:
             return None
-        return self.cgroups.group(kernel_name(self.node_id, kernel_id))
+        cgroup = self.cgroups.group(kernel_name(self.node_id, kernel_id))
+        return cgroup if self.cgroups.is_writable or cgroup.exists() else None
 
     def kernel_processes(self, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel."""
@@ -193,7 +194,7 @@ class Bundles(msgspec.Struct, frozen=True):
         return True
 
     async def recover_trash(self) -> None:
-        """Remove bundles that a daemon set aside before it died; restore those of live kernels."""
+        """Remove what a daemon left of removed kernels; restore set aside bundles of live ones."""
         for name in list_names(self.folder):
             kernel_id = name.removeprefix(TRASH)
             if name == kernel_id or not is_name(kernel_id):
@@ -208,6 +209,9 @@ class Bundles(msgspec.Struct, frozen=True):
                 trash.path.rename(self.folder / kernel_id)
             elif not lives:
                 await self.remove_trash(trash)
+        for kernel_id, cgroup in self._kernel_cgroups().items():  # they could not be removed before
+            if not self.bundle(kernel_id).path_exists() and not cgroup.members():
+                await cgroup.remove()
 
     async def remove_trash(self, trash: Bundle) -> None:
         """Remove the remains of a kernel whose bundle was set aside."""

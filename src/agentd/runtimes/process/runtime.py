@@ -73,6 +73,7 @@ class ProcessRuntime:
     name = "process"
     minimum_memory_bytes = 1
     unready_reason = ""
+    unlimited_reason = ""
     members = HOST_MEMBERS
 
     def __init__(
@@ -90,6 +91,8 @@ class ProcessRuntime:
         self._manager = manager
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
+        if not accounts.is_unprivileged and not (cgroups and cgroups.is_writable):
+            self.unlimited_reason = "agentd cannot create cgroups in /sys/fs/cgroup"
         self._boot_id = boot_id
         self._settings = settings
         self._user_accounts = accounts
@@ -206,7 +209,7 @@ class ProcessRuntime:
             raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
-        if self._cgroups is None:
+        if self._cgroups is None or not self._cgroups.is_writable:
             return None
         cgroup = self._cgroups.group(plan.name)
         pids = host_options(plan.spec).pids_limit or self._settings.pids_limit
@@ -270,8 +273,8 @@ class ProcessRuntime:
         with os_errors_as_unavailable():
             processes = self._bundles.kernel_processes(kernel.kernel_id)
             members = await asyncio.to_thread(processes.members)
-        files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
-        target = ExecTarget(members, files)
+        cgroup = self._bundles.cgroup(kernel.kernel_id)
+        target = ExecTarget(members, cgroup.procs_files if cgroup else [])
         return await start_host_exec(
             target, spec, self._manager, exec_unit_name(self._kernel_name(kernel))
         )
