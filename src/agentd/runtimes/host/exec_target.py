@@ -14,6 +14,7 @@ from typing import Any
 from agentd.runtimes.process.shim import (
     PR_SET_NO_NEW_PRIVS,
     execute,
+    reset_host_limits,
     reset_signals,
     start_time,
 )
@@ -82,8 +83,8 @@ class Target:
         self.namespaces = differing_namespaces(pid)
         self.limits = read_limits(pid)
         self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
-        with open(f"/proc/{pid}/oom_score_adj", errors="replace") as file:
-            self.oom_score_adj = file.read()
+        with open(f"/proc/{pid}/oom_score_adj", "rb") as file:
+            self.oom_score_adj = int(file.read())
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = [p.partition(b"=") for p in file.read(MAX_ENV).split(b"\0") if b"=" in p]
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
@@ -136,10 +137,7 @@ def exec_as_target(
     step = "kernel"
     try:
         os.setsid()
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(target.oom_score_adj)
-        os.setpriority(os.PRIO_PROCESS, 0, target.niceness)
-        os.umask(int(target.status["Umask"], 8))
+        reset_host_limits(max(0, target.oom_score_adj), max(0, target.niceness))
         step = "namespaces"
         if target.namespaces and libc.setns(target.pidfd, target.namespaces):
             number = ctypes.get_errno()

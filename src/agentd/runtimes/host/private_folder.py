@@ -18,11 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.errors import RuntimeUnavailable
+from agentd.errors import KernelConflict, RuntimeUnavailable
+from agentd.os_errors import OsErrorKind, os_error_as_refusal, os_error_kind
 
 _MAX_BYTES = 1 << 20
-TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-"""Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
 _OTHERS_MAY_WRITE, _OTHERS_MAY_ACCESS = 0o022, 0o077
@@ -55,12 +54,33 @@ class PrivateFolder(msgspec.Struct, frozen=True):
 
     def exposure_problem(self) -> str:
         """Return why others can look into the folder, empty if they cannot."""
-        mode = stat.S_IMODE(self.path.lstat().st_mode)
-        return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            mode = stat.S_IMODE(self.path.lstat().st_mode)
+            return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
+        return ""
 
     def path_exists(self) -> bool:
-        """Return whether anything exists at its path."""
-        return os.path.lexists(self.path)
+        """Return whether anything exists at its path.
+
+        Raises:
+            OSError: that is unknown.
+        """
+        with suppress(FileNotFoundError):
+            return bool(self.path.lstat())
+        return False
+
+    def require_absent(self) -> None:
+        """Refuse a create if anything exists at its path.
+
+        Raises:
+            KernelConflict: something does.
+            AgentdError: that is unknown.
+        """
+        try:
+            if self.path_exists():
+                raise KernelConflict(f"{self.path} exists but is not a kernel of this node")
+        except OSError as error:
+            raise os_error_as_refusal(error, str(self.path)) from error
 
     def open_file(self, name: str, flags: int) -> int:
         """Open a file of the folder.
@@ -166,7 +186,7 @@ def _errors_as_unreadable(path: Path) -> Iterator[None]:
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        if error.errno in TEMPORARY_ERRORS:
+        if os_error_kind(error) is OsErrorKind.PASSING:
             raise
         raise Unreadable(error.errno, error.strerror, str(path)) from None
 

@@ -4,6 +4,7 @@ lock           held by the kernel's shim while it lives (see `shim`)
 record.json    the kernel's record, written before anything starts
 identity.json  pid and start time of the command and the shim, and the boot
 exit.json      the exit status, written when nothing of the kernel is left
+descendants.json   processes of a kernel without a cgroup that it has left to its shim
 output.log     the output; older parts are output.log.1, output.log.2, …
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, requ
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
 from agentd.runtimes.host.private_folder import PrivateFolder, list_names
-from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
+from agentd.runtimes.process.shim import DESCENDANTS, F_OFD_SETLK, SHIM_BYTE
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
@@ -100,7 +101,8 @@ class Bundle(PrivateFolder, frozen=True):
 
     def has_foreign_files(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
-        own_names = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
+        own_names = {LOCK, RECORD, LOG}
+        own_names |= {f"{dot}{name}" for dot in ("", ".") for name in (IDENTITY, EXIT, DESCENDANTS)}
         return any(not name.startswith(f"{LOG}.") for name in list_names(self.path) - own_names)
 
     def read_record(self) -> str:
@@ -120,9 +122,30 @@ class Bundle(PrivateFolder, frozen=True):
         return None
 
     def read_ending(self) -> Ending | None:
-        """Return how the kernel ended, None if that is missing or unreadable."""
+        """Return how the kernel ended, None if that is missing or damaged.
+
+        A shim that could write the status and not rename its file has left it under the other name.
+
+        Raises:
+            Unreadable: it is there and cannot be read.
+        """
+        text = self.read_strict(EXIT)
         with suppress(msgspec.DecodeError, RecordError):
-            ending = msgspec.json.decode(self.read(EXIT) or "", type=Ending)
+            content = self.read(f".{EXIT}") if text is None else text
+            ending = msgspec.json.decode(content or "", type=Ending)
             parse_time(ending.finished_at)
             return ending
         return None
+
+    def read_descendants(self) -> list[Proc]:
+        """Return the noted processes that the kernel has left to its shim."""
+        with suppress(msgspec.DecodeError):
+            pairs = msgspec.json.decode(self.read(DESCENDANTS) or "", type=list[tuple[Pid, int]])
+            return [Proc(*pair) for pair in pairs]
+        return []
+
+    def write_descendants(self, processes: Iterable[Proc]) -> None:
+        """Note processes in place of a shim that was killed, as far as the disk permits."""
+        pairs = sorted((process.pid, process.start_time) for process in processes)
+        with suppress(OSError):
+            self.replace(DESCENDANTS, msgspec.json.encode(pairs).decode())

@@ -7,7 +7,8 @@ lock     byte 1 of its bundle's lock is held. The bundle is agentd's alone, the 
          before the shim was started, and only the shim inherits it
 cgroup   its cgroup, by the full path below agentd's own, has members
 leader   the process that the shim recorded in the bundle lives: the same pid, the same start
-         time, the same boot
+         time, the same boot; or one of the descendants does that the shim noted there, in case
+         it is killed
 
 A process's own claims (environment, name, arguments, parents) prove nothing. See
 docs/explanation/trust.md. While the bundle cannot be used, or after it was removed, the identity
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, repeat
@@ -45,6 +46,8 @@ from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
 _PASS_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Seconds between two passes, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
+_NOTE_PAUSE_S = 1.0
+"""Seconds between two notes of the processes of a kernel whose shim was killed."""
 _MAX_KILL_PASSES = 200
 INIT = 1
 """The parent of all: never a shim, whatever it has open."""
@@ -84,7 +87,16 @@ class KernelProcesses:
             Unreadable: that is unknown, because its bundle cannot be used.
             OSError: a temporary failure.
         """
-        return self.has_cgroup_members or self._leader is not None or self._is_locked(COMMAND_BYTE)
+        if (
+            self.has_cgroup_members
+            or self._leader is not None
+            or self._is_locked(COMMAND_BYTE)
+            or self._noted()
+        ):
+            return True
+        if self.identity is None and self._cgroup is None and self._bundle.read_ending() is None:
+            self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
+        return False
 
     def _is_locked(self, byte: int) -> bool:
         try:
@@ -147,6 +159,14 @@ class KernelProcesses:
         oldest = min(holders, key=lambda stat: stat.start_time, default=None)
         return Proc(oldest.pid, oldest.start_time) if oldest else None
 
+    def _noted(self) -> list[Proc]:
+        """Return the noted descendants that live; each is younger than the command."""
+        identity = self.identity
+        if identity is None or identity.boot_id != self._boot_id or identity.has_cgroup:
+            return []
+        noted = self._bundle.read_descendants()
+        return [o for o in noted if o.start_time >= identity.start_time and o.is_alive()]
+
     def handle(self) -> str:
         """Return the pid of the command as recorded, unless another process has it now."""
         recorded_pid = self.identity.leader.pid if self.identity is not None else None
@@ -190,12 +210,13 @@ class KernelProcesses:
 
         These are the members of its cgroup, the descendants of its shim (a subreaper, so nothing
         that the command started can leave it), and the session of its command while the command
-        lives.
+        lives. Without a shim, these are the command, the noted ones and all their descendants.
         """
         processes = list(all_processes())
         shim, leader = self._shim, self._leader
-        pids = find_descendants([shim.pid], processes) if shim else set[int]()
-        pids |= self._cgroup_members()
+        roots = [*([leader] if leader else []), *self._noted()]
+        pids = {process.pid for process in roots} if shim is None else set[int]()
+        pids |= find_descendants([shim.pid] if shim else pids, processes) | self._cgroup_members()
         return [
             Proc(stat.pid, stat.start_time)
             for stat in processes
@@ -218,14 +239,24 @@ class KernelProcesses:
             if not alive and not self.is_running:
                 return
             yield alive
-            for process in alive:
-                await process.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._note_descendants(alive)):
+                    for process in alive:
+                        await process.wait()
             if (shim := self._shim) is not None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s + _SHIM_ENDS_WITHIN_S):
                         await shim.wait()
             else:
                 await asyncio.sleep(pause_s)
+
+    def _note_descendants(self, alive: Iterable[Proc]) -> float | None:
+        """Note the processes of a kernel without a cgroup and a shim; return the next time."""
+        if self._cgroup is not None or self._shim is not None or not alive:
+            return None
+        if {*alive} != {*self._bundle.read_descendants()}:
+            self._bundle.write_descendants(alive)
+        return _NOTE_PAUSE_S
 
     def terminate(self) -> None:
         """Signal the command's process group; if it has ended, the remaining processes."""

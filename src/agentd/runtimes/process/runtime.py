@@ -26,7 +26,6 @@ from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
     AgentdError,
     InvalidRequest,
-    KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
@@ -140,8 +139,7 @@ class ProcessRuntime:
         bundle = self._bundles.bundle(ref.kernel_id)
         _refuse_unsupported_edits(plan.edits)
         progress(KernelState.CREATING)
-        if bundle.path_exists():
-            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
+        bundle.require_absent()
         try:
             return await self._start(await self._with_group_ids(plan), bundle)
         except BaseException as error:

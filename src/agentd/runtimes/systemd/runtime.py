@@ -140,8 +140,7 @@ class SystemdRuntime:
         plan = await with_group_ids(plan, requested, allowed, self._lookups)
         unit_properties = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
-        if bundle.path_exists():
-            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
+        bundle.require_absent()
         try:
             bundle.create(plan.record, kernel_environment(plan))
             await hit_async("create.after_record")
@@ -229,8 +228,9 @@ class SystemdRuntime:
         """Return the sub-state of a live unit, None otherwise."""
         names = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
         unit_state = await self._manager.get_properties(unit, names)
-        if unit_state is None or state_of(*unit_state.values()) not in LIVE_STATES:
-            return None
+        with os_errors_as_unavailable():
+            if unit_state is None or state_of(*unit_state.values()) not in LIVE_STATES:
+                return None
         return str(unit_state["Unit.SubState"])
 
     async def _wait_ended(self, unit: str) -> None:
