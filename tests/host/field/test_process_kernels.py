@@ -125,7 +125,7 @@ async def test_daemonized_child_of_a_killed_shim_holds(bare, folder: Path, case:
     await create(bare, "sh", "-c", script)
     child = await printed_pid(bare)
     note = bundle(folder) / "descendants.json"
-    await until(lambda: note.exists() and f"[{child.pid}," in note.read_text())
+    await until(lambda: note.exists() and f'"pid": {child.pid},' in note.read_text())
     shim(folder).signal(signal.SIGKILL)
     if lives:
         command(folder).signal(signal.SIGKILL)
@@ -166,14 +166,16 @@ async def test_children_of_a_kernel_without_its_shim_are_noted(bare, folder: Pat
     go.touch()
     pid = int(await until(lambda: out.exists() and out.read_text()))
     note = bundle(folder) / "descendants.json"
-    await until(lambda: note.exists() and note.read_text(), lambda text: f"[{pid}," in str(text))
+    await until(
+        lambda: note.exists() and note.read_text(), lambda text: f'"pid":{pid},' in str(text)
+    )
     await killed(command(folder))
     assert await is_running(bare)
     await bare.stop(K1, 0)
     await events.aclose()
 
 
-@pytest.mark.parametrize("pids", [[1], "{", [[1, 1]], [[0, 5]]])
+@pytest.mark.parametrize("pids", [[1], "{", [{"pid": 1, "start_time": 1}], [{"pid": 0}]])
 async def test_damaged_note_holds_nothing(bare, folder: Path, pids: object) -> None:
     await create(bare, "true")
     await until(lambda: is_running(bare), lambda runs: not runs)

@@ -15,15 +15,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from agentd.errors import KernelConflict, RuntimeUnavailable
+from agentd.errors import RuntimeUnavailable
 from agentd.os_errors import OsErrorKind, os_error_as_refusal, os_error_kind
 
 _MAX_BYTES = 1 << 20
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
+T = TypeVar("T")
 _OTHERS_MAY_WRITE, _OTHERS_MAY_ACCESS = 0o022, 0o077
 
 
@@ -63,22 +65,12 @@ class PrivateFolder(msgspec.Struct, frozen=True):
         """Return whether anything exists at its path.
 
         Raises:
-            OSError: that is unknown.
-        """
-        with suppress(FileNotFoundError):
-            return bool(self.path.lstat())
-        return False
-
-    def require_absent(self) -> None:
-        """Refuse a create if anything exists at its path.
-
-        Raises:
-            KernelConflict: something does.
             AgentdError: that is unknown.
         """
         try:
-            if self.path_exists():
-                raise KernelConflict(f"{self.path} exists but is not a kernel of this node")
+            return bool(self.path.lstat())
+        except FileNotFoundError:
+            return False
         except OSError as error:
             raise os_error_as_refusal(error, str(self.path)) from error
 
@@ -162,6 +154,12 @@ class PrivateFolder(msgspec.Struct, frozen=True):
         finally:
             os.close(descriptor)
         return raw.decode(errors="replace")
+
+    def read_json(self, name: str, type_: type[T]) -> T | None:
+        """Return the value in a file, None if it is missing, unreadable or damaged."""
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.read(name) or "", type=type_)
+        return None
 
     def remove(self) -> None:
         """Remove the folder and its content, or whatever is in its place."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, requ
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
 from agentd.runtimes.host.private_folder import PrivateFolder, list_names
-from agentd.runtimes.process.shim import DESCENDANTS, F_OFD_SETLK, SHIM_BYTE
+from agentd.runtimes.process.shim import DESCENDANTS, SHIM_BYTE, lock_byte
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
@@ -72,8 +72,7 @@ class Bundle(PrivateFolder, frozen=True):
         self.path.mkdir(mode=0o700)
         descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
-            fcntl.fcntl(descriptor, F_OFD_SETLK, request)
+            lock_byte(descriptor, SHIM_BYTE)
             self.write(RECORD, record)
             yield descriptor
         finally:
@@ -101,9 +100,9 @@ class Bundle(PrivateFolder, frozen=True):
 
     def has_foreign_files(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
-        own_names = {LOCK, RECORD, LOG}
-        own_names |= {f"{dot}{name}" for dot in ("", ".") for name in (IDENTITY, EXIT, DESCENDANTS)}
-        return any(not name.startswith(f"{LOG}.") for name in list_names(self.path) - own_names)
+        names = {name.removeprefix(".") for name in list_names(self.path)}
+        foreign = names - {LOCK, RECORD, IDENTITY, EXIT, LOG, DESCENDANTS}
+        return any(not name.startswith(f"{LOG}.") for name in foreign)
 
     def read_record(self) -> str:
         """Return the record.
@@ -117,9 +116,7 @@ class Bundle(PrivateFolder, frozen=True):
 
     def read_identity(self) -> ShimIdentity | None:
         """Return the identity of the kernel, None if it is missing or unreadable."""
-        with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(self.read(IDENTITY) or "", type=ShimIdentity)
-        return None
+        return self.read_json(IDENTITY, ShimIdentity)
 
     def read_ending(self) -> Ending | None:
         """Return how the kernel ended, None if that is missing or damaged.
@@ -138,14 +135,10 @@ class Bundle(PrivateFolder, frozen=True):
         return None
 
     def read_descendants(self) -> list[Proc]:
-        """Return the noted processes that the kernel has left to its shim."""
-        with suppress(msgspec.DecodeError):
-            pairs = msgspec.json.decode(self.read(DESCENDANTS) or "", type=list[tuple[Pid, int]])
-            return [Proc(*pair) for pair in pairs]
-        return []
+        """Return the noted processes of the kernel beside its command."""
+        return self.read_json(DESCENDANTS, list[Proc]) or []
 
-    def write_descendants(self, processes: Iterable[Proc]) -> None:
+    def write_descendants(self, processes: Sequence[Proc]) -> None:
         """Note processes in place of a shim that was killed, as far as the disk permits."""
-        pairs = sorted((process.pid, process.start_time) for process in processes)
         with suppress(OSError):
-            self.replace(DESCENDANTS, msgspec.json.encode(pairs).decode())
+            self.replace(DESCENDANTS, msgspec.json.encode(processes).decode())

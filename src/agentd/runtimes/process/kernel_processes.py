@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, repeat
@@ -250,11 +250,11 @@ class KernelProcesses:
             else:
                 await asyncio.sleep(pause_s)
 
-    def _note_descendants(self, alive: Iterable[Proc]) -> float | None:
+    def _note_descendants(self, alive: Sequence[Proc]) -> float | None:
         """Note the processes of a kernel without a cgroup and a shim; return the next time."""
         if self._cgroup is not None or self._shim is not None or not alive:
             return None
-        if {*alive} != {*self._bundle.read_descendants()}:
+        if alive != self._bundle.read_descendants():
             self._bundle.write_descendants(alive)
         return _NOTE_PAUSE_S
 

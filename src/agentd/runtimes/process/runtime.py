@@ -26,6 +26,7 @@ from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
     AgentdError,
     InvalidRequest,
+    KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
@@ -139,7 +140,8 @@ class ProcessRuntime:
         bundle = self._bundles.bundle(ref.kernel_id)
         _refuse_unsupported_edits(plan.edits)
         progress(KernelState.CREATING)
-        bundle.require_absent()
+        if bundle.path_exists():
+            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
             return await self._start(await self._with_group_ids(plan), bundle)
         except BaseException as error:

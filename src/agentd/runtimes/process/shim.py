@@ -46,7 +46,7 @@ ENDING_BYTES = 4096
 """Bytes reserved for the exit status before the command runs."""
 STOPPED_REASON = "systemd stopped its unit"
 DESCENDANTS = "descendants.json"
-"""The kernel's processes beside its command, as pairs of pid and start time."""
+"""The kernel's processes beside its command, each by pid and start time."""
 MIN_NOTE_PAUSE_S, MAX_NOTE_PAUSE_S, MAX_NOTED = 0.01, 5.0, 1000
 PIPE_BYTES = 1 << 20
 """Linux's default for fs.pipe-max-size: the maximum content of a pipe."""
@@ -64,6 +64,7 @@ def main() -> None:
     if request["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
         signal.signal(signal.SIGTERM, Stop.request)
     try:
+        os.umask(0o077)
         os.chdir(request["folder"])
         output = KernelOutput(request)
         ending = reserve_file("exit.json")
@@ -97,7 +98,7 @@ def main() -> None:
         failure = json.dumps({"step": "identity", "errno": error.errno}).encode()
     if failure:
         os.waitpid(pid, 0)
-        withdraw_file(request["folder"], "identity.json")
+        attempt(os.unlink, os.path.join(request["folder"], "identity.json"))
         send_answer(answer, failure)
         os._exit(1)
     hit("shim.before_answer")
@@ -195,20 +196,11 @@ class Stop:
         return max(50, int(remaining_s * 1000))
 
     def _send(self, number: int) -> None:
-        pids = []
-        try:
-            for path in self._request["cgroup_procs"][:1]:
-                with open(path, "rb") as file:
-                    pids = [int(line) for line in file]
-        except OSError:
-            pass
+        pids = [pid for path in self._request["cgroup_procs"][:1] for pid in read_pids(path)]
         if self.leader:  # not reaped yet, so its id cannot be reused
             pids.append(-self.leader)
         for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
+            attempt(os.kill, pid, number)
 
 
 def child_signals() -> int:
@@ -232,8 +224,7 @@ def run_command(
             os._exit(125)
         step = "cgroup"
         for path in request["cgroup_procs"]:
-            with open(path, "w") as file:
-                file.write(str(os.getpid()))
+            write_file(path, str(os.getpid()))
         step = "cpus"
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
@@ -263,15 +254,8 @@ def run_command(
 def reset_host_limits(oom_score_adj: int = 0, niceness: int = 0) -> None:
     """Reset what a process inherits from the daemon, as far as Linux permits."""
     os.umask(0o022)
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    except OSError:
-        pass
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(oom_score_adj))
-    except OSError:
-        pass
+    attempt(os.setpriority, os.PRIO_PROCESS, 0, niceness)
+    attempt(write_file, "/proc/self/oom_score_adj", str(oom_score_adj))
 
 
 def reset_signals() -> None:
@@ -348,7 +332,7 @@ class Descendants:
 
     def __init__(self, request: dict[str, Any], leader: int) -> None:
         self._has_cgroup, self._leader = bool(request["cgroup_procs"]), leader
-        self._noted: list[list[int]] = []
+        self._noted: list[dict[str, int]] = []
         self._pause_s, self.due_at = MIN_NOTE_PAUSE_S, 0.0
 
     def note_due(self) -> int | None:
@@ -357,45 +341,36 @@ class Descendants:
             return None
         now = time.monotonic()
         if now >= self.due_at:
-            try:
-                self._note()
-            except OSError:
-                pass  # the disk is full
-            now, started_at = time.monotonic(), now
+            attempt(self._note)
             self._pause_s = min(self._pause_s * 2, MAX_NOTE_PAUSE_S)
-            self.due_at = now + max(self._pause_s, 200 * (now - started_at))
-        return int((self.due_at - now) * 1000) + 1
+            self.due_at = max(now + self._pause_s, now + 200 * (time.monotonic() - now))
+        return int(max(0, self.due_at - now) * 1000) + 1
 
     def _note(self) -> None:
         noted, pending = [], [os.getpid()]
         while pending and len(noted) < MAX_NOTED:
-            for pid in children_of(pending.pop()):
-                pending.append(pid)
-                try:
-                    noted += [[pid, start_time(pid)]] if pid != self._leader else []
-                except OSError:
-                    pass  # it has ended
+            children = children_of(pending.pop())
+            pending += children
+            noted += [
+                {"pid": pid, "start_time": attempt(start_time, pid) or 0}
+                for pid in children
+                if pid != self._leader
+            ]
         if noted != self._noted:
-            with open("." + DESCENDANTS, "w") as file:
-                json.dump(noted, file)
+            write_file("." + DESCENDANTS, json.dumps(noted))
             os.replace("." + DESCENDANTS, DESCENDANTS)
             self._noted = noted
 
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, by its threads (proc(5)); none if it has ended."""
-    try:
-        threads = os.listdir("/proc/%d/task" % pid)
-    except OSError:
-        return []
-    children = b""
-    for thread in threads:
-        try:
-            with open("/proc/%d/task/%s/children" % (pid, thread), "rb") as file:
-                children += file.read()
-        except OSError:
-            pass  # it has ended
-    return [int(child) for child in children.split()]
+    threads = attempt(os.listdir, "/proc/%d/task" % pid) or []
+    return [n for t in threads for n in read_pids("/proc/%d/task/%s/children" % (pid, t))]
+
+
+def read_pids(path: str) -> list[int]:
+    """Return the processes that a file lists, none if it cannot be read."""
+    return [int(pid) for pid in (attempt(read_file, path) or b"").split()]
 
 
 def write_ending(
@@ -428,19 +403,13 @@ def reserve_file(name: str) -> int:
 
 def oom_kills(path: str) -> int:
     """Return the number of OOM kills in the kernel's cgroup: v1 oom_control, v2 events."""
-    if not path:
-        return 0
-    try:
-        with open(path, "rb") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(b"oom_kill "))
-    except (OSError, ValueError):
-        return 0
+    lines = (attempt(read_file, path) or b"").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(b"oom_kill "))
 
 
 def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot: field 22 of proc(5) stat."""
-    with open("/proc/%d/stat" % pid, "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[19])
+    return int(read_file("/proc/%d/stat" % pid).rpartition(b")")[2].split()[19])
 
 
 def publish_file(folder: str, name: str, value: object, on_written: Callable[[], None]) -> None:
@@ -457,12 +426,24 @@ def publish_file(folder: str, name: str, value: object, on_written: Callable[[],
         os.unlink(temporary)
 
 
-def withdraw_file(folder: str, name: str) -> None:
-    """Remove a published file, if it exists."""
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function and return its result, None if it raises an OSError."""
     try:
-        os.unlink(os.path.join(folder, name))
+        return function(*args)
     except OSError:
-        pass
+        return None
+
+
+def read_file(path: str) -> bytes:
+    """Return the content of a file."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a text into a file."""
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -482,10 +463,7 @@ def refuse_start(answer: int, step: str, error: OSError) -> NoReturn:
 
 def send_answer(answer: int, line: bytes) -> None:
     """Answer the daemon, if it still lives."""
-    try:
-        os.write(answer, line + b"\n")
-    except OSError:
-        pass
+    attempt(os.write, answer, line + b"\n")
     os.close(answer)
 
 

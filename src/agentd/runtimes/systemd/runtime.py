@@ -140,7 +140,8 @@ class SystemdRuntime:
         plan = await with_group_ids(plan, requested, allowed, self._lookups)
         unit_properties = properties(plan, str(bundle.path), self._settings, self._accounts, nodes)
         progress(KernelState.CREATING)
-        bundle.require_absent()
+        if bundle.path_exists():
+            raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
             bundle.create(plan.record, kernel_environment(plan))
             await hit_async("create.after_record")
