@@ -462,7 +462,7 @@ class RefusedForNow(Refused, Unavailable):
 
 
 class NotReady(Unavailable):
-    """The daemon has not finished starting, or the host lacks a group that it should have."""
+    """The daemon has not finished starting, or the host does not know a user or a group yet."""
 
     code = "NotReady"
 

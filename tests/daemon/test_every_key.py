@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import APPLIED, Reload, flatten_settings
 from support.certificates import certificate
 
@@ -188,7 +189,8 @@ async def test_reload_applies_or_names_every_key(tmp_path: Path) -> None:
     names = ("docker", "systemd", "process")
     runtimes: Any = {name: RenewedRuntime(name) for name in names}
     server: Any = RenewedServer()
-    reload = Reload(load(file, {}), server, runtimes)
+    loaded = load(file, {})
+    reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
     file.write_text(tomlkit.dumps(every_key(tmp_path)))
     applied = {key for keys in APPLIED.values() for key in keys}
     assert applied <= values.keys()

@@ -12,6 +12,7 @@ import pytest
 from agentd.concurrency import thread_waiting_for
 from agentd.config.loading import load
 from agentd.daemon import reload as module
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
 from agentd.http.credentials import credential_weaknesses
@@ -48,7 +49,8 @@ class Node:
         self.write()
         runtimes: Any = {}
         server: Any = self.server
-        self.reload = Reload(load(self.file, {}), server, runtimes)
+        loaded = load(self.file, {})
+        self.reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
 
     @property
     def file(self) -> Path:
@@ -132,10 +134,10 @@ async def test_files_that_are_not_read_in_time_are_a_reason(
 ) -> None:
     node, read, answered = Node(tmp_path), module.read_tokens, threading.Event()
 
-    def hangs(rpc: Any) -> Any:
+    def hangs(*arguments: Any) -> Any:
         with thread_waiting_for(str(node.token)):
             answered.wait(20)
-        return read(rpc)
+        return read(*arguments)
 
     monkeypatch.setattr(module, "read_tokens", hangs)
     monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.1)
@@ -144,6 +146,48 @@ async def test_files_that_are_not_read_in_time_are_a_reason(
     answered.set()
     monkeypatch.undo()
     await until(node.reloaded, lambda value: not value[1])
+
+
+@pytest.mark.parametrize("missing", ["token", "cert", "key"])
+async def test_reload_goes_on_without_files_that_may_come(tmp_path: Path, missing: str) -> None:
+    """A token that was revoked is dead, although another file is missing."""
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    team = tmp_path / "team"
+    team.write_text("a-token-of-a-team-that-is-long")
+    team.chmod(0o600)
+    path = {"token": node.token, "cert": cert, "key": key}[missing]
+    path.rename(tmp_path / "later")
+    entry = f'[[rpc.tokens]]\nname = "team"\nfile = "{team}"\nrole = "read"\n'
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n{entry}')
+    assert await node.reloaded() == ([], [])
+    (condition,) = node.reload.conditions()
+    assert (condition.about, condition.agents) == ("host", ())
+    assert f"{path} cannot be read: No such file" in condition.reason
+    here = [word for word in (WORD, "a-token-of-a-team-that-is-long") if missing != "token"]
+    assert node.server.tokens == [here or ["a-token-of-a-team-that-is-long"]]
+    assert len(node.server.contexts) == (missing == "token")
+    (tmp_path / "later").rename(path)
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+    assert node.server.tokens[-1] == [WORD, "a-token-of-a-team-that-is-long"]
+    assert len(node.server.contexts) == 1 + (missing == "token")
+
+
+async def test_missing_token_that_comes_with_a_bad_mode_says_so(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.token.unlink()
+    assert await node.reloaded() == ([], [])
+    node.token.write_text(WORD)
+    node.token.chmod(0o644)
+    await node.reload.look_for_missing()
+    (condition,) = node.reload.conditions()
+    assert "has mode 0644" in condition.reason
+    assert node.server.tokens == [[]]
+    node.token.chmod(0o600)
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+    assert node.server.tokens[-1] == [WORD]
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:
@@ -213,7 +257,8 @@ async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> N
     docker = DockerRuntime("n", module.load(node.file, {}).settings.runtime.docker)
     runtimes: Any = {"docker": docker}
     server: Any = node.server
-    node.reload = Reload(load(node.file, {}), server, runtimes)
+    loaded = load(node.file, {})
+    node.reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
 
     def networks() -> dict[str, str]:
         return {name: settings.network for name, settings in docker._own_settings.items()}

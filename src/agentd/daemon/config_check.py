@@ -19,6 +19,7 @@ from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
 from agentd.daemon import discovery, runtime_factory
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
@@ -51,9 +52,9 @@ class ConfigCheck(msgspec.Struct, frozen=True):
 async def check_configuration(path: Path | None) -> ConfigCheck:
     """Return every problem for which `agentd run` would refuse a configuration.
 
-    It also reports five kinds of problems that no start refuses: entry points that are not
-    installed, tables that their plugins did not validate, an expired certificate, allowed groups
-    that this host does not know, and credentials of registries that no pull can use.
+    It also reports problems that no start refuses: entry points that are not installed, tables that
+    their plugins did not validate, an expired certificate, credentials of registries that no pull
+    can use, and users, groups and files that time can bring.
 
     Raises:
         ConfigRefused: the file or the environment is unusable; lists every problem of them.
@@ -91,7 +92,7 @@ async def _check(
     unvalidated = await plugins.unvalidated_problems(timeout_s)
     start_problems = Problems()
     devices = await discovery.check_and_discover(
-        settings, probe(), plugins, store, EventLog(), start_problems
+        settings, probe(), plugins, store, EventLog(), start_problems, HostNames(settings)
     )
     with start_problems.collect():
         build_endpoint(settings.rpc)
@@ -108,7 +109,7 @@ async def _check(
     rpc = settings.rpc
     expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
     add(ExitStatus.CONFIG, expired)
-    add(ExitStatus.CONFIG, runtime_factory.unknown_group_problems(settings))
+    add(ExitStatus.CONFIG, start_problems.passing)
     warnings: tuple[str, ...] = ()
     if not start_problems.collected:
         lock_warnings = discovery.withhold_if_served(settings, devices)

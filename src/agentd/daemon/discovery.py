@@ -10,6 +10,7 @@ from agentd.config.settings import Settings
 from agentd.core.devices import group_by_name
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
@@ -96,14 +97,19 @@ async def check_and_discover(
     store: StateFolder,
     events: EventLog,
     problems: Problems,
+    names: HostNames,
 ) -> NodeDevices:
     """Check host and node id, discover the devices of open plugins, and divide these.
 
-    This is the second step of a start. It adds every problem of the host, the plugins' tables and
-    the partition to `problems`. If there are any, the devices cannot be used.
+    This is the second step of a start. It adds every problem of the host, its users and groups,
+    the plugins' tables and the partition to `problems`. If any is final, the devices cannot be
+    used.
     """
     with problems.collect():
         runtime_factory.refuse_unusable_runtime(settings)
+    with problems.collect():
+        await names.refresh(settings)
+    problems.passing += names.problems
     with problems.collect():
         await runtime_factory.refuse_changed_id(settings, resolve_node_id(settings), store)
     problems.collected += plugins.problems()

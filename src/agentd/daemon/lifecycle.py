@@ -33,12 +33,12 @@ from agentd.daemon.discovery import (
     refuse_failed_required,
     resolve_node_id,
 )
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.problems import Problems
 from agentd.daemon.reload import Reload
 from agentd.errors import (
     ConfigRefused,
     DaemonFailed,
-    NotReady,
     RuntimeUnavailable,
     StartRefused,
 )
@@ -105,7 +105,8 @@ class Daemon:
         self._host_lock = create_host_lock(loaded.settings)
         self._notifier = Notifier()
         self._shutdown, self._hangup = Shutdown(), asyncio.Event()
-        self._reload: Reload | None = None
+        self._names = HostNames(loaded.settings)
+        self._reload: Reload
         self._conditions: Conditions
         self._passed_sockets = inherited_sockets()
         self._status = ""
@@ -176,18 +177,19 @@ class Daemon:
         await plugins.open(self._settings.plugins.open_timeout)
         background, problems = Background(self._shutdown.fail), Problems()
         with problems.collect():
-            server_endpoint = replace(
-                build_endpoint(self._settings.rpc), passed=self._passed_sockets
-            )
+            endpoint = build_endpoint(self._settings.rpc, missing=problems.passing)
+            missing = tuple(problems.passing)
         services, site, routes = await self._assemble(stack, plugins, background, problems)
         server = Server(
             title="agentd",
             routes=routes,
             site=site,
-            endpoint=server_endpoint,
+            endpoint=replace(endpoint, passed=self._passed_sockets),
             node_id=self._node_id,
             pages=Pages({HOME: "agentd"}),
         )
+        self._reload = Reload(self._loaded, server, services.runtimes, self._names, missing)
+        services.conditions.add(self._reload.conditions)
         services.conditions.add_slow("a socket", server.conditions)
         report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")
@@ -207,7 +209,6 @@ class Daemon:
         background.run("host-lock", self._host_lock.watch(update))
         await self._wait_listed(services)
         await hit_async("start.before_ready")
-        self._reload = Reload(self._loaded, server, services.runtimes)
         self._become_ready(services, site, background)
         return services
 
@@ -225,6 +226,7 @@ class Daemon:
         if self._notifier.is_enabled:
             background.run("status", self._update_status(services))
         background.run("reload", self._reload_on_hangup())
+        background.run("missing", self._reload.run())
         background.run("log", self._report_lost_lines())
 
     async def _assemble(
@@ -242,7 +244,9 @@ class Daemon:
         """
         settings, context, store = self._settings, self._context, self._store
         lock, host, events = self._host_lock, probe(), EventLog()
-        devices = await check_and_discover(settings, host, plugins, store, events, problems)
+        devices = await check_and_discover(
+            settings, host, plugins, store, events, problems, self._names
+        )
         problems.raise_if_any()
         refuse_failed_required(plugins)
         _log_unready_plugins(plugins)
@@ -314,11 +318,8 @@ class Daemon:
         """Reload the configuration and return the keys that require a restart.
 
         Raises:
-            NotReady: the daemon has not started yet.
             ConfigRefused: the configuration is unusable; nothing has changed.
         """
-        if self._reload is None:
-            raise NotReady("the daemon has not finished starting")
         self._notifier.reloading()
         try:
             needs_restart = await self._reload.apply_and_log()
@@ -329,7 +330,7 @@ class Daemon:
 
     def _find_conditions(self, find: Callable[[Settings], Iterable[Condition]]) -> list[Condition]:
         """Return the conditions of the settings in force."""
-        return [*find(self._reload.settings if self._reload else self._settings)]
+        return [*find(self._reload.settings)]
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
@@ -371,7 +372,8 @@ class Daemon:
 
     def _create_runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
         runtime = runtime_factory.create_runtime(
-            name, self._settings, self._node_id, self._store.runtime_folders
+            *(name, self._settings, self._node_id),
+            *(self._store.runtime_folders, self._names.accounts),
         )
         step = f"runtime {name}"
         stack.push_async_callback(

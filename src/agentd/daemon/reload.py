@@ -4,12 +4,16 @@ Everything is read and checked first, off the event loop, and exactly that is ap
 the keys that each step applies; every other key is reported and requires a restart. Related keys
 are applied together: tokens and the certificate with `listen`, user accounts with the agents. Of an
 agent, only its means are applied: those that replace keys of `[runtime.docker]`.
+
+What is missing and may come (users, groups, files of tokens and certificate) refuses nothing. It is
+a condition, and is looked for every `RETRY_S` seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +23,9 @@ from pydantic import BaseModel
 from agentd import log as logging
 from agentd.config.loading import LoadedSettings, load
 from agentd.config.settings import Settings
+from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
+from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_users
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.http.credentials import read_configured_certificate, read_tokens
@@ -94,7 +100,12 @@ class Reload:
     """Reloads the configuration of a daemon that started with `loaded`."""
 
     def __init__(
-        self, loaded: LoadedSettings, server: Server, runtimes: Mapping[str, Runtime]
+        self,
+        loaded: LoadedSettings,
+        server: Server,
+        runtimes: Mapping[str, Runtime],
+        names: HostNames,
+        missing: Sequence[Problem] = (),
     ) -> None:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
@@ -102,6 +113,8 @@ class Reload:
         """Those in force: credentials, means of agents, and what a runtime is given."""
         self._server = server
         self._runtimes = runtimes
+        self._names = names
+        self._missing = missing
         self._lock = asyncio.Lock()
         self._lookups = Lookups(max_threads=1)
 
@@ -121,17 +134,26 @@ class Reload:
         listed = {agent.id: agent for agent in settings.agents}
         agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self.settings.agents)
         applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
-        steps = list(self._steps(applicable))
+        configured_users(applicable, started.node.runtime)
+        steps = [*self._credential_steps(applicable), *self._steps(applicable)]
         return settings, applicable, steps
 
-    def _steps(self, applicable: Settings) -> Iterator[Step]:
-        rpc = applicable.rpc
+    def _credential_steps(self, applicable: Settings) -> Iterator[Step]:
+        rpc, missing = applicable.rpc, list[Problem]()
         if rpc.listen is not None:
-            new_tokens = read_tokens(rpc)
+            new_tokens = read_tokens(rpc, missing)
             yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
-        if self._server.has_tls and (certificate := read_configured_certificate(rpc)) is not None:
-            context = certificate.context
-            yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
+        if self._server.has_tls and rpc.tls_cert is not None:
+            certificate = read_configured_certificate(rpc, missing=missing)
+
+            def replace_tls() -> None:
+                if certificate is not None:  # otherwise the old one stays
+                    self._server.replace_tls(certificate.context)
+
+            yield Step(APPLIED["certificate"], replace_tls)
+        yield Step((), partial(setattr, self, "_missing", missing))
+
+    def _steps(self, applicable: Settings) -> Iterator[Step]:
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))
@@ -151,8 +173,46 @@ class Reload:
             self._in_force |= {key: values[key] for key in step.keys}
         self.settings = applicable
         self._in_force["agents"] = applicable.agents
+        await self._refresh_names()
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
+
+    async def _refresh_names(self) -> None:
+        runtime: Any = self._runtimes.get(self._loaded.settings.node.runtime)
+        await self._names.refresh(self.settings)
+        if runtime is not None and runtime.name != "docker":
+            runtime.update_accounts(self._names.accounts)
+
+    async def run(self) -> None:
+        """Look for what is missing repeatedly, until cancelled."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            await self.look_for_missing()
+
+    async def look_for_missing(self) -> None:
+        """Look for what is missing, and use what has come."""
+        async with self._lock:
+            if self._names.problems:
+                await self._refresh_names()
+            if not self._missing:
+                return
+            try:
+                steps = await self._lookups.call(
+                    "credentials", lambda: [*self._credential_steps(self.settings)]
+                )
+            except ConfigRefused as error:
+                self._missing = error.problems
+            except RuntimeUnavailable:
+                pass  # they are still missing
+            else:
+                for step in steps:
+                    step.apply()
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what is missing."""
+        yield from self._names.conditions()
+        for problem in self._missing:
+            yield Condition("host", str(problem), RETRY_REMEDY, agents=())
 
     async def apply_and_log(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.

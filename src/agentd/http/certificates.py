@@ -60,12 +60,13 @@ def read_chain_file(path: Path) -> RegularFile:
     """Read a file; errors contain its path.
 
     Raises:
+        MissingFile: the file does not exist.
         UnusableFile: the file cannot be read.
     """
     try:
         return read_regular(path)
     except UnusableFile as error:
-        raise UnusableFile(f"{path} {error}") from None
+        raise type(error)(f"{path} {error}") from None
 
 
 def parse_validity(pem: bytes) -> Validity | None:

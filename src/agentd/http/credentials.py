@@ -1,10 +1,12 @@
 """Tokens and certificates named by the settings, and warnings about weak ones.
 
-`callers` identifies the caller of a request by them.
+`callers` identifies the caller of a request by them. A file that does not exist may come later: a
+caller that can wait for it passes a list of missing ones, and is given the other files.
 """
 
 from __future__ import annotations
 
+import ssl
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ from agentd.http.certificates import (
 from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import RegularFile, read_regular
+from agentd.tomlfile.regular_files import MissingFile, RegularFile, read_regular
 
 SECRET_MODE = 0o640
 MAX_TOKEN = 4096
@@ -29,8 +31,12 @@ GOOD_TOKEN = 16
 """Minimum characters of a token that cannot be guessed over the network."""
 
 
-def build_endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
+def build_endpoint(
+    rpc: RpcSettings, section: str = "rpc", missing: list[Problem] | None = None
+) -> Endpoint:
     """Return the endpoint that the settings describe; the certificate is of a section.
+
+    Without its certificate every TLS handshake fails.
 
     Raises:
         ConfigRefused: a token or the certificate is unusable.
@@ -46,20 +52,22 @@ def build_endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
     if rpc.listen is None:
         return Endpoint(tuple(sockets))
     host, port = rpc.host_port
-    certificate = read_configured_certificate(rpc, section)
+    certificate = read_configured_certificate(rpc, section, missing)
     tls = certificate.context if certificate is not None else None
+    if certificate is None and rpc.tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     return Endpoint(
         tuple(sockets),
         host=str(host),
         port=port,
-        tokens=read_tokens(rpc),
+        tokens=read_tokens(rpc, missing),
         tls=tls,
         max_connections=rpc.max_connections,
     )
 
 
-def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
-    """Read every bearer token.
+def read_tokens(rpc: RpcSettings, missing: list[Problem] | None = None) -> tuple[Token, ...]:
+    """Read every bearer token; those of `missing` files are left out.
 
     Raises:
         ConfigRefused: files are unusable; lists all of them.
@@ -77,7 +85,8 @@ def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
         try:
             loaded.append(Token(read_guarded_token(path), caller, is_gateway))
         except ValueError as error:
-            problems.append(Problem(key, f"{path} {error}"))
+            is_missing = missing is not None and isinstance(error, MissingFile)
+            (missing if is_missing else problems).append(Problem(key, f"{path} {error}"))
     secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
         problems.append(Problem("rpc.tokens", "two callers have the same token"))
@@ -166,8 +175,10 @@ def _parse_token(file: RegularFile) -> str:
     return words[0]
 
 
-def read_configured_certificate(rpc: RpcSettings, section: str = "rpc") -> Certificate | None:
-    """Read the certificate; None if none is configured.
+def read_configured_certificate(
+    rpc: RpcSettings, section: str = "rpc", missing: list[Problem] | None = None
+) -> Certificate | None:
+    """Read the certificate; None if none is configured, or one of its files is `missing`.
 
     Raises:
         ConfigRefused: the certificate is unusable.
@@ -177,4 +188,8 @@ def read_configured_certificate(rpc: RpcSettings, section: str = "rpc") -> Certi
     try:
         return read_certificate(rpc.tls_cert, rpc.tls_key)
     except ValueError as error:
-        raise ConfigRefused([Problem(f"{section}.tls-cert", str(error))]) from None
+        problem = Problem(f"{section}.tls-cert", str(error))
+        if missing is None or not isinstance(error, MissingFile):
+            raise ConfigRefused([problem]) from None
+        missing.append(problem)
+        return None

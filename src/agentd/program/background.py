@@ -23,6 +23,7 @@ NOT_VITAL = frozenset(
         "retention",  # ended kernels pile up
         "status",  # systemd shows an old status
         "log",  # lines were lost, and the log does not say so
+        "missing",  # what has come since is not used before a reload
     }
 )
 """Tasks whose end is a condition; the program stops with any other one."""

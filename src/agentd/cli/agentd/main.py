@@ -134,7 +134,8 @@ def check_config(config_file: str | None) -> None:
     running daemon.
 
     Exit status: 0 usable; otherwise that of "agentd run": 78 the configuration is unusable, 1 the
-    daemon cannot run on this host or a plugin did not validate its table.
+    daemon cannot run on this host or a plugin did not validate its table. A user, group or file
+    that "agentd run" would wait for is 78 too.
     """
     import asyncio
 
@@ -161,6 +162,7 @@ def _plan_split(config_file: str | None) -> Any:
     loaded = _settings(config_file)
     _configure_log("error")
     from agentd.daemon import discovery
+    from agentd.daemon.host_names import HostNames
     from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
@@ -171,7 +173,7 @@ def _plan_split(config_file: str | None) -> Any:
         folder = StateFolder(settings.node.state_dir)
         async with discovery.open_plugins(settings, folder) as plugins:
             devices = await discovery.check_and_discover(
-                settings, probe(), plugins, folder, EventLog(), problems
+                settings, probe(), plugins, folder, EventLog(), problems, HostNames(settings)
             )
             problems.raise_if_any()
             discovery.refuse_failed_required(plugins)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from agentd.concurrency import thread_waiting_for
-from agentd.errors import InvalidRequest, Problem
+from agentd.errors import InvalidRequest, NotReady, Problem
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -21,6 +21,12 @@ class UserAccount(msgspec.Struct, frozen=True):
     groups: tuple[int, ...]
 
 
+class UnknownAccount(msgspec.Struct, frozen=True):
+    """The place of a user account that this host does not know yet."""
+
+    problem: Problem
+
+
 class UserAccounts(msgspec.Struct, frozen=True):
     """The user accounts of a runtime's kernels, which the host adds to its settings.
 
@@ -29,25 +35,40 @@ class UserAccounts(msgspec.Struct, frozen=True):
     `is_unprivileged`, agentd is not root and there are no accounts.
     """
 
-    default: UserAccount | None = None
-    own: Mapping[str, UserAccount] = {}
+    default: UserAccount | UnknownAccount | None = None
+    own: Mapping[str, UserAccount | UnknownAccount] = {}
     is_unprivileged: bool = False
 
+    def has_account(self, agent_id: str) -> bool:
+        """Return whether a user is configured for an agent's kernels."""
+        return self.own.get(agent_id, self.default) is not None
+
     def account_for(self, agent_id: str) -> UserAccount | None:
-        """Return the user account of an agent's kernels."""
-        return self.own.get(agent_id, self.default)
+        """Return the user account of an agent's kernels.
+
+        Raises:
+            NotReady: this host does not know it yet.
+        """
+        account = self.own.get(agent_id, self.default)
+        if isinstance(account, UnknownAccount):
+            raise NotReady(f"kernels of {agent_id} cannot start: {account.problem}")
+        return account
 
     def user_for(self, agent_id: str) -> str | None:
-        """Return the name of the user account of an agent's kernels."""
+        """Return the name of the user account of an agent's kernels.
+
+        Raises:
+            NotReady: this host does not know it yet.
+        """
         account = self.account_for(agent_id)
         return account.name if account is not None else None
 
     def has_own_account(self, agent_id: str) -> bool:
         """Return whether no other agent's kernels run as this agent's user."""
         account = self.own.get(agent_id)
-        others = [other.uid for agent, other in self.own.items() if agent != agent_id]
-        others += [self.default.uid] if self.default else []
-        return account is not None and account.uid not in others
+        others = [other for agent, other in self.own.items() if agent != agent_id]
+        uids = {other.uid for other in (*others, self.default) if isinstance(other, UserAccount)}
+        return isinstance(account, UserAccount) and account.uid not in uids
 
 
 def find_account(user: str, where: str) -> UserAccount:

@@ -101,9 +101,12 @@ class ProcessRuntime:
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
-    def update_settings(self, settings: ProcessSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: ProcessSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
+
+    def update_accounts(self, accounts: UserAccounts) -> None:
+        """Replace the user accounts; existing kernels keep theirs."""
         self._user_accounts = accounts
 
     async def close(self) -> None:
@@ -181,7 +184,7 @@ class ProcessRuntime:
 
     async def _with_group_ids(self, plan: KernelPlan) -> KernelPlan:
         """Return a plan with the numbers of its groups, if kernels of its agent can have any."""
-        if self._user_accounts.account_for(plan.spec.agent_id) is None:
+        if not self._user_accounts.has_account(plan.spec.agent_id):
             return plan
         requested, allowed = host_options(plan.spec).groups, self._settings.allowed_groups
         return await with_group_ids(plan, requested, allowed, self._lookups)

@@ -105,9 +105,12 @@ class SystemdRuntime:
         self._lookups = Lookups()
         self._ends = ExitDropIn(self._manager, node_id, folder)
 
-    def update_settings(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: SystemdSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
+
+    def update_accounts(self, accounts: UserAccounts) -> None:
+        """Replace the user accounts; existing kernels keep theirs."""
         self._accounts = accounts
 
     async def close(self) -> None:
@@ -122,7 +125,7 @@ class SystemdRuntime:
         is_user = self._accounts.is_unprivileged
         unsupported = {
             "image": spec.image is not None,
-            "separation": is_user or self._accounts.account_for(spec.agent_id) is not None,
+            "separation": is_user or self._accounts.has_account(spec.agent_id),
             "cpu": is_user,
             "devices": is_user,
             "logs": is_user,
