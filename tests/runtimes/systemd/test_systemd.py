@@ -47,6 +47,7 @@ from agentd.runtimes.systemd.unit_bundle import (
     DROP_IN,
     UnitBundle,
     UnitEnd,
+    UnitIdentity,
     quote_value,
     static_busybox,
 )
@@ -249,6 +250,30 @@ def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int
     assert ("has mode" in gone.record_problem) == (mode != 0o700)
     shutil.rmtree(bundle.path)
     assert observer._observe_missing_unit("k1", bundle) is None
+
+
+@pytest.mark.parametrize(
+    ("boot", "end", "reason"),
+    [
+        ("before", UnitEnd("signal", "killed", "TERM", 7.25, ""), "the node restarted"),
+        ("before", UnitEnd("timeout", "killed", "KILL", 7.25, "unknown"), "the node restarted"),
+        ("before", UnitEnd("signal", "killed", "TERM", 7.25, "running"), ""),
+        ("before", UnitEnd("exit-code", "exited", "4", 7.25, ""), ""),
+        ("boot", UnitEnd("signal", "killed", "TERM", 7.25, ""), ""),
+    ],
+    ids=["no-answer", "manager-gone", "by-hand", "by-itself", "same-boot"],
+)
+def test_a_power_off_whose_manager_did_not_answer_is_one(
+    tmp_path: Path, boot: str, end: UnitEnd, reason: str
+) -> None:
+    observer = UnitObserver(tmp_path, "n", "boot", SystemdManager(is_user=True))
+    bundle = observer.bundle("k1")
+    bundle.create(OWN, {})
+    bundle.save_identity(UnitIdentity("0" * 32, boot, 1.0))
+    bundle.save_end(end)
+    kernel = observer._observe_missing_unit("k1", bundle)
+    assert kernel is not None
+    assert (kernel.ending.reason, kernel.ending.finished_at) == (reason, 7.25)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))

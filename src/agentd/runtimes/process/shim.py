@@ -44,7 +44,8 @@ SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: the shim lives; its command may run."""
 ENDING_BYTES = 4096
 """Bytes reserved for the exit status before the command runs."""
-STOPPED_REASON = "systemd stopped its unit"
+STOPPED_REASON, SIGNALLED_REASON = "systemd stopped its unit", "its shim was told to stop"
+"""After a reboot, either is `the node restarted`."""
 DESCENDANTS = "descendants.json"
 """The kernel's processes beside its command, each by pid and start time."""
 MIN_NOTE_PAUSE_S, MAX_NOTE_PAUSE_S, MAX_NOTED = 0.01, 5.0, 1000
@@ -61,8 +62,7 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
-    if request["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
-        signal.signal(signal.SIGTERM, Stop.request)
+    signal.signal(signal.SIGTERM, Stop.request)
     try:
         os.umask(0o077)
         os.chdir(request["folder"])
@@ -170,13 +170,16 @@ def lock_byte(descriptor: int, byte: int) -> None:
 
 
 class Stop:
-    """The stop of the kernel by systemd: TERM, then KILL after the timeout."""
+    """The stop of the shim's unit by systemd: TERM to the kernel, then KILL after the timeout.
+
+    A shim that is no unit gets SIGTERM when its session or host stops, as its kernel does.
+    """
 
     requested_at = 0.0
 
     @classmethod
     def request(cls, *_: object) -> None:
-        """Record that systemd stops the shim's unit, for example at shutdown."""
+        """Record that the shim was told to stop, for example at shutdown."""
         cls.requested_at = cls.requested_at or time.monotonic()
 
     def __init__(self, request: dict[str, Any], leader: int) -> None:
@@ -185,7 +188,7 @@ class Stop:
 
     def send_due_signal(self) -> int | None:
         """Send a signal that is due; return the milliseconds until the next check."""
-        if not self.requested_at:
+        if not self.requested_at or self._request["stop_timeout"] is None:
             return None
         remaining_s = self.requested_at + self._request["stop_timeout"] - time.monotonic()
         if not self._is_term_sent:
@@ -378,11 +381,16 @@ def write_ending(
 ) -> None:
     """Write the exit status into its reserved space, and exit."""
     code = os.waitstatus_to_exitcode(status)
+    reason = ""
+    if Stop.requested_at and request["stop_timeout"] is not None:
+        reason = STOPPED_REASON
+    elif Stop.requested_at and code in (-signal.SIGTERM, -signal.SIGKILL):
+        reason = SIGNALLED_REASON
     content = {
         "exit_code": code if code >= 0 else 128 - code,
         "oom_killed": oom_kills(request["oom_file"]) > 0,
         "finished_at": time.time(),
-        "reason": STOPPED_REASON if Stop.requested_at else "",
+        "reason": reason,
     }
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)

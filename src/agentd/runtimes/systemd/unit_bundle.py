@@ -98,6 +98,12 @@ class UnitEnd(msgspec.Struct, frozen=True):
     manager: str = "running"
 
     @property
+    def is_by_unknown_signal(self) -> bool:
+        """Whether a signal ended it, and the manager, which may have been stopping, did not say."""
+        is_unknown = self.manager in ("", "offline", "unknown")
+        return is_unknown and (self.code, self.status) in (("killed", "TERM"), ("killed", "KILL"))
+
+    @property
     def ending(self) -> Ending:
         """The ending in the terms of all runtimes."""
         return Ending(
