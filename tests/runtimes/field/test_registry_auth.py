@@ -341,7 +341,7 @@ async def test_link_leads_to_nobody_else_s_logins(
     if is_used:
         assert await RegistryLogins(folder / "link").find(IMAGE) is not None
         return
-    with pytest.raises(RuntimeFailure, match="is a link of another user|levels of symbolic links"):
+    with pytest.raises(RuntimeFailure, match=r"is a link of another user|levels of symbolic links"):
         await RegistryLogins(folder / "link").find(IMAGE)
 
 
