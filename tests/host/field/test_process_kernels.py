@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,6 +107,21 @@ async def test_end_that_could_not_be_renamed_is_read(bare, folder: Path) -> None
     await until(lambda: is_running(bare), lambda runs: not runs)
     (bundle(folder) / "exit.json").rename(bundle(folder) / ".exit.json")
     assert (await found(bare)).ending.exit_code == 7
+
+
+@pytest.mark.needs("systemd-tmpfiles")
+async def test_tmpfiles_leaves_the_bundle_of_a_kernel_alone(bare, folder: Path) -> None:
+    """Debian 13 empties /tmp after ten days: systemd/systemd#30760, sonic-buildimage#29395."""
+    go = folder / "go"
+    await create(bare, "sh", "-c", f"until [ -e {go} ]; do sleep 0.05; done; exit 7")
+    (folder / "kernels" / "old").mkdir()
+    (folder / "clean.conf").write_text(f"e {folder}/kernels - - - 0\n")
+    subprocess.run(["systemd-tmpfiles", "--clean", folder / "clean.conf"], check=True)
+    assert {path.name for path in (folder / "kernels").iterdir()} == {"k1"}
+    assert await is_running(runtime_on(folder / "kernels"))
+    go.touch()
+    kernel = await until(lambda: found(bare), lambda k: k.state is ObservedState.EXITED)
+    assert kernel.ending.exit_code == 7
 
 
 # --- the shim is killed ---------------------------------------------------------------------
@@ -218,6 +235,18 @@ async def test_bundle_with_an_error_is_held(bare, folder: Path, monkeypatch, nam
         with pytest.raises(RuntimeUnavailable):
             await after.remove(K1)  # it knows neither a pid nor a lock
     assert not (await found(after)).is_unreadable
+    await after.close()
+
+
+async def test_locks_without_a_server_are_unreadable(bare, folder: Path, monkeypatch) -> None:
+    """A home on NFS whose lock manager is down: ENOLCK."""
+    await create(bare, "sleep", "1000")
+    after = runtime_on(folder / "kernels")
+    with monkeypatch.context() as patch:
+        error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        patch.setattr("agentd.runtimes.process.bundle.fcntl.fcntl", Mock(side_effect=error))
+        kernel = await found(after)
+        assert kernel.state is ObservedState.RUNNING
     await after.close()
 
 

@@ -85,7 +85,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         folder = self.open_folder()
         try:
-            with _errors_as_unreadable(self.path / name):
+            with errors_as_unreadable(self.path / name):
                 return os.open(name, flags, 0o600, dir_fd=folder)
         finally:
             os.close(folder)
@@ -98,7 +98,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             Unreadable: it cannot be opened, or another user could have created or written it.
             OSError: a temporary failure.
         """
-        with _errors_as_unreadable(self.path):
+        with errors_as_unreadable(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE:
@@ -149,7 +149,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise Unreadable(errno.EINVAL, "is not a regular file", str(path))
-            with _errors_as_unreadable(path):
+            with errors_as_unreadable(path):
                 raw = os.read(descriptor, min(status.st_size, _MAX_BYTES))
         finally:
             os.close(descriptor)
@@ -177,8 +177,8 @@ def _mode_problem(mode: int) -> str:
 
 
 @contextmanager
-def _errors_as_unreadable(path: Path) -> Iterator[None]:
-    """Raise `Unreadable` if a path is there, or may be, and cannot be opened."""
+def errors_as_unreadable(path: Path) -> Iterator[None]:
+    """Raise `Unreadable` if a path is there, or may be, and cannot be used."""
     try:
         yield
     except (FileNotFoundError, FileExistsError):

@@ -22,7 +22,7 @@ import msgspec
 from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, require_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.host.private_folder import PrivateFolder, list_names
+from agentd.runtimes.host.private_folder import PrivateFolder, errors_as_unreadable, list_names
 from agentd.runtimes.process.shim import DESCENDANTS, SHIM_BYTE, lock_byte
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
@@ -93,7 +93,8 @@ class Bundle(PrivateFolder, frozen=True):
             return False
         try:
             request = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
-            answer = fcntl.fcntl(descriptor, F_OFD_GETLK, request)
+            with errors_as_unreadable(self.path / LOCK):
+                answer = fcntl.fcntl(descriptor, F_OFD_GETLK, request)
             return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
         finally:
             os.close(descriptor)

@@ -90,20 +90,24 @@ class KernelProcesses:
         if (
             self.has_cgroup_members
             or self._leader is not None
-            or self._is_locked(COMMAND_BYTE)
             or self._noted()
+            or self._is_locked(COMMAND_BYTE)
         ):
             return True
-        if self.identity is None and self._cgroup is None and self._bundle.read_ending() is None:
+        if self.identity is None and not self._is_in_cgroup and not self._bundle.read_ending():
             self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
         return False
+
+    @property
+    def _is_in_cgroup(self) -> bool:
+        return self._cgroup is not None and self._cgroup.exists()
 
     def _is_locked(self, byte: int) -> bool:
         try:
             if self._bundle.is_locked(byte):
                 return True
         except Unreadable:
-            if self._last is None and not (self._cgroup and self._cgroup.exists()):
+            if self._last is None and not self._is_in_cgroup:
                 raise
         return self._last is not None and self._last.shim.is_alive()
 
@@ -252,7 +256,7 @@ class KernelProcesses:
 
     def _note_descendants(self, alive: Sequence[Proc]) -> float | None:
         """Note the processes of a kernel without a cgroup and a shim; return the next time."""
-        if self._cgroup is not None or self._shim is not None or not alive:
+        if self._is_in_cgroup or self._shim is not None or not alive:
             return None
         if alive != self._bundle.read_descendants():
             self._bundle.write_descendants(alive)

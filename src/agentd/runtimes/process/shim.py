@@ -66,6 +66,7 @@ def main() -> None:
     try:
         os.umask(0o077)
         os.chdir(request["folder"])
+        keep_folder()
         output = KernelOutput(request)
         ending = reserve_file("exit.json")
     except OSError as error:
@@ -313,11 +314,10 @@ def supervise(
         if wakeup not in ready:
             continue
         os.read(wakeup, 4096)
-        descendants.due_at = 0
         try:
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
                 if result[0] == leader:
-                    status, stop.leader = result[1], 0
+                    status, stop.leader, descendants.due_at = result[1], 0, 0
         except ChildProcessError:
             break
     remaining = PIPE_BYTES
@@ -329,8 +329,8 @@ def supervise(
 class Descendants:
     """The kernel's processes beside its command, which init inherits if this shim is killed.
 
-    Where no cgroup has them, they are noted at growing intervals and when a child has ended, and
-    that costs at most a two hundredth of a core.
+    Where no cgroup has them, they are noted when the command has ended and at growing intervals,
+    and that takes at most a two hundredth of a core.
     """
 
     def __init__(self, request: dict[str, Any], leader: int) -> None:
@@ -399,6 +399,11 @@ def write_ending(
         hit("shim.after_exit")
     finally:
         os._exit(0)
+
+
+def keep_folder() -> None:
+    """Lock the bundle against systemd-tmpfiles(8), which empties old folders without a lock."""
+    attempt(fcntl.flock, os.open(".", os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def reserve_file(name: str) -> int:
