@@ -102,6 +102,7 @@ async def planned(spec: KernelSpec) -> tuple[Kernel, KernelPlan]:
 class Cgroups:
     """Cgroups of a host that has all controllers."""
 
+    is_writable = True
     controllers = frozenset({MEMORY, PIDS})
     keeps_attributes = True
 

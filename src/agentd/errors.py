@@ -411,6 +411,14 @@ class RuntimeUnavailable(Unavailable):
     code = "RuntimeUnavailable"
 
 
+class CoresUnavailable(RuntimeUnavailable):
+    """A kernel cannot run on one of its `cores`; no kernel was created."""
+
+    def __init__(self, cores: Iterable[str], reason: str) -> None:
+        self.cores = tuple(cores)
+        super().__init__(f"the kernel did not start on cores {', '.join(self.cores)}: {reason}")
+
+
 class OutcomeUnknown(Unavailable):
     """The runtime was called and its answer was lost: the kernel may exist."""
 

@@ -277,11 +277,11 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def with_withheld(self, reason: str) -> Inventory:
-        """Return the inventory with its real accelerators withheld; an empty reason ends that."""
+    def with_withheld(self, reason: str, lost: Mapping[DeviceId, str] = {}) -> Inventory:
+        """Return the inventory with its real accelerators withheld, if for a reason, and cores."""
+        reasons = {d.device_id: reason for d in self.devices if d.is_real_accelerator} | {**lost}
         return self.with_devices(
-            replace(device, withheld=reason) if device.is_real_accelerator else device
-            for device in self.devices
+            replace(device, withheld=reasons.get(device.device_id, "")) for device in self.devices
         )
 
     def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:

@@ -202,6 +202,7 @@ class Daemon:
         background.run("reconciler", services.loops.run())
         background.run("claims", services.claim_ends.run())
         background.run("unclaimed", services.unclaimed.run())
+        background.run("cores", services.cores.run())
         background.run("conditions", services.conditions.run())
         background.run("host", services.conditions.run_lookups())
         background.run("locks", self._hold_locks())

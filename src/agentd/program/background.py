@@ -19,6 +19,7 @@ NOT_VITAL = frozenset(
     {
         "conditions",  # they are not logged
         "host",  # its conditions are old
+        "cores",  # each create looks, too
         "unclaimed",  # processes without a claim go unnoticed
         "retention",  # ended kernels pile up
         "status",  # systemd shows an old status

@@ -12,6 +12,7 @@ from agentd.core.names import quote_untrusted
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
+    CoresUnavailable,
     ImageNotFound,
     ImageUnavailable,
     InvalidRequest,
@@ -44,6 +45,8 @@ _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
 _SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 """Folders that are the same on every node; other paths tell where an engine keeps its data."""
+_NO_CORES = ("requested cpus are not available", "cpuset.cpus")
+"""Refusals of cores: of the Engine for one that is offline, of runc and crun for a cpuset."""
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
@@ -114,6 +117,8 @@ def _translate_refused_create(
     if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
     words = _engine_words(error.detail)
+    if any(refusal in words for refusal in _NO_CORES):
+        return CoresUnavailable(plan.cpus, hide_paths(error.detail))
     if not _NO_DISK.search(error.detail.lower()) and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
     message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])

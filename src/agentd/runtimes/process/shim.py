@@ -232,6 +232,8 @@ def run_command(
         step = "cpus"
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
+            if os.sched_getaffinity(0) != {*request["cpus"]}:
+                raise OSError(22, "one of its cores is not there")
         for name, limits in request["ulimits"].items():
             step = "ulimits." + name
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))

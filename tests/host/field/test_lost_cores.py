@@ -1,0 +1,150 @@
+"""Cores that go away while agentd runs: one that is offline, a cpuset that shrinks."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agentd.core.kernel.plan import KernelPlan
+from agentd.core.kernel.states import KernelRef
+from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeFailure, RuntimeUnavailable
+from agentd.runtimes.docker.docker_errors import DockerError
+from agentd.runtimes.docker.error_translation import translate_error
+from agentd.services import lost_cores
+from contracts.test_runtime import CORE, plan, process_runtime
+from services.node import Rig
+from support.daemon import AGENTS, BASE, Daemon
+from support.fakes import FakeRuntime
+from support.waiting import until
+
+NO_CORE = "1000"
+HOST = '[host]\ncpus = 8\nmem = "8g"\n'
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    made = Rig()
+    await made.relist()
+    return made
+
+
+def lose_in_runtime(runtime: FakeRuntime, *lost: str) -> list[KernelPlan]:
+    """Make creates on these cores fail; return their plans."""
+    plans: list[KernelPlan] = []
+    create = runtime.create
+
+    async def create_elsewhere(wanted: KernelPlan, *rest):
+        if {*lost} & {*wanted.cpus}:
+            plans.append(wanted)
+            raise CoresUnavailable(wanted.cpus, "Invalid argument")
+        return await create(wanted, *rest)
+
+    runtime.create = create_elsewhere  # type: ignore[method-assign]
+    return plans
+
+
+def cores_of(rig: Rig, kernel_id: str) -> tuple[str, ...]:
+    return rig.runtime.plans[-1].cpus if rig.runtime.plans[-1].spec.kernel_id == kernel_id else ()
+
+
+async def test_missing_core_is_withheld_until_it_returns(rig: Rig) -> None:
+    rig.available_cores = {1, 2, 3}
+    await rig.create("k1", cpu=1)
+    assert cores_of(rig, "k1") == ("1",)
+    core = rig.devices.inventory.by_name["cpu"][0]
+    assert core.withheld_reason == "it is offline, or outside of agentd's cpuset"
+    assert [c.about for c in rig.devices.conditions()] == ["device/cpu/0"]
+    rig.available_cores = {0, 1, 2, 3}
+    rig.cores.scan()
+    assert [*rig.devices.conditions()] == []
+    await rig.create("k2", cpu=3)
+    assert cores_of(rig, "k2") == ("0", "2", "3")
+
+
+async def test_core_that_fails_is_withheld_and_another_is_tried(rig: Rig) -> None:
+    failed = lose_in_runtime(rig.runtime, "0", "2")
+    kernel = await rig.create("k1", cpu=1, cuda_device=1)
+    assert [attempt.cpus for attempt in failed] == [("0",)]
+    assert (cores_of(rig, "k1"), kernel.state) == (("1",), "running")
+    assert rig.free_gpus == 1
+    kernel, _ = await rig.service.create(rig.spec("k2", cpu=1), wait=False)
+    await until(lambda: rig.states["k2"], "running")
+    assert cores_of(rig, "k2") == ("3",)
+    with pytest.raises(InsufficientResource):
+        await rig.create("k3", cpu=9)
+    with pytest.raises(RuntimeUnavailable, match="lost for now: 0, 2"):
+        await rig.create("k3", cpu=1)
+    with pytest.raises(RuntimeUnavailable, match="lost for now: 0, 2"):
+        await rig.service.dry_run_create(rig.spec("k3", cpu=2))
+    rig.now += lost_cores.RETRY_S
+    with pytest.raises(CoresUnavailable):  # it is tried again
+        await rig.create("k3", cpu=1)
+    assert [attempt.cpus for attempt in failed[2:]] == [("0",), ("2",)]
+    assert {*rig.states} == {"k1", "k2"}
+
+
+async def test_kernel_without_cores_of_its_own_runs_on_the_others(rig: Rig) -> None:
+    rig.available_cores = {2, 3}
+    await rig.create("k1", cpu=0)
+    assert cores_of(rig, "k1") == ("2", "3")
+    rig.available_cores = set()
+    with pytest.raises(RuntimeUnavailable, match="no core of agent a is there"):
+        await rig.create("k2", cpu=0)
+    assert rig.states == {"k1": "running"}
+
+
+@pytest.mark.parametrize("cores", [(NO_CORE,), (CORE, NO_CORE)], ids=["none-is-there", "one-is"])
+async def test_process_kernel_never_runs_on_fewer_cores(
+    folder: Path, cores: tuple[str, ...]
+) -> None:
+    (folder / "kernels").mkdir()
+    runtime = process_runtime(folder / "kernels")
+    with pytest.raises(CoresUnavailable) as refusal:
+        await runtime.create(replace(plan("true"), cpus=cores), lambda *_: None)
+    assert refusal.value.cores == cores
+    assert await runtime.find(KernelRef("k1")) is None
+    await runtime.close()
+
+
+_FILE = "/sys/fs/cgroup/machine.slice/x/cpuset.cpus"
+ENGINES = {
+    "docker": (400, "Requested CPUs are not available - requested 3, available: 0-2"),
+    "runc": (500, f"failed to write 3: write {_FILE}: numerical result out of range: unknown"),
+    "crun": (500, f"crun: writing file `{_FILE}`: Invalid argument: OCI runtime error"),
+}
+
+
+@pytest.mark.parametrize(("status", "text"), ENGINES.values(), ids=ENGINES)
+def test_engine_that_lacks_a_core_says_so(status: int, text: str) -> None:
+    error = translate_error(DockerError(status, text), plan("true"))
+    assert isinstance(error, CoresUnavailable)
+    assert error.cores == (CORE,)
+    assert isinstance(translate_error(DockerError(500, "no"), plan("true")), RuntimeFailure)
+
+
+@pytest.fixture
+async def daemon(folder: Path) -> AsyncIterator[Daemon]:
+    made = Daemon(folder, "process")
+    made.configure(AGENTS, BASE.replace(HOST, ""))
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_shrunken_affinity_refuses_for_the_moment(daemon: Daemon) -> None:
+    assert daemon.process is not None
+    pid, cores = daemon.process.pid, sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(pid, cores[:1])
+    every_core = {"cpu": len(cores)}
+    refused = await daemon.create(kernel_id="k1", slots=every_core)
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    states = {row["state"] for row in await daemon.get("/v1/devices") if row["id"] == str(cores[1])}
+    assert states == {"withheld"}
+    created = await daemon.running(kernel_id="k1", slots={"cpu": 1})
+    assert [*created["allocation"]["cpu"]["cpu"]] == [str(cores[0])]
+    assert (await daemon.call("DELETE", "/v1/kernels/k1")).status == 204
+    os.sched_setaffinity(pid, cores)
+    assert (await daemon.create(kernel_id="k1", slots=every_core)).status == 201
+    assert not any("cpuset" in text for text in await daemon.warnings())
