@@ -266,6 +266,18 @@ def test_records_of_another_node_id_stay_and_are_not_loaded(state: StateFolder) 
     assert [record.kernel_id for record in state.load_records()] == ["k2", "k1", "k3"]
 
 
+def test_runtimes_that_could_not_be_saved_are_saved_later(state: StateFolder) -> None:
+    state.save_runtimes(["process"])
+    failpoints.arm("node.before_replace=2*error(EROFS)")
+    for names in (["process", "docker"], ["process", "docker", "systemd"]):
+        state.save_runtimes(names)
+    assert any("record of the node" in text for text in warnings(state))
+    state.retry()
+    node = state.load_node()
+    assert node is not None
+    assert (node.runtimes, warnings(state)) == (["process", "docker", "systemd"], [])
+
+
 def test_reading_records_changes_nothing(state: StateFolder) -> None:
     state.save_intent("k1", "{}")
     failpoints.arm("record.before_move=1*error(EROFS)")

@@ -192,9 +192,9 @@ class StateFolder:
         return self._load("node.json", SavedNode)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
-        """Save which runtimes may have kernels of this node."""
-        with suppress(StateUnavailable):  # no create succeeds either, so the file stays true
-            self._save_lasting("node", SavedNode(self._node_id, list(names)))
+        """Save which runtimes may have kernels of this node; if that fails, `retry` does."""
+        saved = SavedNode(self._node_id, list(names))
+        self._run_steps("the node", lambda: self._save_lasting("node", saved))
 
     def load_devices(self) -> SavedDevices:
         """Return the last inventory, without what each start finds out.
