@@ -116,7 +116,7 @@ async def test_failed_removal_is_shown_and_repeated(monkeypatch: Any) -> None:
             raise failures.pop()
         state.drop_kernel(expected.kernel_id)
 
-    keeper = Retention(state, SimpleNamespace(remove=remove), 1)  # type: ignore[arg-type]
+    keeper = Retention(state, SimpleNamespace(remove=remove), 1, now=9.0)  # type: ignore[arg-type]
     for number in (1, 2):
         state.put_kernel(ended(f"k{number}", float(number)))
     running = asyncio.create_task(keeper.run())
