@@ -71,7 +71,7 @@ def process_runtime(
     own: Mapping[str, UserAccount] = MappingProxyType({}),
     **settings: Any,
 ) -> ProcessRuntime:
-    default = find_account("nobody", "user") if os.geteuid() == 0 else None
+    default = find_account("nobody") if os.geteuid() == 0 else None
     read = ProcessSettings.model_validate(settings, by_name=True)
     accounts = UserAccounts(default, own, is_unprivileged=os.geteuid() != 0)
     manager = SystemdManager(is_user=os.geteuid() != 0) if has_manager() else None

@@ -27,11 +27,15 @@ class FakeServer:
 
     def __init__(self, *, has_tls: bool = False) -> None:
         self.has_tls = has_tls
+        self.ungrouped: list[Any] = []
         self.tokens: list[Any] = []
         self.contexts: list[object] = []
 
     def replace_tokens(self, tokens: Any) -> None:
         self.tokens.append([token.secret for token in tokens])
+
+    def assign_groups(self, find_group: object) -> None:
+        """All sockets have their groups."""
 
     def replace_tls(self, context: object) -> None:
         self.contexts.append(context)

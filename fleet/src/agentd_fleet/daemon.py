@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
 from agentd.concurrency import wait_event
-from agentd.errors import ConfigRefused, DaemonFailed, Problem
+from agentd.errors import ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.http.certificates import load_chain, read_chain_file
 from agentd.http.credentials import (
     build_endpoint,
@@ -199,6 +199,8 @@ class GatewayDaemon:
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
+        for unix in server.ungrouped:
+            raise StartRefused(f"socket {unix.path}: no group {unix.group!r} on this host")
         sweep = Sweep(backend, placer, self._timeouts)
         background.run("sweep", sweep.run())
         certificates = certificate_weaknesses(settings)

@@ -90,9 +90,9 @@ async def _check(
         add(ExitStatus.FAILED, _as_problems("", str(error)))
     timeout_s = min(settings.plugins.call_timeout + CALL_MARGIN_S, VALIDATION_TIMEOUT_S)
     unvalidated = await plugins.unvalidated_problems(timeout_s)
-    start_problems = Problems()
+    start_problems, names = Problems(), HostNames(settings)
     devices = await discovery.check_and_discover(
-        settings, probe(), plugins, store, EventLog(), start_problems, HostNames(settings)
+        settings, probe(), plugins, store, EventLog(), start_problems, names
     )
     with start_problems.collect():
         build_endpoint(settings.rpc)
@@ -101,7 +101,7 @@ async def _check(
     for name, reason in plugins.required_failures().items():
         if name not in reported:
             add(ExitStatus.FAILED, _as_problems(f"plugins.{name}", reason))
-    add(ExitStatus.FAILED, _socket_problems(settings.rpc))
+    add(ExitStatus.FAILED, _socket_problems(settings.rpc, names))
     for problems in runtime_factory.login_problems(settings).values():
         add(ExitStatus.CONFIG, problems)
     add(ExitStatus.CONFIG, plugins.missing_entry_points())
@@ -121,15 +121,18 @@ async def _check(
     )
 
 
-def _socket_problems(rpc: RpcSettings) -> Iterator[Problem]:
+def _socket_problems(rpc: RpcSettings, names: HostNames) -> Iterator[Problem]:
     sockets = [("rpc.socket", rpc.socket, "rpc.socket-group", rpc.socket_group)]
     for index, socket in enumerate(rpc.sockets):
         where = f"rpc.sockets.{index}"
         sockets.append((f"{where}.path", socket.path, f"{where}.group", socket.group))
     for path_key, path, group_key, group in sockets:
         yield from _as_problems(path_key, socket_path_problem(path.absolute()))
-        if group is not None:
-            yield from _as_problems(group_key, socket_group_problem(group))
+        if group_key in names.problems:
+            yield names.problems[group_key]
+        elif group is not None:
+            reason = socket_group_problem(group, names.group_ids[group])
+            yield from _as_problems(group_key, reason)
     if rpc.listen is not None:
         reason = address_problem(str(rpc.host_port[0]))
         yield from _as_problems("rpc.listen", reason and f"{rpc.listen}: {reason}")

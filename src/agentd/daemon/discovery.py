@@ -109,7 +109,7 @@ async def check_and_discover(
         runtime_factory.refuse_unusable_runtime(settings)
     with problems.collect():
         await names.refresh(settings)
-    problems.passing += names.problems
+    problems.passing += [p for key, p in names.problems.items() if not key.startswith("rpc.")]
     with problems.collect():
         await runtime_factory.refuse_changed_id(settings, resolve_node_id(settings), store)
     problems.collected += plugins.problems()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
 from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_users
-from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
+from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
 from agentd.host.lookups import Lookups
 from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
@@ -182,6 +183,8 @@ class Reload:
         await self._names.refresh(self.settings)
         if runtime is not None and runtime.name != "docker":
             runtime.update_accounts(self._names.accounts)
+        with suppress(StartRefused):  # it stays in `conditions`
+            self._server.assign_groups(self._names.group_ids.get)
 
     async def run(self) -> None:
         """Look for what is missing repeatedly, until cancelled."""
@@ -192,7 +195,7 @@ class Reload:
     async def look_for_missing(self) -> None:
         """Look for what is missing, and use what has come."""
         async with self._lock:
-            if self._names.problems:
+            if self._names.problems or self._server.ungrouped:
                 await self._refresh_names()
             if not self._missing:
                 return
@@ -213,6 +216,9 @@ class Reload:
         yield from self._names.conditions()
         for problem in self._missing:
             yield Condition("host", str(problem), RETRY_REMEDY, agents=())
+        for unix in self._server.ungrouped:
+            reason = f"socket {unix.path} is not given to group {unix.group!r} yet"
+            yield Condition("host", f"{reason}: only agentd's user can connect", RETRY_REMEDY, ())
 
     async def apply_and_log(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import grp
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -26,17 +26,8 @@ def find_group_id(group: int | str) -> int | None:
         return group
     try:
         return grp.getgrnam(group).gr_gid
-    except (KeyError, UnicodeError):
+    except (KeyError, ValueError):
         return None
-
-
-def unknown_groups(key: str, groups: Iterable[int | str]) -> list[Problem]:
-    """Return a problem for each configured name that this host does not know."""
-    return [
-        Problem(f"{key}.{index}", f"no group {group!r} on this host")
-        for index, group in enumerate(groups)
-        if find_group_id(group) is None
-    ]
 
 
 def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str]) -> list[int]:

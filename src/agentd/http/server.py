@@ -7,6 +7,7 @@ bearer token does both (`gate`). Every error is a problem (RFC 9457) with a stab
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -25,7 +26,7 @@ from agentd.http.callers import NODE_HEADER, Callers, Token
 from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
-from agentd.http.connections.unix_sockets import bind_unix_socket
+from agentd.http.connections.unix_sockets import SOCKET_MODE, bind_unix_socket, find_group_id
 from agentd.http.gate import MAX_BODY, Gate, RequestHandler, error_response
 from agentd.http.openapi import build_document
 from agentd.http.problem_responses import problem_response
@@ -122,14 +123,16 @@ class Server:
         self._turns = RequestTurns()
         self._pending: set[Connection] = set()
         self._bound_paths: list[Path] = []
+        self.ungrouped: list[UnixSocket] = []
+        """Sockets that only agentd's user can connect to, as they are not given to a group yet."""
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._requests: dict[int, web.Request] = {}
         self._cancelled_requests: list[str] = []
         site.set_document(cache(lambda: build_document(title, routes)))
 
-    async def start(self) -> None:
-        """Start listening.
+    async def start(self, find_group: Callable[[str], int | None] = find_group_id) -> None:
+        """Start listening; `find_group` returns the id of a group, None of an unknown one.
 
         Raises:
             StartRefused: a socket or the address is unavailable.
@@ -153,11 +156,28 @@ class Server:
             if (sock := passed.get(str(unix.path))) is None:
                 sock = bind_unix_socket(unix.path, unix.group)
                 self._bound_paths.append(unix.path)
+                self.ungrouped += [unix] if unix.group is not None else []
+                self.assign_groups(find_group)
             await self._listen(sock, limits)
         if (host := self._endpoint.host) is not None:
             sock = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
             limits = ConnectionLimit(self._endpoint.max_connections, TCP_FRACTION)
             await self._listen(sock, limits, lambda: self._tls)
+
+    def assign_groups(self, find_group: Callable[[str], int | None]) -> None:
+        """Give sockets to their groups, as far as these are known.
+
+        Raises:
+            StartRefused: agentd may not give a socket to its group.
+        """
+        for unix in [*self.ungrouped]:
+            if (group_id := find_group(unix.group or "")) is not None:
+                try:
+                    os.chown(unix.path, -1, group_id)
+                    unix.path.chmod(SOCKET_MODE)
+                except OSError as error:
+                    raise StartRefused(f"socket {unix.path}: {error.strerror}") from None
+                self.ungrouped.remove(unix)
 
     def _tcp_socket(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

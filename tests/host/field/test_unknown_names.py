@@ -146,6 +146,21 @@ async def test_unknown_group_concerns_requests_that_name_it(host: Host) -> None:
 
 
 @pytest.mark.needs("root")
+async def test_socket_of_an_unknown_group_is_private(host: Host) -> None:
+    """The group of one team holds up nobody else."""
+    path = host.daemon.folder / "team.sock"
+    host.forget("audio")
+    entry = f'[[rpc.sockets]]\npath = "{path}"\nrole = "read"\ngroup = "audio"\n'
+    await host.start(entry + TEAMS)
+    why = f"socket {path} is not given to group 'audio' yet: only agentd's user can connect"
+    assert await host.conditions() == {"host": why}
+    assert (path.stat().st_mode & 0o777, path.group()) == (0o600, "root")
+    host.learn("audio")
+    await host.until_no_condition("host")
+    assert (path.stat().st_mode & 0o777, path.group()) == (0o660, "audio")
+
+
+@pytest.mark.needs("root")
 async def test_reload_revokes_a_token_while_a_user_is_unknown(tokens: Tokens) -> None:
     host = Host(tokens.daemon)
     host.forget("daemon")

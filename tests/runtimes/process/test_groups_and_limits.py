@@ -28,7 +28,7 @@ async def test_default_limits_hold_where_a_request_says_nothing(runtime, folder)
     limits = {"nofile": {"soft": 512, "hard": 1024}, "core": 0}
     settings = ProcessSettings.model_validate({"default-ulimits": limits})
     runtime.update_settings(settings)
-    runtime.update_accounts(UserAccounts(find_account("nobody", "user")))
+    runtime.update_accounts(UserAccounts(find_account("nobody")))
     options = {"ulimits": {"core": {"soft": 8192, "hard": 8192}}}
     await runtime.create(plan("sleep", "1000", options=options), lambda *_: None)
     found = read_limits(identity(folder)["pid"])
@@ -49,7 +49,7 @@ async def test_default_limit_that_does_not_work_is_the_node_s(
     await runtime.create(plan("sleep", "1000", kernel_id="k0"), lambda *_: None)
     settings = ProcessSettings.model_validate({"default-ulimits": {name: limit}})
     runtime.update_settings(settings)
-    runtime.update_accounts(UserAccounts(find_account("nobody", "user")))
+    runtime.update_accounts(UserAccounts(find_account("nobody")))
     expected = rf"; runtime\.process\.default-ulimits\.{name}: {why}"
     with pytest.raises(RuntimeFailure, match=expected):
         await runtime.create(plan("sleep", "1000"), lambda *_: None)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agentd.concurrency import thread_waiting_for
-from agentd.errors import InvalidRequest, NotReady, Problem
+from agentd.errors import NotReady, Problem
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -71,16 +70,11 @@ class UserAccounts(msgspec.Struct, frozen=True):
         return isinstance(account, UserAccount) and account.uid not in uids
 
 
-def find_account(user: str, where: str) -> UserAccount:
-    """Return a user account of the host.
-
-    Raises:
-        InvalidRequest: the account does not exist.
-    """
-    with thread_waiting_for(f"user {user!r} of {where}"):
-        try:
-            entry = pwd.getpwnam(user)
-        except KeyError:
-            raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+def find_account(user: str) -> UserAccount | None:
+    """Return a user account, None if this host does not know it; may block, as NSS does."""
+    try:
+        entry = pwd.getpwnam(user)
+    except (KeyError, ValueError):
+        return None
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
