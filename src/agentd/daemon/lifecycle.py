@@ -189,7 +189,7 @@ class Daemon:
             pages=Pages({HOME: "agentd"}),
         )
         self._reload = Reload(self._loaded, server, services.runtimes, self._names, missing)
-        services.conditions.add(self._reload.conditions)
+        services.conditions.add(self._reload.conditions, server.address_conditions)
         services.conditions.add_slow("a socket", server.conditions)
         report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")

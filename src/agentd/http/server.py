@@ -49,6 +49,8 @@ SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 FIRST_REQUEST_S = 1.0
 """Seconds that a stop waits for the first request of an accepted connection."""
 POLL_S = 0.01
+IP_FREEBIND = 15
+"""Of ip(7); Python 3.12 has no name for it."""
 OPEN_TIMEOUT_S = 30.0
 """Seconds that a request waits for the end of the start when systemd holds the sockets."""
 
@@ -180,12 +182,19 @@ class Server:
                 self.ungrouped.remove(unix)
 
     def _tcp_socket(self, host: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        """Return a listening socket; the host may get its address later."""
         try:
-            return socket.create_server((host, self._endpoint.port), family=family)
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
+            if ":" in host:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((host, self._endpoint.port))
+            listener.listen(BACKLOG)
         except OSError as error:
             reason = error.strerror
             raise StartRefused(f"cannot listen on {host}:{self._endpoint.port}: {reason}") from None
+        return listener
 
     async def _listen(
         self,
@@ -225,6 +234,11 @@ class Server:
             if not unix.path.is_socket():
                 reason = f"the socket {unix.path} was removed, so no client finds it"
                 yield Condition("host", reason, "restart agentd", agents=())
+
+    def address_conditions(self) -> Iterator[Condition]:
+        """Yield a condition while this host does not have the address of the TCP endpoint."""
+        if (host := self._endpoint.host) is not None and (reason := address_problem(host)):
+            yield Condition("host", f"nobody can connect to {host}: {reason}", agents=())
 
     def replace_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""

@@ -197,6 +197,20 @@ async def test_token_that_is_not_there_yet_is_not_accepted(tokens: Tokens) -> No
 
 
 @pytest.mark.needs("openssl")
+async def test_address_that_is_not_there_yet_holds_up_no_start(tokens: Tokens) -> None:
+    """Such as that of an interface that waits for its lease, or one that moves between hosts."""
+    daemon = tokens.daemon
+    cert, key = certificate(daemon.folder)
+    tls = f'tls-cert = "{cert}"\ntls-key = "{key}"\n'
+    tokens.configure(tls, tokens.entry("boss", "admin"))
+    config = daemon.config_file
+    config.write_text(config.read_text().replace("127.0.0.1", "192.0.2.7"))
+    await daemon.start()
+    why = "nobody can connect to 192.0.2.7: Cannot assign requested address"
+    assert why in await daemon.warnings()
+
+
+@pytest.mark.needs("openssl")
 @pytest.mark.parametrize("missing", ["cert", "key"])
 async def test_nothing_is_served_without_tls_before_its_certificate(
     tokens: Tokens, missing: str

@@ -319,20 +319,21 @@ def _unknown_limit_problems(rules: SplitRules, pool: AssignableDevices) -> Itera
 
 def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
     problems = []
-    cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
+    cores = inventory.by_name.get(CPU, ())
+    present = [d.device_id for d in cores if not d.gone]
     rule = rules.reserved_cpu
     if isinstance(rule, int):
-        reserved = [d.device_id for d in cores[:rule]]
+        reserved = present[:rule]
     else:
         known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
         named = {known[name] for name in rule if name in known}
         reserved = [d.device_id for d in cores if d.device_id in named]
         if unknown := [name for name in rule if name not in known]:
-            available = ", ".join(d.device_id.id for d in cores)
+            available = ", ".join(device_id.id for device_id in present)
             reason = f"no core {', '.join(unknown)}; the node has {available}"
             problems.append(Problem("resource.reserved-cpu", reason))
-    if len(reserved) >= len(cores) or (isinstance(rule, int) and rule >= len(cores)):
-        reason = f"leaves no core; the node has {len(cores)}, reserve fewer"
+    if not {*present} - {*reserved}:
+        reason = f"leaves no core; the node has {len(present)}, reserve fewer"
         problems.append(Problem("resource.reserved-cpu", reason))
     total = inventory.by_id[MEMORY].capacity
     if rules.reserved_mem >= total:
