@@ -112,7 +112,7 @@ async def test_file_behind_a_mount_that_was_replaced_is_refused(tmp_path: Path) 
     node = Node(tmp_path)
     with node.file.open() as mounted:
         path = Path(f"/proc/self/fd/{mounted.fileno()}")
-        node.reload = Reload(load(path, {}), node.reload._server, {})
+        node.reload._loaded = load(path, {})
         assert await node.reload.apply_and_log() == []
         node.file.unlink()
         with pytest.raises(ConfigRefused, match="was replaced on the host, but the mount keeps"):

@@ -45,7 +45,7 @@ import importlib_metadata
 PROGRAMS = {
     "agentd": "agentd.__main__:main",
     "agentctl": "agentd.cli.agentctl.main:agentctl",
-    "agentd-fleet": "agentd_fleet.__main__:main",
+    "agentd-fleet": "agentd_fleet.cli:agentd_fleet",
 }
 PRELOADED = (
     "agentd.cli.agentd.main",
@@ -60,7 +60,6 @@ PRELOADED = (
     "concurrent.futures.thread",
     "termios",
     "zipp",
-    "agentd_fleet.cli",
     "agentd_fleet.daemon",
     "agentd_fleet.join.publisher",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from agentd.errors import StartRefused
@@ -15,10 +16,7 @@ def boot_id() -> str:
     Raises:
         StartRefused: it cannot be read; processes of an earlier boot would look alive.
     """
-    try:
-        text, reason = BOOT_ID.read_text("ascii", "replace").strip(), "is empty"
-    except OSError as error:
-        text, reason = "", f"cannot be read: {error.strerror}"
-    if not text:
-        raise StartRefused(f"{BOOT_ID} {reason}; agentd needs /proc/sys to tell boots apart")
-    return text
+    with suppress(OSError):
+        if text := BOOT_ID.read_text("ascii", "replace").strip():
+            return text
+    raise StartRefused(f"{BOOT_ID} is hidden or empty; without it, boots cannot be told apart")

@@ -33,7 +33,6 @@ setattr(importlib.import_module(module), name, be_struck)
 program, _, function = sys.argv.pop(1).partition(":")
 getattr(importlib.import_module(program), function)()
 """
-PROGRAMS = {"agentd.__main__": "run", "agentd_fleet.__main__": "gateway"}
 STRAY_AT_FIRST_IMPORT = """
 import importlib, os, signal, sys
 
@@ -49,8 +48,8 @@ main()
 """
 """Send stray signals while the program imports its first library."""
 HIDDEN = {
-    "hidden": ("mount -t tmpfs none /proc/sys", "cannot be read: No such file or directory"),
-    "empty": ("mount --bind /dev/null /proc/sys/kernel/random/boot_id", "is empty"),
+    "hidden": "mount -t tmpfs none /proc/sys",
+    "empty": "mount --bind /dev/null /proc/sys/kernel/random/boot_id",
 }
 
 
@@ -72,9 +71,8 @@ async def run_some_requests(daemon: Daemon) -> None:
     assert (await daemon.call("DELETE", path)).status == 204
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
-def test_stray_signals_during_the_imports_are_survived(module: str, tmp_path: Path) -> None:
-    words = [module, PROGRAMS[module], "--config", str(tmp_path / "missing.toml")]
+def test_stray_signals_during_the_imports_are_survived(tmp_path: Path) -> None:
+    words = ["agentd.__main__", "run", "--config", str(tmp_path / "missing.toml")]
     done = subprocess.run(
         [sys.executable, "-c", STRAY_AT_FIRST_IMPORT, *words],
         capture_output=True, text=True, check=False,
@@ -150,9 +148,8 @@ def test_python_command_is_isolated_as_its_parent(flag: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("case", HIDDEN)
 @pytest.mark.parametrize("command", ["run", "check-config", "plan"])
 def test_boot_id_that_cannot_be_read_is_refused(daemon: Daemon, case: str, command: str) -> None:
-    mount, reason = HIDDEN[case]
     daemon.configure()
-    script = f'{mount} && exec "$@"'
+    script = f'{HIDDEN[case]} && exec "$@"'
     words = [sys.executable, "-m", "agentd", command, "--config", str(daemon.config_file)]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script, "sh", *words],
@@ -163,4 +160,4 @@ def test_boot_id_that_cannot_be_read_is_refused(daemon: Daemon, case: str, comma
         return
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert f"/proc/sys/kernel/random/boot_id {reason}; agentd needs /proc/sys" in done.stderr
+    assert "/proc/sys/kernel/random/boot_id is hidden or empty; without it" in done.stderr
