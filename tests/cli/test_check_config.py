@@ -104,6 +104,11 @@ def test_check_config_refuses_a_socket_that_run_cannot_make(
     assert config.run("run")[0] == status
 
 
+def test_check_config_refuses_an_emptied_file(config: Config) -> None:
+    config.file.write_text("# [node]\n")
+    assert config.refusals() == ["has no keys; a failed write may have emptied it"]
+
+
 def test_check_config_refuses_unknown_groups_of_sockets(config: Config) -> None:
     entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
     config.write(entry, rpc=config.values["rpc"] + 'socket-group = "nosuchgroup"\n')

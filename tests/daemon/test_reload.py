@@ -107,6 +107,16 @@ async def test_a_reload_that_fails_takes_nothing_and_is_not_the_last(
     assert node.server.tokens == [["another-token-that-is-long"]]
 
 
+async def test_emptied_file_changes_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.file.write_text("")
+    assert await node.reloaded() == (
+        [],
+        [f"{node.file}: has no keys; a failed write may have emptied it"],
+    )
+    assert node.server.tokens == []
+
+
 async def test_file_behind_a_mount_that_was_replaced_is_refused(tmp_path: Path) -> None:
     """A mount of a file, and not of its folder, keeps the file that an editor replaced."""
     node = Node(tmp_path)
