@@ -2,12 +2,14 @@
 
 import sys
 
+from agentd.program.first_process import leave_first_process
 from agentd.program.process import prepare_daemon
 
 
 def main() -> None:
     """Run a command."""
     if sys.argv[1:2] == ["run"]:
+        leave_first_process()
         prepare_daemon()
     from agentd.cli.agentd.main import agentd
 

@@ -25,8 +25,8 @@ _PID_VARIABLES = ("LISTEN_PID", "WATCHDOG_PID")
 def leave_first_process() -> None:
     """Continue in a child if this is process 1 of a pid namespace.
 
-    The parent never returns: it ends with the child's exit status. The child is no member of a
-    terminal's foreground group, so it gets Ctrl-C once, from the parent.
+    The parent never returns: it ends with the child's exit status. The child leaves the terminal's
+    foreground group, so it gets Ctrl-C once, from the parent.
     """
     if os.getpid() != 1:
         return

@@ -11,7 +11,7 @@ from agentd.tomlfile.regular_files import kind_of
 
 
 def limit_umask() -> None:
-    """Let no other user write to what this process makes, such as the parents of a folder."""
+    """Keep other users from writing to what this process makes, such as parents of a folder."""
     os.umask(os.umask(0o777) | 0o022)
 
 

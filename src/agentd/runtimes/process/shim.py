@@ -173,7 +173,7 @@ def lock_byte(descriptor: int, byte: int) -> None:
 class Stop:
     """The stop of the shim's unit by systemd: TERM to the kernel, then KILL after the timeout.
 
-    A shim that is no unit gets SIGTERM when its session or host stops, as its kernel does.
+    A shim that is not a unit gets SIGTERM when its session or host stops, as its kernel does.
     """
 
     requested_at = 0.0
