@@ -200,7 +200,7 @@ def _build_conditions(
     engines: AwaitedEngines,
     lock: HostLock,
 ) -> Conditions:
-    conditions = Conditions(node.events, clock)
+    conditions = Conditions(node.events, clock, Access(node).owners)
     conditions.add(
         node.devices.conditions,
         partial(runtime_conditions, node.state),

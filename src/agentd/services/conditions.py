@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import TypeAlias
 
@@ -63,14 +63,18 @@ class _SlowSource:
 class Conditions:
     """The node's conditions, and what the log and listeners know of them."""
 
-    def __init__(self, events: EventLog, clock: Clock) -> None:
+    def __init__(
+        self, events: EventLog, clock: Clock, owners: Callable[[str], tuple[str, ...] | None]
+    ) -> None:
+        """Create the list; `owners` returns the agents whose thing a subject is."""
         self._events = events
         self._clock = clock
+        self._owners = owners
         self._sources: list[ConditionSource] = []
         self._slow_sources: list[_SlowSource] = []
         self._lookup_lock = asyncio.Lock()
         self._active: dict[tuple[str, str], ActiveCondition] = {}
-        self._published: dict[tuple[str, str], ActiveCondition] = {}
+        self._published: dict[Hashable, ActiveCondition] = {}
         self._logged: dict[tuple[str, str], ActiveCondition] = {}
         self._quiet: dict[tuple[str, str], tuple[float, float]] = {}
         """By pattern: a pause of the log in seconds, and its end on the steady clock."""
@@ -94,7 +98,8 @@ class Conditions:
         for condition in chain.from_iterable(source() for source in self._sources):
             key = condition.about, condition.reason
             since = self._active[key].since if key in self._active else now
-            active.setdefault(key, ActiveCondition(condition, since))
+            owners = self._owners(condition.about)
+            active.setdefault(key, ActiveCondition(condition, since, owners))
         self._active = active
         return tuple(active.values())
 
@@ -117,13 +122,18 @@ class Conditions:
             await wait_event(self._changed, POLL_PAUSE_S)
 
     def report(self) -> None:
-        """Log and publish what began and what ended since the last report."""
-        self.current()
-        active, before, self._published = self._active, self._published, self._active
-        for item in [item for key, item in active.items() if key not in before]:
-            self._events.publish(EventKind.CONDITION, item)
-        for item in [item for key, item in before.items() if key not in active]:
-            self._events.publish(EventKind.CONDITION_REMOVED, item)
+        """Log and publish what began and what ended since the last report.
+
+        Whose subject changes owners ends for the former ones and begins for the others.
+        """
+        active = {_audience_key(item): item for item in self.current()}
+        before, self._published = self._published, active
+        for key, item in before.items():
+            if key not in active:
+                self._events.publish(EventKind.CONDITION_REMOVED, item)
+        for key, item in active.items():
+            if key not in before:
+                self._events.publish(EventKind.CONDITION, item)
         self._changed.clear()
         self._log_changes()
 
@@ -150,6 +160,11 @@ class Conditions:
         kept = {k: quiet for k, quiet in self._quiet.items() if now < quiet[1] + MAX_QUIET_S}
         pause_s = min(2 * kept[pattern][0], MAX_QUIET_S) if pattern in kept else QUIET_S
         self._quiet = {**kept, pattern: (pause_s, now + pause_s)}
+
+
+def _audience_key(item: ActiveCondition) -> Hashable:
+    """Return what tells a condition, and who sees it, from others."""
+    return item.condition.about, item.condition.reason, item.condition.agents, item.owners
 
 
 def _pattern(condition: Condition) -> tuple[str, str]:
