@@ -474,6 +474,11 @@ class NotReady(Unavailable):
 
     code = "NotReady"
 
+    def __init__(self, detail: str = "", *, is_local: bool = False) -> None:
+        """Create the error; `is_local` if the host lacks something, not if the daemon starts."""
+        self.is_local = is_local
+        super().__init__(detail)
+
 
 class NodeUnavailable(Unavailable):
     """A node of the fleet does not answer; its kernels may be running."""

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.options import parse_group
+from agentd.error_codes import Scope
 from agentd.errors import InvalidRequest, NotReady
 from agentd.host.groups import group_problems, resolve_groups, with_group_ids
 from agentd.host.lookups import Lookups
@@ -36,7 +37,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_allowed_groups_are_resolved(requested, allowed, ids: list[int]) -> None:
-    assert resolve_groups(requested, allowed) == ids
+    assert resolve_groups(requested, allowed) == (ids, [])
 
 
 @pytest.mark.parametrize(
@@ -69,19 +70,22 @@ async def test_other_groups_are_refused_alike(requested, allowed, lines: list[st
     """Whether the host has such a group is not the caller's business."""
     assert [str(p) for p in await group_problems(requested, allowed, Lookups())] == lines
     with pytest.raises(InvalidRequest):
-        resolve_groups(requested, allowed)
+        await with_group_ids(plan("true"), requested, allowed, Lookups())
 
 
 def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of groups that is slow could be kept busy otherwise."""
     monkeypatch.setattr(grp, "getgrnam", pytest.fail)
-    with pytest.raises(InvalidRequest):
-        resolve_groups(["video", "docker"], [])
+    assert [problem.where for problem in resolve_groups(["video", "docker"], [])[1]] == [
+        *("groups.0", "groups.1")
+    ]
 
 
 def test_allowed_group_that_the_host_lacks_may_come() -> None:
-    with pytest.raises(NotReady, match="group 'team-a' of allowed-groups does not exist"):
+    reason = "group 'team-a' of allowed-groups does not exist"
+    with pytest.raises(NotReady, match=reason) as refused:
         resolve_groups(["team-a"], ["team-a"])
+    assert refused.value.scope is Scope.NODE, "another node may have it"
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,14 @@ def find_group_id(group: int | str) -> int | None:
         return None
 
 
-def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str]) -> list[int]:
-    """Return the ids of the groups of a request; without allowed ones no name is looked up.
+def resolve_groups(
+    requested: Sequence[int | str], allowed: Sequence[int | str]
+) -> tuple[list[int], list[Problem]]:
+    """Return the ids of the groups of a request, and a problem for each that is not allowed.
+
+    Without allowed ones no name is looked up.
 
     Raises:
-        InvalidRequest: some of them are not allowed; lists these.
         NotReady: this host does not know an allowed one.
     """
     allowed_ids = {find_group_id(group) for group in allowed} - {None}
@@ -43,16 +46,15 @@ def resolve_groups(requested: Sequence[int | str], allowed: Sequence[int | str])
     for index, group in enumerate(requested):
         group_id = find_group_id(group) if allowed else None
         if group_id is None and group in allowed:
-            raise NotReady(f"group {group!r} of allowed-groups does not exist on this host")
+            reason = f"group {group!r} of allowed-groups does not exist on this host"
+            raise NotReady(reason, is_local=True)
         if group_id is None or group_id not in allowed_ids:
             names = ", ".join(map(str, allowed)) or "none"
             reason = f"group {group!r} is not allowed; allowed-groups: {names}"
             problems.append(Problem(f"groups.{index}", reason))
         else:
             ids.append(group_id)
-    if problems:
-        raise InvalidRequest(problems)
-    return ids
+    return ids, problems
 
 
 async def group_problems(
@@ -64,12 +66,9 @@ async def group_problems(
         NotReady: this host does not know an allowed one.
         RuntimeUnavailable: the lookup does not finish in time.
     """
-    try:
-        if requested:
-            await lookups.call(_SUBJECT, partial(resolve_groups, requested, allowed))
-    except InvalidRequest as error:
-        return error.problems
-    return ()
+    if not requested:
+        return ()
+    return (await lookups.call(_SUBJECT, partial(resolve_groups, requested, allowed)))[1]
 
 
 async def with_group_ids(
@@ -89,7 +88,10 @@ async def with_group_ids(
     def resolve() -> tuple[str, ...]:
         ids = {name: find_group_id(name) for name in names}
         of_devices = (name if (n := ids.get(name)) is None else n for name in plan.edits.groups)
-        return tuple(dict.fromkeys(map(str, (*of_devices, *resolve_groups(requested, allowed)))))
+        requested_ids, problems = resolve_groups(requested, allowed)
+        if problems:
+            raise InvalidRequest(problems)
+        return tuple(dict.fromkeys(map(str, (*of_devices, *requested_ids))))
 
     groups = await lookups.call(_SUBJECT, resolve)
     return replace(plan, edits=dataclasses.replace(plan.edits, groups=groups))

@@ -89,7 +89,7 @@ def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str
     run(1, story, monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["InvalidRequest", "CommandNotFound"])
+@pytest.mark.parametrize("code", ["InvalidRequest", "CommandNotFound", "NotReady"])
 def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: str) -> None:
     async def story(fleet: Fleet) -> None:
         packed(fleet)
@@ -98,6 +98,7 @@ def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: s
         fleet.nodes.failing["n2"] = code
         assert await fleet.one.create("k2") == (0, code)
         assert sorted(creates(fleet)) == ["n1", "n1", "n2", "n2"]
+        assert fleet.one.placer._failed_until == {}
         assert fleet.store.rows.keys() == {"k1"}
 
     run(1, story, monkeypatch)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
+from agentd.error_codes import Scope
 from agentd.errors import AgentdError, OutcomeUnknown
 from agentd_fleet.nodes.calls import (
     CREATE_TIMEOUT_S,
@@ -45,14 +46,6 @@ class PlacementTimeouts(msgspec.Struct, frozen=True):
     """
 
 
-class AttemptResult(msgspec.Struct, frozen=True):
-    """A node's answer, the current route, and whether the node was called only once."""
-
-    answer: NodeAnswer
-    stored: StoredRoute
-    is_certain: bool
-
-
 class PlacementUnknown(OutcomeUnknown):
     """It is unknown whether a node has a kernel; repeating the request resolves it."""
 
@@ -70,6 +63,15 @@ class PlacementUnknown(OutcomeUnknown):
 
 class RouteTakenOver(PlacementUnknown):
     """Another gateway has taken over a kernel id, or may have: no failure of the node."""
+
+
+def repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
+    """Return a node's refusal after an earlier call for the kernel.
+
+    One of the moment proves nothing: a node that starts or stops does not look for the kernel.
+    """
+    error = answer.error()
+    return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error
 
 
 class AttemptRunner:
@@ -92,8 +94,8 @@ class AttemptRunner:
 
     async def run(
         self, caller: Caller, request: PlacementRequest, stored: StoredRoute, began_at: float
-    ) -> AttemptResult:
-        """Call a node for a kernel until it answers.
+    ) -> tuple[NodeAnswer, StoredRoute]:
+        """Call a node for a kernel until it answers; return the answer and the current route.
 
         Before each repetition the route is written again: a gateway that resolved it meanwhile, or
         took it over, must not miss the call. `began_at` is when the route was about to be written.
@@ -101,6 +103,7 @@ class AttemptRunner:
         Raises:
             NodeNotCalled: the node cannot be called and was not called.
             PlacementUnknown: the node was called and does not answer, or the store does not.
+            AgentdError: the node was called before, and refuses now.
             RouteTakenOver: another gateway works on it, or may do so: this one was suspended.
         """
         route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
@@ -110,24 +113,32 @@ class AttemptRunner:
                 raise RouteTakenOver(route, "this gateway was suspended")
             try:
                 answer = await self._call_node(caller, request, route, node)
-                return AttemptResult(answer, stored, is_certain=is_certain)
             except NodeNotCalled as error:
                 if is_certain:
                     raise
                 reason = str(error)
             except NodeAnswerLost as error:
                 is_certain, reason = False, str(error)
+            else:
+                if answer.is_error and not is_certain:
+                    raise repeated_refusal(answer, route)
+                return answer, stored
             if boottime_s() > deadline:
                 raise PlacementUnknown(route, reason)
             await asyncio.sleep(self._timeouts.retry_pause_s)
-            own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
-            try:
-                revision = await self._store.put_route(own_route, stored.revision)
-            except AgentdError as error:
-                raise PlacementUnknown(route, error) from error
-            if revision is None:
-                raise RouteTakenOver(route, "another gateway works on it")
-            stored = StoredRoute(own_route, revision)
+            began_at = boottime_s()
+            stored = await self._renew(stored)
+
+    async def _renew(self, stored: StoredRoute) -> StoredRoute:
+        """Write a route again, before another call under it."""
+        own_route = replace(stored.route, owner=secrets.token_hex(8))
+        try:
+            revision = await self._store.put_route(own_route, stored.revision)
+        except AgentdError as error:
+            raise PlacementUnknown(own_route, error) from error
+        if revision is None:
+            raise RouteTakenOver(own_route, "another gateway works on it")
+        return StoredRoute(own_route, revision)
 
     async def _call_node(
         self, caller: Caller, request: PlacementRequest, route: KernelRoute, node: FleetNode

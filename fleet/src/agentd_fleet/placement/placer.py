@@ -39,6 +39,7 @@ from agentd_fleet.placement.attempts import (
     RouteTakenOver,
     boottime_s,
     creates_path,
+    repeated_refusal,
 )
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates, read
@@ -170,7 +171,8 @@ class Placer:
         until = boottime_s() + FAILED_FOR_S
         others = RouteTakenOver if is_placed else (RouteTakenOver, ImageUnavailable)
         for node_id, error in refusals:
-            if isinstance(error, Unavailable) and not isinstance(error, others):
+            is_local = error.scope is Scope.NODE  # a group that the host lacks, of one agent
+            if isinstance(error, Unavailable) and not is_local and not isinstance(error, others):
                 self._failed_until[node_id] = until
 
     async def _place(
@@ -199,26 +201,23 @@ class Placer:
                 raise RouteTakenOver(route, "another gateway works on it")
             revision = written
             self._state.debit(*candidate, requested)
+            error: AgentdError
             try:
-                result = await self._attempts.run(
+                answer, stored = await self._attempts.run(
                     caller, request, StoredRoute(route, revision), began
                 )
-            except (NodeNotCalled, PlacementUnknown) as unavailable:
-                self._note_refusals([(candidate.node_id, unavailable)])
-                if isinstance(unavailable, PlacementUnknown):
-                    raise
-                error: AgentdError = unavailable
-            else:
-                if not result.answer.is_error:
-                    self._confirm_soon(result.stored)
+                if not answer.is_error:
+                    self._confirm_soon(stored)
                     self._note_refusals(refused, is_placed=True)
-                    return PlacedKernel(result.answer, *candidate)
-                error = result.answer.error()
-                self._note_refusals([(candidate.node_id, error)])
-                if not result.is_certain or error.scope is Scope.UNKNOWN:
-                    raise _repeated_refusal(result.answer, route)
-            self._state.undebit(candidate.node_id)
+                    return PlacedKernel(answer, *candidate)
+                error, is_certain = answer.error(), True
+            except AgentdError as raised:
+                error, is_certain = raised, isinstance(raised, NodeNotCalled)
             refused.append((candidate.node_id, error))
+            self._note_refusals(refused[-1:])
+            if not is_certain or error.scope is Scope.UNKNOWN:
+                raise error
+            self._state.undebit(candidate.node_id)
             if error.scope is Scope.REQUEST:
                 await self._store.delete_route(request.kernel_id, revision)
                 raise error
@@ -242,10 +241,11 @@ class Placer:
         node_id, error = refused[-1]
         if len(refused) == 1 and candidates:
             answers = await self._request_decisions(caller, request, candidates)
-            refused += _refusals(candidates, answers)
+            refusals = _refusals(candidates, answers)
+            self._note_refusals(refusals)
+            refused += refusals
             looked = zip(candidates, answers, strict=True)
             candidates = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
-        self._note_refusals(refused)
         if isinstance(error, InsufficientResource):
             return candidates
         return deque(sorted(candidates, key=lambda candidate: candidate.node_id == node_id))
@@ -293,7 +293,7 @@ class Placer:
         if answer is None:
             return None
         if answer.is_error:
-            raise _repeated_refusal(answer, route)
+            raise repeated_refusal(answer, route)
         status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
         return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)
 
@@ -315,12 +315,12 @@ class Placer:
         revision = await self._store.put_route(own_route, stored.revision)
         if revision is None:
             return None
-        result = await self._attempts.run(
+        answer, stored = await self._attempts.run(
             caller, request, StoredRoute(own_route, revision), began_at
         )
-        if not result.answer.is_error:
-            self._confirm_soon(result.stored)
-        return result.answer
+        if not answer.is_error:
+            self._confirm_soon(stored)
+        return answer
 
     async def _wait_unchanged(self, stored: StoredRoute) -> bool:
         """Wait until a route's owner may count as dead; False if the route has changed."""
@@ -420,12 +420,3 @@ def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRou
     if route.request_hash != request.request_hash:
         return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
     return ""
-
-
-def _repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
-    """Return a node's refusal after an earlier call for the kernel.
-
-    One of the moment proves nothing: a node that starts or stops does not look for the kernel.
-    """
-    error = answer.error()
-    return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from agentd.core.slots import ResourceSlots, format_amount, readable_amount
+from agentd.error_codes import Scope
 from agentd.errors import (
     AgentdError,
     Draining,
@@ -27,16 +28,12 @@ from agentd_fleet.placement.choice import (
     RejectionClass,
     classify_rejections,
 )
-from agentd_fleet.view.fleet_view import FleetView
+from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
-TEMPORARY_REASONS = frozenset(
-    {"lost", "daemon-down", NEWER_SCHEMA, "said NodeUnavailable", "said NotReady", "said Draining"}
-)
-"""Temporary classes, which say nothing about the fleet's resources."""
-_OF_THE_VIEW = (
-    *(InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice),
-    *(NodeUnavailable, NotReady, Draining),
-)
+_UNREPORTED = frozenset({NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA})
+"""Classes of the view that say nothing about the fleet's resources."""
+_RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
+_ABSENT = (NodeUnavailable, NotReady, Draining)
 """Refusals for reasons that are classes of the view as well."""
 
 
@@ -96,14 +93,15 @@ def refusal_error(
     if called:
         remaining = (constraints.nodes or view.nodes.keys()) - called
         others = replace(constraints, nodes=frozenset(remaining))
-    classes = [*_called_classes(refused), *classify_rejections(view, requested, others)]
+    unasked = classify_rejections(view, requested, others)
+    classes = [*_called_classes(refused), *unasked]
     if not classes:
         return _unknown_target_error(view, constraints)
-    own_errors = [error for _, error in refused if not isinstance(error, _OF_THE_VIEW)]
-    if own_errors:
+    errors = [error for _, error in refused if not _is_absence(error)]
+    if own_errors := [error for error in errors if not isinstance(error, _RESOURCES)]:
         error = min(own_errors, key=lambda error: not isinstance(error, Unavailable))
         return _with_classes(error, classes)
-    if {row.reason for row in classes} <= TEMPORARY_REASONS:
+    if not errors and {row.reason for row in unasked} <= _UNREPORTED:
         return NoNodeAvailable(classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind
@@ -116,6 +114,11 @@ def refusal_error(
         explain,
         readable=readable_amount(requested[slot], kind),
     )
+
+
+def _is_absence(error: AgentdError) -> bool:
+    """Return whether a node cannot answer now, rather than lacking something of its host."""
+    return isinstance(error, _ABSENT) and error.scope is Scope.MOMENT
 
 
 def _with_classes(error: AgentdError, classes: Sequence[RejectionClass]) -> AgentdError:

@@ -118,7 +118,7 @@ def read_registry_auth(path: Path) -> RegistryAuth:
 
 
 def _follow_own_links(path: Path, owner: int) -> Path:
-    """Return a path without links, each of which belongs to root, to agentd's or the file's user.
+    """Return a path without links; each must belong to root, to agentd's or to the file's user.
 
     Others could have their pulls use the login, or run the helper, of somebody else.
 
