@@ -100,6 +100,12 @@ class AgentdError(Exception):
         return str(self)
 
 
+def public_reason(error: BaseException) -> str:
+    """Return the public text of an error, or the message of one that is not agentd's."""
+    text = error.public_text() if isinstance(error, AgentdError) else str(error)
+    return text or type(error).__name__
+
+
 class ConfigRefused(AgentdError):
     """The configuration, or the partition it describes, is unusable."""
 

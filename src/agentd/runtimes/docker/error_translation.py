@@ -21,6 +21,7 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
     StateUnavailable,
+    public_reason,
 )
 from agentd.runtimes.docker.container_config import container_options, program_of
 from agentd.runtimes.docker.docker_errors import (
@@ -87,7 +88,8 @@ _RATE_LIMIT_RETRY_S, _MAX_RETRY_S = 60, 3600
 def unknown_outcome_error(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
     """Return the error that keeps a kernel's share held until the outcome is known."""
     kernel_id = plan.spec.kernel_id
-    return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
+    reason = public_reason(translate_error(error, plan))
+    return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {reason}")
 
 
 def translate_error(

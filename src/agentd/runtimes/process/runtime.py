@@ -31,6 +31,7 @@ from agentd.errors import (
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
+    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
@@ -209,7 +210,8 @@ class ProcessRuntime:
         try:
             await self.remove(ref)
         except AgentdError as cleanup_error:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
+            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
+            raise OutcomeUnknown(reason) from error
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
         if self._cgroups is None or not self._cgroups.is_writable:

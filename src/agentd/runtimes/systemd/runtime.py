@@ -28,6 +28,7 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
+    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
@@ -207,7 +208,8 @@ class SystemdRuntime:
         try:
             await self.remove(ref)
         except AgentdError as cleanup_error:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
+            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
+            raise OutcomeUnknown(reason) from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)
