@@ -310,6 +310,41 @@ async def test_started_plugin_gives_no_gpu_that_is_held(is_claimed: bool, rig: R
     assert again.free_gpus == 1
 
 
+async def test_plugin_in_another_mode_that_no_rule_fits_is_refused() -> None:
+    """It was stopped, and changed its slots, before agentd started again."""
+    limits = {"cuda": Amount("0.5")}
+    rules = SplitRules(AllocationMode.SHARED, (AgentRule("a", limits=limits),))
+    shares = SlotType("cuda.shares", SlotKind.COUNT, 10000)
+    before = tuple(replace(device, slot="cuda.shares") for device in gpus(1, 1))
+    stopped = PluginListing("cuda", (shares,), before, is_restored=True)
+    rig = Rig(rules=rules, listings=[stopped])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), tuple(gpus(1, 1)))]
+    await rig.devices.start_plugin("cuda")
+    for _ in range(2):
+        rig.devices.refresh("cuda")
+        (refusal,) = [c for c in rig.devices.conditions() if "opened late" in c.reason]
+        assert (refusal.about, refusal.agents) == ("plugin/cuda", ("a",))
+    reason = "offers cuda.device now; restart agentd to use it"
+    assert [d.reason for d in rig.devices.inventory.by_name["cuda"]] == [reason] * 2
+    rig.plugins.ready = [replace(stopped, is_restored=False)]
+    rig.devices.refresh("cuda")
+    assert [*rig.devices.conditions()] == []
+
+
+async def test_second_plugin_of_a_device_is_a_condition_until_it_stops() -> None:
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    same = replace(gpus(1)[0], device_id=DeviceId("npu", "npu0"), slot=npu.name)
+    both = [PluginListing("cuda", (CUDA,), tuple(gpus(1))), PluginListing("npu", (npu,), (same,))]
+    rig = Rig(listings=both)
+    reason = "npu/npu0 is the same device as cuda/cuda0, which serves it; withheld"
+    for _ in range(2):
+        assert [*rig.devices.conditions()] == [Condition("plugin/npu", reason)]
+        rig.devices.refresh("npu")
+    rig.plugins.ready = [both[0], replace(both[1], devices=())]
+    rig.devices.refresh("npu")
+    assert [*rig.devices.conditions()] == []
+
+
 async def test_gpu_that_tells_its_address_late_is_excluded() -> None:
     first, second = gpus(1, 1)
     lost = replace(first, aliases=(), health=Health.UNHEALTHY, reason="no answer")

@@ -62,7 +62,8 @@ def apply_listing(
         _listed_form(inventory, d, listed_by_id.get(d.stable_id)) if d.device_id.name == name else d
         for d in current
     ]
-    warnings += _secondary_warnings(devices, listed_by_id)
+    mine = (device for device in devices if device.device_id.name == name)
+    warnings += _secondary_warnings(mine, listed_by_id)
     new_devices = (device for device in served if device.device_id.name == name)
     devices += assign_free_ids(new_devices, {device.device_id for device in current})
     return inventory.with_devices(devices), warnings

@@ -39,24 +39,18 @@ def merge_devices(
     names: Collection[str] | None,
     remembered: Iterable[Device],
     statuses: Sequence[PluginStatus],
-) -> tuple[list[Device], list[Device], list[str]]:
+) -> list[Device]:
     """Merge listings with known devices, each physical device once.
 
     Devices of `names` (None: all) get their saved ids; all others stay unchanged.
-
-    Returns:
-        The listed devices that are served, all devices, and warnings.
     """
     unchanged = [d for d in known if names is None or d.device_id.name not in names]
-    served, warnings = deduplicate_devices([unchanged, *(listing.devices for listing in listings)])
+    served, _ = deduplicate_devices([unchanged, *(listing.devices for listing in listings)])
     listed = with_shared_health(served)
     not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
-    if names is None:
-        return served, merge_remembered(listed, remembered, not_ready, plugins), warnings
-    named_devices = [device for device in listed if device.device_id.name in names]
-    others = [device for device in listed if device.device_id.name not in names]
-    renewed = merge_remembered(named_devices, remembered, not_ready, plugins)
-    return served, [*others, *renewed], warnings
+    late = [d for d in listed if names is None or d.device_id.name in names]
+    others = [d for d in listed if names is not None and d.device_id.name not in names]
+    return [*others, *merge_remembered(late, remembered, not_ready, plugins)]
 
 
 def missing_slot_types(

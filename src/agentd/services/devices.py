@@ -75,14 +75,11 @@ class NodeDevices:
         self._host_types = tuple(host_types)
         self._host_devices = tuple(host_devices)
         self._split: Split | None = None
-        self._duplicates: tuple[str, ...] = ()
-        self._listing_warnings: dict[str, tuple[str, ...]] = {}
-        self._refusals: dict[str, str] = {}
-        """Why a late plugin does not fit the rules; it may name agents."""
+        self._listing_conditions: dict[str, tuple[Condition, ...]] = {}
+        """The conditions of the last listing of each plugin."""
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
         self._restored: frozenset[str] = frozenset()
-        self._duplicate_keys: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, PluginAssignment] = {}
@@ -117,12 +114,8 @@ class NodeDevices:
         yield from self._plugins.conditions()
         yield from self._reported_conditions()
         yield from self._unready_plugins()
-        for name, warnings in self._listing_warnings.items():
-            yield from (Condition(about_name(name), text) for text in warnings)
-        for name, text in self._refusals.items():
-            agents = tuple(rule.agent_id for rule in self._rules.agents)
-            yield Condition(about_name(name), text, agents=agents)
-        yield from (Condition("host", text) for text in self._duplicates)
+        for conditions in self._listing_conditions.values():
+            yield from conditions
         yield from device_conditions(self.inventory)
         yield from self.split.conditions
         yield from missing_by_name(self.inventory, self._added_plugins, self._rules)
@@ -173,7 +166,6 @@ class NodeDevices:
             ConfigRefused: the rules do not fit the devices.
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
-        self._duplicates = ()
         saved = self._store.load_devices()
         self._dealings, self._stopped = dict(saved.dealings), saved.stopped
         self._rules = replace(self._rules, forgotten=frozenset(saved.forgotten))
@@ -189,25 +181,28 @@ class NodeDevices:
         if listing is None:
             return
         is_first = name in self._restored and not listing.is_restored
+        self._listing_conditions[name] = ()
         is_late = is_first or name not in self._added_plugins
         if is_late and (self._add_late(listing) or not is_first):
             return
         if status is not None and status.state is PluginState.READY:
-            listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
-            inventory, warnings = apply_listing(self.inventory, name, listed)
-            warnings += self._listing_warnings[name] if is_first else ()
-            inventory = place_new_devices(inventory, self.inventory)
+            inventory = place_new_devices(self._apply_listing(listing), self.inventory)
         else:
             reason = status.reason if status else "it stopped"
             is_stopped = status is not None and status.state is PluginState.STOPPED
             inventory = self.inventory.with_health_unknown(
                 name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
             )
-            warnings = []
-        self._listing_warnings[name] = tuple(warnings)
         if self._mark_unavailable(inventory) is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._apply_observed_change(inventory)
+
+    def _apply_listing(self, listing: PluginListing) -> Inventory:
+        """Return the inventory with a plugin's listing, and keep its conditions."""
+        name = listing.name
+        inventory, reasons = apply_listing(self.inventory, name, listing.devices)
+        self._listing_conditions[name] += tuple(Condition(about_name(name), r) for r in reasons)
+        return inventory
 
     def _add_late(self, listing: PluginListing) -> bool:
         """Add the devices of a plugin that opened late; no known device moves.
@@ -221,9 +216,10 @@ class NodeDevices:
             reason = (
                 f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
             )
-            self._refusals[listing.name] = reason
+            agents = tuple(rule.agent_id for rule in self._rules.agents)
+            refusal = Condition(about_name(listing.name), reason, agents=agents)
+            self._listing_conditions[listing.name] = (refusal,)
             return False
-        self._refusals.pop(listing.name, None)
         log.info("plugin.added", plugin=listing.name)
         self._announce(before.inventory)
         return True
@@ -246,7 +242,7 @@ class NodeDevices:
             self._store.load_devices().devices if known is None else devices_to_save(known, names)
         )
         listings = [listing.with_last_form(remembered) for listing in listings]
-        served, devices, warnings = merge_devices(
+        devices = merge_devices(
             known.devices if known else self._host_devices,
             listings,
             names=None if known is None else names,
@@ -271,13 +267,11 @@ class NodeDevices:
         self._dealings = dealings
         self._added_plugins |= names
         self._restored = self._restored - names | restored
-        served_keys = {(device.device_id.name, device.stable_id) for device in served}
-        listed_keys = {
-            (listing.name, device.stable_id) for listing in listings for device in listing.devices
-        }
-        self._duplicate_keys |= listed_keys - served_keys
         self._split = self._split.with_inventory(self._mark_unavailable(self._split.inventory))
-        self._duplicates = (*self._duplicates, *warnings)
+        for listing in listings:
+            self._listing_conditions[listing.name] = ()
+            if not listing.is_restored:
+                self._apply_listing(listing)
         self._generation += 1
         self._save()
 
