@@ -140,6 +140,21 @@ async def test_stopped_plugin_that_cannot_be_loaded_is_a_condition(host) -> None
     (condition,) = made.conditions()
     assert condition.about == "plugin/good"
     assert condition.reason.startswith("kernels may see the devices of plugin good: import: ")
+    instance = made._instances["good"]
+    instance.spec = replace(instance.spec, target="support.faulty_plugins:Good")
+    assert (await made.start("good")).state is PluginState.READY
+    assert await stop(made, "good") == STOPPED
+    assert [*made.conditions()] == []
+
+
+async def test_plugin_that_is_stopped_before_it_answers_hides_nothing(host, tmp_path) -> None:
+    table = PluginTable(name="one", plugin="one", settings={"file": str(tmp_path / "gate")})
+    made = host([table], one="MadeSlowly")
+    await made.open(0.1)
+    assert await stop(made) == STOPPED
+    (condition,) = made.conditions()
+    reason = "kernels may see the devices of plugin one: it has not told how to hide them"
+    assert (condition.about, condition.reason) == ("plugin/one", reason)
 
 
 async def test_plugin_is_started_while_it_is_being_prepared(host, tmp_path) -> None:

@@ -155,7 +155,9 @@ class PluginInstance:
         self._ready_since: float | None = None
         self._events_waiting = 0
         self._is_throttled = self._is_serving = False
-        self._measure_failure = self._unprepared = ""
+        self._measure_failure = ""
+        self._unprepared = ""
+        """Why a stopped plugin could not be prepared."""
 
     @property
     def status(self) -> PluginStatus:
@@ -197,9 +199,9 @@ class PluginInstance:
             yield Condition(about, f"plugin {name}: {_THROTTLED_REASON}")
         if self.state is PluginState.READY and self._measure_failure:
             yield Condition(about, f"plugin {name} cannot measure: {self._measure_failure}")
-        if self.state is PluginState.STOPPED and self._unprepared:
-            reason = f"kernels may see the devices of plugin {name}: {self._unprepared}"
-            yield Condition(about, reason)
+        if self.state is PluginState.STOPPED and self.hiding is None:
+            words = self._unprepared or "it has not told how to hide them"
+            yield Condition(about, f"kernels may see the devices of plugin {name}: {words}")
 
     def enter_state(self, state: PluginState, reason: str) -> None:
         """Enter a state that other parts may rely on."""
@@ -275,8 +277,6 @@ class PluginInstance:
         try:
             self._process = process = await self._start_process()
             await self._load(process)
-            if self.hiding is None and not self.is_silent:
-                self._unprepared = "it does not hide them before it is open"
         except (PluginRefused, InvalidAnswer, PluginLost, OSError) as error:
             self._unprepared = f"{self._step}: {error}"
         finally:
@@ -287,7 +287,7 @@ class PluginInstance:
             self.enter_state(PluginState.STOPPED, self.reason)
 
     async def _start_process(self) -> PluginProcess:
-        self._step, spec = "import", self.spec
+        self._step, self._unprepared, spec = "import", "", self.spec
         return await PluginProcess.start(
             spec.name, spec.target, spec.settings, self._change_reported.set
         )
