@@ -256,10 +256,14 @@ def test_spelling_of_a_hardware_name_does_not_count(name: str) -> None:
         split(node, manual(described("a", cuda=[name.lower()]), exclude=exclude))
 
 
-def test_missing_device_belongs_to_one_agent_alone() -> None:
-    first, other = (described(a, 1, cuda=[n]) for a, n in (("a", UUID), ("b", UUID.upper())))
-    with pytest.raises(ConfigRefused, match=f"{UUID.upper()} is assigned to b and to a, too"):
+@pytest.mark.parametrize("name", [UUID.upper(), f"GPU-{UUID}", f"gpu-{UUID}"])
+def test_missing_device_belongs_to_one_agent_alone(name: str) -> None:
+    first, other = (described(agent, 1, cuda=[n]) for agent, n in (("a", UUID), ("b", name)))
+    with pytest.raises(ConfigRefused, match=f"{name} is assigned to b and to a, too"):
         split(machine(*cores(4), memory(), *gpus(1)), manual(first, other))
+    rules = manual(described("a", 1, cuda=[name]), exclude={"cuda": (UUID,)})
+    with pytest.raises(ConfigRefused, match=f"{name} is excluded in"):
+        split(machine(*cores(4), memory(), *gpus(1)), rules)
 
 
 @pytest.mark.parametrize("is_first_gone", [True, False])

@@ -23,7 +23,7 @@ from agentd.core.devices import (
     group_by_name,
     named_devices,
 )
-from agentd.core.hardware_names import is_hardware_name, normal_name
+from agentd.core.hardware_names import is_hardware_name, normal_name, normal_names
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -136,18 +136,19 @@ class _ManualAssignment:
         path = _rule_location(location, name)
         uncounted = [device for device in self._pool.uncounted if device.device_id.name == name]
         excluded = [device for device in uncounted if device.is_excluded]
-        absent = {*map(normal_name, self._rules.exclude.get(name, ()))}
+        absent = normal_names(*self._rules.exclude.get(name, ()))
         devices = by_any_name([*self._devices(name), *uncounted])
         for wanted in rule.names:
             device = devices.get(normal_name(wanted))
-            is_refused = normal_name(wanted) in absent or bool(named_devices(excluded, [wanted]))
+            names = normal_names(wanted)
+            is_refused = bool(names & absent or named_devices(excluded, [wanted]))
             if device.is_excluded if device else is_refused:
                 self._add_problem(path, self._unassigned_reason(name, wanted, is_excluded=True))
                 continue
             if device is None and not _may_be_missing(name, wanted, self._rules):
                 self._add_problem(path, self._unassigned_reason(name, wanted))
                 continue
-            device_id = device.device_id if device else DeviceId(name, normal_name(wanted))
+            device_id = device.device_id if device else DeviceId(name, min(names, key=len))
             if (owner := self._owner.get(device_id)) is not None:
                 owner_text = "again" if owner == agent else f"to {owner}, too"
                 self._add_problem(path, f"{wanted} is assigned to {agent} and {owner_text}")
