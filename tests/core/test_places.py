@@ -55,6 +55,12 @@ def test_replaced_card_has_the_place_at_once() -> None:
     assert order(now.devices) == "cuda0 cuda4 cuda2 cuda3"
 
 
+def test_device_known_from_a_record_is_not_new() -> None:
+    record = replace(gpus(1, 1)[1], gone=True, is_hearsay=True)
+    inventory = machine(*gpus(1), record)
+    assert place_new_devices(inventory, inventory) is inventory
+
+
 def test_card_in_another_slot_or_form_is_new() -> None:
     gone = gpus(1, 1)
     for change in ({"aliases": ()}, {"slot": "cuda.shares"}):
