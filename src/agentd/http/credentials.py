@@ -85,8 +85,8 @@ def read_tokens(rpc: RpcSettings, missing: list[Problem] | None = None) -> tuple
         try:
             loaded.append(Token(read_guarded_token(path), caller, is_gateway))
         except ValueError as error:
-            is_missing = missing is not None and isinstance(error, MissingFile)
-            (missing if is_missing else problems).append(Problem(key, f"{path} {error}"))
+            listed = problems if missing is None or not isinstance(error, MissingFile) else missing
+            listed.append(Problem(key, f"{path} {error}"))
     secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
         problems.append(Problem("rpc.tokens", "two callers have the same token"))

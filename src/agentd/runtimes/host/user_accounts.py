@@ -50,7 +50,7 @@ class UserAccounts(msgspec.Struct, frozen=True):
         """
         account = self.own.get(agent_id, self.default)
         if isinstance(account, UnknownAccount):
-            raise NotReady(f"kernels of {agent_id} cannot start: {account.problem}")
+            raise NotReady(f"kernels of {agent_id} cannot start: {account.problem}", is_local=True)
         return account
 
     def user_for(self, agent_id: str) -> str | None:

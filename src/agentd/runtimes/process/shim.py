@@ -352,7 +352,8 @@ class Descendants:
         return int(max(0, self.due_at - now) * 1000) + 1
 
     def _note(self) -> None:
-        noted, pending = [], [os.getpid()]
+        noted: list[dict[str, int]] = []
+        pending = [os.getpid()]
         while pending and len(noted) < MAX_NOTED:
             children = children_of(pending.pop())
             pending += children
