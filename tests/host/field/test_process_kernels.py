@@ -16,6 +16,7 @@ from agentd.core.kernel.states import ObservedState
 from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
 from agentd.host.processes import Proc, read_stat
 from agentd.program.boot_id import boot_id
+from agentd.runtimes.process import kernel_processes
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, process_runtime
@@ -170,8 +171,11 @@ async def test_stop_ends_what_a_killed_shim_left(bare, folder: Path) -> None:
     assert (await found(bare)).state is ObservedState.EXITED
 
 
-async def test_children_of_a_kernel_without_its_shim_are_noted(bare, folder: Path) -> None:
+async def test_children_of_a_kernel_without_its_shim_are_noted(
+    bare, folder: Path, monkeypatch
+) -> None:
     """The daemon sees the shim's end, and notes from then on."""
+    monkeypatch.setattr(kernel_processes, "MAX_NOTE_PAUSE_S", 0.1)
     (folder / "out").mkdir()
     (folder / "out").chmod(0o777)
     go, out = folder / "go", folder / "out" / "pid"

@@ -41,13 +41,11 @@ from agentd.host.processes import (
 )
 from agentd.runtimes.host.private_folder import Unreadable
 from agentd.runtimes.process.bundle import IDENTITY, LOCK, Bundle, ShimIdentity
-from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
+from agentd.runtimes.process.shim import COMMAND_BYTE, MAX_NOTE_PAUSE_S, SHIM_BYTE
 
 _PASS_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Seconds between two passes, after the processes of the first have ended."""
 _SHIM_ENDS_WITHIN_S = 0.02
-_NOTE_PAUSE_S = 1.0
-"""Seconds between two notes of the processes of a kernel whose shim was killed."""
 _MAX_KILL_PASSES = 200
 INIT = 1
 """The parent of all: never a shim, whatever it has open."""
@@ -260,7 +258,7 @@ class KernelProcesses:
             return None
         if alive != self._bundle.read_descendants():
             self._bundle.write_descendants(alive)
-        return _NOTE_PAUSE_S
+        return MAX_NOTE_PAUSE_S
 
     def terminate(self) -> None:
         """Signal the command's process group; if it has ended, the remaining processes."""
