@@ -375,6 +375,9 @@ class StateFolder:
         """Retry the saves that failed, and writing to the folders where nothing else would."""
         for kernel_id in list(self._failed_saves):
             self._run_steps(kernel_id)
+        if self._access_errors:
+            with suppress(OSError):  # missing ones, of a start that could not
+                self._create_folders()
         for folder in [path for path in map(Path, [*self._access_errors]) if path.is_dir()]:
             self._probe(folder)
 

@@ -1,6 +1,7 @@
 """Disks that are full in small ways, read-only, and writable again, on the runtimes of the host."""
 
 import errno
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -182,4 +183,26 @@ async def test_condition_lasts_until_there_is_room(folder: Path, trouble: str) -
         give_back()
         await until(daemon.warnings, lambda them: not any(str(bundles) in w for w in them))
         assert (await daemon.create(kernel_id="k2", slots=slots)).status == 201
+        await daemon.close()
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("is_first", [True, False], ids=["first-start", "later-start"])
+async def test_warnings_of_a_read_only_start_end(folder: Path, is_first: bool) -> None:
+    daemon, state = Daemon(folder, "process"), folder / "state"
+    with small_disk(state):
+        daemon.configure(AGENTS + gpus())
+        if not is_first:
+            await daemon.start()
+            await daemon.stop()
+        give_back = make_read_only(state)
+        await daemon.start()
+        assert len(await daemon.warnings()) > 1
+        assert (await daemon.create(kernel_id="k1")).status == 503
+        give_back()
+        await until(daemon.warnings, [])
+        assert (await daemon.create(kernel_id="k1")).status == 201
+        node = json.loads((state / "node.json").read_text())
+        assert (node["node_id"], node["runtimes"]) == (daemon.node, ["process"])
+        assert (state / "lock").read_text().strip().isdecimal()
         await daemon.close()
