@@ -69,7 +69,7 @@ class Rig:
         common = (self.runtimes, "fake", self.memory, self.clock)
         self.creates = PendingCreates(self.state, self.clock)
         self.available_cores = {0, 1, 2, 3}
-        self.cores = LostCores(self.devices, real, lambda: self.available_cores, self.clock)
+        self.cores = LostCores(self.devices, real, lambda: self.available_cores, self.clock.steady)
         self.devices.set_withholding(
             lambda inventory: inventory.with_withheld("", self.cores.reasons)
         )

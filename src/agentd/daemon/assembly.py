@@ -150,7 +150,7 @@ def build_services(
     unclaimed = UnclaimedProcesses(
         node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
     )
-    cores = LostCores(node.devices, host.real_cores, partial(os.sched_getaffinity, 0), clock)
+    cores = LostCores(node.devices, host.real_cores, partial(os.sched_getaffinity, 0), clock.steady)
     node.devices.set_withholding(partial(_withhold, lock, cores, engines, unclaimed))
     claim_ends = ClaimEnds(node=node, store=store, holders=holders, clock=clock)
     claims = ClaimService(

@@ -222,7 +222,6 @@ class Daemon:
         self._notifier.ready(self._status)
         keep_ended, now = self._settings.node.keep_ended, self._context.clock.wall()
         retention = Retention(node.state, services.kernels, keep_ended, now=now)
-        self._conditions.add(retention.conditions)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
             background.run("status", self._update_status(services))

@@ -7,68 +7,54 @@ which a create failed is withheld for `RETRY_S`, and then tried again by a creat
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from agentd.core.devices import DeviceId
 from agentd.core.slots import CPU
 from agentd.services.devices import NodeDevices
-from agentd.services.protocols import Clock
 
 RETRY_S = 60.0
 POLL_PAUSE_S = 5.0
 """Seconds between two scans without a create."""
+_MISSING = "it is offline, or outside of agentd's cpuset"
+_FAILED = "a kernel could not be started on it"
 
 
 class LostCores:
-    """The lost ones of the cores that this host had at the start."""
+    """The lost ones of the cores that this host had at the start, with the reasons."""
 
     def __init__(
         self,
         devices: NodeDevices,
         real_cores: frozenset[str],
         available: Callable[[], Collection[int]],
-        clock: Clock,
+        clock: Callable[[], float],
     ) -> None:
+        self.reasons: Mapping[DeviceId, str] = {}
         self._devices = devices
         self._real_cores = real_cores
         self._available = available
         self._clock = clock
-        self._missing: frozenset[str] = frozenset()
-        self._failed: Mapping[str, float] = {}
-        """The end of the pause of each core on which a create failed."""
+        self._pauses: dict[str, float] = {}
 
-    @property
-    def reasons(self) -> Mapping[DeviceId, str]:
-        """The reasons why cores are not allocated."""
-        failed = dict.fromkeys(self._failed, "a kernel could not be started on it")
-        missing = dict.fromkeys(self._missing, "it is offline, or outside of agentd's cpuset")
-        return {DeviceId(CPU, core): reason for core, reason in (failed | missing).items()}
+    def scan(self, failed: Collection[str] = ()) -> bool:
+        """Look which cores are there, and withhold the others.
 
-    def scan(self) -> None:
-        """Look which cores are there, and end pauses."""
-        now = self._clock.steady()
-        self._set(
-            self._real_cores.difference(map(str, self._available())),
-            {core: until for core, until in self._failed.items() if now < until},
-        )
-
-    def withhold(self, cores: Iterable[str]) -> bool:
-        """Withhold cores on which a create failed: the missing ones, or else all of them.
+        A create `failed` on cores: if they are there, all of them are withheld.
 
         Returns:
-            Whether one of them was not withheld before.
+            Whether a core is lost that was not lost before.
         """
-        before = {device_id.id for device_id in self.reasons}
-        self.scan()
-        if self._missing.isdisjoint(cores):
-            until = self._clock.steady() + RETRY_S
-            self._set(self._missing, {**self._failed, **dict.fromkeys(cores, until)})
-        return not before.issuperset(device_id.id for device_id in self.reasons)
-
-    def _set(self, missing: frozenset[str], failed: Mapping[str, float]) -> None:
-        if (missing, failed) != (self._missing, self._failed):
-            self._missing, self._failed = missing, failed
+        now, before = self._clock(), self.reasons
+        missing = self._real_cores.difference(map(str, self._available()))
+        self._pauses = {core: until for core, until in self._pauses.items() if now < until}
+        if missing.isdisjoint(failed):
+            self._pauses |= dict.fromkeys(failed, now + RETRY_S)
+        reasons = dict.fromkeys(self._pauses, _FAILED) | dict.fromkeys(missing, _MISSING)
+        self.reasons = {DeviceId(CPU, core): reason for core, reason in reasons.items()}
+        if self.reasons != before:
             self._devices.update_withholding()
+        return not self.reasons.keys() <= before.keys()
 
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""

@@ -104,14 +104,12 @@ async def test_retention_bounds_the_bytes_of_ended_kernels(monkeypatch: Any) -> 
     assert list(state.kernels) == ["k0", "k3"]
 
 
-async def test_failed_removal_is_shown_and_repeated(monkeypatch: Any) -> None:
+async def test_failed_removal_is_repeated_without_an_end(monkeypatch: Any) -> None:
     monkeypatch.setattr(retention, "RETRY_PAUSE_S", 0.01)
     state = NodeState(["any"], EventLog())
     failures = [StateUnavailable("the disk is full")] * 2
-    shown: list[str] = []
 
     async def remove(kernel_id: str, *, expected: Kernel) -> None:
-        shown.extend(str(condition) for condition in keeper.conditions())
         if failures:
             raise failures.pop()
         state.drop_kernel(expected.kernel_id)
@@ -121,8 +119,4 @@ async def test_failed_removal_is_shown_and_repeated(monkeypatch: Any) -> None:
         state.put_kernel(ended(f"k{number}", float(number)))
     running = asyncio.create_task(keeper.run())
     await until(lambda: list(state.kernels), ["k2"])
-    assert (
-        shown == ["ended kernels beyond the maximum cannot be removed (agentctl rm tells why)"] * 2
-    )
-    assert list(keeper.conditions()) == []
     running.cancel()

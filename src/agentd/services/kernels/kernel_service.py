@@ -207,7 +207,7 @@ class KernelService:
                 with self._watching_disk(runtime):
                     return await runtime.create(plan, partial(self._on_progress, kernel_id))
             except CoresUnavailable as error:
-                if not self._cores.withhold(error.cores):
+                if not self._cores.scan(error.cores):
                     raise
                 kernel = self._decide_again(kernel_id, spec, error)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 
 import structlog
 
 from agentd.concurrency import wait_event
-from agentd.core.conditions import Condition
 from agentd.core.kernel.record import encode
 from agentd.core.kernel.states import ENDED, Kernel
 from agentd.errors import AgentdError
@@ -20,8 +18,8 @@ log = structlog.get_logger()
 
 MAX_ENDED_BYTES = 64 << 20
 """Maximum bytes of the records of all ended kernels."""
-RETRY_PAUSE_S, IDLE_PAUSE_S = 60.0, 3600.0
-"""Seconds until the next prune if no kernel ends: after one that failed, and after others."""
+RETRY_PAUSE_S = 60.0
+"""Seconds until the next prune if no kernel ends: an earlier one may have failed."""
 
 
 class Retention:
@@ -41,7 +39,6 @@ class Retention:
         """The bytes of each ended kernel's record, in the order in which the ends were observed."""
         self._prune_event = asyncio.Event()
         self._prune_event.set()
-        self._has_failed = False
 
         def end_order(kernel: Kernel) -> tuple[bool, float]:
             finished_at = kernel.ending.finished_at or kernel.created_at
@@ -54,31 +51,20 @@ class Retention:
     def _on_kernel_change(self, before: Kernel | None, now: Kernel | None) -> None:
         if now is not None and now.state in ENDED:
             self._sizes[now.kernel_id] = len(encode(now, ""))
-            if self._is_excessive():
+            if len(self._sizes) > self._maximum or sum(self._sizes.values()) > MAX_ENDED_BYTES:
                 self._prune_event.set()
         elif (kernel := now or before) is not None:
             self._sizes.pop(kernel.kernel_id, None)
 
-    def _is_excessive(self) -> bool:
-        is_too_large = sum(self._sizes.values()) > MAX_ENDED_BYTES and len(self._sizes) > 1
-        return len(self._sizes) > self._maximum or is_too_large
-
-    def conditions(self) -> Iterator[Condition]:
-        """Yield that ended kernels could not be removed."""
-        if self._has_failed and self._is_excessive():
-            reason = "ended kernels beyond the maximum cannot be removed"
-            yield Condition("state-dir", reason, "agentctl rm tells why", agents=())
-
     async def run(self) -> None:
         """Prune whenever too many kernels have ended, and what could not be, until cancelled."""
         while True:
-            await wait_event(self._prune_event, RETRY_PAUSE_S if self._has_failed else IDLE_PAUSE_S)
+            await wait_event(self._prune_event, RETRY_PAUSE_S)
             self._prune_event.clear()
             try:
                 await self.prune()
             except Exception:
                 log.exception("retention.failed")
-            self._has_failed = self._is_excessive()
 
     async def prune(self) -> None:
         """Prune the oldest ended kernels beyond the maxima; the latest one to end has any size.
