@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelRef
-from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeUnavailable
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
 from agentd.services import lost_cores
@@ -121,7 +121,19 @@ def test_engine_that_lacks_a_core_says_so(status: int, text: str) -> None:
     error = translate_error(DockerError(status, text), plan("true"))
     assert isinstance(error, CoresUnavailable)
     assert error.cores == (CORE,)
-    assert isinstance(translate_error(DockerError(500, "no"), plan("true")), RuntimeFailure)
+
+
+WORDS = {
+    "command": f'exec: "write {_FILE}": not found',
+    "mount": f'error mounting "/home/write {_FILE}" to rootfs',
+    "repeated": f'exec: "x": stat write {_FILE}: no such file',
+}
+
+
+@pytest.mark.parametrize("text", WORDS.values(), ids=WORDS)
+def test_words_of_a_request_withhold_no_core(text: str) -> None:
+    error = translate_error(DockerError(500, text), plan("true"))
+    assert not isinstance(error, CoresUnavailable)
 
 
 @pytest.fixture

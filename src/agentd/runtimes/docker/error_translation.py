@@ -46,7 +46,9 @@ _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
 _SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 """Folders that are the same on every node; other paths tell where an engine keeps its data."""
-_NO_CORES = ("requested cpus are not available", "cpuset.cpus")
+_NO_CORES = re.compile(
+    r"requested cpus are not available|\bwrit(?:e|ing file) `?/sys/fs/cgroup/\S*/cpuset\.cpus\b"
+)
 """Refusals of cores: of the Engine for one that is offline, of runc and crun for a cpuset."""
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
@@ -75,6 +77,7 @@ _NODE_CONTENT = re.compile("content (?:digest|store)|blob not found")
 """Texts of an image store that has lost a part of an image, which is "not found" as well."""
 _COMMAND = 'exec: "'
 """The begin of a command in a message; what follows may repeat its words without quotes."""
+_DOUBLE_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`|https?://\S+')
 """Texts of others in an engine's message: names of images, paths, addresses."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
@@ -119,11 +122,11 @@ def _translate_refused_create(
     if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
     words = _engine_words(error.detail)
-    if any(refusal in words for refusal in _NO_CORES):
-        return CoresUnavailable(plan.cpus, hide_paths(error.detail))
     if not _NO_DISK.search(error.detail.lower()) and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
     message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
+    if _NO_CORES.search(_DOUBLE_QUOTED.sub("", error.detail.partition(_COMMAND)[0]).lower()):
+        return CoresUnavailable(plan.cpus, message)
     if not any(text in words for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
