@@ -3,21 +3,22 @@
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentd.concurrency import thread_waiting_for
 from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import Reload
 from agentd.errors import ConfigRefused
+from agentd.http.callers import Token
 from agentd.http.credentials import credential_weaknesses
+from agentd.tomlfile import regular_files
 from support.certificates import certificate
-from support.waiting import until
 
 WORD = "0123456789abcdef"
 
@@ -29,9 +30,11 @@ class FakeServer:
         self.has_tls = has_tls
         self.ungrouped: list[Any] = []
         self.tokens: list[Any] = []
+        self.current_tokens: Sequence[Token] = ()
         self.contexts: list[object] = []
 
     def replace_tokens(self, tokens: Any) -> None:
+        self.current_tokens = tokens
         self.tokens.append([token.secret for token in tokens])
 
     def assign_groups(self, find_group: object) -> None:
@@ -122,7 +125,7 @@ async def test_file_behind_a_mount_that_was_replaced_is_refused(tmp_path: Path) 
     node = Node(tmp_path)
     with node.file.open() as mounted:
         path = Path(f"/proc/self/fd/{mounted.fileno()}")
-        node.reload._loaded = load(path, {})
+        node.reload = Reload(load(path, {}), node.reload._server, {}, node.reload._names)
         assert await node.reload.apply_and_log() == []
         node.file.unlink()
         with pytest.raises(ConfigRefused, match="was replaced on the host, but the mount keeps"):
@@ -143,23 +146,36 @@ async def test_an_unforeseen_error_is_a_reason_too(
     assert await node.reloaded() == ([], [])
 
 
-async def test_files_that_are_not_read_in_time_are_a_reason(
+async def test_token_whose_file_is_silent_stays_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, read, answered = Node(tmp_path), module.read_tokens, threading.Event()
+    node, answered, team = Node(tmp_path), threading.Event(), tmp_path / "team"
+    team.write_text("a-token-of-a-team-that-is-long")
+    team.chmod(0o600)
+    node.write(f'{node.listening}[[rpc.tokens]]\nname = "t"\nfile = "{team}"\nrole = "read"\n')
+    assert await node.reloaded() == ([], [])
+    read = regular_files.read_regular
 
-    def hangs(*arguments: Any) -> Any:
-        with thread_waiting_for(str(node.token)):
+    def hang(path: Path, *arguments: Any) -> Any:
+        if path == team:
             answered.wait(20)
-        return read(*arguments)
+        return read(path, *arguments)
 
-    monkeypatch.setattr(module, "read_tokens", hangs)
-    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.1)
-    assert await node.reloaded() == ([], [f"{node.token} does not answer within 0.1 s"])
-    assert await node.reloaded() == ([], [f"earlier lookups do not answer: {node.token}"])
+    monkeypatch.setattr(regular_files, "read_regular", hang)
+    monkeypatch.setattr("agentd.concurrency.ANSWER_TIMEOUT_S", 0.1)
+    node.token.write_text("another-token-that-is-long")
+    for _ in range(3):
+        assert await node.reloaded() == ([], [])
+        (condition,) = node.reload.conditions()
+        expected = f"rpc.tokens.0.file: {team} cannot be read: no answer within 0.1 s"
+        assert condition.reason == expected
+    secrets = ["another-token-that-is-long", "a-token-of-a-team-that-is-long"]
+    assert node.server.tokens[1:] == [secrets] * 3
+    assert [thread.name for thread in threading.enumerate()].count(str(team)) == 1
+    node.write()
+    assert await node.reloaded() == ([], [])
+    assert node.server.tokens[-1] == secrets[:1]
     answered.set()
-    monkeypatch.undo()
-    await until(node.reloaded, lambda value: not value[1])
 
 
 @pytest.mark.parametrize("missing", ["token", "cert", "key"])

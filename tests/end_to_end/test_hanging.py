@@ -36,14 +36,15 @@ def hanging(folder: Path) -> Iterator[None]:
 async def test_users_that_nobody_answers_for_hold_up_no_thread(
     plain: Daemon, tmp_path: Path
 ) -> None:
-    names = {"LD_PRELOAD": str(built("users.c", tmp_path / "users.so"))}
-    await plain.start(ACCOUNTS, **names, HANGING=str(plain.folder / "daemon"))
+    names = {"LD_PRELOAD": str(built("silent.c", tmp_path / "silent.so"))}
+    await plain.start(ACCOUNTS, **names, HANGING=str(plain.folder))
     await plain.running(kernel_id="k1")
     with hanging(plain.folder):
         for _ in range(12):
             assert (await plain.call("POST", "/v1/reload")).json == {"needs_restart": []}
         why = "agents.1.user: user 'daemon' cannot be looked up: the name service does not answer"
-        (condition,) = (await plain.get("/v1/node"))["conditions"]
+        silent, condition = (await plain.get("/v1/node"))["conditions"]
+        assert (silent["about"], silent["reason"]) == ("host", "user 'daemon' does not answer")
         assert (condition["about"], condition["reason"]) == ("agent/agent-2", why)
         await plain.running("agent-2")  # its user was known
         async with asyncio.timeout(MOST_S):

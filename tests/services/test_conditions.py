@@ -127,7 +127,7 @@ async def test_an_event_is_followed_by_a_report(listed: Listed, monkeypatch) -> 
 async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
     listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.services.conditions.SOURCE_TIMEOUT_S", 0.05)
     answer = threading.Event()
 
     def wait() -> list[Condition]:
@@ -138,7 +138,7 @@ async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
     for live_restore in (["no live-restore"], []):
         listed.looked_up = [Condition("host", reason) for reason in live_restore]
         await listed.conditions.refresh_lookups()
-        *others, hanging = [item.condition for item in listed.conditions.current()]
+        hanging, *others = [item.condition for item in listed.conditions.current()]
         assert (others, hanging.about) == (listed.looked_up, "host")
         assert "a folder" in hanging.reason
     answer.set()

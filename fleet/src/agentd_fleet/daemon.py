@@ -255,8 +255,9 @@ class GatewayDaemon:
                 weaknesses = await asyncio.to_thread(token_weaknesses, rpc)
                 server.replace_tokens(new_tokens)
                 self._weaknesses.replace([*weaknesses, *certificates])
-            except ConfigRefused as error:
-                log.warning("gateway.reload_refused", reasons=error.lines())
+            except (ConfigRefused, StartRefused) as error:
+                reasons = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
+                log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 

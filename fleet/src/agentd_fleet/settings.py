@@ -157,6 +157,7 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFi
 
     Raises:
         ConfigRefused: the file is unreadable or its settings are unusable.
+        StartRefused: its file system does not answer.
     """
     file = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(file) if file else (SYSTEM_FILE if SYSTEM_FILE.exists() else None)

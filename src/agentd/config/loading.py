@@ -65,6 +65,7 @@ def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> LoadedSe
 
     Raises:
         ConfigRefused: the file is unreadable or its settings are unusable.
+        StartRefused: its file system does not answer.
     """
     return load_text(read_text(path), path, environ)
 

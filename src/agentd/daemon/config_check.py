@@ -9,12 +9,14 @@ be running.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from agentd import failpoints
+from agentd.concurrency import silent_subjects
 from agentd.config.loading import load
 from agentd.config.settings import Settings
 from agentd.core.printable import printable_line
@@ -95,7 +97,7 @@ async def _check(
         settings, probe(), plugins, store, EventLog(), start_problems, names
     )
     with start_problems.collect():
-        build_endpoint(settings.rpc)
+        build_endpoint(settings.rpc, missing=start_problems.passing)
     add(ExitStatus.CONFIG, start_problems.collected)
     reported = {problem.where.split(".")[1] for problem in plugins.problems()}
     for name, reason in plugins.required_failures().items():
@@ -110,6 +112,8 @@ async def _check(
     expired = expiry_problems("rpc.tls-cert", rpc.tls_cert, rpc.tls_key)
     add(ExitStatus.CONFIG, expired)
     add(ExitStatus.CONFIG, start_problems.passing)
+    deque(runtime_factory.folder_conditions(settings), maxlen=0)
+    add(ExitStatus.CONFIG, _silent_problems(str(p) for _, p in problems_by_status))
     warnings: tuple[str, ...] = ()
     if not start_problems.collected:
         lock_warnings = discovery.withhold_if_served(settings, devices)
@@ -119,6 +123,12 @@ async def _check(
     return ConfigCheck(
         tuple(dict.fromkeys(p for _, p in problems_by_status)), warnings, source, status
     )
+
+
+def _silent_problems(reported: Iterable[str]) -> list[Problem]:
+    """Return a problem for each path or name of the host that does not answer, if it has none."""
+    text = "\n".join(reported)
+    return [Problem("", f"{s} does not answer") for s in silent_subjects() if s not in text]
 
 
 def _socket_problems(rpc: RpcSettings, names: HostNames) -> Iterator[Problem]:

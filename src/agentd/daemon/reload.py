@@ -27,16 +27,12 @@ from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
 from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_users
-from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable, StartRefused
-from agentd.host.lookups import Lookups
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()
-
-READ_TIMEOUT_S = 20.0
-"""Seconds in which all files must be read."""
 
 APPLIED: Mapping[str, tuple[str, ...]] = {
     "tokens": ("rpc.token-file", "rpc.tokens"),
@@ -117,7 +113,6 @@ class Reload:
         self._names = names
         self._missing = missing
         self._lock = asyncio.Lock()
-        self._lookups = Lookups(max_threads=1)
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
         """Read the configuration; return it, its applicable part, and the steps.
@@ -142,7 +137,7 @@ class Reload:
     def _credential_steps(self, applicable: Settings) -> Iterator[Step]:
         rpc, missing = applicable.rpc, list[Problem]()
         if rpc.listen is not None:
-            new_tokens = read_tokens(rpc, missing)
+            new_tokens = read_tokens(rpc, missing, self._server.current_tokens)
             yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
         if self._server.has_tls and rpc.tls_cert is not None:
             certificate = read_configured_certificate(rpc, missing=missing)
@@ -164,10 +159,9 @@ class Reload:
 
         Raises:
             ConfigRefused: the configuration is unusable; nothing has changed.
-            RuntimeUnavailable: something of it does not answer; nothing has changed.
+            StartRefused: its file does not answer; nothing has changed.
         """
-        preparing = self._lookups.call(self._loaded.source, self.prepare, READ_TIMEOUT_S)
-        settings, applicable, steps = await preparing
+        settings, applicable, steps = await asyncio.to_thread(self.prepare)
         values = flatten_settings(applicable)
         for step in steps:
             step.apply()
@@ -200,16 +194,11 @@ class Reload:
             if not self._missing:
                 return
             try:
-                steps = await self._lookups.call(
-                    "credentials", lambda: [*self._credential_steps(self.settings)]
-                )
-            except ConfigRefused as error:
-                self._missing = error.problems
-            except RuntimeUnavailable:
-                pass  # they are still missing
-            else:
+                steps = await asyncio.to_thread(lambda: [*self._credential_steps(self.settings)])
                 for step in steps:
                     step.apply()
+            except ConfigRefused as error:
+                self._missing = error.problems
 
     def conditions(self) -> Iterator[Condition]:
         """Yield what is missing."""
@@ -231,7 +220,7 @@ class Reload:
                 restart_keys = await self.apply()
         except ConfigRefused as error:
             refusal = error.with_source(self._loaded.source)
-        except RuntimeUnavailable as error:
+        except StartRefused as error:
             refusal = ConfigRefused([Problem("", str(error))])
         except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.concurrency import thread_waiting_for
+from agentd.concurrency import call_in_time
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
@@ -211,8 +211,8 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
             agents_by_folder[folder] = (*(agents_by_folder.get(folder) or ()), agent)
     agents_by_folder |= dict.fromkeys(settings.runtime.docker.allowed_mounts)
     for folder, agents in agents_by_folder.items():
-        with suppress(OSError), thread_waiting_for(str(folder)):
-            if os.statvfs(folder).f_flag & flags != flags:
+        with suppress(OSError):
+            if call_in_time(str(folder), partial(os.statvfs, folder)).f_flag & flags != flags:
                 yield Condition(
                     "host",
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"

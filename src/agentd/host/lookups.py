@@ -1,23 +1,20 @@
 """Bounded lookups of what may never answer: stale network file systems, FUSE, the name service.
 
-A thread that waits for one cannot be cancelled. So it is a daemon thread of its own, beside the
-pool that creates and stops need, the number of these threads is limited, and callers wait for a
-bounded time.
+Each has a thread of its own (`AnswerThread`), beside the pool that creates and stops need. The
+number of these threads is limited, and callers wait for a bounded time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from agentd.concurrency import ANSWER_TIMEOUT_S, AnswerThread, NoAnswer
 from agentd.errors import RuntimeUnavailable
 
 MAX_AT_ONCE = 4
-ANSWER_TIMEOUT_S = 5.0
 _T = TypeVar("_T")
 
 
@@ -31,7 +28,7 @@ class Lookups:
     def __init__(self, max_threads: int = MAX_AT_ONCE) -> None:
         self._max_threads = max_threads
         self._free_threads = asyncio.Semaphore(max_threads)
-        self._abandoned: set[threading.Thread] = set()
+        self._abandoned: set[AnswerThread[Any]] = set()
 
     async def call(
         self, subject: str, function: Callable[[], _T], timeout_s: float | None = None
@@ -47,49 +44,46 @@ class Lookups:
         timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         if len(self._abandoned) == self._max_threads:
             raise self._busy_error()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[_T] = loop.create_future()
-        has_ended = False
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-        def on_end(set_answer: Callable[[], None]) -> None:
-            nonlocal has_ended
-            has_ended = True
+        def on_end() -> None:
             self._free_threads.release()
             self._abandoned.discard(thread)
-            if not result.done():
-                set_answer()
+            ended.set()
 
-        def run() -> None:
-            try:
-                set_answer = partial(result.set_result, function())
-            except Exception as error:  # noqa: BLE001 - raised to the caller
-                set_answer = partial(result.set_exception, error)
+        def notify() -> None:
             with suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(on_end, set_answer)
+                loop.call_soon_threadsafe(on_end)
 
-        thread = threading.Thread(target=run, name=subject, daemon=True)
+        thread = AnswerThread(subject, function, notify)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._free_threads.acquire()
-                self._start(thread, subject)
+                self._start(thread)
                 try:
-                    return await result
+                    await ended.wait()
                 finally:
-                    if not has_ended:
+                    if not thread.is_answered:
                         self._abandoned.add(thread)
         except TimeoutError:
             if thread.ident is None:  # it had no place
                 raise self._busy_error() from None
+            thread.mark_silent()
             reason = f"{thread.name} does not answer within {timeout_s:g} s"
             raise RuntimeUnavailable(reason) from None
+        try:
+            return thread.result()
+        except NoAnswer as error:
+            raise RuntimeUnavailable(str(error)) from None
 
     def _busy_error(self) -> RuntimeUnavailable:
         names = ", ".join(sorted({thread.name for thread in self._abandoned})) or "too many at once"
         return RuntimeUnavailable(f"earlier lookups do not answer: {names}")
 
-    def _start(self, thread: threading.Thread, subject: str) -> None:
+    def _start(self, thread: AnswerThread[_T]) -> None:
         try:
             thread.start()
-        except RuntimeError as error:  # no free process id
+        except BlockingIOError as error:
             self._free_threads.release()
-            raise RuntimeUnavailable(f"{subject} cannot be looked up: {error}") from None
+            reason = f"{thread.name} cannot be looked up: {error.strerror}"
+            raise RuntimeUnavailable(reason) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -32,21 +33,23 @@ class Token(msgspec.Struct, frozen=True):
     secret: str
     caller: Caller
     is_gateway: bool = False
+    file: Path | None = None
 
 
 class Callers:
     """The known tokens and the unix sockets by path; the first socket is the operator's."""
 
     def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
-        self._tokens = tuple(tokens)
+        self.tokens = tuple(tokens)
         self._sockets = dict(sockets)
         self._main_socket = next(iter(self._sockets))
 
     def replace_tokens(self, tokens: Sequence[Token]) -> set[str]:
         """Replace the tokens and return the names of callers whose tokens are revoked."""
-        unchanged = {token.caller.name for token in tokens if token in self._tokens}
-        revoked = {token.caller.name for token in self._tokens} - unchanged
-        self._tokens = tuple(tokens)
+        known = [replace(token, file=None) for token in self.tokens]
+        unchanged = {token.caller.name for token in tokens if replace(token, file=None) in known}
+        revoked = {token.caller.name for token in self.tokens} - unchanged
+        self.tokens = tuple(tokens)
         return revoked
 
     def turn_owner(self, request: web.BaseRequest) -> Hashable:
@@ -82,7 +85,7 @@ class Callers:
         scheme, _, credential = header.partition(" ")
         secret = credential.strip().encode(errors="surrogateescape")
         matches = [
-            token for token in self._tokens if hmac.compare_digest(secret, token.secret.encode())
+            token for token in self.tokens if hmac.compare_digest(secret, token.secret.encode())
         ]
         return matches[0] if matches and secret and scheme.lower() == "bearer" else None
 

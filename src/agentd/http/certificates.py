@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ssl
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from agentd.concurrency import call_in_time
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regular
+from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_configured
 
 EXPIRY_WARNING_S = 14 * 24 * 3600.0
 """Seconds before the end of a certificate from which on it is a warning."""
@@ -50,7 +52,7 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     chain, secret = read_chain_file(cert), read_chain_file(key)
     try:
         # Without a password OpenSSL would ask for one at the terminal.
-        context.load_cert_chain(cert, key, password=lambda: "")
+        call_in_time(str(key), partial(context.load_cert_chain, cert, key, password=lambda: ""))
     except (OSError, ssl.SSLError) as error:
         raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
     return chain, secret
@@ -64,7 +66,7 @@ def read_chain_file(path: Path) -> RegularFile:
         UnusableFile: the file cannot be read.
     """
     try:
-        return read_regular(path)
+        return read_configured(path)
     except UnusableFile as error:
         raise type(error)(f"{path} {error}") from None
 

@@ -1,13 +1,15 @@
 """Tokens and certificates named by the settings, and warnings about weak ones.
 
-`callers` identifies the caller of a request by them. A file that does not exist may come later: a
-caller that can wait for it passes a list of missing ones, and is given the other files.
+`callers` identifies the caller of a request by them. A file that does not exist or does not answer
+may come later: a caller that can wait for it passes a list of missing ones, and is given the other
+files.
 """
 
 from __future__ import annotations
 
 import ssl
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from agentd.http.certificates import (
 from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import MissingFile, RegularFile, read_regular
+from agentd.tomlfile.regular_files import MissingFile, RegularFile, SilentFile, read_configured
 
 SECRET_MODE = 0o640
 MAX_TOKEN = 4096
@@ -66,8 +68,12 @@ def build_endpoint(
     )
 
 
-def read_tokens(rpc: RpcSettings, missing: list[Problem] | None = None) -> tuple[Token, ...]:
+def read_tokens(
+    rpc: RpcSettings, missing: list[Problem] | None = None, last: Sequence[Token] = ()
+) -> tuple[Token, ...]:
     """Read every bearer token; those of `missing` files are left out.
+
+    While a file does not answer, its token stays as it was in `last`.
 
     Raises:
         ConfigRefused: files are unusable; lists all of them.
@@ -83,9 +89,14 @@ def read_tokens(rpc: RpcSettings, missing: list[Problem] | None = None) -> tuple
     problems: list[Problem] = []
     for key, path, caller, is_gateway in sources:
         try:
-            loaded.append(Token(read_guarded_token(path), caller, is_gateway))
+            loaded.append(Token(read_guarded_token(path), caller, is_gateway, path))
         except ValueError as error:
-            listed = problems if missing is None or not isinstance(error, MissingFile) else missing
+            listed = problems
+            if missing is not None and isinstance(error, (MissingFile, SilentFile)):
+                listed = missing
+                known = [token.secret for token in last if token.file == path]
+                if isinstance(error, SilentFile):  # what was last read of it stays in force
+                    loaded += [Token(secret, caller, is_gateway, path) for secret in known]
             listed.append(Problem(key, f"{path} {error}"))
     secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
@@ -109,7 +120,7 @@ def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     warnings: list[Weakness] = []
     for path in files:
         with suppress(ValueError):
-            file = read_regular(path, MAX_TOKEN)
+            file = read_configured(path, MAX_TOKEN)
             if problem := _mode_problem(file.mode):
                 warnings.append(Weakness(f"{path} {problem}"))
             if (size := len(_parse_token(file))) < GOOD_TOKEN:
@@ -150,7 +161,7 @@ def read_guarded_token(path: Path) -> str:
     Raises:
         ValueError: the file is unusable; the message has the reason without the path.
     """
-    file = read_regular(path, MAX_TOKEN)
+    file = read_configured(path, MAX_TOKEN)
     if problem := _mode_problem(file.mode):
         raise ValueError(problem)
     return _parse_token(file)
@@ -189,7 +200,7 @@ def read_configured_certificate(
         return read_certificate(rpc.tls_cert, rpc.tls_key)
     except ValueError as error:
         problem = Problem(f"{section}.tls-cert", str(error))
-        if missing is None or not isinstance(error, MissingFile):
+        if missing is None or not isinstance(error, (MissingFile, SilentFile)):
             raise ConfigRefused([problem]) from None
         missing.append(problem)
         return None

@@ -240,6 +240,11 @@ class Server:
         if (host := self._endpoint.host) is not None and (reason := address_problem(host)):
             yield Condition("host", f"nobody can connect to {host}: {reason}", agents=())
 
+    @property
+    def current_tokens(self) -> Sequence[Token]:
+        """The tokens in force."""
+        return self._callers.tokens
+
     def replace_tls(self, context: ssl.SSLContext) -> None:
         """Replace the certificate for new connections."""
         self._tls = context

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import structlog
 
-from agentd.concurrency import wait_event
+from agentd.concurrency import silent_subjects, wait_event
 from agentd.core.conditions import ActiveCondition, Condition
 from agentd.errors import RuntimeUnavailable
 from agentd.events import EventKind, EventLog
@@ -30,8 +30,10 @@ MIN_PAUSE_S = 1.0
 """Minimum seconds between two reports."""
 POLL_PAUSE_S = 10.0
 """Seconds between two reports without an event."""
-LOOKUP_PAUSE_S = 300.0
-"""Seconds between two lookups of the host."""
+LOOKUP_PAUSE_S, SILENT_PAUSE_S = 300.0, 30.0
+"""Seconds between two lookups of the host, and between those while something is silent."""
+SOURCE_TIMEOUT_S = 10.0
+"""Seconds for one of them: for a silent path, and for what else it looks at."""
 MAX_LOGGED_AT_ONCE = 32
 """Begins that one report logs; the next ones log the others."""
 QUIET_S, MAX_QUIET_S = 10.0, 3600.0
@@ -52,12 +54,22 @@ class _SlowSource:
         return self._conditions
 
     async def refresh(self) -> None:
+        """Ask the source; one that is silent is a condition by itself until it answers."""
         try:
-            self._conditions = await self._lookups.call(self._subject, lambda: [*self._source()])
+            self._conditions = await self._lookups.call(
+                self._subject, lambda: [*self._source()], SOURCE_TIMEOUT_S
+            )
         except Exception as error:  # noqa: BLE001 - one here must not end the other lookups
             is_known = isinstance(error, (RuntimeUnavailable, OSError))
             reason = str(error) if is_known else f"{self._subject}: {error!r}"
-            self._conditions = [Condition("host", reason, agents=())]
+            is_shown = not (isinstance(error, RuntimeUnavailable) and silent_subjects())
+            self._conditions = [Condition("host", reason, agents=())] if is_shown else []
+
+
+def silent_conditions() -> Iterable[Condition]:
+    """Yield a condition for each path and name of the host that does not answer."""
+    for subject in silent_subjects():
+        yield Condition("host", f"{subject} does not answer", agents=())
 
 
 class Conditions:
@@ -70,7 +82,7 @@ class Conditions:
         self._events = events
         self._clock = clock
         self._owners = owners
-        self._sources: list[ConditionSource] = []
+        self._sources: list[ConditionSource] = [silent_conditions]
         self._slow_sources: list[_SlowSource] = []
         self._lookup_lock = asyncio.Lock()
         self._active: dict[tuple[str, str], ActiveCondition] = {}
@@ -112,7 +124,7 @@ class Conditions:
         """Look up the conditions of the host repeatedly, until cancelled."""
         while True:
             await self.refresh_lookups()
-            await asyncio.sleep(LOOKUP_PAUSE_S)
+            await asyncio.sleep(SILENT_PAUSE_S if silent_subjects() else LOOKUP_PAUSE_S)
 
     async def run(self) -> None:
         """Report changes, until cancelled."""

@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from agentd.core.names import did_you_mean
 from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.tomlfile.environment import FileSettings, nested_models
-from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.regular_files import SilentFile, UnusableFile, read_configured
 
 _S = TypeVar("_S", bound=FileSettings)
 
@@ -28,11 +28,14 @@ def read_text(path: Path | None) -> str:
 
     Raises:
         ConfigRefused: the file cannot be read.
+        StartRefused: its file system does not answer, which time can mend.
     """
     if path is None:
         return ""
     try:
-        return read_regular(path).text
+        return read_configured(path).text
+    except SilentFile as error:
+        raise StartRefused(f"{path} {error}") from None
     except UnusableFile as error:
         raise ConfigRefused([Problem("", str(error))], str(path)) from None
 

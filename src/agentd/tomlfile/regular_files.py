@@ -10,11 +10,12 @@ import codecs
 import os
 import stat
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import thread_waiting_for
+from agentd.concurrency import NoAnswer, call_in_time
 
 MAX_BYTES = 1 << 20
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -41,6 +42,10 @@ class MissingFile(UnusableFile):
     """The file does not exist."""
 
 
+class SilentFile(UnusableFile):
+    """The file cannot be read for now: its file system is silent, or the host lacks a resource."""
+
+
 class RegularFile(msgspec.Struct, frozen=True):
     """The content of a regular file, its mode, the id of its owner, and its path without links."""
 
@@ -64,6 +69,20 @@ class RegularFile(msgspec.Struct, frozen=True):
             raise UnusableFile("is not UTF-8") from None
 
 
+def read_configured(path: Path, max_bytes: int = MAX_BYTES) -> RegularFile:
+    """Read a file that the configuration names, which may be on a dead mount.
+
+    Raises:
+        MissingFile: the file does not exist.
+        SilentFile: it cannot be read for now.
+        UnusableFile: it cannot be read.
+    """
+    try:
+        return call_in_time(str(path), partial(read_regular, path, max_bytes))
+    except (NoAnswer, BlockingIOError) as error:
+        raise SilentFile(f"cannot be read: {error.strerror}") from None
+
+
 def read_regular(
     path: Path, max_bytes: int = MAX_BYTES, *, follows_links: bool = True
 ) -> RegularFile:
@@ -75,12 +94,11 @@ def read_regular(
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        with thread_waiting_for(str(path)):
-            descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
-            try:
-                return _read(descriptor, max_bytes)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+        try:
+            return _read(descriptor, max_bytes)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
         raise MissingFile(f"cannot be read: {error.strerror}") from None
     except OSError as error:

@@ -358,7 +358,7 @@ async def test_file_that_is_replaced_while_it_is_read_is_refused(
         file.symlink_to("config.json")
         return content
 
-    monkeypatch.setattr(registry_auth, "read_regular", read_and_replace)
+    monkeypatch.setattr(registry_auth, "read_configured", read_and_replace)
     with pytest.raises(RuntimeFailure, match="was replaced while it was read"):
         await RegistryLogins(file).find(IMAGE)
 

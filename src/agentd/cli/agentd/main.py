@@ -56,7 +56,7 @@ def _settings(config_file: str | None) -> Any:
 
     try:
         return load(find_config(config_file, os.environ))
-    except ConfigRefused as error:
+    except (ConfigRefused, StartRefused) as error:
         _exit_refused(error)
 
 
@@ -145,7 +145,7 @@ def check_config(config_file: str | None) -> None:
     _configure_log("error")
     try:
         result = asyncio.run(check_configuration(find_config(config_file, os.environ)))
-    except ConfigRefused as error:
+    except (ConfigRefused, StartRefused) as error:
         _exit_refused(error)
     if result.problems:
         print_problems("agentd", ConfigRefused(result.problems, result.source).lines())

@@ -24,9 +24,10 @@ import msgspec
 
 from agentd.errors import Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
+from agentd.os_errors import OsErrorKind, os_error_kind
 from agentd.runtimes.docker.mounts import MAX_LINKS
 from agentd.shared_calls import SharedCalls
-from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.regular_files import SilentFile, UnusableFile, read_configured
 
 Credentials: TypeAlias = dict[str, str]
 
@@ -103,7 +104,7 @@ def read_registry_auth(path: Path) -> RegistryAuth:
         ValueError: it cannot be read, others could replace the helpers that it names, or a link of
             another user leads to it.
     """
-    file = read_regular(path)
+    file = read_configured(path)
     if str(_follow_own_links(path, file.owner)) != file.real_path:
         raise UnusableFile("was replaced while it was read")
     try:
@@ -162,6 +163,8 @@ class RegistryLogins:
         try:
             auth = await self._lookups.call("the credentials of registries", read)
             login, helper = auth.login_of(image), auth.helper_of(image)
+        except SilentFile as error:
+            raise RuntimeUnavailable(f"{where}: {error}") from None
         except ValueError as error:
             raise RuntimeFailure(f"{where}: {error}") from None
         host = _split_image(image)[0]
@@ -178,13 +181,15 @@ class RegistryLogins:
     async def _run_helper(self, program: str, host: str) -> Credentials | None:
         try:
             async with asyncio.timeout(HELPER_TIMEOUT_S), self._free_helpers:
-                return await _run_helper(program, host)
+                find_file = partial(shutil.which, program)  # in folders that may be on a dead mount
+                file = await self._lookups.call(f"{program} in PATH", find_file)
+                return await _run_helper(program, file or program, host)
         except TimeoutError:
             reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
             raise RuntimeUnavailable(reason) from None
 
 
-async def _run_helper(program: str, host: str) -> Credentials | None:
+async def _run_helper(program: str, file: str, host: str) -> Credentials | None:
     """Return the credentials that a helper keeps; None if it has none.
 
     https://github.com/docker/docker-credential-helpers
@@ -197,11 +202,13 @@ async def _run_helper(program: str, host: str) -> Credentials | None:
         os.set_blocking(reader, False)  # what it leaves behind may keep the pipe open
         try:
             process = await asyncio.create_subprocess_exec(
-                *(program, "get"), stdin=asyncio.subprocess.PIPE, stdout=printed,
+                *(program, "get"), executable=file, stdin=asyncio.subprocess.PIPE, stdout=printed,
                 stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise RuntimeFailure(f"{program} cannot run: {error.strerror}") from None
+            is_passing = os_error_kind(error) is OsErrorKind.PASSING
+            error_class = RuntimeUnavailable if is_passing else RuntimeFailure
+            raise error_class(f"{program} cannot run: {error.strerror}") from None
         try:
             await process.communicate(server.encode())
         finally:

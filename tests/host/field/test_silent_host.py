@@ -1,0 +1,187 @@
+"""Paths of the operator on dead mounts, and names that no name service answers for.
+
+A preload library (`native/silent.c`) makes them wait. Each is a named case of one table: all are in
+one configuration, and none of them holds up anything else.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from native.libraries import built
+from support import fork_server
+from support.certificates import certificate
+from support.daemon import BASE, Daemon
+from support.waiting import until
+
+SILENT = {
+    "folder for mounts": ("{dead}/data", "{dead}/data does not answer"),
+    "second folder on the same server": ("{dead}/more", "{dead}/more does not answer"),
+    "credentials of registries": ("{dead}/auth.json", "{dead}/auth.json does not answer"),
+    "token": ("rpc.tokens.0.file", "{dead}/token cannot be read: no answer within"),
+    "certificate": ("rpc.tls-cert", "{dead}/cert cannot be read: no answer within"),
+    "group of a socket": (
+        "group 'daemon' cannot be looked up",
+        "agentd.sock is not given to group",
+    ),
+    "user of an agent": ("user 'daemon' cannot be looked up", "user 'daemon' does not answer"),
+}
+"""The text of `check-config`, and the reason of a condition."""
+CONFIGURATION = BASE.replace(
+    "[host]",
+    """socket-group = "daemon"
+listen = "127.0.0.1:{{port}}"
+tls-cert = "{folder}/dead/cert"
+tls-key = "{folder}/dead/key"
+token-file = "{folder}/token"
+[[rpc.tokens]]
+name = "team"
+file = "{folder}/dead/token"
+role = "read"
+[host]""",
+).replace(
+    'network = "none"',
+    """allowed-mounts = ["{folder}/dead/data", "{folder}/dead/more"]
+registry-auth = "{folder}/dead/auth.json"
+""",
+)
+QUICK = """
+import runpy
+from agentd import concurrency
+from agentd.daemon import reload
+from agentd.host import lookups
+from agentd.services import conditions
+concurrency.ANSWER_TIMEOUT_S = lookups.ANSWER_TIMEOUT_S = 0.5
+reload.RETRY_S = conditions.SILENT_PAUSE_S = 0.5
+runpy.run_module("agentd", run_name="__main__", alter_sys=True)
+"""
+AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
+MOST_S = 20
+SECRETS = {"token": "the-token-of-the-operator", "dead/token": "the-token-of-the-team"}
+
+
+class SilentNode:
+    """A node whose configuration names everything that is silent."""
+
+    def __init__(self, daemon: Daemon, library: Path) -> None:
+        self.daemon, self.folder = daemon, daemon.folder
+        self.environ = {"LD_PRELOAD": str(library), "HANGING": str(self.folder)}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        dead = self.folder / "dead"
+        for name in ("data", "more"):
+            (dead / name).mkdir(parents=True)
+        certificate(dead)
+        (dead / "auth.json").write_text("{}")
+        for name, secret in SECRETS.items():
+            (self.folder / name).write_text(secret)
+            (self.folder / name).chmod(0o600)
+        daemon.program = ("-c", QUICK)
+        daemon.configure(AGENTS, CONFIGURATION.replace("{{port}}", str(self.port)))
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Silence everything in the table."""
+        files = [self.folder / name for name in ("paths", "daemon")]
+        for file in files:
+            file.touch()
+        try:
+            yield
+        finally:
+            for file in files:
+                file.unlink()
+
+    async def reasons(self) -> list[str]:
+        return [item["reason"] for item in (await self.daemon.get("/v1/node"))["conditions"]]
+
+    async def status_of(self, secret: str) -> int:
+        """Return the status of a request over TCP, 0 if TLS fails."""
+        url = f"https://127.0.0.1:{self.port}/v1/whoami"
+        headers = {"Authorization": f"Bearer {secret}"}
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        async with aiohttp.ClientSession(headers=headers) as session:
+            try:
+                async with session.get(url, ssl=context) as response:
+                    return response.status
+            except aiohttp.ClientError:
+                return 0
+
+    def lacks(self, reasons: list[str]) -> list[str]:
+        """Return the cases without a reason."""
+        dead = f"{self.folder}/dead"
+        text = "\n".join(reasons)
+        return [
+            case for case, (_, reason) in SILENT.items() if reason.format(dead=dead) not in text
+        ]
+
+
+@pytest.fixture
+async def node(folder: Path, tmp_path: Path) -> AsyncIterator[SilentNode]:
+    made = Daemon(folder, "process")
+    yield SilentNode(made, built("silent.c", tmp_path / "silent.so"))
+    await made.close()
+
+
+async def serves_everything(daemon: Daemon, kernel_id: str) -> None:
+    """Walk through what a node does."""
+    async with asyncio.timeout(MOST_S):
+        await daemon.running(kernel_id=kernel_id)
+        words = ["--socket", str(daemon.folder / "agentd.sock"), "exec", kernel_id, "echo", "in"]
+        done = await asyncio.to_thread(fork_server.run, "agentctl", *words)
+        assert (done.returncode, done.stdout) == (0, "in\n")
+        for path in ("/readyz", "/metrics", "/v1/stats", "/v1/node?check=true"):
+            assert (await daemon.call("GET", path)).status == 200, path
+        stopped = await daemon.call("POST", f"/v1/kernels/{kernel_id}/stop", {"timeout": 0})
+        assert stopped.status == 200
+        assert (await daemon.call("DELETE", f"/v1/kernels/{kernel_id}")).status == 204
+
+
+@pytest.mark.needs("root", "gcc", "openssl")
+async def test_silent_paths_and_names_hold_up_nothing(node: SilentNode) -> None:
+    daemon = node.daemon
+    with node.silent():
+        await daemon.start(**node.environ)
+        await until(node.reasons, lambda reasons: not node.lacks(reasons))
+        await serves_everything(daemon, "k1")
+        refused = await daemon.create("agent-2")
+        assert (refused.status, refused.json["code"]) == (503, "NotReady")
+        assert [await node.status_of(secret) for secret in SECRETS.values()] == [0, 0]
+        for _ in range(12):
+            reloaded = await daemon.call("POST", "/v1/reload")
+            assert (reloaded.status, reloaded.json) == (200, {"needs_restart": []})
+        assert node.lacks(await node.reasons()) == []
+        await serves_everything(daemon, "k2")
+    await until(node.reasons, lambda reasons: node.lacks(reasons) == [*SILENT], within_s=MOST_S)
+    assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 200]
+    assert (node.folder / "agentd.sock").group() == "daemon"
+    await daemon.running("agent-2", kernel_id="k3")
+    with node.silent():
+        reloaded = await daemon.call("POST", "/v1/reload")
+        assert reloaded.status == 200
+        assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 200]
+        await serves_everything(daemon, "k4")
+
+
+@pytest.mark.needs("root", "gcc", "openssl")
+async def test_check_config_names_what_is_silent(node: SilentNode) -> None:
+    daemon, dead = node.daemon, node.folder / "dead"
+    command = [sys.executable, "-c", QUICK, "check-config", "--config", daemon.config_file]
+    environ = {**node.environ, "AGENTD_RUN_DIR": str(daemon.run_folder), "PATH": "/usr/bin:/bin"}
+    with node.silent():
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=environ, capture_output=True, timeout=MOST_S, check=False
+        )
+    text = done.stderr.decode()
+    names = {case: name.format(dead=dead) for case, (name, _) in SILENT.items()}
+    assert [case for case, name in names.items() if name not in text] == [], text
+    assert done.returncode in (1, 78)
