@@ -18,7 +18,7 @@ class OsErrorKind(enum.Enum):
     GONE = "gone"
     """It does not exist (ESRCH: a process; ENODEV: a cgroup that is being removed)."""
     PASSING = "passing"
-    """Nothing: the host lacks a descriptor, memory or a process id; a retry may succeed."""
+    """Nothing: the host lacks a descriptor, memory, a process id or time; a retry may succeed."""
     DISK = "disk"
     """Its disk is full, out of inodes, read-only or broken."""
     UNREADABLE = "unreadable"
@@ -34,6 +34,7 @@ _KINDS = {
         errno.ENFILE,
         errno.ENOBUFS,
         errno.ENOMEM,
+        errno.ETIMEDOUT,
     ),
     OsErrorKind.DISK: (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
 }

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import structlog
 from msgspec.structs import asdict, replace
 
 from agentd import failpoints
-from agentd.concurrency import Deadline
+from agentd.concurrency import Deadline, start_pool
 from agentd.config.loading import LoadedSettings
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
@@ -69,6 +70,7 @@ from agentd.state.folder import StateFolder
 from agentd.state.locks import lock_folder
 from agentd.state.schemas import SavedRecord
 from agentd.stderr import LOST
+from agentd.tomlfile.folders import write_problem
 
 log = structlog.get_logger()
 
@@ -119,8 +121,16 @@ class Daemon:
             StartRefused: the daemon cannot run on this host.
             DaemonFailed: a vital part has failed.
         """
-        shutdown = self._shutdown
-        shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
+        shutdown, loop = self._shutdown, asyncio.get_running_loop()
+        if sys.version_info < (3, 12):  # later ones need no thread for each child, either
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(loop)
+            asyncio.get_event_loop_policy().set_child_watcher(watcher)
+        try:
+            loop.set_default_executor(start_pool())
+            shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
+        except RuntimeError as error:  # no process id
+            raise StartRefused(f"no thread can be started: {error}") from None
         report = StopReport(late=shutdown.late)
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -164,6 +174,8 @@ class Daemon:
     async def _start(self, stack: contextlib.AsyncExitStack, report: StopReport) -> Services:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
+        if isinstance(problem := write_problem(self._store.folder), TimeoutError):
+            raise StartRefused(f"state folder {problem.strerror}")
         self._store.open(lock_folder(self._store.folder))
         stack.callback(self._store.close)
         stack.callback(self._host_lock.release)

@@ -15,15 +15,20 @@ import os
 import signal
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from agentd.errors import RuntimeUnavailable
+from agentd.host.lookups import Lookups
 from agentd.host.processes import Proc, all_processes, read_env, read_stat, read_uids
 
 log = structlog.get_logger()
 
 MARK = "AGENTD_PLUGIN"
+_lookups = Lookups()
 _ROUNDS = 5
 """Maximum passes; a helper may start another one between the scan and the kill."""
 
@@ -34,14 +39,20 @@ def new_mark() -> str:
     return f"{os.getpid()}.{stat.start_time if stat else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
 
 
-def kill_marked(mark: str) -> None:
+async def kill_marked(mark: str) -> None:
     """Kill every process that carries this mark."""
-    _kill_matching(lambda candidate: candidate == mark)
+    await _kill_in_time(lambda candidate: candidate == mark)
 
 
-def kill_orphans() -> None:
+async def kill_orphans() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
-    _kill_matching(_is_orphaned)
+    await _kill_in_time(_is_orphaned)
+
+
+async def _kill_in_time(matches: Callable[[str], bool]) -> None:
+    """Kill the matching processes; the environment of one that is stuck may never be readable."""
+    with suppress(RuntimeUnavailable):
+        await _lookups.call("an environment in /proc", partial(_kill_matching, matches))
 
 
 def _kill_matching(matches: Callable[[str], bool]) -> None:
@@ -49,9 +60,9 @@ def _kill_matching(matches: Callable[[str], bool]) -> None:
         processes = [
             Proc(stat.pid, stat.start_time)
             for stat in all_processes()
-            if (mark := read_env(stat.pid).get(MARK))
+            if read_uids(stat.pid) == {os.geteuid()}
+            and (mark := read_env(stat.pid).get(MARK))
             and matches(mark)
-            and read_uids(stat.pid) == {os.geteuid()}
         ]
         for process in processes:
             log.warning("plugin.helper_ended", pid=process.pid)

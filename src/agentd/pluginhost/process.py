@@ -238,7 +238,7 @@ class PluginProcess:
                 )
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
         await hit_async("plugin.after_kill")
-        await asyncio.to_thread(kill_marked, self._mark)
+        await kill_marked(self._mark)
         self.reason = reason or _describe_exit(status)
         if self._output is not None:
             await self._output.close()

@@ -403,7 +403,9 @@ class DockerRuntime:
         self._last_seen.update()
         if not self._is_swept:
             containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
-            await asyncio.to_thread(kill_orphaned_execs, self._node_id, containers)
+            sweep = partial(kill_orphaned_execs, self._node_id, containers)
+            with suppress(RuntimeUnavailable):  # the environment of a stuck process
+                await self._device_lookups.call("an environment in /proc", sweep)
             self._is_swept = True
         return listing
 

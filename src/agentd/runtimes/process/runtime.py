@@ -8,8 +8,10 @@ a process belongs to a kernel.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
-    RuntimeUnavailable,
     public_reason,
 )
 from agentd.failpoints import hit_async
@@ -54,6 +55,7 @@ from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import query_problems, read_log
 from agentd.runtimes.process.spawn import (
+    MAX_SPAWN_TIMEOUT_S,
     daemon_user_name,
     shim_request,
     spawn_shim,
@@ -99,6 +101,8 @@ class ProcessRuntime:
         self._user_accounts = accounts
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lookups = Lookups()
+        self._spawns: defaultdict[str, Lookups] = defaultdict(Lookups)
+        """By agent: no agent waits for the working directories of another."""
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
@@ -193,13 +197,12 @@ class ProcessRuntime:
     async def _spawn_shim(
         self, plan: KernelPlan, request: Mapping[str, Any], lock: int
     ) -> dict[str, Any]:
+        spawns = self._spawns[plan.spec.agent_id]
         if self._manager is None:
-            try:
-                return await asyncio.to_thread(spawn_shim, request, lock)
-            except RuntimeError as error:  # no free process id for a thread
-                raise RuntimeUnavailable(f"the kernel did not start: {error}") from error
+            spawn = partial(spawn_shim, request, lock)
+            return await spawns.call("the start of a kernel", spawn, MAX_SPAWN_TIMEOUT_S)
         unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
-        return await spawn_shim_unit(self._manager, unit, request, lock)
+        return await spawn_shim_unit(self._manager, unit, request, lock, spawns)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.

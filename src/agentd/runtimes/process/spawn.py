@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
@@ -27,6 +26,7 @@ from agentd.errors import (
 )
 from agentd.failpoints import inherited_environment
 from agentd.host.cgroups.hierarchies import Cgroup
+from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitProperty, UnitRefused
 from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.environment import kernel_environment
@@ -36,10 +36,12 @@ from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
-SPAWN_TIMEOUT_S = 30.0
+SPAWN_TIMEOUT_S, MAX_SPAWN_TIMEOUT_S = 30.0, 65.0
+"""Seconds for a start, and for one that waits until another one has timed out."""
 STOP_MARGIN_S = 5.0
 """Seconds beyond the kernel's stop timeout before systemd kills its shim."""
 SLICE = "agentd.slice"
+_SILENT_STEP = "its command or working directory"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
@@ -108,12 +110,12 @@ def spawn_shim(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
         return _parse_answer(process.stdout)
     except OSError as error:
         return {"step": "shim", "errno": error.errno}
-    except subprocess.TimeoutExpired as error:
-        return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
+    except subprocess.TimeoutExpired:
+        return {"step": _SILENT_STEP, "errno": errno.ETIMEDOUT}
 
 
 async def spawn_shim_unit(
-    manager: SystemdManager, unit: str, request: Mapping[str, Any], lock: int
+    manager: SystemdManager, unit: str, request: Mapping[str, Any], lock: int, spawns: Lookups
 ) -> dict[str, Any]:
     """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
@@ -146,9 +148,11 @@ async def spawn_shim_unit(
                 is_answered = select.select([answer], [], [], SPAWN_TIMEOUT_S)[0]
             except OSError:
                 return b""
-            return answer.readline() if is_answered else b""
+            silent = json.dumps({"step": _SILENT_STEP, "errno": errno.ETIMEDOUT}).encode()
+            return answer.readline() if is_answered else silent
 
-        return _parse_answer(await asyncio.to_thread(ask))
+        line = await spawns.call("the start of a kernel", ask, MAX_SPAWN_TIMEOUT_S)
+        return _parse_answer(line)
 
 
 def _shim_unit_properties(request: Mapping[str, Any]) -> list[UnitProperty]:
