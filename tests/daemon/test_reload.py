@@ -41,7 +41,7 @@ class FakeServer:
         """All sockets have their groups."""
 
     def replace_tls(self, context: object) -> None:
-        self.contexts.append(context)
+        self.contexts += [context] if context is not None else []
 
 
 class Node:
@@ -202,6 +202,30 @@ async def test_reload_goes_on_without_files_that_may_come(tmp_path: Path, missin
     assert list(node.reload.conditions()) == []
     assert node.server.tokens[-1] == [WORD, "a-token-of-a-team-that-is-long"]
     assert len(node.server.contexts) == 1 + (missing == "token")
+
+
+async def test_retry_looks_up_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name service that is down for a while makes no known name an unknown one."""
+    known, wanted = {"early"}, list[str]()
+
+    def find(name: str) -> int | None:
+        wanted.append(name)
+        return 1000 if name in known else None
+
+    monkeypatch.setattr("agentd.daemon.host_names._FIND", {"group": find})
+    node = Node(tmp_path)
+    groups = 'allowed-groups = ["early", "late"]\n'
+    node.write(rest=f"[runtime.docker]\n{groups}")
+    assert await node.reloaded() == (["runtime.docker.allowed-groups"], [])
+    assert [c.about for c in node.reload.conditions()] == ["agent/main"]
+    known.clear()
+    await node.reload.look_for_missing()
+    assert (sorted(wanted), len(list(node.reload.conditions()))) == (["early", "late", "late"], 1)
+    known.add("late")
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
 
 
 async def test_missing_token_that_comes_with_a_bad_mode_says_so(tmp_path: Path) -> None:

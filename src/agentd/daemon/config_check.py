@@ -141,8 +141,7 @@ def _socket_problems(rpc: RpcSettings, names: HostNames) -> Iterator[Problem]:
         if group_key in names.problems:
             yield names.problems[group_key]
         elif group is not None:
-            reason = socket_group_problem(group, names.group_ids[group])
-            yield from _as_problems(group_key, reason)
+            yield from _as_problems(group_key, socket_group_problem(group, names.group_id(group)))
     if rpc.listen is not None:
         reason = address_problem(str(rpc.host_port[0]))
         yield from _as_problems("rpc.listen", reason and f"{rpc.listen}: {reason}")

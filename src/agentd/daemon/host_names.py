@@ -41,48 +41,39 @@ class _Name(NamedTuple):
         return f"{self.kind} {self.name!r}"
 
 
-def configured_users(settings: Settings, runtime: str) -> Mapping[str, _Name]:
-    """Return the users of kernels by agent; "" stands for all agents without one of their own.
+def configured_names(settings: Settings, runtime: str) -> Sequence[_Name]:
+    """Return the users and groups of kernels, and the groups of sockets.
 
     Raises:
         ConfigRefused: agentd may not run anything as another user.
     """
-    if runtime == "docker":
-        return {}  # a container's users are its image's
-    default = getattr(settings.runtime, runtime).user
-    if runtime == "process" and os.geteuid() != 0:
-        default = None  # it is for root
-    key, agents = f"runtime.{runtime}.user", _agents_without(settings, "user")
-    users = {"": _Name("user", default, key, agents)} if default is not None else {}
-    for index, agent in enumerate(settings.agents):
-        if agent.user is not None:
-            users[agent.id] = _Name("user", agent.user, f"agents.{index}.user", (agent.id,))
-    if users and os.geteuid() != 0:
-        raise ConfigRefused([Problem(user.key, _NOT_ROOT) for user in users.values()])
-    return users
+    rpc, is_root = settings.rpc, os.geteuid() == 0
+    sockets = [("rpc.socket-group", rpc.socket_group)]
+    sockets += [(f"rpc.sockets.{n}.group", unix.group) for n, unix in enumerate(rpc.sockets)]
+    names = [_Name("group", group, key) for key, group in sockets if group is not None]
+    tables: list[tuple[str, Any]] = [(f"runtime.{runtime}", getattr(settings.runtime, runtime))]
+    tables += [(f"agents.{n}", agent) for n, agent in enumerate(settings.agents)]
+    for section, table in tables:
+        agents = _agents_of(settings, table, "allowed_groups")
+        groups = [
+            (f"{section}.allowed-groups.{n}", g) for n, g in enumerate(table.allowed_groups or ())
+        ]
+        names += [_Name("group", g, key, agents) for key, g in groups if isinstance(g, str)]
+        # A container's user is its image's, and the default of processes is for root.
+        is_used = is_root or runtime != "process" or table in settings.agents
+        if runtime != "docker" and is_used and table.user is not None:
+            agents = _agents_of(settings, table, "user")
+            names.append(_Name("user", table.user, f"{section}.user", agents))
+    if not is_root and (users := [name for name in names if name.kind == "user"]):
+        raise ConfigRefused([Problem(user.key, _NOT_ROOT) for user in users])
+    return names
 
 
-def _configured_groups(settings: Settings, runtime: str) -> Iterator[_Name]:
-    """Yield the groups of sockets, and those that requests may add."""
-    if settings.rpc.socket_group is not None:
-        yield _Name("group", settings.rpc.socket_group, "rpc.socket-group")
-    for index, unix in enumerate(settings.rpc.sockets):
-        if unix.group is not None:
-            yield _Name("group", unix.group, f"rpc.sockets.{index}.group")
-    allowed = getattr(settings.runtime, runtime).allowed_groups
-    lists = [(f"runtime.{runtime}", allowed, _agents_without(settings, "allowed_groups"))]
-    for index, agent in enumerate(settings.agents):
-        lists.append((f"agents.{index}", agent.allowed_groups or (), (agent.id,)))
-    for key, groups, agents in lists:
-        for index, group in enumerate(groups):
-            if isinstance(group, str):
-                yield _Name("group", group, f"{key}.allowed-groups.{index}", agents)
-
-
-def _agents_without(settings: Settings, field: str) -> tuple[str, ...]:
-    """Return the agents that use the runtime's value of a field."""
-    agents = tuple(agent.id for agent in settings.agents if getattr(agent, field) is None)
-    return agents if settings.agents else (DEFAULT_AGENT,)
+def _agents_of(settings: Settings, table: Any, field: str) -> tuple[str, ...]:
+    """Return the agents that use a field of a table: its own agent, or those without it."""
+    if table in settings.agents or not settings.agents:
+        return (getattr(table, "id", DEFAULT_AGENT),)
+    return tuple(agent.id for agent in settings.agents if getattr(agent, field) is None)
 
 
 class HostNames:
@@ -94,8 +85,6 @@ class HostNames:
 
     def __init__(self, settings: Settings) -> None:
         self.accounts = UserAccounts(is_unprivileged=os.geteuid() != 0)
-        self.group_ids: Mapping[str, int] = {}
-        """The ids of the known groups, by name."""
         self.problems: Mapping[str, Problem] = {}
         """By key, a name that this host does not know, or did not look up in time."""
         self._runtime = settings.node.runtime
@@ -103,33 +92,35 @@ class HostNames:
         self._known: dict[str, Any] = {}
         self._names: Sequence[_Name] = ()
 
+    def group_id(self, name: str) -> int | None:
+        """Return the id of a group, None if it is not known."""
+        group_id: int | None = self._known.get(f"group {name!r}")
+        return group_id
+
     def conditions(self) -> Iterator[Condition]:
         """Yield the names that agents wait for."""
         for name in self._names:
             for agent in name.agents if name.key in self.problems else ():
                 yield Condition(f"agent/{agent}", str(self.problems[name.key]), RETRY_REMEDY)
 
-    async def refresh(self, settings: Settings) -> None:
-        """Look up all names of a configuration.
+    async def refresh(self, settings: Settings, *, is_retry: bool = False) -> None:
+        """Look up the names of a configuration; a retry looks up those that are missing.
 
         Raises:
             ConfigRefused: agentd may not run anything as another user; nothing was looked up.
         """
-        users = configured_users(settings, self._runtime)
-        groups = [*_configured_groups(settings, self._runtime)]
-        self._names = [*users.values(), *groups]
-        problems = await asyncio.gather(*map(self._look_up, self._names))
-        self.problems = {problem.where: problem for problem in problems if problem is not None}
+        self._names = configured_names(settings, self._runtime)
+        wanted = [name for name in self._names if not is_retry or name.key in self.problems]
+        found = await asyncio.gather(*map(self._look_up, wanted))
+        self.problems = {problem.where: problem for problem in found if problem is not None}
         accounts = {
-            agent: self._known.get(str(name)) or UnknownAccount(self.problems[name.key])
-            for agent, name in users.items()
+            name.agents[0] if name.key.startswith("agents.") else "": self._known.get(str(name))
+            or UnknownAccount(self.problems[name.key])
+            for name in self._names
+            if name.kind == "user"
         }
         default, is_unprivileged = accounts.pop("", None), self.accounts.is_unprivileged
         self.accounts = UserAccounts(default, accounts, is_unprivileged=is_unprivileged)
-        ids = {group.name: self._known.get(str(group)) for group in groups}
-        self.group_ids = {
-            group: group_id for group, group_id in ids.items() if group_id is not None
-        }
 
     async def _look_up(self, name: _Name) -> Problem | None:
         """Look up a name, and return its problem."""
@@ -137,7 +128,6 @@ class HostNames:
             lookup = partial(_FIND[name.kind], name.name)
             self._known[str(name)] = known = await self._lookups[str(name)].call(str(name), lookup)
         except RuntimeUnavailable:
-            return Problem(
-                name.key, f"{name} cannot be looked up: the name service does not answer"
-            )
+            reason = f"{name} cannot be looked up: the name service does not answer"
+            return Problem(name.key, reason)
         return Problem(name.key, f"no {name} on this host") if known is None else None

@@ -206,7 +206,7 @@ class Daemon:
         report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
-        await server.start(self._names.group_ids.get)
+        await server.start(self._names.group_id)
         await hit_async("start.after_server")
         stack.push_async_callback(
             step, "background tasks", lambda _: background.close(), AFTER_SERVER_S

@@ -26,7 +26,7 @@ from agentd.config.loading import LoadedSettings, load
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
-from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_users
+from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_names
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
@@ -130,26 +130,19 @@ class Reload:
         listed = {agent.id: agent for agent in settings.agents}
         agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self.settings.agents)
         applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
-        configured_users(applicable, started.node.runtime)
-        steps = [*self._credential_steps(applicable), *self._steps(applicable)]
-        return settings, applicable, steps
+        configured_names(applicable, started.node.runtime)
+        return settings, applicable, [*self._steps(applicable)]
 
-    def _credential_steps(self, applicable: Settings) -> Iterator[Step]:
+    def _steps(self, applicable: Settings) -> Iterator[Step]:
         rpc, missing = applicable.rpc, list[Problem]()
         if rpc.listen is not None:
             new_tokens = read_tokens(rpc, missing, self._server.current_tokens)
             yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
         if self._server.has_tls and rpc.tls_cert is not None:
             certificate = read_configured_certificate(rpc, missing=missing)
-
-            def replace_tls() -> None:
-                if certificate is not None:  # otherwise the old one stays
-                    self._server.replace_tls(certificate.context)
-
-            yield Step(APPLIED["certificate"], replace_tls)
+            context = certificate.context if certificate is not None else None
+            yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
         yield Step((), partial(setattr, self, "_missing", missing))
-
-    def _steps(self, applicable: Settings) -> Iterator[Step]:
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))
@@ -168,17 +161,17 @@ class Reload:
             self._in_force |= {key: values[key] for key in step.keys}
         self.settings = applicable
         self._in_force["agents"] = applicable.agents
-        await self._refresh_names()
+        await self._refresh_names(is_retry=False)
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 
-    async def _refresh_names(self) -> None:
+    async def _refresh_names(self, *, is_retry: bool) -> None:
         runtime: Any = self._runtimes.get(self._loaded.settings.node.runtime)
-        await self._names.refresh(self.settings)
-        if runtime is not None and runtime.name != "docker":
+        await self._names.refresh(self.settings, is_retry=is_retry)
+        if hasattr(runtime, "update_accounts"):
             runtime.update_accounts(self._names.accounts)
         with suppress(StartRefused):  # it stays in `conditions`
-            self._server.assign_groups(self._names.group_ids.get)
+            self._server.assign_groups(self._names.group_id)
 
     async def run(self) -> None:
         """Look for what is missing repeatedly, until cancelled."""
@@ -189,12 +182,11 @@ class Reload:
     async def look_for_missing(self) -> None:
         """Look for what is missing, and use what has come."""
         async with self._lock:
-            if self._names.problems or self._server.ungrouped:
-                await self._refresh_names()
+            await self._refresh_names(is_retry=True)
             if not self._missing:
                 return
             try:
-                steps = await asyncio.to_thread(lambda: [*self._credential_steps(self.settings)])
+                steps = await asyncio.to_thread(lambda: [*self._steps(self.settings)])
                 for step in steps:
                     step.apply()
             except ConfigRefused as error:

@@ -245,9 +245,9 @@ class Server:
         """The tokens in force."""
         return self._callers.tokens
 
-    def replace_tls(self, context: ssl.SSLContext) -> None:
-        """Replace the certificate for new connections."""
-        self._tls = context
+    def replace_tls(self, context: ssl.SSLContext | None) -> None:
+        """Replace the certificate for new connections; None keeps it."""
+        self._tls = context or self._tls
 
     def replace_tokens(self, tokens: Sequence[Token]) -> None:
         """Replace the tokens and close connections that use revoked ones."""

@@ -52,7 +52,7 @@ def socket_path_problem(path: Path) -> str:
     return f"{path} is {kind}, expected a socket or nothing" if kind else ""
 
 
-def socket_group_problem(group: str, group_id: int) -> str:
+def socket_group_problem(group: str, group_id: int | None) -> str:
     """Return why a socket cannot be given to a group, empty if it can."""
     if os.geteuid() != 0 and group_id not in {os.getegid(), *os.getgroups()}:
         return f"agentd is not root and not a member of group {group!r}"
