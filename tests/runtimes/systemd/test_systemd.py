@@ -27,7 +27,7 @@ from agentd.core.kernel.plan import (
 )
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
-from agentd.errors import InvalidRequest, RuntimeFailure
+from agentd.errors import InvalidRequest, NotReady, RuntimeFailure
 from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
@@ -339,6 +339,17 @@ async def test_limit_that_cannot_be_set_names_its_setting(
     error = await runtime._start_error(made, "unit", "failed")
     assert isinstance(error, InvalidRequest) is expected.startswith("ulimits:")
     assert re.search(expected, str(error))
+
+
+async def test_user_that_systemd_does_not_find_is_for_a_moment(tmp_path: Path) -> None:
+    """agentd found it, and the name service is down since."""
+    accounts = UserAccounts(UserAccount("team-ldap", 1000, 1000, ()))
+    runtime = SystemdRuntime(tmp_path, "n", "b", SystemdSettings(), accounts)
+    seen = {"Result": "exit-code", "ExecMainStatus": 217}
+    runtime._manager = Mock(get_properties=AsyncMock(return_value=seen))
+    error = await runtime._start_error(plan("true"), "unit", "failed")
+    assert isinstance(error, NotReady)
+    assert "status 217" in str(error)
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:

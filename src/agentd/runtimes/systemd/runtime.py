@@ -25,6 +25,7 @@ from agentd.errors import (
     CommandNotFound,
     InvalidRequest,
     KernelConflict,
+    NotReady,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
@@ -72,8 +73,8 @@ ENDING_SUBSTATES = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command has ended and whose `ExecStopPost=` may be running."""
 POLL_S = 1.0
 """Maximum seconds between observations of a unit that is about to end."""
-_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS, _EXIT_GROUP = 200, 203, 205, 216
-"""Exit codes of systemd's own child if it cannot change folder, execute, limit, or set groups.
+_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS, _EXIT_GROUP, _EXIT_USER = 200, 203, 205, 216, 217
+"""Exit codes of systemd's own child if it cannot change folder, execute, limit, or become a user.
 
 See systemd.exec(5), "Process Exit Codes".
 """
@@ -197,7 +198,9 @@ class SystemdRuntime:
             folder = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
         reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
-        return RuntimeFailure(f"systemd did not start the kernel; {reason}")
+        is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
+        error = NotReady if is_passing else RuntimeFailure  # its user was known a moment ago
+        return error(f"systemd did not start the kernel; {reason}")
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
