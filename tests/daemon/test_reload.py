@@ -204,7 +204,7 @@ async def test_reload_goes_on_without_files_that_may_come(tmp_path: Path, missin
     assert len(node.server.contexts) == 1 + (missing == "token")
 
 
-async def test_retry_looks_up_only_what_is_missing(
+async def test_retry_looks_up_what_is_missing_and_rarely_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name service that is down for a while makes no known name an unknown one."""
@@ -223,9 +223,16 @@ async def test_retry_looks_up_only_what_is_missing(
     known.clear()
     await node.reload.look_for_missing()
     assert (sorted(wanted), len(list(node.reload.conditions()))) == (["early", "late", "late"], 1)
+    for _ in range(9):
+        await node.reload.look_for_missing()
+    assert (wanted.count("early"), wanted.count("late")) == (2, 11)
+    assert len(list(node.reload.conditions())) == 1
     known.add("late")
     await node.reload.look_for_missing()
     assert list(node.reload.conditions()) == []
+    known.clear()
+    await node.reloaded()
+    assert len(list(node.reload.conditions())) == 2
 
 
 async def test_missing_token_that_comes_with_a_bad_mode_says_so(tmp_path: Path) -> None:

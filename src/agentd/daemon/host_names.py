@@ -24,6 +24,8 @@ from agentd.runtimes.host.user_accounts import UnknownAccount, UserAccounts, fin
 
 RETRY_S = 30.0
 """Seconds between two looks for what is missing."""
+ALL_EVERY = 10
+"""One of so many looks is for known names, too: a user may have got further groups."""
 RETRY_REMEDY = f"agentd looks again every {RETRY_S:g} s, and at a reload"
 _NOT_ROOT = "agentd is not root and runs kernels as its own user"
 _FIND = {"user": find_account, "group": find_group_id}
@@ -91,6 +93,7 @@ class HostNames:
         self._lookups: Mapping[str, Lookups] = defaultdict(partial(Lookups, max_threads=1))
         self._known: dict[str, Any] = {}
         self._names: Sequence[_Name] = ()
+        self._looks = 0
 
     def group_id(self, name: str) -> int | None:
         """Return the id of a group, None if it is not known."""
@@ -103,15 +106,26 @@ class HostNames:
             for agent in name.agents if name.key in self.problems else ():
                 yield Condition(f"agent/{agent}", str(self.problems[name.key]), RETRY_REMEDY)
 
-    async def refresh(self, settings: Settings, *, is_retry: bool = False) -> None:
-        """Look up the names of a configuration; a retry looks up those that are missing.
+    async def refresh(self, settings: Settings) -> None:
+        """Look up all names of a configuration.
 
         Raises:
             ConfigRefused: agentd may not run anything as another user; nothing was looked up.
         """
         self._names = configured_names(settings, self._runtime)
-        wanted = [name for name in self._names if not is_retry or name.key in self.problems]
-        found = await asyncio.gather(*map(self._look_up, wanted))
+        await self._look_up_all(self._names, keeps_known=False)
+
+    async def look_again(self) -> None:
+        """Look up the names that are missing, and now and then all; a known one stays known."""
+        self._looks += 1
+        is_all = self._looks % ALL_EVERY == 0
+        names = [name for name in self._names if is_all or name.key in self.problems]
+        await self._look_up_all(names, keeps_known=True)
+
+    async def _look_up_all(self, names: Sequence[_Name], *, keeps_known: bool) -> None:
+        found = await asyncio.gather(
+            *(self._look_up(name, keeps_known=keeps_known) for name in names)
+        )
         self.problems = {problem.where: problem for problem in found if problem is not None}
         accounts = {
             name.agents[0] if name.key.startswith("agents.") else "": self._known.get(str(name))
@@ -122,12 +136,13 @@ class HostNames:
         default, is_unprivileged = accounts.pop("", None), self.accounts.is_unprivileged
         self.accounts = UserAccounts(default, accounts, is_unprivileged=is_unprivileged)
 
-    async def _look_up(self, name: _Name) -> Problem | None:
+    async def _look_up(self, name: _Name, *, keeps_known: bool) -> Problem | None:
         """Look up a name, and return its problem."""
+        known, subject = self._known.get(str(name)), str(name)
         try:
-            lookup = partial(_FIND[name.kind], name.name)
-            self._known[str(name)] = known = await self._lookups[str(name)].call(str(name), lookup)
+            found = await self._lookups[subject].call(subject, partial(_FIND[name.kind], name.name))
         except RuntimeUnavailable:
             reason = f"{name} cannot be looked up: the name service does not answer"
             return Problem(name.key, reason)
-        return Problem(name.key, f"no {name} on this host") if known is None else None
+        self._known[subject] = found = known if found is None and keeps_known else found
+        return Problem(name.key, f"no {name} on this host") if found is None else None

@@ -12,7 +12,7 @@ a condition, and is looked for every `RETRY_S` seconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -161,13 +161,13 @@ class Reload:
             self._in_force |= {key: values[key] for key in step.keys}
         self.settings = applicable
         self._in_force["agents"] = applicable.agents
-        await self._refresh_names(is_retry=False)
+        await self._use_names(self._names.refresh(applicable))
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
 
-    async def _refresh_names(self, *, is_retry: bool) -> None:
+    async def _use_names(self, lookup: Awaitable[None]) -> None:
+        await lookup
         runtime: Any = self._runtimes.get(self._loaded.settings.node.runtime)
-        await self._names.refresh(self.settings, is_retry=is_retry)
         if hasattr(runtime, "update_accounts"):
             runtime.update_accounts(self._names.accounts)
         with suppress(StartRefused):  # it stays in `conditions`
@@ -182,7 +182,7 @@ class Reload:
     async def look_for_missing(self) -> None:
         """Look for what is missing, and use what has come."""
         async with self._lock:
-            await self._refresh_names(is_retry=True)
+            await self._use_names(self._names.look_again())
             if not self._missing:
                 return
             try:

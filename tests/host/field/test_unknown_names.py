@@ -1,6 +1,7 @@
 """Users, groups and files that are not there yet when agentd starts: what needs them waits."""
 
 import contextlib
+import pwd
 import signal
 import ssl
 from pathlib import Path
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 
 from end_to_end.conftest import plain
+from end_to_end.containers import printed
 from end_to_end.test_tokens import Tokens, tokens
 from support.certificates import certificate
 from support.daemon import Daemon, gpus
@@ -25,14 +27,16 @@ TEAMS = (
 """The users of a host that a directory may know later."""
 HOST = """
 import grp, os, pathlib, pwd, sys
-from agentd.daemon import reload
-reload.RETRY_S = 0.2
+from agentd.daemon import host_names, reload
+reload.RETRY_S, host_names.ALL_EVERY = 0.2, 2
 folder, find_user, find_group = pathlib.Path(os.environ["UNKNOWN"]), pwd.getpwnam, grp.getgrnam
 def known(find, name):
     if (folder / name).exists():
         raise KeyError(name)
     return find(name)
 pwd.getpwnam = lambda name: known(find_user, name)
+members = folder / "groups"
+os.getgrouplist = lambda name, gid: [gid, *map(int, members.read_text().split())]
 grp.getgrnam = lambda name: known(find_group, name)
 from agentd.cli.agentd.main import agentd
 agentd()
@@ -47,6 +51,7 @@ class Host:
         self.daemon = daemon
         self.unknown = daemon.folder / "unknown"
         self.unknown.mkdir()
+        (self.unknown / "groups").touch()
         daemon.program = ("-c", HOST)
 
     def forget(self, *names: str) -> None:
@@ -128,6 +133,20 @@ async def test_user_that_was_removed_is_one_that_is_not_there_yet(host: Host) ->
     await daemon.stop(signal.SIGKILL)
     await daemon.start(UNKNOWN=str(host.unknown))
     assert (await daemon.get("/v1/kernels/k2"))["state"] == "running"
+
+
+@pytest.mark.needs("root")
+async def test_groups_that_a_directory_knows_late_are_given(host: Host) -> None:
+    """Its user is known at once, such as one of the host, and only the primary group with it."""
+    await host.start(TEAMS)
+    groups = await printed(host.daemon, "id -G", agent="ldap")
+    assert groups.split() == [str(pwd.getpwnam("bin").pw_gid)]
+    (host.unknown / "groups").write_text("2000")
+    await until(
+        lambda: printed(host.daemon, "id -G", agent="ldap"),
+        lambda groups: "2000" in groups.split(),
+        within_s=20,
+    )
 
 
 @pytest.mark.needs("root")
