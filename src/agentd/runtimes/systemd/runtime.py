@@ -198,9 +198,9 @@ class SystemdRuntime:
             folder = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
         reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
+        reason = f"systemd did not start the kernel; {reason}"
         is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
-        error = NotReady if is_passing else RuntimeFailure  # its user was known a moment ago
-        return error(f"systemd did not start the kernel; {reason}")
+        return NotReady(reason, is_local=True) if is_passing else RuntimeFailure(reason)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
