@@ -322,7 +322,6 @@ class Daemon:
                 await lookups.call("the locks", hold_locks)
             except StartRefused as error:
                 self._shutdown.fail(str(error))
-                return
             except (RuntimeUnavailable, OSError):  # the file system does not answer, or fails
                 continue
 
