@@ -41,7 +41,7 @@ def zombies_of(parent: int) -> list[int]:
 async def test_kernels_leave_no_zombies_in_a_container(container: Daemon) -> None:
     for number in range(3):
         kernel_id = f"k{number}"
-        await container.running(kernel_id=kernel_id, command=["sh", "-c", "sleep 0.1 & sleep 0.1"])
+        await container.running(kernel_id=kernel_id, command=["sh", "-c", "sleep 1 & sleep 1"])
         await container.until(kernel_id, "terminated")
     first = first_process(container)
     await until(lambda: zombies_of(first), [], text="no zombie of process 1")
