@@ -1,5 +1,7 @@
 """Locks on the state folder and the node id, with real files."""
 
+import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentd.errors import StartRefused
+from agentd.state.folder import StateFolder
 from agentd.state.locks import Locks, is_current, lock_folder
 
 New = Callable[[], Locks]
@@ -95,6 +98,31 @@ def test_only_not_found_proves_that_a_file_is_gone(tmp_path: Path) -> None:
         path.unlink()
         assert not is_current(file.fileno(), path)
         assert is_current(file.fileno(), Path("/proc/self/mem/lock"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS], ids=["nfs", "lustre"])
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A state folder on it is refused; a home on it only hides a second daemon."""
+
+    def without_locks(descriptor: int, operation: int) -> None:
+        if "remote" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    with pytest.raises(StartRefused, match=f"{remote}/lock: {os.strerror(number)}"):
+        StateFolder(remote, "n").open(tmp_path)
+    state = StateFolder(tmp_path / "state", "n")
+    state.open(remote)
+    (condition,) = state.conditions()
+    assert condition.reason == f"{remote}/node-n.lock cannot be locked: {os.strerror(number)}"
+    monkeypatch.undo()
+    state.hold_locks(remote)
+    assert [*state.conditions()] == []
+    state.close()
 
 
 @pytest.mark.needs("root")

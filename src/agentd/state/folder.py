@@ -98,7 +98,10 @@ class StateFolder:
             if os_error_kind(error) is not OsErrorKind.DISK:
                 raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
             self._warn_once(self.folder, f"cannot be created: {error.strerror}")
-        self.hold_locks(lock_folder)
+        try:
+            self.hold_locks(lock_folder)
+        except OSError as error:
+            raise StartRefused(f"{error.filename}: {error.strerror}") from None
         try:
             folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
             for folder in (self.folder, *folders):
@@ -137,15 +140,22 @@ class StateFolder:
     def hold_locks(self, lock_folder: Path) -> None:
         """Lock the folder and the node id, again if a lock's file was removed or replaced.
 
+        A node id whose file cannot be locked is a condition: a second daemon goes unnoticed.
+
         Raises:
             StartRefused: another daemon has locked one.
+            OSError: the folder cannot be locked.
         """
         self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
         with suppress(OSError):
             mode = 0o700 if os.geteuid() else 0o755
             lock_folder.mkdir(mode, parents=True, exist_ok=True)
         reason = f"another agentd serves node id {self._node_id} on this host"
-        self._lock(lock_folder / f"node-{self._node_id}.lock", reason)
+        path = lock_folder / f"node-{self._node_id}.lock"
+        try:
+            self._lock(path, reason)
+        except OSError as error:
+            self._warn_once(path, f"cannot be locked: {error.strerror}")
 
     def _lock(self, path: Path, refusal: str) -> None:
         if warning := self._locks.acquire(path, refusal):

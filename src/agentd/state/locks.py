@@ -75,7 +75,8 @@ class Locks:
         """Lock a file, again if it was removed or replaced; return a warning, or nothing.
 
         Raises:
-            StartRefused: another process holds it (`refusal`), or it cannot be opened.
+            StartRefused: another process holds it (`refusal`).
+            OSError: it cannot be opened or locked.
         """
         while path not in self._descriptors or not is_current(self._descriptors[path], path):
             descriptor, warning = _open_lock_file(path)
@@ -83,10 +84,13 @@ class Locks:
                 return warning
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(descriptor)
                 raise StartRefused(f"{refusal} (pid {holder})") from None
+            except OSError as error:  # some network file systems have no locks
+                os.close(descriptor)
+                raise OSError(error.errno, error.strerror, str(path)) from None
             if path in self._descriptors:
                 os.close(self._descriptors[path])
             self._descriptors[path] = descriptor
@@ -114,7 +118,7 @@ def _open_lock_file(path: Path) -> tuple[int | None, str]:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600), ""
     except OSError as error:
         if os_error_kind(error) not in (OsErrorKind.DISK, OsErrorKind.GONE):
-            raise StartRefused(f"{path}: {error.strerror}") from None
+            raise
         warning = f"cannot be written: {error.strerror}"
     with suppress(OSError):
         return os.open(path, os.O_RDONLY | flags), warning
