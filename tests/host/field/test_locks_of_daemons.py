@@ -1,6 +1,7 @@
 """Locks of real daemons: what other users can do, and what a clean-up of old files can."""
 
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -105,6 +106,28 @@ async def test_one_user_serves_a_node_id_once(daemons: tuple[Daemon, Daemon]) ->
     one, two = daemons
     environ = as_user(one, 4711)
     await one.start(**environ)
+    two.program = one.program
+    two.configure()
+    two.process = two.spawn(**environ)
+    assert await two.ended() == 1
+    assert f"another agentd serves node id {one.node}" in two.log
+
+
+@pytest.mark.needs("root")
+async def test_a_logout_moves_the_lock_of_a_daemon_that_stays(
+    daemons: tuple[Daemon, Daemon],
+) -> None:
+    """The last logout removes $XDG_RUNTIME_DIR; a daemon that cron starts then has none."""
+    one, two = daemons
+    environ = as_user(one, 4711)
+    session = one.folder / "session"
+    session.mkdir(0o700)
+    os.chown(session, 4711, 4711)
+    await one.start(**environ | {"XDG_RUNTIME_DIR": str(session)})
+    assert (session / "agentd" / f"node-{one.node}.lock").exists()
+    shutil.rmtree(session)
+    lock = Path(environ["HOME"], ".local/state/agentd", f"node-{one.node}.lock")
+    await until(lock.exists, True, text=f"{lock}")
     two.program = one.program
     two.configure()
     two.process = two.spawn(**environ)
