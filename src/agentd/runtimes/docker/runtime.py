@@ -136,6 +136,8 @@ class DockerRuntime:
         self._facts: asyncio.Task[DockerFacts] | None = None
         """The request for the engine's capabilities, in flight or answered."""
         self._facts_requested_at = 0.0
+        self._facts_failure = ""
+        """The last failure, until a request succeeds."""
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
@@ -176,30 +178,39 @@ class DockerRuntime:
 
         Only the caller's patience is limited: a late answer serves the next caller.
         """
-        if self._facts is None:
-            self._facts = asyncio.create_task(self._request_facts())
-            self._facts_requested_at = time.time()
         try:
             async with asyncio.timeout(INSPECT_TIMEOUT_S):
-                return await asyncio.shield(self._facts)
+                return await asyncio.shield(self._ask_facts())
         except TimeoutError:
             raise RuntimeUnavailable(self._slow_facts_reason()) from None
+
+    def _ask_facts(self) -> asyncio.Task[DockerFacts]:
+        if self._facts is None:
+            self._facts = asyncio.create_task(self._request_facts())
+            self._facts.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._facts_requested_at = time.time()
+        return self._facts
 
     async def _request_facts(self) -> DockerFacts:
         try:
             with errors_as_unavailable():
                 version = await self._docker.fetch_version()
                 info = await self._docker.call("GET", "/info", timeout_s=None)
-                return parse_docker_facts(info, version)
-        except RuntimeUnavailable:
-            self._facts = None
+                facts = parse_docker_facts(info, version)
+        except RuntimeUnavailable as error:
+            self._facts, self._facts_failure = None, f"GET /info: {error}"
             raise
+        self._facts_failure = ""
+        return facts
 
     @property
     def unready_reason(self) -> str:
+        """The reason against creates; an engine whose last answer was a failure is asked again."""
+        if self._facts_failure:
+            self._ask_facts()
         is_pending = self._facts is not None and not self._facts.done()
         is_late = time.time() - self._facts_requested_at >= INSPECT_TIMEOUT_S
-        return self._slow_facts_reason() if is_pending and is_late else ""
+        return self._slow_facts_reason() if is_pending and is_late else self._facts_failure
 
     def _slow_facts_reason(self) -> str:
         called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
