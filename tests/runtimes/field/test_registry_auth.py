@@ -170,6 +170,16 @@ async def test_helper_is_run_with_the_registry(
     assert ("AGENTD" in environment, "AGENTD_SEED" in os.environ) == (False, True)
 
 
+@pytest.mark.parametrize("login", [{"email": "a@b"}, {"auth": ""}, {"auth": None}, None, ""])
+async def test_entry_without_a_login_belongs_to_the_helper(programs: Path, login: Any) -> None:
+    """Docker itself leaves such entries beside its store."""
+    write_helper(programs, "vault", """echo '{"Username": "ada", "Secret": "se:cret"}'""")
+    content = {"auths": {f"https://{HOST}/v1/": login}, "credsStore": "vault"}
+    assert await find(programs, content) == LOGIN
+    assert [*registry_auth_problems("registry-auth", programs / "config.json")] == []
+    assert await find(programs, {**content, "credsStore": ""}) is None
+
+
 async def test_helper_s_token_is_sent_as_one(programs: Path) -> None:
     write_helper(programs, "vault", """echo '{"Username": "<token>", "Secret": "t"}'""")
     assert await find(programs, {"credsStore": "vault"}) == {"identitytoken": "t"}

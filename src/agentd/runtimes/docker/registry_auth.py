@@ -33,6 +33,7 @@ Credentials: TypeAlias = dict[str, str]
 
 _HUB_HOST, _HUB_INDEX = "docker.io", "index.docker.io"
 _HUB_NAMES = (_HUB_HOST, _HUB_INDEX, "registry-1.docker.io")
+_LOGIN_MEMBERS = ("username", "password", "auth", "identitytoken", "registrytoken")
 _HELPER = re.compile(r"docker-credential-[\w.-]+")
 _HELPER_VARIABLES = (
     *("HOME", "LANG", "PATH"),
@@ -73,7 +74,7 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
         Raises:
             ValueError: the entry is malformed.
         """
-        key = _best_key((key for key, entry in self.auths.items() if entry), image)
+        key = _best_key((key for key, entry in self.auths.items() if _has_login(entry)), image)
         return None if key is None else _parse_login(self.auths[key])
 
     @property
@@ -237,7 +238,7 @@ def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
         return
     for key, entry in auth.auths.items():
         try:
-            if entry or not auth.helpers:  # an empty entry belongs to a helper
+            if _has_login(entry) or not auth.helpers:
                 _parse_login(entry)
         except ValueError as error:
             yield Problem(where, f"{path}: auths.{key} {error}")
@@ -248,15 +249,19 @@ def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
             yield Problem(where, f"{path}: {member} cannot be used: {program} is not in PATH")
 
 
+def _has_login(entry: Any) -> bool:
+    """Return whether an entry has a login, usable or not; an empty one belongs to a helper."""
+    return any(map(entry.get, _LOGIN_MEMBERS)) if isinstance(entry, dict) else bool(entry)
+
+
 def _parse_login(entry: Any) -> Credentials:
     """Return the credentials of an entry.
 
     Raises:
         ValueError: the entry is malformed.
     """
-    members = ("username", "password", "auth", "identitytoken", "registrytoken")
     try:
-        found = {name: entry[name] for name in members if entry.get(name)}
+        found = {name: entry[name] for name in _LOGIN_MEMBERS if entry.get(name)}
         login = msgspec.convert(found, Credentials)
     except (AttributeError, TypeError, ValueError):
         raise ValueError("cannot be used: a login is strings by name") from None
