@@ -1,4 +1,4 @@
-"""What an engine says of itself, as a reason against creates."""
+"""Facts of an engine: its failure to tell them is a reason against creates."""
 
 import pytest
 

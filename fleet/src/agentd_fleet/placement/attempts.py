@@ -23,6 +23,7 @@ from agentd_fleet.nodes.calls import (
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.requests import PlacementRequest
 from agentd_fleet.store.route import KernelRoute, StoredRoute
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 
@@ -74,23 +75,24 @@ def repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
     return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error
 
 
+def node_of_route(state: FleetState, route: KernelRoute) -> FleetNode:
+    """Return the node of a route.
+
+    Raises:
+        NodeNotCalled: the node has not reported to this gateway.
+    """
+    node = state.node(route.node_id)
+    if node is None or not node.url:
+        raise NodeNotCalled(f"node {route.node_id} has not reported to this gateway")
+    return node
+
+
 class AttemptRunner:
     """Calls nodes for kernels, each under its route."""
 
     def __init__(self, backend: FleetBackend, timeouts: PlacementTimeouts) -> None:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._timeouts = timeouts
-
-    def node_of_route(self, route: KernelRoute) -> FleetNode:
-        """Return the node of a route.
-
-        Raises:
-            NodeNotCalled: the node is unknown.
-        """
-        node = self._state.node(route.node_id)
-        if node is None or not node.url:
-            raise NodeNotCalled(f"node {route.node_id} is unavailable")
-        return node
 
     async def run(
         self, caller: Caller, request: PlacementRequest, stored: StoredRoute, began_at: float
@@ -107,7 +109,7 @@ class AttemptRunner:
             RouteTakenOver: another gateway works on it, or may do so: this one was suspended.
         """
         route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
-        node, is_certain = self.node_of_route(route), True
+        node, is_certain = node_of_route(self._state, route), True
         while True:
             if boottime_s() - began_at > self._timeouts.send_within_s:
                 raise RouteTakenOver(route, "this gateway was suspended")

@@ -39,6 +39,7 @@ from agentd_fleet.placement.attempts import (
     RouteTakenOver,
     boottime_s,
     creates_path,
+    node_of_route,
     repeated_refusal,
 )
 from agentd_fleet.placement.backend import FleetBackend
@@ -303,7 +304,7 @@ class Placer:
         """Return what the node of a route answers now; None if the route has changed."""
         route = stored.route
         if route.progress is RouteProgress.PLACED:
-            node = self._attempts.node_of_route(route)
+            node = node_of_route(self._state, route)
             answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_unknown_kernel:
                 await self._store.delete_route(route.kernel_id, stored.revision)

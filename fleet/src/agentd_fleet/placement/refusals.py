@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -37,46 +37,8 @@ _ABSENT = (NodeUnavailable, NotReady, Draining)
 """Refusals for reasons that are classes of the view as well."""
 
 
-class NoNodeAvailable(NodeUnavailable):
-    """No suitable node answers."""
-
-    def __init__(self, classes: Sequence[RejectionClass]) -> None:
-        self.classes = tuple(classes)
-        super().__init__(f"no suitable node answers: {_classes_text(classes)}")
-
-    def facts(self) -> Mapping[str, object]:
-        return {"classes": _class_views(self.classes)}
-
-
-class FleetInsufficient(InsufficientResource):
-    """No agent of the fleet can serve the request now; `classes` has reasons and counts."""
-
-    def __init__(
-        self,
-        slot: str,
-        requested: str,
-        free: str,
-        classes: Sequence[RejectionClass],
-        explain: object,
-        *,
-        readable: str = "",
-    ) -> None:
-        """Create the error; `readable` is the requested amount for people."""
-        rows = explain if isinstance(explain, (list, tuple)) else ()
-        amounts = f"requested {readable or requested}; {_classes_text(classes)}"
-        super().__init__(slot, requested, free, rows, amounts=amounts)
-        self.classes = tuple(classes)
-
-    def facts(self) -> Mapping[str, object]:
-        return {**super().facts(), "classes": _class_views(self.classes)}
-
-
 def _classes_text(classes: Sequence[RejectionClass]) -> str:
     return ", ".join(f"{row.count} {row.reason}" for row in classes)
-
-
-def _class_views(classes: Sequence[RejectionClass]) -> list[dict[str, object]]:
-    return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
 
 
 def refusal_error(
@@ -100,20 +62,24 @@ def refusal_error(
     errors = [error for _, error in refused if not _is_absence(error)]
     if own_errors := [error for error in errors if not isinstance(error, _RESOURCES)]:
         error = min(own_errors, key=lambda error: not isinstance(error, Unavailable))
+        if sum(row.count for row in classes) > 1:
+            error.args = (f"{error} ({_classes_text(classes)})",)
         return _with_classes(error, classes)
     if not errors and {row.reason for row in unasked} <= _UNREPORTED:
-        return NoNodeAvailable(classes)
+        reason = f"no suitable node answers: {_classes_text(classes)}"
+        return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind
-    explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
-    return FleetInsufficient(
+    explain = next((e.explain for e in reversed(errors) if isinstance(e, InsufficientResource)), ())
+    requested_text = readable_amount(requested[slot], kind)
+    insufficient = InsufficientResource(
         slot,
         format_amount(requested[slot], kind),
         format_amount(free, kind),
-        classes,
         explain,
-        readable=readable_amount(requested[slot], kind),
+        amounts=f"requested {requested_text}; {_classes_text(classes)}",
     )
+    return _with_classes(insufficient, classes)
 
 
 def _is_absence(error: AgentdError) -> bool:
@@ -122,10 +88,9 @@ def _is_absence(error: AgentdError) -> bool:
 
 
 def _with_classes(error: AgentdError, classes: Sequence[RejectionClass]) -> AgentdError:
-    """Return a node's error with the classes of all agents."""
-    error.content = {**error.content, "classes": _class_views(classes)}
-    if sum(row.count for row in classes) > 1:
-        error.args = (f"{error} ({_classes_text(classes)})",)
+    """Return an error with the classes of all agents."""
+    rows = [{"reason": c.reason, "count": c.count, "nodes": list(c.nodes)} for c in classes]
+    error.content = {**(error.content or error.members()), "classes": rows}
     return error
 
 
