@@ -140,12 +140,10 @@ class Conditions:
         """
         active = {_audience_key(item): item for item in self.current()}
         before, self._published = self._published, active
-        for key, item in before.items():
-            if key not in active:
-                self._events.publish(EventKind.CONDITION_REMOVED, item)
-        for key, item in active.items():
-            if key not in before:
-                self._events.publish(EventKind.CONDITION, item)
+        for item in [item for key, item in before.items() if key not in active]:
+            self._events.publish(EventKind.CONDITION_REMOVED, item)
+        for item in [item for key, item in active.items() if key not in before]:
+            self._events.publish(EventKind.CONDITION, item)
         self._changed.clear()
         self._log_changes()
 

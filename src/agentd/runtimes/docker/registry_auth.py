@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 from base64 import b64decode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -106,7 +106,10 @@ def read_registry_auth(path: Path) -> RegistryAuth:
             another user leads to it.
     """
     file = read_configured(path)
-    if str(_follow_own_links(path, file.owner)) != file.real_path:
+    real_path = ""
+    with suppress(OSError):  # a link was removed
+        real_path = _follow_links(path.absolute(), (0, os.geteuid(), file.owner))
+    if real_path != file.real_path:
         raise UnusableFile("was replaced while it was read")
     try:
         members = msgspec.json.decode(file.text, type=dict[str, Any])
@@ -119,28 +122,21 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     return auth
 
 
-def _follow_own_links(path: Path, owner: int) -> Path:
-    """Return a path without links; each must belong to root, to agentd's or to the file's user.
+def _follow_links(path: Path, users: Sequence[int], max_links: int = MAX_LINKS) -> str:
+    """Return a path without links, each of which must belong to one of some users.
 
     Others could have their pulls use the login, or run the helper, of somebody else.
 
     Raises:
-        UnusableFile: a link belongs to another user, or was removed.
+        UnusableFile: a link belongs to another user.
     """
-    names, current, links = [*reversed(path.absolute().parts[1:])], Path("/"), 0
-    try:
-        while names and links <= MAX_LINKS:
-            parent, name = current, names.pop().replace("//", "/")
-            current = parent.parent if name == ".." else parent / name
-            if current.is_symlink():
-                links += 1
-                if current.lstat().st_uid not in (0, os.geteuid(), owner):
-                    raise UnusableFile(f"cannot be used: {current} is a link of another user")
-                names += reversed(current.readlink().parts)
-                current = parent
-    except OSError as error:
-        raise UnusableFile(f"cannot be read: {error.strerror}") from None
-    return current
+    for part in reversed((path, *path.parents)):
+        if max_links and part.is_symlink():
+            if part.lstat().st_uid not in users:
+                raise UnusableFile(f"cannot be used: {part} is a link of another user")
+            target = part.parent / part.readlink() / path.relative_to(part)
+            return _follow_links(target, users, max_links - 1)
+    return os.path.normpath(path)
 
 
 class RegistryLogins:
