@@ -123,7 +123,7 @@ def read_registry_auth(path: Path) -> RegistryAuth:
 
 
 def _follow_links(path: Path, users: Sequence[int], max_links: int = MAX_LINKS) -> str:
-    """Return a path without links, each of which must belong to one of some users.
+    """Return a path without links; each link must belong to one of some users.
 
     Others could have their pulls use the login, or run the helper, of somebody else.
 
