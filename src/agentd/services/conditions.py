@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeAlias
 
@@ -86,7 +86,7 @@ class Conditions:
         self._slow_sources: list[_SlowSource] = []
         self._lookup_lock = asyncio.Lock()
         self._active: dict[tuple[str, str], ActiveCondition] = {}
-        self._published: dict[Hashable, ActiveCondition] = {}
+        self._published: dict[tuple[Condition, tuple[str, ...] | None], ActiveCondition] = {}
         self._logged: dict[tuple[str, str], ActiveCondition] = {}
         self._quiet: dict[tuple[str, str], tuple[float, float]] = {}
         """By pattern: a pause of the log in seconds, and its end on the steady clock."""
@@ -138,7 +138,7 @@ class Conditions:
 
         Whose subject changes owners ends for the former ones and begins for the others.
         """
-        active = {_audience_key(item): item for item in self.current()}
+        active = {(item.condition, item.owners): item for item in self.current()}
         before, self._published = self._published, active
         for item in [item for key, item in before.items() if key not in active]:
             self._events.publish(EventKind.CONDITION_REMOVED, item)
@@ -170,11 +170,6 @@ class Conditions:
         kept = {k: quiet for k, quiet in self._quiet.items() if now < quiet[1] + MAX_QUIET_S}
         pause_s = min(2 * kept[pattern][0], MAX_QUIET_S) if pattern in kept else QUIET_S
         self._quiet = {**kept, pattern: (pause_s, now + pause_s)}
-
-
-def _audience_key(item: ActiveCondition) -> Hashable:
-    """Return what tells a condition, and who sees it, from others."""
-    return item.condition.about, item.condition.reason, item.condition.agents, item.owners
 
 
 def _pattern(condition: Condition) -> tuple[str, str]:

@@ -129,10 +129,15 @@ class AttemptRunner:
                 raise PlacementUnknown(route, reason)
             await asyncio.sleep(self._timeouts.retry_pause_s)
             began_at = boottime_s()
-            stored = await self._renew(stored)
+            stored = await self.renew(stored)
 
-    async def _renew(self, stored: StoredRoute) -> StoredRoute:
-        """Write a route again, before another call under it."""
+    async def renew(self, stored: StoredRoute) -> StoredRoute:
+        """Write a route again, before another call under it.
+
+        Raises:
+            PlacementUnknown: the store does not answer.
+            RouteTakenOver: another gateway works on it.
+        """
         own_route = replace(stored.route, owner=secrets.token_hex(8))
         try:
             revision = await self._store.put_route(own_route, stored.revision)

@@ -312,13 +312,9 @@ class Placer:
             return answer
         if not await self._wait_unchanged(stored):
             return None
-        own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
-        revision = await self._store.put_route(own_route, stored.revision)
-        if revision is None:
-            return None
-        answer, stored = await self._attempts.run(
-            caller, request, StoredRoute(own_route, revision), began_at
-        )
+        began_at = boottime_s()
+        stored = await self._attempts.renew(stored)
+        answer, stored = await self._attempts.run(caller, request, stored, began_at)
         if not answer.is_error:
             self._confirm_soon(stored)
         return answer

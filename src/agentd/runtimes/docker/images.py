@@ -42,13 +42,6 @@ _Key: TypeAlias = tuple[str, str | None, Path | None]
 """Image, platform and credentials: no agent waits for a pull with another agent's."""
 
 
-class _Progress(msgspec.Struct):
-    """The listeners to a pull."""
-
-    listeners: list[Listener] = []
-    quiet_until: float = 0.0
-
-
 class Images:
     """The images of an engine."""
 
@@ -57,7 +50,7 @@ class Images:
         self._logins: dict[Path, RegistryLogins] = {}
         """By file of credentials: none waits for another that does not answer."""
         self._pulls: SharedCalls[_Key, None] = SharedCalls()
-        self._progress: dict[_Key, _Progress] = {}
+        self._listeners: dict[_Key, list[Listener]] = {}
 
     async def pull(
         self, image: str, platform: str | None, registry_auth: Path | None, listener: Listener
@@ -73,18 +66,19 @@ class Images:
         """
         image = _add_default_tag(image)
         key = (image, platform, registry_auth)
-        progress = self._progress.setdefault(key, _Progress())
-        progress.listeners.append(listener)
+        listeners = self._listeners.setdefault(key, [])
+        listeners.append(listener)
         try:
             await self._pulls.call(key, partial(self._pull, key))
         finally:
-            progress.listeners.remove(listener)
-            if not progress.listeners:
-                del self._progress[key]
+            listeners.remove(listener)
+            if not listeners:
+                del self._listeners[key]
 
     async def _pull(self, key: _Key) -> None:
         image = key[0]
         layers: dict[str, Pull] = {}
+        quiet_until = 0.0
         log.info("image.pull_started", image=image)
         try:
             is_complete = False
@@ -93,7 +87,8 @@ class Images:
                     if failure := _parse_failure(line):
                         raise translate_failed_pull(image, *failure)
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
-                    if _update_layer(layers, line):
+                    if _update_layer(layers, line) and time.monotonic() >= quiet_until:
+                        quiet_until = time.monotonic() + _PAUSE_S
                         self._notify(key, layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
@@ -123,13 +118,10 @@ class Images:
                 yield msgspec.json.decode(line, type=dict[str, Any])
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
-        progress, now = self._progress.get(key), time.monotonic()
-        if progress is not None and now >= progress.quiet_until:
-            progress.quiet_until = now + _PAUSE_S
-            current = sum(layer.current for layer in layers.values())
-            total = sum(layer.total for layer in layers.values())
-            for listener in list(progress.listeners):
-                listener(Pull(current, total))
+        current = sum(layer.current for layer in layers.values())
+        total = sum(layer.total for layer in layers.values())
+        for listener in list(self._listeners.get(key, ())):
+            listener(Pull(current, total))
 
 
 def _add_default_tag(image: str) -> str:

@@ -137,7 +137,7 @@ class DockerRuntime:
         """The request for the engine's capabilities, in flight or answered."""
         self._facts_requested_at = 0.0
         self._facts_failure = ""
-        """The last failure, until a request succeeds."""
+        """The last failure, or how long none is known, until a request succeeds."""
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
@@ -182,7 +182,12 @@ class DockerRuntime:
             async with asyncio.timeout(INSPECT_TIMEOUT_S):
                 return await asyncio.shield(self._ask_facts())
         except TimeoutError:
-            raise RuntimeUnavailable(self._slow_facts_reason()) from None
+            called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
+            self._facts_failure = (
+                f"the engine has not answered GET /info within {INSPECT_TIMEOUT_S:g} s"
+                f" (called at {called_at:%Y-%m-%dT%H:%M:%SZ})"
+            )
+            raise RuntimeUnavailable(self._facts_failure) from None
 
     def _ask_facts(self) -> asyncio.Task[DockerFacts]:
         if self._facts is None:
@@ -206,18 +211,8 @@ class DockerRuntime:
     @property
     def unready_reason(self) -> str:
         """The reason against creates; an engine whose last answer was a failure is asked again."""
-        if self._facts_failure:
-            self._ask_facts()
-        is_pending = self._facts is not None and not self._facts.done()
-        is_late = time.time() - self._facts_requested_at >= INSPECT_TIMEOUT_S
-        return self._slow_facts_reason() if is_pending and is_late else self._facts_failure
-
-    def _slow_facts_reason(self) -> str:
-        called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
-        return (
-            f"the engine has not answered GET /info within {INSPECT_TIMEOUT_S:g} s"
-            f" (called at {called_at:%Y-%m-%dT%H:%M:%SZ})"
-        )
+        is_ready = not self._facts_failure or self._ask_facts().done()
+        return "" if is_ready else self._facts_failure
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(request_problems(spec, self._settings_of(spec)))
