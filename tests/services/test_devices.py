@@ -19,7 +19,7 @@ from agentd.core.partition.rules import (
     SplitRules,
 )
 from agentd.core.slots import ONE, SlotKind, SlotType
-from agentd.errors import Conflict, InsufficientResource, UnknownDevice
+from agentd.errors import Conflict, InsufficientResource, PluginUnavailable, UnknownDevice
 from agentd.plugin_api import ConditionInfo
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
@@ -265,6 +265,32 @@ async def test_trouble_that_needs_a_clear_outlives_the_plugin(rig: Rig) -> None:
     health = [device.health for device in rig.devices.inventory.by_name["cuda"]]
     assert health == [Health.HEALTHY, Health.UNHEALTHY]
     assert [d.needs_clear for d in rig.devices.inventory.by_name["cuda"]] == ["", text]
+
+
+async def test_clear_waits_for_a_plugin_that_is_not_ready() -> None:
+    text = "Xid 79; waits for agentctl clear"
+    xid = replace(gpus(1)[0], health=Health.UNHEALTHY, reason=text, needs_clear=text)
+    rig = Rig(listings=[PluginListing("cuda", (CUDA,), (xid,))])
+    await rig.devices.stop_plugin("cuda", "ann")
+    with pytest.raises(PluginUnavailable, match="plugin cuda is stopped by ann"):
+        await rig.devices.clear("cuda", "cuda0")
+    late = Rig(rig.memory, listings=[], pending=["cuda"])
+    with pytest.raises(PluginUnavailable, match="plugin cuda is pending"):
+        await late.devices.clear("cuda", "cuda0")
+
+
+async def test_missing_device_is_cleared_for_its_return() -> None:
+    (healthy,) = gpus(1)
+    text = "Xid 79; waits for agentctl clear"
+    xid = replace(healthy, health=Health.UNHEALTHY, reason=text, needs_clear=text)
+    rig = Rig(listings=[PluginListing("cuda", (CUDA,), (xid,))])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), ())]
+    rig.devices.refresh("cuda")
+    assert (await rig.devices.clear("cuda", "cuda0")).gone
+    with pytest.raises(Conflict, match="there is nothing to clear"):
+        await rig.devices.clear("cuda", "cuda0")
+    again = Rig(rig.memory, listings=[PluginListing("cuda", (CUDA,), (healthy,))])
+    assert again.devices.find("cuda", "cuda0").is_usable
 
 
 def test_clear_of_a_part_ends_what_its_whole_has() -> None:

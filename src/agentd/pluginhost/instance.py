@@ -485,14 +485,11 @@ class PluginInstance:
         """Clear what waits for an operator about a device, and list the devices again.
 
         Raises:
-            Conflict: the plugin clears nothing.
             PluginUnavailable: the plugin does not answer, or failed to clear it.
         """
         name = self.spec.name
         if self.state is not PluginState.READY or self._process is None:
             raise PluginUnavailable(f"plugin {name} is {self.status.text}")
-        if self._facts is None or not self._facts.has_clear:
-            raise Conflict(f"plugin {name} has nothing that an operator can clear")
         try:
             await self._call("clear", [*stable_ids])
             self._apply_listing(await self._list_devices(self._process))

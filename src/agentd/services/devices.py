@@ -357,13 +357,15 @@ class NodeDevices:
             PluginUnavailable: the plugin does not answer, or failed to clear it.
         """
         device = self.find(name, device_id)
-        if device.gone or device.health is not Health.UNHEALTHY:
+        is_unhealthy = device.health is Health.UNHEALTHY and not device.gone
+        if not (is_unhealthy or device.needs_clear):
             raise Conflict(f"{device.device_id} is not unhealthy; there is nothing to clear")
         await self._plugins.clear(name, sorted({device.stable_id, device.physical_id}))
         self._split = self.split.with_inventory(self.inventory.with_cleared(device))
         self.refresh(name)
+        self._save()
         cleared = self.find(name, device.stable_id)
-        if (cleared.health, cleared.reason) == (device.health, device.reason):
+        if cleared == device:
             raise Conflict(f"{device.device_id} is unhealthy as before: {device.reason}")
         return cleared
 
