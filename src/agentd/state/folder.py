@@ -54,7 +54,7 @@ from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regula
 
 log = structlog.get_logger()
 _MAX_STATE_BYTES = 64 << 20
-_PROBE_BYTES = 64 << 10
+_PROBE_FILES, _PROBE_BYTES = 8, 8 << 10
 """More than a create writes, so that a folder without room for one does not seem to have some."""
 _FOLDERS = {Phase.INTENT: "intents", Phase.LIVE: "records", Phase.ENDED: "ended"}
 _LASTING, _UNTIL_REBOOT = 0o600, 0o400
@@ -398,15 +398,17 @@ class StateFolder:
 
     def _probe(self, folder: Path) -> None:
         """Write to a folder as much as a create does; `retry` repeats it while that fails."""
-        probe = folder / ".probe.new"
+        probes = [folder / f".probe{number}.new" for number in range(_PROBE_FILES)]
         try:
-            _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
+            for probe in probes:
+                _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
             self._access_errors.pop(str(folder), None)
         except OSError as error:
             if str(folder) not in self._access_errors:
                 self._warn_once(folder, f"cannot be written: {error.strerror}")
-        with suppress(OSError):
-            probe.unlink()
+        for probe in probes:
+            with suppress(OSError):
+                probe.unlink()
 
     def _record_path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{validate_name(kernel_id)}.json"

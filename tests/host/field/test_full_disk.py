@@ -42,12 +42,14 @@ def small_disk(folder: Path, options: str = "size=2m") -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def take_all_inodes(folder: Path) -> Callable[[], object]:
+def take_all_inodes_but(folder: Path, count: int) -> Callable[[], object]:
     taken: list[Path] = []
     with suppress(OSError):
         while True:
             taken.append(folder / f"taken-{len(taken)}")
             taken[-1].touch()
+    for path in taken[:count]:
+        path.unlink()
     return lambda: [path.unlink(missing_ok=True) for path in taken]
 
 
@@ -69,12 +71,16 @@ def make_read_only(folder: Path) -> Callable[[], object]:
     return lambda: remount("rw")
 
 
+def inodes_left(count: int) -> Callable[[Path], Callable[[], object]]:
+    return lambda folder: take_all_inodes_but(folder, count)
+
+
 def pages_left(pages: int) -> Callable[[Path], Callable[[], object]]:
     return lambda folder: take_all_room_but(folder, pages)
 
 
 TROUBLES = {
-    "no-inodes": ("nr_inodes=64", take_all_inodes),
+    **{f"{count}-inodes": ("nr_inodes=64", inodes_left(count)) for count in (0, 2)},
     "read-only": ("size=2m", make_read_only),
     **{f"{pages}-pages": ("size=2m", pages_left(pages)) for pages in range(3)},
 }
@@ -98,7 +104,9 @@ RUNTIMES: dict[str, Callable[[Path], Runtime]] = {
 
 
 CASES = [("process", trouble) for trouble in TROUBLES]
-CASES += [("systemd", trouble) for trouble in ("no-inodes", "read-only", "0-pages", "1-pages")]
+CASES += [
+    ("systemd", trouble) for trouble in ("0-inodes", "2-inodes", "read-only", "0-pages", "1-pages")
+]
 
 
 @ROOT_ONLY

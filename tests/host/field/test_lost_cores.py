@@ -160,3 +160,36 @@ async def test_shrunken_affinity_refuses_for_the_moment(daemon: Daemon) -> None:
     os.sched_setaffinity(pid, cores)
     assert (await daemon.create(kernel_id="k1", slots=every_core)).status == 201
     assert not any("cpuset" in text for text in await daemon.warnings())
+
+
+PINNED = """
+import os, runpy
+os.sched_setaffinity(0, {cores})
+runpy.run_module("agentd", run_name="__main__", alter_sys=True)
+"""
+MANUAL = """
+[resource]
+allocation-mode = "manual"
+reserved-cpu = 1
+[[agents]]
+id = "agent-1"
+resource = {{ cpu = ["{core}"], mem = "1g" }}
+"""
+
+
+@pytest.mark.parametrize("missing", [0, 1], ids=["reserved-core", "agent-core"])
+async def test_start_without_a_core_goes_on(folder: Path, missing: int) -> None:
+    reserved, own = sorted(os.sched_getaffinity(0))[:2]
+    present = {reserved, own} - {(reserved, own)[missing]}
+    daemon = Daemon(folder, "process")
+    daemon.configure(MANUAL.format(core=own), BASE.replace(HOST, ""))
+    for cores in ({reserved, own}, present):
+        daemon.program = ("-c", PINNED.format(cores=cores))
+        await daemon.restart()
+    agents = {row["id"]: row["agents"] for row in await daemon.get("/v1/devices")}
+    assert (agents[str(reserved)], agents[str(own)]) == ([], ["agent-1"])
+    conditions = (await daemon.get("/v1/node"))["conditions"]
+    assert [c["about"] for c in conditions] == [f"device/cpu/{(reserved, own)[missing]}"]
+    created = await daemon.create(slots={"cpu": 1})
+    assert created.status == (409 if missing else 201)
+    await daemon.close()

@@ -323,7 +323,7 @@ def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[Device
     present = [d.device_id for d in cores if not d.gone]
     rule = rules.reserved_cpu
     if isinstance(rule, int):
-        reserved = present[:rule]
+        reserved = [d.device_id for d in cores][:rule]  # a missing one moves no other
     else:
         known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
         named = {known[name] for name in rule if name in known}
@@ -332,7 +332,7 @@ def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[Device
             available = ", ".join(device_id.id for device_id in present)
             reason = f"no core {', '.join(unknown)}; the node has {available}"
             problems.append(Problem("resource.reserved-cpu", reason))
-    if not {*present} - {*reserved}:
+    if not {d.device_id for d in cores} - {*reserved}:
         reason = f"leaves no core; the node has {len(present)}, reserve fewer"
         problems.append(Problem("resource.reserved-cpu", reason))
     total = inventory.by_id[MEMORY].capacity
