@@ -30,12 +30,17 @@ class LostCores:
         available: Callable[[], Collection[int]],
         clock: Callable[[], float],
     ) -> None:
-        self.reasons: Mapping[DeviceId, str] = {}
+        self._reasons: Mapping[DeviceId, str] = {}
         self._devices = devices
         self._real_cores = real_cores
         self._available = available
         self._clock = clock
         self._pauses: dict[str, float] = {}
+
+    @property
+    def reasons(self) -> Mapping[DeviceId, str]:
+        """Why cores are not allocated."""
+        return self._reasons
 
     def scan(self, failed: Collection[str] = ()) -> bool:
         """Look which cores are there, and withhold the others.
@@ -45,16 +50,16 @@ class LostCores:
         Returns:
             Whether a core is lost that was not lost before.
         """
-        now, before = self._clock(), self.reasons
+        now, before = self._clock(), self._reasons
         missing = self._real_cores.difference(map(str, self._available()))
         self._pauses = {core: until for core, until in self._pauses.items() if now < until}
         if missing.isdisjoint(failed):
             self._pauses |= dict.fromkeys(failed, now + RETRY_S)
         reasons = dict.fromkeys(self._pauses, _FAILED) | dict.fromkeys(missing, _MISSING)
-        self.reasons = {DeviceId(CPU, core): reason for core, reason in reasons.items()}
-        if self.reasons != before:
+        self._reasons = {DeviceId(CPU, core): reason for core, reason in reasons.items()}
+        if self._reasons != before:
             self._devices.update_withholding()
-        return not self.reasons.keys() <= before.keys()
+        return not self._reasons.keys() <= before.keys()
 
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""
