@@ -12,8 +12,9 @@ from agentd.core.kernel.states import KernelRef
 from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeUnavailable
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
+from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.services import lost_cores
-from contracts.test_runtime import CORE, plan, process_runtime
+from contracts.test_runtime import CORE, NODE, docker_settings, plan, process_runtime
 from services.node import Rig
 from support.daemon import AGENTS, BASE, Daemon
 from support.fakes import FakeRuntime
@@ -121,6 +122,18 @@ def test_engine_that_lacks_a_core_says_so(status: int, text: str) -> None:
     error = translate_error(DockerError(status, text), plan("true"))
     assert isinstance(error, CoresUnavailable)
     assert error.cores == (CORE,)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", ["engine", "engine26"])
+async def test_real_engine_without_a_core(name: str, request: pytest.FixtureRequest) -> None:
+    engine = request.getfixturevalue(name)
+    runtime = DockerRuntime(NODE, docker_settings(engine.socket))
+    with pytest.raises(CoresUnavailable) as refusal:
+        await runtime.create(replace(plan("true"), cpus=(CORE, NO_CORE)), lambda *_: None)
+    assert refusal.value.cores == (CORE, NO_CORE)
+    assert await runtime.find(KernelRef("k1")) is None
+    await runtime.close()
 
 
 WORDS = {
