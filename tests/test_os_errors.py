@@ -18,6 +18,8 @@ CASES = [
     ("EDQUOT", OsErrorKind.DISK, "StateUnavailable"),
     ("EROFS", OsErrorKind.DISK, "StateUnavailable"),
     ("EIO", OsErrorKind.DISK, "StateUnavailable"),
+    ("EUCLEAN", OsErrorKind.DISK, "StateUnavailable"),
+    ("EBADMSG", OsErrorKind.DISK, "StateUnavailable"),
     ("EACCES", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("EPERM", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("ELOOP", OsErrorKind.UNREADABLE, "RuntimeFailure"),

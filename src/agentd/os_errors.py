@@ -36,7 +36,14 @@ _KINDS = {
         errno.ENOMEM,
         errno.ETIMEDOUT,
     ),
-    OsErrorKind.DISK: (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO),
+    OsErrorKind.DISK: (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EUCLEAN,
+        errno.EBADMSG,
+    ),
 }
 _KIND_BY_NUMBER = {number: kind for kind, numbers in _KINDS.items() for number in numbers}
 

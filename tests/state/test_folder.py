@@ -3,6 +3,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -109,6 +110,23 @@ def test_records_that_cannot_be_listed_refuse_a_start(
     monkeypatch.setattr(Path, "iterdir", failing)
     with pytest.raises(StartRefused, match="cannot be read: Stale file handle"):
         StateFolder(state.folder, "n").open(tmp_path / "locks")
+
+
+def test_bundles_that_cannot_be_listed_refuse_no_start(
+    state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.close()
+    listed = os.scandir
+
+    def failing(path: Any = ".") -> Any:
+        if str(path).endswith("kernels"):
+            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    opened = StateFolder(state.folder, "n")
+    opened.open(tmp_path / "locks")
+    opened.close()
 
 
 def test_bundles_that_cannot_be_listed_may_be_there(

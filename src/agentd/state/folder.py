@@ -105,8 +105,8 @@ class StateFolder:
         try:
             folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
             for folder in (self.folder, *folders):
-                for unfinished in folder.glob(".*.new"):
-                    with suppress(OSError):
+                with suppress(OSError):  # bundles that cannot be listed are their runtime's affair
+                    for unfinished in folder.glob(".*.new"):
                         unfinished.unlink()
             claims, kernels = self._claim_paths(), self._record_paths()
         except OSError as error:  # holders that are unknown must not be forgotten
