@@ -18,7 +18,7 @@ class OsErrorKind(enum.Enum):
     GONE = "gone"
     """It does not exist (ESRCH: a process; ENODEV: a cgroup that is being removed)."""
     PASSING = "passing"
-    """Nothing: the host lacks a descriptor, memory, a process id or time; a retry may succeed."""
+    """Nothing: the host lacks a descriptor, memory or a process id; a retry may succeed."""
     DISK = "disk"
     """Its disk is full, out of inodes, read-only or broken."""
     UNREADABLE = "unreadable"
@@ -34,7 +34,6 @@ _KINDS = {
         errno.ENFILE,
         errno.ENOBUFS,
         errno.ENOMEM,
-        errno.ETIMEDOUT,
     ),
     OsErrorKind.DISK: (
         errno.ENOSPC,
@@ -57,6 +56,6 @@ def os_error_as_refusal(error: OSError, subject: str) -> AgentdError:
     """Return the error of a request that failed for an OSError; nothing may remain of it."""
     kind = os_error_kind(error)
     reason = f"{error.filename or subject}: {error.strerror or error}"
-    if kind is OsErrorKind.PASSING:
+    if kind is OsErrorKind.PASSING or isinstance(error, TimeoutError):
         return RuntimeUnavailable(reason)
     return StateUnavailable(reason) if kind is OsErrorKind.DISK else RuntimeFailure(reason)

@@ -165,6 +165,7 @@ class RenewedServer:
     """A server with TLS that counts what it was given."""
 
     has_tls = True
+    current_tokens = ()
 
     def __init__(self) -> None:
         self.given: list[str] = []

@@ -12,14 +12,18 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from pwd import getpwnam
 
 import aiohttp
 import pytest
 
+from agentd.concurrency import POOL_THREADS
+from agentd.host.lookups import MAX_AT_ONCE
 from native.libraries import built
 from support import fork_server
 from support.certificates import certificate
 from support.daemon import BASE, Daemon
+from support.host_faults import hung_mount
 from support.waiting import until
 
 SILENT = {
@@ -61,6 +65,16 @@ from agentd.host import lookups
 from agentd.services import conditions
 concurrency.ANSWER_TIMEOUT_S = lookups.ANSWER_TIMEOUT_S = 0.5
 reload.RETRY_S = conditions.SILENT_PAUSE_S = 0.5
+runpy.run_module("agentd", run_name="__main__", alter_sys=True)
+"""
+WITHOUT_THREADS = """
+import pathlib, runpy, threading
+start = threading.Thread.start
+def start_unless_full(thread):
+    if pathlib.Path({full!r}).exists():
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = start_unless_full
 runpy.run_module("agentd", run_name="__main__", alter_sys=True)
 """
 AGENTS = '[[agents]]\nid = "agent-1"\n[[agents]]\nid = "agent-2"\nuser = "daemon"\n'
@@ -136,6 +150,12 @@ async def serves_everything(daemon: Daemon, kernel_id: str) -> None:
     """Walk through what a node does."""
     async with asyncio.timeout(MOST_S):
         await daemon.running(kernel_id=kernel_id)
+        await serves_a_kernel(daemon, kernel_id)
+
+
+async def serves_a_kernel(daemon: Daemon, kernel_id: str) -> None:
+    """Walk through everything but a create."""
+    async with asyncio.timeout(MOST_S):
         words = ["--socket", str(daemon.folder / "agentd.sock"), "exec", kernel_id, "echo", "in"]
         done = await asyncio.to_thread(fork_server.run, "agentctl", *words)
         assert (done.returncode, done.stdout) == (0, "in\n")
@@ -185,3 +205,44 @@ async def test_check_config_names_what_is_silent(node: SilentNode) -> None:
     names = {case: name.format(dead=dead) for case, (name, _) in SILENT.items()}
     assert [case for case, name in names.items() if name not in text] == [], text
     assert done.returncode in (1, 78)
+
+
+@pytest.mark.needs("fuse")
+async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: SilentNode) -> None:
+    """More creates hang than the pool has threads."""
+    daemon, dead = node.daemon, node.folder / "home"
+    dead.mkdir()
+    daemon._program = None
+    daemon.configure(AGENTS)
+    starts = "agentd.runtimes.process.spawn"
+    daemon.deadlines = {f"{starts}.SPAWN_TIMEOUT_S": 3, f"{starts}.MAX_SPAWN_TIMEOUT_S": 20}
+    await daemon.start()
+    with hung_mount(dead, user=getpwnam("daemon").pw_uid):
+        creates = [
+            asyncio.create_task(daemon.create("agent-2", working_dir=f"{dead}/x", slots={"cpu": 0}))
+            for _ in range(POOL_THREADS + 1)
+        ]
+        await until(lambda: daemon.get("/v1/kernels"), lambda kernels: len(kernels) == len(creates))
+        await serves_everything(daemon, "k1")
+        assert not any(create.done() for create in creates)
+        answers = await asyncio.gather(*creates)
+    assert {(a.status, a.json["code"]) for a in answers} == {(503, "RuntimeUnavailable")}
+    expected = "its command or working directory: Connection timed out"
+    assert expected in answers[0].json["detail"]
+    assert await daemon.get("/v1/kernels") == []
+
+
+async def test_host_without_process_ids_refuses_creates_for_the_moment(node: SilentNode) -> None:
+    daemon, full = node.daemon, node.folder / "full"
+    daemon.program = ("-c", WITHOUT_THREADS.format(full=str(full)))
+    daemon.configure('[[agents]]\nid = "agent-1"\n')
+    await daemon.start()
+    await daemon.running(kernel_id="k1")
+    full.touch()
+    for _ in range(2 * MAX_AT_ONCE):
+        refused = await daemon.create()
+        assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+        assert "can't start new thread" in refused.json["detail"]
+    await serves_a_kernel(daemon, "k1")
+    full.unlink()
+    await serves_everything(daemon, "k2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -30,6 +31,7 @@ from agentd.errors import (
     RuntimeFailure,
 )
 from agentd.host.processes import Proc
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host import exec_program
 from agentd.runtimes.host.execve_errors import command_refusal
 
@@ -269,9 +271,10 @@ async def start_host_exec(
         except BaseException:
             await complete_shielded(session.close())
             raise
-    except (OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
-        raise RuntimeFailure(f"the command did not start: {reason}") from error
+    except OSError as error:
+        late = OSError(errno.ETIMEDOUT, f"no answer within {START_TIMEOUT_S:g} s")
+        failure = error if error.args else late
+        raise os_error_as_refusal(failure, "the command did not start") from error
     return session
 
 
@@ -334,4 +337,5 @@ def _start_error(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
             reason = str(answer.get("why", reason))
             return KernelConflict(f"no running process to attach to: {reason}")
         case _:
-            return RuntimeFailure(f"the command did not start; {step}: {reason}")
+            failure = OSError(number, reason)
+            return os_error_as_refusal(failure, f"the command did not start; {step}")
