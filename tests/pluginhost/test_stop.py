@@ -1,11 +1,13 @@
 """Plugins that an operator stops and starts: nothing of them runs meanwhile."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from agentd.concurrency import silent_subjects
 from agentd.config.plugins import PluginTable
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
 from agentd.pluginhost import process as plugin_process
@@ -174,3 +176,24 @@ async def test_only_a_plugin_that_could_run_is_stopped(host) -> None:
         await stop(made)
     with pytest.raises(UnknownPlugin, match="unknown plugin 'three'"):
         await stop(made, "three")
+
+
+async def test_environment_that_nobody_can_read_delays_no_plugin(
+    host, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a process whose memory is locked while it waits for a dead mount."""
+    answered = threading.Event()
+
+    def hang(_: int) -> dict[str, str]:
+        answered.wait(20)
+        return {}
+
+    monkeypatch.setattr("agentd.pluginhost.descendants.read_env", hang)
+    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+    table, _ = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    assert states(made)["one"] is PluginState.READY
+    assert "an environment in /proc" in silent_subjects()
+    assert await stop(made) == STOPPED
+    answered.set()

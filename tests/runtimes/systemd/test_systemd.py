@@ -27,7 +27,7 @@ from agentd.core.kernel.plan import (
 )
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
-from agentd.errors import InvalidRequest, NotReady, RuntimeFailure
+from agentd.errors import InvalidRequest, NotReady, RuntimeFailure, RuntimeUnavailable
 from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
@@ -350,6 +350,15 @@ async def test_user_that_systemd_does_not_find_is_for_a_moment(tmp_path: Path) -
     error = await runtime._start_error(plan("true"), "unit", "failed")
     assert isinstance(error, NotReady)
     assert "status 217" in str(error)
+
+
+async def test_start_that_takes_too_long_is_for_a_moment(tmp_path: Path) -> None:
+    """The command, or its directory, is on a dead mount."""
+    runtime = SystemdRuntime(tmp_path, "n", "b", SystemdSettings(), UserAccounts())
+    seen = {"Result": "timeout", "ExecMainStatus": 0}
+    runtime._manager = Mock(get_properties=AsyncMock(return_value=seen))
+    error = await runtime._start_error(plan("true"), "unit", "failed")
+    assert isinstance(error, RuntimeUnavailable)
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:

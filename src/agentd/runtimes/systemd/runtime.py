@@ -29,6 +29,7 @@ from agentd.errors import (
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
+    RuntimeUnavailable,
     public_reason,
 )
 from agentd.failpoints import hit_async
@@ -199,8 +200,10 @@ class SystemdRuntime:
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
         reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
         reason = f"systemd did not start the kernel; {reason}"
+        is_late = unit_state.get("Result") == "timeout"  # its directory may be on a dead mount
+        error = RuntimeUnavailable(reason) if is_late else RuntimeFailure(reason)
         is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
-        return NotReady(reason, is_local=True) if is_passing else RuntimeFailure(reason)
+        return NotReady(reason, is_local=True) if is_passing else error
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
