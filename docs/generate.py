@@ -161,7 +161,7 @@ def exit_codes_page() -> str:
         "",
         "`agentd check-config` exits with the status that `agentd run` would have. It is stricter about",
         "[missing names and files](configuration.md#missing-names-and-files), such as a user that this",
-        "host does not know yet: it exits with 78, and `agentd run` starts.",
+        "host does not know yet: it refuses them (78 or 1), and `agentd run` starts.",
         "",
         "`agentctl` prints an error to standard error: one line with its [code](errors.md) and detail,",
         "and an indented line for each remedy. With `-o json` or `-o yaml` it has that format, except for",

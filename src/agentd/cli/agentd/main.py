@@ -134,8 +134,8 @@ def check_config(config_file: str | None) -> None:
     running daemon.
 
     Exit status: 0 usable; otherwise that of "agentd run": 78 the configuration is unusable, 1 the
-    daemon cannot run on this host or a plugin did not validate its table. A user, group or file
-    that "agentd run" would wait for is 78 too.
+    daemon cannot run on this host or a plugin did not validate its table. Users, groups, files and
+    addresses that "agentd run" would wait for are refused, too.
     """
     import asyncio
 
