@@ -59,7 +59,12 @@ def test_commands_ignore_python_variables_of_a_user(node: Node) -> None:
     names = " ".join(f"{shadows}/{name}.py" for name in ("click", "msgspec", "agentd", "json"))
     node.must(f"mkdir {shadows} && echo 'raise SystemExit(9)' | tee {names}")
     variables = f"PYTHONPATH={shadows} PYTHONHOME=/nowhere PYTHONWARNINGS=error"
-    for command in ("agentd --version", "agentctl ls", "agentd plugins", "agentctl run -- true"):
+    for command in (
+        "agentd --version",
+        "agentctl ls",
+        "agentd plugins",
+        "agentctl run team-a true",
+    ):
         node.must(f"cd {shadows} && {variables} {command}")
 
 
