@@ -13,7 +13,6 @@ from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
 from agentd.program.exit_status import exit_refused
 from agentd.program.process import prepare_daemon, python_command
-from agentd.tomlfile.folders import limit_umask
 
 config_option = click.option(
     "--config",
@@ -30,7 +29,7 @@ def agentd_fleet() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
-    limit_umask()
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of a path
 
 
 _end_refused = partial(exit_refused, "agentd-fleet")

@@ -311,19 +311,11 @@ class Daemon:
 
     async def _hold_locks(self) -> None:
         """Take locks again whose files were removed or replaced; stop if another daemon has one."""
-        lookups = Lookups(max_threads=1)
-
-        def hold_locks() -> None:
-            self._store.hold_locks(lock_folder(self._store.folder))
-
+        lookups, store = Lookups(max_threads=1), self._store
         while True:
             await asyncio.sleep(LOCK_PAUSE_S)
-            try:
-                await lookups.call("the locks", hold_locks)
-            except StartRefused as error:
-                self._shutdown.fail(str(error))
-            except (RuntimeUnavailable, OSError):  # the file system does not answer, or fails
-                continue
+            with contextlib.suppress(RuntimeUnavailable, OSError):  # of the file system
+                await lookups.call("the locks", lambda: store.hold_locks(lock_folder(store.folder)))
 
     async def _reload_now(self) -> list[str]:
         """Reload the configuration and return the keys that require a restart.

@@ -11,15 +11,11 @@ import os
 import signal
 from typing import NoReturn
 
-_KEPT_SIGNALS = frozenset(
-    {
-        signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGTSTP, signal.SIGTTIN,
-        signal.SIGTTOU, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL,
-    }
-)  # fmt: skip
-"""Signals that are not passed on."""
-_PID_VARIABLES = ("LISTEN_PID", "WATCHDOG_PID")
-"""They name the process that a manager started (sd_listen_fds(3), sd_watchdog_enabled(3))."""
+_SIGNALS = {
+    signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1,
+    signal.SIGUSR2,
+}  # fmt: skip
+"""Signals that process 1 waits for; all but SIGCHLD are passed on."""
 
 
 def leave_first_process() -> None:
@@ -30,21 +26,19 @@ def leave_first_process() -> None:
     """
     if os.getpid() != 1:
         return
-    passed = signal.valid_signals() - _KEPT_SIGNALS
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, passed | {signal.SIGCHLD})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     if child := os.fork():
-        _supervise(child, passed)
+        _supervise(child)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    for name in _PID_VARIABLES:
-        if os.environ.get(name) == "1":
-            os.environ[name] = str(os.getpid())
+    if os.environ.get("LISTEN_PID") == "1":  # sd_listen_fds(3)
+        os.environ["LISTEN_PID"] = str(os.getpid())
 
 
-def _supervise(child: int, passed: set[signal.Signals]) -> NoReturn:
+def _supervise(child: int) -> NoReturn:
     """Pass signals on and reap, until the child has ended; then end with its status."""
     while True:
-        number = signal.sigwaitinfo(passed | {signal.SIGCHLD}).si_signo
+        number = signal.sigwaitinfo(_SIGNALS).si_signo
         if number != signal.SIGCHLD:
             os.kill(child, number)  # it may be a zombie, never another process
             continue

@@ -84,13 +84,12 @@ class Locks:
                 return warning
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as error:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(descriptor)
+                if not isinstance(error, BlockingIOError):  # a file system without locks
+                    raise OSError(error.errno, error.strerror, str(path)) from None
                 raise StartRefused(f"{refusal} (pid {holder})") from None
-            except OSError as error:  # some network file systems have no locks
-                os.close(descriptor)
-                raise OSError(error.errno, error.strerror, str(path)) from None
             if path in self._descriptors:
                 os.close(self._descriptors[path])
             self._descriptors[path] = descriptor

@@ -1,4 +1,4 @@
-"""Folders of settings: their modes, and whether one can be written, without changing the disk."""
+"""Whether a folder can be created and written, determined without changing the disk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from pathlib import Path
 
 from agentd.concurrency import call_in_time
 from agentd.tomlfile.regular_files import kind_of
-
-
-def limit_umask() -> None:
-    """Keep other users from writing to what this process makes, such as parents of a folder."""
-    os.umask(os.umask(0o777) | 0o022)
 
 
 def write_problem(folder: Path) -> OSError | None:

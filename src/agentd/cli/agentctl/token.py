@@ -13,7 +13,6 @@ from agentd.cli.output import CommandError, print_text
 from agentd.client import Client
 from agentd.core.names import is_name, quote_untrusted
 from agentd.errors import AgentdError, ConfigRefused, Unreachable
-from agentd.tomlfile.folders import limit_umask
 
 FOLDER = Path("/etc/agentd/tokens")
 _BYTES = 32
@@ -61,7 +60,7 @@ def create_token(
     if chosen_role == "admin" and agents:
         raise click.UsageError("role admin is for all agents; leave --agent out")
     path = (file or FOLDER / name).absolute()
-    limit_umask()
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of the path
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

@@ -25,7 +25,6 @@ from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, Sta
 from agentd.program.exit_status import exit_refused, print_problems
 from agentd.program.first_process import leave_first_process
 from agentd.program.process import prepare_daemon
-from agentd.tomlfile.folders import limit_umask
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -45,7 +44,7 @@ def agentd() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
-    limit_umask()
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of a path
 
 
 _exit_refused = partial(exit_refused, "agentd")

@@ -44,8 +44,8 @@ SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: the shim lives; its command may run."""
 ENDING_BYTES = 4096
 """Bytes reserved for the exit status before the command runs."""
-STOPPED_REASON, SIGNALLED_REASON = "systemd stopped its unit", "its shim was told to stop"
-"""After a reboot, either is `the node restarted`."""
+STOPPED_REASON = "its shim was told to stop"
+"""By systemd, or at the end of its session; after a reboot it is `the node restarted`."""
 DESCENDANTS = "descendants.json"
 """The kernel's processes beside its command, each by pid and start time."""
 MIN_NOTE_PAUSE_S, MAX_NOTE_PAUSE_S, MAX_NOTED = 0.01, 5.0, 1000
@@ -384,16 +384,11 @@ def write_ending(
 ) -> None:
     """Write the exit status into its reserved space, and exit."""
     code = os.waitstatus_to_exitcode(status)
-    reason = ""
-    if Stop.requested_at and request["stop_timeout"] is not None:
-        reason = STOPPED_REASON
-    elif Stop.requested_at and code in (-signal.SIGTERM, -signal.SIGKILL):
-        reason = SIGNALLED_REASON
     content = {
         "exit_code": code if code >= 0 else 128 - code,
         "oom_killed": oom_kills(request["oom_file"]) > 0,
         "finished_at": time.time(),
-        "reason": reason,
+        "reason": STOPPED_REASON if Stop.requested_at else "",
     }
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)

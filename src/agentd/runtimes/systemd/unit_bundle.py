@@ -100,8 +100,7 @@ class UnitEnd(msgspec.Struct, frozen=True):
     @property
     def is_by_unknown_signal(self) -> bool:
         """Whether a signal ended it, and the manager, which may have been stopping, did not say."""
-        is_unknown = self.manager in ("", "offline", "unknown")
-        return is_unknown and (self.code, self.status) in (("killed", "TERM"), ("killed", "KILL"))
+        return self.code == "killed" and self.manager in ("", "offline", "unknown")
 
     @property
     def ending(self) -> Ending:
