@@ -96,10 +96,11 @@ class DeviceReads(Generic[_Key, _State]):
                 present.add(last)
         self._identities |= identities
         key_of = {identities[key]: key for key in reversed(keys) if key in identities}
-        for key, identity in identities.items():
-            if (first := key_of[identity]) != key:
-                words = f"has the identity of {self._noun} {first} and is left out: {identity}"
-                self._left_out[key] = words
+        self._left_out |= {
+            key: f"has the identity of {self._noun} {first} and is left out: {identity}"
+            for key, identity in identities.items()
+            if (first := key_of[identity]) != key
+        }
 
         def read_state(key: _Key) -> _State:
             return read(key, self._states.get(identities[key]))

@@ -159,14 +159,9 @@ class Device(msgspec.Struct, frozen=True, dict=True):
             return f"excluded in [plugins.{self.device_id.name}]"
         return self.withheld or self.unserved
 
-    @property
-    def offered_capacity(self) -> int:
-        """The current capacity, 0 if the device is missing, unhealthy or withheld."""
-        return self.capacity if self._is_there else 0
-
     @cached_property
     def offered_capacities(self) -> tuple[int, ...]:
-        """The capacities that count now, by slot, the primary one first."""
+        """The capacities by slot, the primary one first; 0 if missing, unhealthy or withheld."""
         capacities = self.capacity, *[other.capacity for other in self.secondary]
         return capacities if self._is_there else (0,) * len(capacities)
 
@@ -186,12 +181,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
-        return normal_name(name) in normal_names(self.device_id.id, *self.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its stable id and aliases."""
-        return self.stable_id, *self.aliases
+        names = normal_names(self.device_id.id, self.stable_id, *self.aliases)
+        return normal_name(name) in names
 
 
 class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -253,18 +244,18 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def measures(self) -> Mapping[DeviceId, Mapping[SlotName, SlotMeasure]]:
         """The measures of the slots of each device, the primary one first."""
-        measures: dict[DeviceId, dict[SlotName, SlotMeasure]] = {}
-        for device in self.devices:
-            measures[device.device_id] = {}
-            for position, offer in enumerate(device.slots):
-                quantum = self.quantum(offer.slot)
-                usable = offer.capacity - offer.capacity % quantum
-                measures[device.device_id][offer.slot] = SlotMeasure(position, quantum, usable)
-        return measures
+        return {
+            device.device_id: {
+                offer.slot: SlotMeasure(position, quantum, offer.capacity // quantum * quantum)
+                for position, offer in enumerate(device.slots)
+                for quantum in [self.quantum(offer.slot)]
+            }
+            for device in self.devices
+        }
 
     def with_device(self, device: Device) -> Inventory:
         """Return an inventory in which `device` replaces the one with its id."""
-        others = (d for d in self.devices if d.device_id != device.device_id)
+        others = self.without(device.device_id).devices
         return Inventory.of(self.slot_types.values(), (*others, device))
 
     def with_cleared(self, cleared: Device) -> Inventory:

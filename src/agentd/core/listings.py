@@ -21,9 +21,6 @@ from agentd.core.devices import (
 from agentd.core.groups import MAX_NAMED, join_first
 from agentd.core.slots import SlotName, is_slot_of_parts
 
-MAX_NEW_WARNINGS = 8
-"""New devices under one device name that get their own warnings."""
-
 
 def apply_listing(
     inventory: Inventory, name: str, listed: Iterable[Device]
@@ -39,9 +36,9 @@ def apply_listing(
     listed = restore_last_form([*listed], known_forms, inventory.slot_types)
     listed_by_id = {device.stable_id: device for device in listed}
     current = [d for d in inventory.devices if not (d.is_hearsay and d.stable_id in listed_by_id)]
-    current_ids = {d.stable_id for d in current if d.device_id.name == name}
-    added = [device for stable_id, device in listed_by_id.items() if stable_id not in current_ids]
     others = [device for device in current if device.device_id.name != name]
+    known = {device.stable_id: device for device in current if device.device_id.name == name}
+    added = [device for device in listed_by_id.values() if device.stable_id not in known]
     parents = {device.parent for device in listed}
     unusable = {
         device.stable_id: reason
@@ -50,23 +47,24 @@ def apply_listing(
     }
     usable = [device for device in added if device.stable_id not in unusable]
     served, warnings = deduplicate_devices([others, usable])
-    warnings += [
+    reasons = [
         f"{d.device_id} ({d.stable_id}) {unusable[d.stable_id]}; restart agentd to use it"
         for d in added
         if d.stable_id in unusable
     ]
-    if len(warnings) > MAX_NEW_WARNINGS:
-        unnamed = len(warnings) - MAX_NEW_WARNINGS
-        warnings[MAX_NEW_WARNINGS:] = [f"{unnamed} more devices of {name} are new"]
-    devices = [
-        _listed_form(inventory, d, listed_by_id.get(d.stable_id)) if d.device_id.name == name else d
-        for d in current
-    ]
-    mine = (device for device in devices if device.device_id.name == name)
-    warnings += _secondary_warnings(mine, listed_by_id)
-    new_devices = (device for device in served if device.device_id.name == name)
-    devices += assign_free_ids(new_devices, {device.device_id for device in current})
-    return inventory.with_devices(devices), warnings
+    warnings += _first_reasons(reasons, f"more devices of {name} are new")
+    updated = [_listed_form(inventory, d, listed_by_id.get(d.stable_id)) for d in known.values()]
+    warnings += _secondary_warnings(updated, listed_by_id)
+    new = (device for device in served if device.device_id.name == name)
+    added = assign_free_ids(new, {device.device_id for device in current})
+    return inventory.with_devices([*others, *updated, *added]), warnings
+
+
+def _first_reasons(reasons: Sequence[str], others: str) -> Iterator[str]:
+    """Yield the reasons of the first devices, and the number of the others."""
+    yield from reasons[:MAX_NAMED]
+    if len(reasons) > MAX_NAMED:
+        yield f"{len(reasons) - MAX_NAMED} {others}"
 
 
 def _unusable_reason(inventory: Inventory, device: Device, *, has_parts: bool) -> str:
@@ -134,7 +132,7 @@ def deduplicate_devices(plugins: Sequence[Sequence[Device]]) -> tuple[list[Devic
     """
     served: list[Device] = []
     owners: dict[str, DeviceId] = {}
-    warnings = []
+    warnings: list[str] = []
     for devices in plugins:
         keys_of_plugin: dict[str, DeviceId] = {}
         duplicates: dict[str, list[str]] = {}
@@ -150,9 +148,9 @@ def deduplicate_devices(plugins: Sequence[Sequence[Device]]) -> tuple[list[Devic
             keys_of_plugin.update(dict.fromkeys(keys, device.device_id))
         owners.update(keys_of_plugin)
         for name, texts in duplicates.items():
-            warnings += texts[:MAX_NAMED]
-            if (unnamed := len(texts) - MAX_NAMED) > 0:
-                warnings.append(f"{unnamed} more devices of {name} are served by others; withheld")
+            warnings += _first_reasons(
+                texts, f"more devices of {name} are served by others; withheld"
+            )
     return served, warnings
 
 
@@ -181,14 +179,15 @@ def restore_last_form(
         if device.health is not Health.UNHEALTHY or last_forms is None:
             result.append(device)
             continue
-        current = {"gone": False, "health": device.health, "reason": device.reason}
-        current["needs_clear"] = device.needs_clear
         result += [
             replace(
                 form,
+                gone=False,
+                health=device.health,
+                reason=device.reason,
+                needs_clear=device.needs_clear,
                 secondary=_merge_secondary(form, device, slots),
                 files=device.files if form.stable_id == device.stable_id else form.files,
-                **current,
             )
             for form in [form for form in last_forms if not form.gone] or last_forms
         ]

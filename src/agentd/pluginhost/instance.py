@@ -155,9 +155,7 @@ class PluginInstance:
         self._ready_since: float | None = None
         self._events_waiting = 0
         self._is_throttled = self._is_serving = False
-        self._measure_failure = ""
-        self._unprepared = ""
-        """Why a stopped plugin could not be prepared."""
+        self._measure_failure = self._unprepared = ""
 
     @property
     def status(self) -> PluginStatus:

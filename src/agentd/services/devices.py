@@ -56,6 +56,12 @@ from agentd.state.schemas import SavedDevices, StoppedPlugin
 
 log = structlog.get_logger()
 
+_REMEDIES = {
+    PluginState.STOPPED: "to start it: agentctl plugins start",
+    PluginState.PENDING: "to retry at once: agentctl plugins retry",
+    PluginState.FAILED: "to retry at once: agentctl plugins retry",
+}
+
 
 class NodeDevices:
     """The inventory and partition of this node; call `discover` first."""
@@ -138,12 +144,9 @@ class NodeDevices:
         for status in self._plugins.statuses():
             if status.state is PluginState.READY or not self._is_needed(status):
                 continue
-            name, remedy = status.name, ""
-            if status.state is PluginState.STOPPED:
-                remedy = f"to start it: agentctl plugins start {name}"
-            if status.state in (PluginState.PENDING, PluginState.FAILED):
-                remedy = f"to retry at once: agentctl plugins retry {name}"
-            yield Condition(f"plugin/{name}", f"plugin {name} is {status.text}", remedy)
+            name, remedy = status.name, _REMEDIES.get(status.state, "")
+            reason = f"plugin {name} is {status.text}"
+            yield Condition(f"plugin/{name}", reason, remedy and f"{remedy} {name}")
 
     def _plugin_status(self, name: str) -> PluginStatus | None:
         return next((s for s in self._plugins.statuses() if s.name == name), None)
@@ -178,20 +181,20 @@ class NodeDevices:
             self._statuses[name] = status
             self._events.publish(EventKind.PLUGIN, status)
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
-        if listing is None:
+        if status is None or listing is None:
             return
         is_first = name in self._restored and not listing.is_restored
         self._listing_conditions[name] = ()
         is_late = is_first or name not in self._added_plugins
         if is_late and (self._add_late(listing) or not is_first):
             return
-        if status is not None and status.state is PluginState.READY:
+        if status.state is PluginState.READY:
             inventory = place_new_devices(self._apply_listing(listing), self.inventory)
         else:
-            reason = status.reason if status else "it stopped"
-            is_stopped = status is not None and status.state is PluginState.STOPPED
             inventory = self.inventory.with_health_unknown(
-                name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
+                name,
+                f"plugin {name}: {status.reason}",
+                keeps_unhealthy=status.state is not PluginState.STOPPED,
             )
         if self._mark_unavailable(inventory) is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
@@ -199,9 +202,10 @@ class NodeDevices:
 
     def _apply_listing(self, listing: PluginListing) -> Inventory:
         """Return the inventory with a plugin's listing, and keep its conditions."""
-        name = listing.name
-        inventory, reasons = apply_listing(self.inventory, name, listing.devices)
-        self._listing_conditions[name] += tuple(Condition(about_name(name), r) for r in reasons)
+        inventory, reasons = apply_listing(self.inventory, listing.name, listing.devices)
+        self._listing_conditions[listing.name] += tuple(
+            Condition(about_name(listing.name), reason) for reason in reasons
+        )
         return inventory
 
     def _add_late(self, listing: PluginListing) -> bool:
@@ -217,8 +221,8 @@ class NodeDevices:
                 f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
             )
             agents = tuple(rule.agent_id for rule in self._rules.agents)
-            refusal = Condition(about_name(listing.name), reason, agents=agents)
-            self._listing_conditions[listing.name] = (refusal,)
+            about = about_name(listing.name)
+            self._listing_conditions[listing.name] = (Condition(about, reason, agents=agents),)
             return False
         log.info("plugin.added", plugin=listing.name)
         self._announce(before.inventory)
@@ -519,7 +523,6 @@ def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
-        reason = f"it is unknown whether {device.device_id} is missing: {device.reason}"
-        raise Conflict(reason)
+        raise Conflict(f"it is unknown whether {device.device_id} is missing: {device.reason}")
     if holders_text := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {holders_text}")

@@ -92,8 +92,8 @@ class _ManualAssignment:
             if not isinstance(rule, Ids):
                 self._assign_counted(location, agent, name, rule)
         memory = self._assign_memory()
-        pool = self._pool
-        order = {d.device_id: n for n, d in enumerate((*pool.devices, *pool.uncounted))}
+        known = enumerate((*self._pool.devices, *self._pool.uncounted))
+        order = {device.device_id: n for n, device in known}
         assignment = Assignment(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._assigned.items()},
             memory,

@@ -69,7 +69,7 @@ class Partition(msgspec.Struct, frozen=True, eq=False, dict=True):
         if device.device_id not in self.members:
             return (0,) * len(device.slot_names)
         if device.device_id == MEMORY:
-            return (min(device.offered_capacity, self.memory_bytes),)
+            return (min(device.offered_capacities[0], self.memory_bytes),)
         return device.offered_capacities
 
     def potential(self, device: Device, slot: SlotName) -> int:
@@ -180,9 +180,8 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         now = replace(self, inventory=inventory)
         excluded = self.members & {d.device_id for d in inventory.devices if d.is_excluded}
         is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
-        new: list[DeviceId] = []
-        if is_alone or self.mode is AllocationMode.SHARED:
-            new = [device_id for device_id in now.without_agent if device_id not in self.divided]
+        joins = is_alone or self.mode is AllocationMode.SHARED
+        new = [d for d in now.without_agent if joins and d not in self.divided]
         if not (excluded or new):
             return now
         partitions = {
