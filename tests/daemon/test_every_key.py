@@ -166,6 +166,7 @@ class RenewedServer:
 
     has_tls = True
     current_tokens = ()
+    current_tokens = ()
 
     def __init__(self) -> None:
         self.given: list[str] = []

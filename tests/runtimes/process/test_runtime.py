@@ -249,7 +249,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         ("subprocess.run", OSError(errno.EAGAIN, ""), "shim: Resource temporarily"),
         ("subprocess.run", OSError(errno.ENOMEM, ""), "shim: Cannot allocate memory"),
         (
-            "agentd.runtimes.process.runtime.spawn_shim",
+            "threading.Thread.start",
             RuntimeError("can't start new thread"),
             "can't start new thread",
         ),
