@@ -494,11 +494,10 @@ class NodeDevices:
     def _announce(self, before: Inventory) -> None:
         """Publish the changes of devices since `before`."""
         now = self.inventory
-        for device_id, device in now.by_id.items():
-            if before.by_id.get(device_id) != device:
-                self._events.publish(EventKind.DEVICE, device)
-        for device_id in before.by_id.keys() - now.by_id.keys():
-            self._events.publish(EventKind.DEVICE_REMOVED, before.by_id[device_id])
+        for device in [d for d in now.devices if before.by_id.get(d.device_id) != d]:
+            self._events.publish(EventKind.DEVICE, device)
+        for device in [d for d in before.devices if d.device_id not in now.by_id]:
+            self._events.publish(EventKind.DEVICE_REMOVED, device)
         if now.listed != before.listed:
             self._on_relisted()
 
