@@ -121,6 +121,10 @@ MEANINGS = {
     "a device that fails": (
         500, 'adding custom device "/dev/nvidia0": input/output error', 0, RuntimeFailure,
     ),
+    "a cgroup without the requested cores": (
+        500, f"{INIT}error setting cgroup config: write cpuset.cpus: no space left on device", 0,
+        RuntimeFailure,
+    ),
     "a hierarchy of cgroups that is full": (
         500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
     ),
