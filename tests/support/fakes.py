@@ -60,7 +60,7 @@ class FakeRuntime:
     name = "fake"
     minimum_memory_bytes = 1
     unready_reason = ""
-    unlimited_reason = ""
+    unlimited = ""
     members = CONTAINER_MEMBERS
 
     def __init__(self) -> None:

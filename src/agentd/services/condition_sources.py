@@ -29,9 +29,9 @@ def runtime_conditions(state: NodeState) -> Iterator[Condition]:
 
 def limit_conditions(runtime: Runtime) -> Iterator[Condition]:
     """Yield that new kernels of the node's runtime have no limits."""
-    if reason := runtime.unlimited_reason:
-        reason = f"new kernels have no limits of memory and processes: {reason}"
-        remedy = "make it writable and restart agentd"
+    if runtime.unlimited:
+        reason = f"new kernels have no limits of {runtime.unlimited}: agentd cannot create cgroups"
+        remedy = "make /sys/fs/cgroup writable and restart agentd"
         yield Condition(f"runtime/{runtime.name}", reason, remedy)
 
 

@@ -236,8 +236,8 @@ class Runtime(Protocol):
     minimum_memory_bytes: int
     members: frozenset[str]
     """Members of a request that it carries out; it is never asked for any other."""
-    unlimited_reason: str
-    """Why new kernels have no limits of memory and processes, "" if they have or cannot have."""
+    unlimited: str
+    """The limits that new kernels lack although its agentd is root; "" for none."""
 
     @property
     def unready_reason(self) -> str:

@@ -34,7 +34,7 @@ for line in open("/proc/self/mountinfo", "rb").readlines():
 HIDDEN = 'assert libc.mount(b"none", b"/sys/fs/cgroup", b"tmpfs", 1, None) == 0'
 FORKS = "sleep 1000 & echo $!; exec sleep 1001"
 """A command whose child outlives it."""
-NO_LIMITS = "new kernels have no limits of memory and processes"
+NO_LIMITS = "new kernels have no limits of memory and pids"
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ class DockerRuntime:
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
-    unlimited_reason = ""
+    unlimited = ""
     members = CONTAINER_MEMBERS
 
     def __init__(

@@ -76,7 +76,7 @@ class ProcessRuntime:
     name = "process"
     minimum_memory_bytes = 1
     unready_reason = ""
-    unlimited_reason = ""
+    unlimited = ""
     members = HOST_MEMBERS
 
     def __init__(
@@ -94,8 +94,9 @@ class ProcessRuntime:
         self._manager = manager
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
-        if not accounts.is_unprivileged and not (cgroups and cgroups.is_writable):
-            self.unlimited_reason = "agentd cannot create cgroups in /sys/fs/cgroup"
+        if not accounts.is_unprivileged:
+            limited = cgroups.controllers if cgroups else frozenset()
+            self.unlimited = " and ".join(sorted({MEMORY, PIDS} - limited))
         self._boot_id = boot_id
         self._settings = settings
         self._user_accounts = accounts

@@ -87,7 +87,7 @@ class SystemdRuntime:
     name = RUNTIME
     minimum_memory_bytes = 1 << 20
     unready_reason = ""
-    unlimited_reason = ""
+    unlimited = ""
     members = HOST_MEMBERS
 
     def __init__(
