@@ -171,6 +171,20 @@ async def test_unit_that_systemd_cannot_write_is_unavailable(
     assert not (folder / "k1").exists()
 
 
+async def test_unit_without_resources_is_unavailable(folder: Path) -> None:
+    """As with a full /tmp, in which systemd makes the folder of `PrivateTmp=`."""
+    made = systemd_runtime(folder)
+
+    async def get_properties(_: str, names: tuple[str, ...]) -> dict[str, object] | None:
+        return {"Result": "resources", "ExecMainStatus": 0} if "Result" in names else None
+
+    made._manager.get_properties = get_properties  # type: ignore[assignment]
+    made._manager.start = AsyncMock(return_value="failed")  # type: ignore[method-assign]
+    with pytest.raises(RuntimeUnavailable, match="start failed: resources, status 0"):
+        await made.create(plan("true"), lambda *_: None)
+    assert not (folder / "k1").exists()
+
+
 @ROOT_ONLY
 @pytest.mark.parametrize("trouble", TROUBLES)
 async def test_condition_lasts_until_there_is_room(folder: Path, trouble: str) -> None:
