@@ -28,7 +28,6 @@ from agentd.host.processes import Proc, all_processes, read_env, read_stat, read
 log = structlog.get_logger()
 
 MARK = "AGENTD_PLUGIN"
-_lookups = Lookups()
 _ROUNDS = 5
 """Maximum passes; a helper may start another one between the scan and the kill."""
 
@@ -52,7 +51,8 @@ async def kill_orphans() -> None:
 async def _kill_in_time(matches: Callable[[str], bool]) -> None:
     """Kill the matching processes; the environment of one that is stuck may never be readable."""
     with suppress(RuntimeUnavailable):
-        await _lookups.call("an environment in /proc", partial(_kill_matching, matches))
+        lookups = Lookups(max_threads=1)  # for this end alone: none waits for that of another
+        await lookups.call("an environment in /proc", partial(_kill_matching, matches))
 
 
 def _kill_matching(matches: Callable[[str], bool]) -> None:

@@ -200,11 +200,11 @@ class SystemdRuntime:
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
         reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
         reason = f"systemd did not start the kernel; {reason}"
-        if status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id):
-            return NotReady(reason, is_local=True)
         # A working directory on a dead mount; no process, no memory, or a full /tmp.
-        is_passing = unit_state.get("Result") in ("timeout", "resources")
-        return RuntimeUnavailable(reason) if is_passing else RuntimeFailure(reason)
+        is_short = unit_state.get("Result") in ("timeout", "resources")
+        error = RuntimeUnavailable(reason) if is_short else RuntimeFailure(reason)
+        is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
+        return NotReady(reason, is_local=True) if is_passing else error
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
