@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,11 +15,14 @@ from agentd.config.runtimes import ProcessSettings, SystemdSettings
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
 from agentd.host.systemd.dbus import UnitRefused
+from agentd.runtimes.docker import runtime as docker_runtime
+from agentd.runtimes.docker.docker_errors import DockerError
+from agentd.runtimes.docker.runtime import DockerRuntime
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import start_error
 from agentd.runtimes.systemd.runtime import SystemdRuntime
-from contracts.test_runtime import plan, process_runtime
+from contracts.test_runtime import NODE, docker_settings, plan, process_runtime
 from support.daemon import AGENTS, Daemon, gpus
 from support.waiting import until
 
@@ -183,6 +186,24 @@ async def test_unit_without_resources_is_unavailable(folder: Path) -> None:
     with pytest.raises(RuntimeUnavailable, match="start failed: resources, status 0"):
         await made.create(plan("true"), lambda *_: None)
     assert not (folder / "k1").exists()
+
+
+async def test_full_disk_of_an_engine_is_shown_for_a_while(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = DockerRuntime(NODE, docker_settings(folder / "none"))
+    monkeypatch.setattr(made, "_fetch_facts", AsyncMock(return_value=Mock()))
+    failure = DockerError(500, "write /data/docker/x: no space left on device")
+    monkeypatch.setattr(made, "_create_or_pull", AsyncMock(side_effect=failure))
+    assert made.unready_reason == ""
+    with pytest.raises(StateUnavailable):
+        await made.create(plan("true"), lambda *_: None)
+    assert made.unready_reason == "the disk of the node's engine is full or not writable"
+    monkeypatch.setattr(docker_runtime, "DISK_PAUSE_S", 0.0)
+    with pytest.raises(StateUnavailable):
+        await made.create(plan("true"), lambda *_: None)
+    assert made.unready_reason == ""
+    await made.close()
 
 
 @ROOT_ONLY

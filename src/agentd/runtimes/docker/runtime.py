@@ -34,6 +34,7 @@ from agentd.errors import (
     InvalidRequest,
     Problem,
     RuntimeUnavailable,
+    StateUnavailable,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import read_usages
@@ -107,6 +108,8 @@ class _Attempt:
 _SOURCES = "a mount's source"
 _NO_NETWORK = re.compile("^network .* not found|network not found")
 """Engines answer 404 for it as they do for an image, or its platform."""
+DISK_PAUSE_S = 60.0
+"""Seconds for which a full disk is shown after a create, unless another one finds room."""
 MINIMUM_BYTES = 6 * 2**20
 """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
 
@@ -138,6 +141,7 @@ class DockerRuntime:
         self._facts_requested_at = 0.0
         self._facts_failure = ""
         """The last failure, or how long none is known, until a request succeeds."""
+        self._disk_failed_until = 0.0
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
@@ -211,6 +215,8 @@ class DockerRuntime:
     @property
     def unready_reason(self) -> str:
         """The reason against creates; an engine whose last answer was a failure is asked again."""
+        if time.monotonic() < self._disk_failed_until:
+            return "the disk of the node's engine is full or not writable"
         is_ready = not self._facts_failure or self._ask_facts().done()
         return "" if is_ready else self._facts_failure
 
@@ -265,9 +271,13 @@ class DockerRuntime:
                 raise unknown_outcome_error(plan, error) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
-            raise translate_error(error, plan) from error
+            refusal = translate_error(error, plan)
+            if isinstance(refusal, StateUnavailable):
+                self._disk_failed_until = time.monotonic() + DISK_PAUSE_S
+            raise refusal from error
         finally:
             self._creating.discard(plan.name)
+        self._disk_failed_until = 0.0
         return self._observer.observe_inspection(inspection)
 
     async def _start(self, attempt: _Attempt) -> None:
