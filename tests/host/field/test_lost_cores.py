@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeUnavailable
@@ -66,10 +67,12 @@ async def test_missing_core_is_withheld_until_it_returns(rig: Rig) -> None:
 
 async def test_core_that_fails_is_withheld_and_another_is_tried(rig: Rig) -> None:
     failed = lose_in_runtime(rig.runtime, "0", "2")
+    rig.state.subscribe(rig.node.counts.on_kernel_change)
     kernel = await rig.create("k1", cpu=1, cuda_device=1)
     assert [attempt.cpus for attempt in failed] == [("0",)]
     assert (cores_of(rig, "k1"), kernel.state) == (("1",), "running")
     assert rig.free_gpus == 1
+    assert rig.node.counts.creates == {("a", "created"): 1}
     kernel, _ = await rig.service.create(rig.spec("k2", cpu=1), wait=False)
     await until(lambda: rig.states["k2"], "running")
     assert cores_of(rig, "k2") == ("3",)
@@ -206,3 +209,13 @@ async def test_start_without_a_core_goes_on(folder: Path, missing: int) -> None:
     created = await daemon.create(slots={"cpu": 1})
     assert created.status == (409 if missing else 201)
     await daemon.close()
+
+
+async def test_claimed_core_that_fails_leaves_the_others(rig: Rig) -> None:
+    claim = ClaimSpec("c1", "a", NameHolder("x"), "c1", slots={"cpu": 2})
+    await rig.claims.create(claim)
+    failed = lose_in_runtime(rig.runtime, "0")
+    spec = replace(rig.spec("k1", cpu=1), claim_id="c1")
+    kernel, _ = await rig.service.create(spec)
+    assert (cores_of(rig, "k1"), kernel.claim_id) == (("1",), "c1")
+    assert len(failed) == 1

@@ -14,7 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Allocation
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import reserved_problems
@@ -214,7 +216,8 @@ class KernelService:
     def _decide_again(self, kernel_id: str, spec: KernelSpec, error: CoresUnavailable) -> Kernel:
         """Choose other devices for a create that left nothing, or raise its error."""
         before = self._state.kernel(kernel_id)
-        self._state.drop_kernel(kernel_id)
+        released = replace(before, allocation=Allocation(), claim_id=None, ports=(), labels={})
+        self._state.put_kernel(released)
         try:
             kernel = self._prepare(spec, self._decide(spec, self._parse(spec, ())))
         except AgentdError as refusal:
