@@ -11,10 +11,10 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any, Generic, Self, TypeVar, cast
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ MAX_SILENT = 32
 """Maximum threads that wait for silent ones."""
 POOL_THREADS = 8
 _T = TypeVar("_T")
-_silent: set[AnswerThread[Any]] = set()
+_silent: dict[Future[Any], str] = {}
 
 
 class Deadline(msgspec.Struct, frozen=True):
@@ -100,73 +100,27 @@ async def wait_event(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
-@contextmanager
-def thread_waiting_for(subject: str) -> Iterator[None]:
-    """Name this thread after what it waits for; if that never answers, errors name it."""
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        yield
-        return
-    previous, thread.name = thread.name, subject
-    try:
-        yield
-    finally:
-        thread.name = previous
+def start_call(subject: str, function: Callable[[], _T]) -> Future[_T]:
+    """Start a call that may never end, in a thread with the name of what it waits for.
 
+    Raises:
+        BlockingIOError: the host has no process id for a thread.
+    """
+    call: Future[_T] = Future()
 
-class NoAnswer(TimeoutError):
-    """A path of the host, or its name service, does not answer in time; `filename` names it."""
-
-    def __init__(self, subject: str, timeout_s: float) -> None:
-        super().__init__(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
-
-
-class AnswerThread(threading.Thread, Generic[_T]):
-    """A thread for one call that may never end, with the name of what it waits for."""
-
-    def __init__(
-        self, subject: str, function: Callable[[], _T], on_end: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(name=subject, daemon=True)
-        self._function, self._on_end = function, on_end
-        self._outcome: tuple[_T | None, Exception | None] | None = None
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the call has ended."""
-        return self._outcome is not None
-
-    def start(self) -> None:
-        """Start the call.
-
-        Raises:
-            BlockingIOError: the host has no process id for a thread.
-        """
+    def run() -> None:
         try:
-            super().start()
-        except RuntimeError as error:
-            raise BlockingIOError(errno.EAGAIN, str(error), self.name) from None
-
-    def run(self) -> None:
-        try:
-            self._outcome = self._function(), None
+            result = function()
         except Exception as error:  # noqa: BLE001 - raised to the caller
-            self._outcome = None, error
-        self._on_end()
+            call.set_exception(error)
+        else:
+            call.set_result(result)
 
-    def result(self) -> _T:
-        """Return the result of a call that has ended, or raise its error."""
-        result, error = self._outcome or (None, None)
-        if error is not None:
-            raise error
-        return cast("_T", result)
-
-    def mark_silent(self) -> None:
-        """Count this call as silent until it ends."""
-        _silent.add(self)
+    try:
+        threading.Thread(target=run, name=subject, daemon=True).start()
+    except RuntimeError as error:
+        raise BlockingIOError(errno.EAGAIN, str(error), subject) from None
+    return call
 
 
 def call_in_time(subject: str, function: Callable[[], _T]) -> _T:
@@ -175,27 +129,33 @@ def call_in_time(subject: str, function: Callable[[], _T]) -> _T:
     While `subject` is silent, a further call fails at once.
 
     Raises:
-        NoAnswer: there is none within `ANSWER_TIMEOUT_S`.
+        TimeoutError: there is none within `ANSWER_TIMEOUT_S`; its `filename` is the subject.
         BlockingIOError: the host has no process id for a thread.
         Exception: the function raised it.
     """
     silent, timeout_s = silent_subjects(), ANSWER_TIMEOUT_S
+    late = TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
     if subject in silent or len(silent) >= MAX_SILENT:
-        raise NoAnswer(subject, timeout_s)
-    thread = AnswerThread(subject, function)
-    thread.start()
-    with thread_waiting_for(subject):
-        thread.join(min(timeout_s, NEXT_TIMEOUT_S) if silent else timeout_s)
-    if not thread.is_answered:
-        thread.mark_silent()
-        raise NoAnswer(subject, timeout_s)
-    return thread.result()
+        raise late
+    call = start_call(subject, function)
+    wait([call], min(timeout_s, NEXT_TIMEOUT_S) if silent else timeout_s)
+    if not call.done():
+        mark_silent(call, subject)
+        raise late
+    return call.result()
+
+
+def mark_silent(call: Future[Any], subject: str) -> None:
+    """Count a call as silent until it ends."""
+    _silent[call] = subject
 
 
 def silent_subjects() -> Sequence[str]:
     """Return what has not answered in time and is still waited for, by name."""
-    _silent.difference_update([thread for thread in _silent.copy() if not thread.is_alive()])
-    return sorted({thread.name for thread in _silent.copy()})
+    for call in _silent.copy():
+        if call.done():
+            _silent.pop(call, None)
+    return sorted(set(_silent.copy().values()))
 
 
 def start_pool(threads: int = POOL_THREADS) -> ThreadPoolExecutor:

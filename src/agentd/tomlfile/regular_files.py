@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import NoAnswer, call_in_time
+from agentd.concurrency import call_in_time
+from agentd.os_errors import OsErrorKind, os_error_kind
 
 MAX_BYTES = 1 << 20
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -43,7 +44,7 @@ class MissingFile(UnusableFile):
 
 
 class SilentFile(UnusableFile):
-    """The file cannot be read for now: its file system is silent, or the host lacks a resource."""
+    """The file cannot be read for now: its file system fails, or the host lacks a resource."""
 
 
 class RegularFile(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ def read_configured(path: Path, max_bytes: int = MAX_BYTES) -> RegularFile:
     """
     try:
         return call_in_time(str(path), partial(read_regular, path, max_bytes))
-    except (NoAnswer, BlockingIOError) as error:
+    except (TimeoutError, BlockingIOError) as error:
         raise SilentFile(f"cannot be read: {error.strerror}") from None
 
 
@@ -102,7 +103,10 @@ def read_regular(
     except FileNotFoundError as error:
         raise MissingFile(f"cannot be read: {error.strerror}") from None
     except OSError as error:
-        raise UnusableFile(f"cannot be read: {error.strerror}") from None
+        passing = OsErrorKind.PASSING, OsErrorKind.DISK
+        is_silent = isinstance(error, TimeoutError) or os_error_kind(error) in passing
+        error_class = SilentFile if is_silent else UnusableFile
+        raise error_class(f"cannot be read: {error.strerror}") from None
     except UnusableFile:
         raise
     except ValueError:

@@ -158,7 +158,7 @@ class RegistryLogins:
         where = f"image {image}: registry-auth {self._path}"
         read = partial(read_registry_auth, self._path)
         try:
-            auth = await self._lookups.call("the credentials of registries", read)
+            auth = await self._lookups.call(str(self._path), read)
             login, helper = auth.login_of(image), auth.helper_of(image)
         except SilentFile as error:
             raise RuntimeUnavailable(f"{where}: {error}") from None
