@@ -20,7 +20,7 @@ from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.groups import find_group_id
 from agentd.host.lookups import Lookups
-from agentd.runtimes.host.user_accounts import UnknownAccount, UserAccounts, find_account
+from agentd.runtimes.host.user_accounts import UserAccounts, find_account
 
 RETRY_S = 30.0
 """Seconds between two looks for what is missing."""
@@ -129,7 +129,7 @@ class HostNames:
         self.problems = {problem.where: problem for problem in found if problem is not None}
         accounts = {
             name.agents[0] if name.key.startswith("agents.") else "": self._known.get(str(name))
-            or UnknownAccount(self.problems[name.key])
+            or self.problems[name.key]
             for name in self._names
             if name.kind == "user"
         }

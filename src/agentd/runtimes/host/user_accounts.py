@@ -20,22 +20,17 @@ class UserAccount(msgspec.Struct, frozen=True):
     groups: tuple[int, ...]
 
 
-class UnknownAccount(msgspec.Struct, frozen=True):
-    """The place of a user account that this host does not know yet."""
-
-    problem: Problem
-
-
 class UserAccounts(msgspec.Struct, frozen=True):
     """The user accounts of a runtime's kernels, which the host adds to its settings.
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
-    kernels run as the daemon's user; in units of root, each has a user of its own. With
-    `is_unprivileged`, agentd is not root and there are no accounts.
+    kernels run as the daemon's user; in units of root, each has a user of its own. An account that
+    this host does not know yet is a problem. With `is_unprivileged`, agentd is not root and there
+    are no accounts.
     """
 
-    default: UserAccount | UnknownAccount | None = None
-    own: Mapping[str, UserAccount | UnknownAccount] = {}
+    default: UserAccount | Problem | None = None
+    own: Mapping[str, UserAccount | Problem] = {}
     is_unprivileged: bool = False
 
     def has_account(self, agent_id: str) -> bool:
@@ -49,8 +44,8 @@ class UserAccounts(msgspec.Struct, frozen=True):
             NotReady: this host does not know it yet.
         """
         account = self.own.get(agent_id, self.default)
-        if isinstance(account, UnknownAccount):
-            raise NotReady(f"kernels of {agent_id} cannot start: {account.problem}", is_local=True)
+        if isinstance(account, Problem):
+            raise NotReady(f"kernels of {agent_id} cannot start: {account}", is_local=True)
         return account
 
     def user_for(self, agent_id: str) -> str | None:
