@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
@@ -116,6 +117,20 @@ async def test_socket_without_its_file_is_a_condition(tmp_path: Path) -> None:
     (condition,) = server.conditions()
     assert condition.about == "host"
     assert condition.reason == f"the socket {tmp_path}/socket was removed, so no client finds it"
+    await server.stop(Deadline.after(10))
+
+
+async def test_socket_is_private_until_its_group_is_known(tmp_path: Path) -> None:
+    unix = replace(unix_socket_at(tmp_path), group="team")
+    server = words_at(Endpoint((unix,)))
+    known: dict[str, int] = {}
+    await server.start(known.get)
+    assert server.ungrouped == [unix]
+    assert unix.path.stat().st_mode & 0o777 == 0o600
+    known["team"] = os.getegid()
+    server.assign_groups(known.get)
+    assert server.ungrouped == []
+    assert unix.path.stat().st_mode & 0o777 == 0o660
     await server.stop(Deadline.after(10))
 
 
