@@ -141,7 +141,7 @@ class HostNames:
         known, subject = self._known.get(str(name)), str(name)
         try:
             found = await self._lookups[subject].call(subject, partial(_FIND[name.kind], name.name))
-        except RuntimeUnavailable:
+        except (RuntimeUnavailable, OSError):
             reason = f"{name} cannot be looked up: the name service does not answer"
             return Problem(name.key, reason)
         self._known[subject] = found = known if found is None and keeps_known else found
