@@ -166,7 +166,6 @@ class RenewedServer:
 
     has_tls = True
     current_tokens = ()
-    current_tokens = ()
 
     def __init__(self) -> None:
         self.given: list[str] = []
