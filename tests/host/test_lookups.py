@@ -100,7 +100,7 @@ async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
             await lookups.call("x", fails)
 
 
-async def test_call_that_is_not_answered_in_time_itself_is_for_a_moment() -> None:
+async def test_time_out_of_a_call_itself_is_for_a_moment() -> None:
     def fail() -> None:
         raise TimeoutError(errno.ETIMEDOUT, "no answer within 5 s", "/mnt/dead")
 
