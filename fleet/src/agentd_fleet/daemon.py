@@ -7,6 +7,7 @@ import contextlib
 import signal
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -204,7 +205,7 @@ class GatewayDaemon:
         sweep = Sweep(backend, placer, self._timeouts)
         background.run("sweep", sweep.run())
         certificates = certificate_weaknesses(settings)
-        background.run("reload", self._reload_on_hangup(server, certificates))
+        background.run("reload", self._reload_on_hangup(server, gateway, certificates))
         self._weaknesses.replace([*token_weaknesses(rpc_settings(settings)), *certificates])
         background.run("credentials", self._weaknesses.log_daily())
         await self._wait_first_view(store)
@@ -241,7 +242,9 @@ class GatewayDaemon:
             if await wait_event(self._shutdown.requested, min(remaining_s, LOOK_S)):
                 return
 
-    async def _reload_on_hangup(self, server: Server, certificates: Sequence[Weakness]) -> None:
+    async def _reload_on_hangup(
+        self, server: Server, gateway: Gateway, certificates: Sequence[Weakness]
+    ) -> None:
         """Reload the tokens on SIGHUP; an unreadable file changes nothing.
 
         The certificates that were read at the start stay in use, and so do their weaknesses.
@@ -250,9 +253,9 @@ class GatewayDaemon:
             await self._reload.wait()
             self._reload.clear()
             try:
-                rpc = rpc_settings(await asyncio.to_thread(self._reread))
-                new_tokens = await asyncio.to_thread(read_tokens, rpc)
-                weaknesses = await asyncio.to_thread(token_weaknesses, rpc)
+                rpc = rpc_settings(await gateway.compute(self._reread))
+                new_tokens = await gateway.compute(partial(read_tokens, rpc))
+                weaknesses = await gateway.compute(partial(token_weaknesses, rpc))
                 server.replace_tokens(new_tokens)
                 self._weaknesses.replace([*weaknesses, *certificates])
             except (ConfigRefused, StartRefused) as error:
