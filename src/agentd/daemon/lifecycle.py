@@ -174,7 +174,8 @@ class Daemon:
     async def _start(self, stack: contextlib.AsyncExitStack, report: StopReport) -> Services:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
-        if isinstance(problem := write_problem(self._store.folder), TimeoutError):
+        problem = await asyncio.to_thread(write_problem, self._store.folder)
+        if isinstance(problem, TimeoutError):
             raise StartRefused(f"state folder {problem.strerror}")
         self._store.open(lock_folder(self._store.folder))
         stack.callback(self._store.close)
@@ -189,7 +190,9 @@ class Daemon:
         await plugins.open(self._settings.plugins.open_timeout)
         background, problems = Background(self._shutdown.fail), Problems()
         with problems.collect():
-            endpoint = build_endpoint(self._settings.rpc, missing=problems.passing)
+            endpoint = await asyncio.to_thread(
+                build_endpoint, self._settings.rpc, missing=problems.passing
+            )
             missing = tuple(problems.passing)
         services, site, routes = await self._assemble(stack, plugins, background, problems)
         server = Server(

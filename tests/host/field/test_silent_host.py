@@ -207,6 +207,25 @@ async def test_check_config_names_what_is_silent(node: SilentNode) -> None:
     assert done.returncode in (1, 78)
 
 
+@pytest.mark.needs("gcc")
+@pytest.mark.parametrize("silent", ["agent.toml", "state"])
+async def test_start_that_cannot_go_on_says_what_is_silent(node: SilentNode, silent: str) -> None:
+    """systemd tries again after exit status 1, never after 78."""
+    daemon, path = node.daemon, node.folder / "dead" / silent
+    daemon.configure("", BASE.replace("{folder}/state", str(path)) if silent == "state" else BASE)
+    if silent == "agent.toml":
+        daemon.config_file.rename(path)
+        daemon.config_file.symlink_to(path)
+    else:
+        path.mkdir()
+    arguments = ("--config", str(path)) if silent == "agent.toml" else ()
+    with node.silent():
+        process = daemon.spawn(*arguments, **node.environ)
+        assert await asyncio.to_thread(process.wait, MOST_S) == 1
+    assert f"{path} cannot be" in daemon.log
+    assert "no answer within 0.5 s" in daemon.log
+
+
 @pytest.mark.needs("fuse")
 async def test_working_directory_on_a_dead_mount_delays_no_other_agent(node: SilentNode) -> None:
     """More creates hang than the pool has threads."""
