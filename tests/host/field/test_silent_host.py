@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from pwd import getpwnam
+from typing import Any
 
 import aiohttp
 import pytest
@@ -100,7 +101,16 @@ class SilentNode:
             (self.folder / name).write_text(secret)
             (self.folder / name).chmod(0o600)
         daemon.program = ("-c", QUICK)
-        daemon.configure(AGENTS, CONFIGURATION.replace("{{port}}", str(self.port)))
+        self.cases, agents = dict(SILENT), AGENTS
+        self.silent_members: dict[str, Any] = {}
+        """Members of a request that needs what is silent, and the code of its refusal."""
+        self.silent_code = "NotReady"
+        if daemon.runtime == "docker":  # a container's users are its image's
+            del self.cases["user of an agent"]
+            agents = AGENTS.replace('user = "daemon"\n', "")
+            self.silent_members = {"mounts": [{"source": f"{dead}/data", "target": "/data"}]}
+            self.silent_code = "RuntimeUnavailable"
+        daemon.configure(agents, CONFIGURATION.replace("{{port}}", str(self.port)))
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
@@ -135,13 +145,17 @@ class SilentNode:
         dead = f"{self.folder}/dead"
         text = "\n".join(reasons)
         return [
-            case for case, (_, reason) in SILENT.items() if reason.format(dead=dead) not in text
+            case for case, (_, reason) in self.cases.items() if reason.format(dead=dead) not in text
         ]
 
 
 @pytest.fixture
-async def node(folder: Path, tmp_path: Path) -> AsyncIterator[SilentNode]:
-    made = Daemon(folder, "process")
+async def node(
+    request: pytest.FixtureRequest, folder: Path, tmp_path: Path
+) -> AsyncIterator[SilentNode]:
+    runtime = getattr(request, "param", "process")
+    engine = request.getfixturevalue("engine") if runtime == "docker" else None
+    made = Daemon(folder, runtime, engine)
     yield SilentNode(made, built("silent.c", tmp_path / "silent.so"))
     await made.close()
 
@@ -167,21 +181,22 @@ async def serves_a_kernel(daemon: Daemon, kernel_id: str) -> None:
 
 
 @pytest.mark.needs("root", "gcc", "openssl")
+@pytest.mark.parametrize("node", ["process", "docker"], indirect=True)
 async def test_silent_paths_and_names_hold_up_nothing(node: SilentNode) -> None:
     daemon = node.daemon
     with node.silent():
         await daemon.start(**node.environ)
         await until(node.reasons, lambda reasons: not node.lacks(reasons))
         await serves_everything(daemon, "k1")
-        refused = await daemon.create("agent-2")
-        assert (refused.status, refused.json["code"]) == (503, "NotReady")
+        refused = await daemon.create("agent-2", **node.silent_members)
+        assert (refused.status, refused.json["code"]) == (503, node.silent_code)
         assert [await node.status_of(secret) for secret in SECRETS.values()] == [0, 0]
         for _ in range(12):
             reloaded = await daemon.call("POST", "/v1/reload")
             assert (reloaded.status, reloaded.json) == (200, {"needs_restart": []})
         assert node.lacks(await node.reasons()) == []
         await serves_everything(daemon, "k2")
-    await until(node.reasons, lambda reasons: node.lacks(reasons) == [*SILENT], within_s=MOST_S)
+    await until(node.reasons, lambda reasons: node.lacks(reasons) == [*node.cases], within_s=MOST_S)
     assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 200]
     assert (node.folder / "agentd.sock").group() == "daemon"
     await daemon.running("agent-2", kernel_id="k3")
