@@ -102,12 +102,12 @@ class Locks:
 
     def close(self) -> None:
         """Remove the files and release every lock."""
-        for path, descriptor in self._descriptors.items():
+        while self._descriptors:
+            path, descriptor = self._descriptors.popitem()
             if is_current(descriptor, path):
                 with suppress(OSError):
                     path.unlink()
             os.close(descriptor)
-        self._descriptors.clear()
 
 
 def _open_lock_file(path: Path) -> tuple[int | None, str]:
