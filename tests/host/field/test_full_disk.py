@@ -14,7 +14,7 @@ import pytest
 from agentd.config.runtimes import ProcessSettings, SystemdSettings
 from agentd.core.kernel.states import KernelRef
 from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
-from agentd.host.systemd.dbus import UnitRefused
+from agentd.host.systemd.dbus import NoSuchUnit, SystemdManager, UnitRefused
 from agentd.runtimes.docker import runtime as docker_runtime
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.runtime import DockerRuntime
@@ -170,6 +170,17 @@ async def test_unit_that_systemd_cannot_write_is_unavailable(
     error.number = number
     made._manager.start = AsyncMock(side_effect=error)  # type: ignore[method-assign]
     with pytest.raises(expected, match="systemd: cannot write the unit"):
+        await made.create(plan("true"), lambda *_: None)
+    assert not (folder / "k1").exists()
+
+
+async def test_unit_that_systemd_has_lost_at_once_found_no_room(folder: Path) -> None:
+    manager = SystemdManager(is_user=True)
+    lost = NoSuchUnit("Unit agentd-x-k1.service not found.")
+    manager._run_job = AsyncMock(side_effect=lost)  # type: ignore[method-assign]
+    made = systemd_runtime(folder)
+    made._manager.start = manager.start  # type: ignore[method-assign]
+    with pytest.raises(StateUnavailable, match=r"k1\.service cannot be written"):
         await made.create(plan("true"), lambda *_: None)
     assert not (folder / "k1").exists()
 

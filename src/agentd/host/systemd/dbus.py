@@ -132,7 +132,12 @@ class SystemdManager:
             CallLost: the unit may have been started.
         """
         body = [unit, "fail", _to_variants(properties), []]
-        return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
+        try:
+            return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
+        except NoSuchUnit as error:  # systemd does not tell that it could not write the unit
+            refusal = UnitRefused(f"{unit} cannot be written; is /run full?")
+            refusal.number = errno.ENOSPC
+            raise refusal from error
 
     async def set_properties(self, unit: str, properties: Iterable[UnitProperty]) -> None:
         """Change properties of a unit until the next boot."""
