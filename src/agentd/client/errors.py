@@ -118,7 +118,8 @@ def unreachable_error(address: str, error: Exception) -> Unreachable:
 def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:
     """Return the error of a log that broke; `cause` is the answer to another read of it."""
     error = cause or RuntimeUnavailable("agentd, its runtime or a proxy closed it")
-    error.args = (f"the log of {kernel_id} was cut off before its end: {error}",)
+    text = f"the log of {kernel_id} was cut off before its end: {error}"
+    error.args, error.content = (text,), {**error.content, "detail": text}
     return error
 
 
