@@ -418,11 +418,12 @@ class RuntimeUnavailable(Unavailable):
 
 
 class CoresUnavailable(RuntimeUnavailable):
-    """A kernel cannot run on one of its `cores`; no kernel was created."""
+    """A kernel cannot run on these `cores`, none if it is unknown which; none was created."""
 
     def __init__(self, cores: Iterable[str], reason: str) -> None:
         self.cores = tuple(cores)
-        super().__init__(f"the kernel did not start on cores {', '.join(self.cores)}: {reason}")
+        which = f"cores {', '.join(self.cores)}" if self.cores else "its cores"
+        super().__init__(f"the kernel did not start on {which}: {reason}")
 
 
 class OutcomeUnknown(Unavailable):

@@ -45,10 +45,7 @@ class LostCores:
     def scan(self, failed: Collection[str] = ()) -> bool:
         """Look which cores are there, and withhold the others.
 
-        A create `failed` on cores: if they are there, all of them are withheld.
-
-        Returns:
-            Whether a core is lost that was not lost before.
+        A create `failed` on cores that its runtime does not have.
         """
         now, before = self._clock(), self._reasons
         missing = self._real_cores.difference(map(str, self._available()))

@@ -1,5 +1,6 @@
 """Cores that go away while agentd runs: one that is offline, a cpuset that shrinks."""
 
+import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,13 +8,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from agentd.config.runtimes import ProcessSettings
 from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import KernelRef
-from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeUnavailable
+from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeFailure, RuntimeUnavailable
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
 from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.process.spawn import start_error
 from agentd.services import lost_cores
 from contracts.test_runtime import CORE, NODE, docker_settings, plan, process_runtime
 from services.node import Rig
@@ -40,7 +43,7 @@ def lose_in_runtime(runtime: FakeRuntime, *lost: str) -> list[KernelPlan]:
     async def create_elsewhere(wanted: KernelPlan, *rest):
         if {*lost} & {*wanted.cpus}:
             plans.append(wanted)
-            raise CoresUnavailable(wanted.cpus, "Invalid argument")
+            raise CoresUnavailable(sorted({*lost} & {*wanted.cpus}), "Invalid argument")
         return await create(wanted, *rest)
 
     runtime.create = create_elsewhere  # type: ignore[method-assign]
@@ -99,6 +102,16 @@ async def test_kernel_without_cores_of_its_own_runs_on_the_others(rig: Rig) -> N
     assert rig.states == {"k1": "running"}
 
 
+async def test_kernel_on_every_core_withholds_only_the_lost_one(rig: Rig) -> None:
+    failed = lose_in_runtime(rig.runtime, "0")
+    await rig.create("k1", cpu=0)
+    assert cores_of(rig, "k1") == ("1", "2", "3")
+    await rig.create("k2", cpu=3)
+    assert cores_of(rig, "k2") == ("1", "2", "3")
+    assert len(failed) == 1
+    assert [c.about for c in rig.devices.conditions()] == ["device/cpu/0"]
+
+
 @pytest.mark.parametrize("cores", [(NO_CORE,), (CORE, NO_CORE)], ids=["none-is-there", "one-is"])
 async def test_process_kernel_never_runs_on_fewer_cores(
     folder: Path, cores: tuple[str, ...]
@@ -107,9 +120,23 @@ async def test_process_kernel_never_runs_on_fewer_cores(
     runtime = process_runtime(folder / "kernels")
     with pytest.raises(CoresUnavailable) as refusal:
         await runtime.create(replace(plan("true"), cpus=cores), lambda *_: None)
-    assert refusal.value.cores == cores
+    assert refusal.value.cores == (NO_CORE,)
     assert await runtime.find(KernelRef("k1")) is None
     await runtime.close()
+
+
+SHIM_ANSWERS = {
+    "cores": ({"errno": errno.EINVAL, "cores": [3]}, CoresUnavailable),
+    "not permitted": ({"errno": errno.EPERM, "cores": []}, RuntimeFailure),
+    "filtered": ({"errno": errno.ENOSYS, "cores": []}, RuntimeFailure),
+}
+
+
+@pytest.mark.parametrize(("answer", "kind"), SHIM_ANSWERS.values(), ids=SHIM_ANSWERS)
+def test_only_a_missing_core_is_lost(answer: dict[str, object], kind: type[Exception]) -> None:
+    error = start_error(plan("true"), {"step": "cpus", **answer}, ProcessSettings())
+    assert type(error) is kind
+    assert getattr(error, "cores", ("3",)) == ("3",)
 
 
 _FILE = "/sys/fs/cgroup/machine.slice/x/cpuset.cpus"
@@ -120,11 +147,15 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(("status", "text"), ENGINES.values(), ids=ENGINES)
-def test_engine_that_lacks_a_core_says_so(status: int, text: str) -> None:
-    error = translate_error(DockerError(status, text), plan("true"))
-    assert isinstance(error, CoresUnavailable)
-    assert error.cores == (CORE,)
+NAMED = {"docker": ("3",), "runc": (), "crun": ()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine_that_lacks_a_core_says_so(engine: str) -> None:
+    for asked, lost in ((("3",), ("3",)), (("0", "1", "3"), NAMED[engine])):
+        error = translate_error(DockerError(*ENGINES[engine]), replace(plan("true"), cpus=asked))
+        assert isinstance(error, CoresUnavailable)
+        assert tuple(error.cores) == lost
 
 
 @pytest.mark.docker
@@ -134,7 +165,7 @@ async def test_real_engine_without_a_core(name: str, request: pytest.FixtureRequ
     runtime = DockerRuntime(NODE, docker_settings(engine.socket))
     with pytest.raises(CoresUnavailable) as refusal:
         await runtime.create(replace(plan("true"), cpus=(CORE, NO_CORE)), lambda *_: None)
-    assert refusal.value.cores == (CORE, NO_CORE)
+    assert refusal.value.cores == (NO_CORE,)
     assert await runtime.find(KernelRef("k1")) is None
     await runtime.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
@@ -23,6 +23,7 @@ from agentd.errors import (
     StateUnavailable,
     public_reason,
 )
+from agentd.host.probe import parse_cpu_list
 from agentd.runtimes.docker.container_config import container_options, program_of
 from agentd.runtimes.docker.docker_errors import (
     MAX_DETAIL_BYTES,
@@ -50,6 +51,7 @@ _NO_CORES = re.compile(
     r"requested cpus are not available|\bwrit(?:e|ing file) `?/sys/fs/cgroup/\S*/cpuset\.cpus\b"
 )
 """Refusals of cores: of the Engine for one that is offline, of runc and crun for a cpuset."""
+_AVAILABLE_CORES = re.compile(r"available: ((?:\d{1,5}(?:-\d{1,5})?,?)+)")
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
@@ -125,8 +127,9 @@ def _translate_refused_create(
     if not _NO_DISK.search(error.detail.lower()) and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
     message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
-    if _NO_CORES.search(_DOUBLE_QUOTED.sub("", error.detail.partition(_COMMAND)[0]).lower()):
-        return CoresUnavailable(plan.cpus, message)
+    own_words = _DOUBLE_QUOTED.sub("", error.detail.partition(_COMMAND)[0]).lower()
+    if _NO_CORES.search(own_words):
+        return CoresUnavailable(_lost_cores(own_words, plan.cpus), message)
     if not any(text in words for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
@@ -135,6 +138,14 @@ def _translate_refused_create(
         if error.status == BAD_REQUEST:
             return InvalidRequest([Problem("", message)])
     return _translate_refusal(words, message)
+
+
+def _lost_cores(words: str, asked: Sequence[str]) -> Sequence[str]:
+    """Return which of the cores an engine lacks; none if it does not tell which of several."""
+    if found := _AVAILABLE_CORES.search(words):
+        available = {str(core) for core in parse_cpu_list(found[1])}
+        return [core for core in asked if core not in available]
+    return asked if len(asked) == 1 else ()
 
 
 def _translate_refusal(words: str, message: str) -> BaseException:

@@ -15,6 +15,7 @@ the command may run (byte 1).
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -219,7 +220,7 @@ def run_command(
     request: dict[str, Any], libc: ctypes.CDLL, output: KernelOutput, go: int, failure: int
 ) -> None:
     """Become the command in the child, once the shim allows it."""
-    step = "start"
+    step, missing = "start", list[int]()
     try:
         reset_host_limits()
         os.close(request["lock"])
@@ -230,10 +231,8 @@ def run_command(
         for path in request["cgroup_procs"]:
             write_file(path, str(os.getpid()))
         step = "cpus"
-        if request["cpus"]:
-            os.sched_setaffinity(0, request["cpus"])
-            if os.sched_getaffinity(0) != {*request["cpus"]}:
-                raise OSError(22, "one of its cores is not there")
+        if request["cpus"] and (missing := missing_cores(request["cpus"])):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         for name, limits in request["ulimits"].items():
             step = "ulimits." + name
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
@@ -252,9 +251,21 @@ def run_command(
         execute(request["command"], request["env"])
     except Exception as error:
         number = getattr(error, "errno", 0)
-        os.write(failure, json.dumps({"step": step, "errno": number, "why": str(error)}).encode())
+        answer = {"step": step, "errno": number, "why": str(error), "cores": missing}
+        os.write(failure, json.dumps(answer).encode())
     finally:
         os._exit(127)
+
+
+def missing_cores(cores: list[int]) -> list[int]:
+    """Pin this process to cores; return those that are not there (sched_setaffinity(2))."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # none of them is there
+            raise
+        return cores
+    return sorted({*cores} - os.sched_getaffinity(0))
 
 
 def reset_host_limits(oom_score_adj: int = 0, niceness: int = 0) -> None:

@@ -203,8 +203,8 @@ def start_error(
     has_nproc = "nproc" in settings.with_default_ulimits(requested)
     if number == errno.EAGAIN and step in ("user", "command") and has_nproc:
         step, fault = "ulimits.nproc", "too low to start a kernel"
-    if step == "cpus":
-        return CoresUnavailable(plan.cpus, reason)
+    if cores := answer.get("cores"):
+        return CoresUnavailable(map(str, cores), reason)
     is_limit = step.startswith("ulimits.")
     if is_limit:
         if step.removeprefix("ulimits.") in requested:
