@@ -42,7 +42,7 @@ class LostCores:
         """Why cores are not allocated."""
         return self._reasons
 
-    def scan(self, failed: Collection[str] = ()) -> bool:
+    def scan(self, failed: Collection[str] = ()) -> None:
         """Look which cores are there, and withhold the others.
 
         A create `failed` on cores that its runtime does not have.
@@ -50,13 +50,11 @@ class LostCores:
         now, before = self._clock(), self._reasons
         missing = self._real_cores.difference(map(str, self._available()))
         self._pauses = {core: until for core, until in self._pauses.items() if now < until}
-        if missing.isdisjoint(failed):
-            self._pauses |= dict.fromkeys(failed, now + RETRY_S)
+        self._pauses |= dict.fromkeys({*failed} - missing, now + RETRY_S)
         reasons = dict.fromkeys(self._pauses, _FAILED) | dict.fromkeys(missing, _MISSING)
         self._reasons = {DeviceId(CPU, core): reason for core, reason in reasons.items()}
         if self._reasons != before:
             self._devices.update_withholding()
-        return not self._reasons.keys() <= before.keys()
 
     async def run(self) -> None:
         """Scan repeatedly, until cancelled."""

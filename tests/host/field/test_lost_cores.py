@@ -112,6 +112,38 @@ async def test_kernel_on_every_core_withholds_only_the_lost_one(rig: Rig) -> Non
     assert [c.about for c in rig.devices.conditions()] == ["device/cpu/0"]
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+async def test_core_that_another_scan_missed_first_is_replaced(rig: Rig, is_named: bool) -> None:
+    create = rig.runtime.create
+
+    async def lose_first_core(wanted: KernelPlan, *rest):
+        if "0" in wanted.cpus:
+            rig.available_cores = {1, 2, 3}
+            rig.cores.scan()
+            raise CoresUnavailable(("0",) if is_named else (), "Invalid argument")
+        return await create(wanted, *rest)
+
+    rig.runtime.create = lose_first_core  # type: ignore[method-assign]
+    await rig.create("k1", cpu=2)
+    assert cores_of(rig, "k1") == ("1", "2")
+
+
+async def test_create_tries_each_core_once_however_long_it_takes(rig: Rig) -> None:
+    tried: list[str] = []
+
+    async def fail_slowly(wanted: KernelPlan, *_: object):
+        tried.extend(wanted.cpus)
+        rig.now += lost_cores.RETRY_S / 3
+        if len(tried) < 9:
+            raise CoresUnavailable(wanted.cpus, "Invalid argument")
+
+    rig.runtime.create = fail_slowly  # type: ignore[method-assign,assignment]
+    with pytest.raises(CoresUnavailable):
+        await rig.create("k1", cpu=1)
+    assert tried == ["0", "1", "2", "3"]
+    assert not rig.states
+
+
 @pytest.mark.parametrize("cores", [(NO_CORE,), (CORE, NO_CORE)], ids=["none-is-there", "one-is"])
 async def test_process_kernel_never_runs_on_fewer_cores(
     folder: Path, cores: tuple[str, ...]

@@ -17,6 +17,7 @@ import structlog
 from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
+from agentd.core.devices import DeviceId
 from agentd.core.kernel.adoption import adopt
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import reserved_problems
@@ -199,18 +200,25 @@ class KernelService:
         return running
 
     async def _create(self, kernel: Kernel, spec: KernelSpec) -> ObservedKernel:
-        """Create a kernel on the runtime, on other cores if some are lost."""
+        """Create a kernel on the runtime, on other cores if some are lost; each is tried once."""
         kernel_id, runtime = kernel.kernel_id, self._default_runtime
+        failures: dict[str, CoresUnavailable] = {}
         while True:
             plan = await self._planner.plan(kernel, spec, self._state, runtime)
+            for core in failures.keys() & plan.cpus:
+                raise failures[core]
             await hit_async("create.after_plan")
             self._store.save_intent(kernel_id, plan.record)
             try:
                 with self._watching_disk(runtime):
                     return await runtime.create(plan, partial(self._on_progress, kernel_id))
             except CoresUnavailable as error:
-                if not self._cores.scan(error.cores):
+                self._cores.scan(error.cores)
+                asked = {DeviceId(CPU, core): core for core in plan.cpus}
+                lost = error.cores or [asked[i] for i in asked.keys() & self._cores.reasons]
+                if not lost:
                     raise
+                failures |= dict.fromkeys(lost, error)
                 kernel = self._decide_again(kernel_id, spec, error)
 
     def _decide_again(self, kernel_id: str, spec: KernelSpec, error: CoresUnavailable) -> Kernel:
