@@ -14,9 +14,11 @@ import pytest
 
 from agentd.core.kernel.states import ObservedState
 from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
+from agentd.host.cgroups.hierarchies import Cgroup
 from agentd.host.processes import Proc, read_stat
 from agentd.program.boot_id import boot_id
 from agentd.runtimes.process import kernel_processes
+from agentd.runtimes.process.bundle import Bundle
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.services.protocols import LogQuery
 from contracts.test_runtime import NODE, process_runtime
@@ -203,6 +205,32 @@ async def test_damaged_note_holds_nothing(bare, folder: Path, pids: object) -> N
     (bundle(folder) / "exit.json").unlink()
     (bundle(folder) / "descendants.json").write_text(json.dumps(pids))
     assert not await is_running(bare)
+
+
+LATER_HIERARCHIES: dict[str, tuple[str, ...]] = {
+    "as created": ("pids",),
+    "memory is writable again": ("memory", "pids"),
+    "another one": ("memory",),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("case", LATER_HIERARCHIES)
+async def test_living_command_holds_in_other_hierarchies(bare, folder: Path, case: str) -> None:
+    """A kernel of v1 that began while only `pids` was writable; then its shim is killed."""
+    await create(bare, "sleep", "1000")
+    await killed(shim(folder))
+    file = bundle(folder) / "identity.json"
+    identity = json.loads(file.read_text())
+    file.write_text(json.dumps(identity | {"has_cgroup": True}))
+    (folder / "memory").mkdir()
+    (folder / "pids" / "k1").mkdir(parents=True)
+    (folder / "pids" / "k1" / "cgroup.procs").write_text(f"{identity['pid']}\n")
+    names = LATER_HIERARCHIES[case]
+    group = Cgroup(tuple(folder / name / "k1" for name in names)) if names else None
+    processes = kernel_processes.KernelProcesses(Bundle(bundle(folder)), group, boot_id())
+    assert processes.is_running
+    assert processes.state()[0] is ObservedState.RUNNING
 
 
 # --- files that cannot be read --------------------------------------------------------------

@@ -54,7 +54,10 @@ class Hierarchy(msgspec.Struct, frozen=True):
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroup of one kernel: a folder in each hierarchy; the first one lists its members."""
+    """The cgroup of one kernel: a folder in each hierarchy.
+
+    In a hierarchy of v1 that became writable after the kernel began, it has none.
+    """
 
     folders: tuple[Path, ...]
 
@@ -74,7 +77,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
     def exists(self) -> bool:
         """Return whether the group is known to exist."""
-        return self.folders[0].exists()
+        return any(folder.exists() for folder in self.folders)
 
     def members(self) -> set[int]:
         """Return the member processes, none if the group does not exist.
@@ -82,13 +85,14 @@ class Cgroup(msgspec.Struct, frozen=True):
         Raises:
             OSError: a temporary failure.
         """
-        try:
-            pids = read_lines(self.folders[0] / "cgroup.procs")
-        except OSError as error:
-            if os_error_kind(error) is OsErrorKind.GONE:
-                return set()
-            raise
-        return {int(pid) for pid in pids}
+        pids: set[int] = set()
+        for file in self.procs_files:
+            try:
+                pids |= {int(pid) for pid in read_lines(file)}
+            except OSError as error:
+                if os_error_kind(error) is not OsErrorKind.GONE:
+                    raise
+        return pids
 
     def kill(self) -> None:
         """Kill all members at once, if Linux supports it (v2, since Linux 5.14) and permits it."""
@@ -99,10 +103,10 @@ class Cgroup(msgspec.Struct, frozen=True):
 
     def attribute(self, name: str) -> str:
         """Return an attribute, empty if it is missing or unsupported."""
-        try:
-            return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
-        except OSError:
-            return ""
+        for folder in self.folders:
+            with suppress(OSError):
+                return os.getxattr(folder, _ATTRIBUTE + name).decode(errors="replace")
+        return ""
 
     async def remove(self) -> None:
         """Remove the group, waiting briefly for its last process to exit."""

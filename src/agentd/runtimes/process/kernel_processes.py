@@ -133,7 +133,7 @@ class KernelProcesses:
         if identity is None or identity.boot_id != self._boot_id or not identity.leader.is_alive():
             return None
         shim, in_cgroup = self._shim, self._cgroup_members()
-        if shim is None and not (identity.has_cgroup and self._cgroup):
+        if shim is None and not (identity.has_cgroup and self._is_in_cgroup):
             return identity.leader
         stat = read_stat(identity.leader.pid)
         is_child = shim is not None and stat is not None and stat.parent == shim.pid

@@ -283,7 +283,8 @@ class ProcessRuntime:
             processes = self._bundles.kernel_processes(kernel.kernel_id)
             members = await asyncio.to_thread(processes.members)
         cgroup = self._bundles.cgroup(kernel.kernel_id)
-        target = ExecTarget(members, cgroup.procs_files if cgroup else [])
+        groups = [file for file in cgroup.procs_files if file.exists()] if cgroup else []
+        target = ExecTarget(members, groups)
         return await start_host_exec(
             target, spec, self._manager, exec_unit_name(self._kernel_name(kernel))
         )
