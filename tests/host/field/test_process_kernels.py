@@ -198,13 +198,46 @@ async def test_children_of_a_kernel_without_its_shim_are_noted(
     await events.aclose()
 
 
-@pytest.mark.parametrize("pids", [[1], "{", [{"pid": 1, "start_time": 1}], [{"pid": 0}]])
-async def test_damaged_note_holds_nothing(bare, folder: Path, pids: object) -> None:
+NOTES: dict[str, tuple[object, bool]] = {
+    "pids only": ([1], True),
+    "another value": ("{", True),
+    "no start": ([{"pid": 0}], True),
+    "older than the command": ([{"pid": 1, "start_time": 1}], False),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+async def test_damaged_note_holds_unless_an_end_is_known(bare, folder: Path, case: str) -> None:
     await create(bare, "true")
     await until(lambda: is_running(bare), lambda runs: not runs)
-    (bundle(folder) / "exit.json").unlink()
-    (bundle(folder) / "descendants.json").write_text(json.dumps(pids))
+    note, ending = bundle(folder) / "descendants.json", bundle(folder) / "exit.json"
+    pids, is_damaged = NOTES[case]
+    note.write_text(json.dumps(pids))
     assert not await is_running(bare)
+    ending.rename(folder / "ending")
+    assert await is_running(bare) == is_damaged
+    assert ("descendants.json: is damaged" in (await found(bare)).record_problem) == is_damaged
+    (folder / "ending").rename(ending)
+
+
+async def test_unreadable_note_holds_the_child_of_a_killed_shim(bare, folder: Path) -> None:
+    await create(bare, "sh", "-c", DAEMONIZED["command ended"][0])
+    child = await printed_pid(bare)
+    await until((bundle(folder) / "descendants.json").exists)
+    await killed(shim(folder))
+    mend = as_link(bundle(folder) / "descendants.json")
+    after = runtime_on(folder / "kernels")
+    for runtime in (bare, after):
+        kernel = await found(runtime)
+        assert (kernel.state, kernel.is_unreadable) == (ObservedState.RUNNING, True)
+        assert "descendants.json: Too many levels" in kernel.record_problem
+        with pytest.raises(RuntimeUnavailable):
+            await runtime.remove(K1)
+    mend()
+    assert not (await found(after)).is_unreadable
+    await killed(child)
+    assert not await is_running(after)
+    await after.close()
 
 
 LATER_HIERARCHIES: dict[str, tuple[str, ...]] = {

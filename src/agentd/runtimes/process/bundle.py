@@ -10,6 +10,7 @@ output.log     the output; older parts are output.log.1, output.log.2, …
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -22,7 +23,12 @@ import msgspec
 from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, require_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.host.private_folder import PrivateFolder, errors_as_unreadable, list_names
+from agentd.runtimes.host.private_folder import (
+    PrivateFolder,
+    Unreadable,
+    errors_as_unreadable,
+    list_names,
+)
 from agentd.runtimes.process.shim import DESCENDANTS, SHIM_BYTE, lock_byte
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
@@ -136,8 +142,17 @@ class Bundle(PrivateFolder, frozen=True):
         return None
 
     def read_descendants(self) -> list[Proc]:
-        """Return the noted processes of the kernel beside its command."""
-        return self.read_json(DESCENDANTS, list[Proc]) or []
+        """Return the noted processes of the kernel beside its command.
+
+        Raises:
+            Unreadable: they are noted and cannot be read, or are damaged.
+            OSError: a temporary failure.
+        """
+        text = self.read_strict(DESCENDANTS)
+        try:
+            return [] if text is None else msgspec.json.decode(text, type=list[Proc])
+        except msgspec.DecodeError:
+            raise Unreadable(errno.EBADMSG, "is damaged", str(self.path / DESCENDANTS)) from None
 
     def write_descendants(self, processes: Sequence[Proc]) -> None:
         """Note processes in place of a shim that was killed, as far as the disk permits."""

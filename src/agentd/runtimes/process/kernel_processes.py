@@ -94,6 +94,11 @@ class KernelProcesses:
             return True
         if self.identity is None and not self._is_in_cgroup and not self._bundle.read_ending():
             self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
+        try:
+            self._read_noted()
+        except Unreadable:  # one of them may live
+            if not self._bundle.read_ending():
+                raise
         return False
 
     @property
@@ -162,6 +167,12 @@ class KernelProcesses:
         return Proc(oldest.pid, oldest.start_time) if oldest else None
 
     def _noted(self) -> list[Proc]:
+        """Return the noted descendants that live, none if the note cannot be read."""
+        with suppress(Unreadable):
+            return self._read_noted()
+        return []
+
+    def _read_noted(self) -> list[Proc]:
         """Return the noted descendants that live; each is younger than the command."""
         identity = self.identity
         if identity is None or identity.boot_id != self._boot_id or identity.has_cgroup:
@@ -256,8 +267,9 @@ class KernelProcesses:
         """Note the processes of a kernel without a cgroup and a shim; return the next time."""
         if self._is_in_cgroup or self._shim is not None or not alive:
             return None
-        if alive != self._bundle.read_descendants():
-            self._bundle.write_descendants(alive)
+        with suppress(Unreadable):  # what it names may live
+            if alive != self._bundle.read_descendants():
+                self._bundle.write_descendants(alive)
         return MAX_NOTE_PAUSE_S
 
     def terminate(self) -> None:
