@@ -129,6 +129,21 @@ def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
     assert "gpu/gpu0 is the same device as cuda/cuda0" in warnings[0]
 
 
+def test_device_that_names_its_alias_late_is_served_once() -> None:
+    mine = gpus(1)[0]
+    named = replace(mine, device_id=DeviceId("gpu", "gpu0"), stable_id="serial-7")
+    nameless = replace(named, aliases=(), health=Health.UNHEALTHY)
+    assert deduplicate_devices([[mine], [named]])[0] == [mine]
+    inventory = Inventory.of([SlotType(mine.slot, SlotKind.COUNT, ONE)], [mine, nameless])
+    for name, listed in (("gpu", named), ("cuda", mine), ("gpu", named)):
+        inventory, _ = apply_listing(inventory, name, [listed])
+        kept, other = inventory.devices
+        assert (kept, other.offered_capacities) == (mine, (0,))
+        assert other.reason == "is the same device as cuda/cuda0, which serves it; withheld"
+    inventory, _ = apply_listing(inventory, "gpu", [replace(named, aliases=())])
+    assert [d.offered_capacities for d in inventory.devices] == [(ONE,), (ONE,)]
+
+
 def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
     mine = gpus(*[1] * 500)
     other = [replace(d, device_id=DeviceId("gpu", d.device_id.id)) for d in mine]

@@ -30,7 +30,8 @@ def apply_listing(
     If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
     is not listed any more, or lists another primary slot, is missing until it returns. Other
     secondary slots are a warning. A new device is added if its slots are known and no other
-    plugin serves it. An unhealthy one keeps its last form, and may tell its aliases later.
+    plugin serves it. An unhealthy one keeps its last form, and may tell its aliases later: if
+    these are a device of another plugin, it is missing.
     """
     known_forms = (d for d in inventory.by_name.get(name, ()) if not d.is_hearsay)
     listed = restore_last_form([*listed], known_forms, inventory.slot_types)
@@ -53,7 +54,11 @@ def apply_listing(
         if d.stable_id in unusable
     ]
     warnings += _first_reasons(reasons, f"more devices of {name} are new")
-    updated = [_listed_form(inventory, d, listed_by_id.get(d.stable_id)) for d in known.values()]
+    owners = {key: d.device_id for d in reversed(others) for key in d.physical_keys()}
+    updated = [
+        _unless_served(_listed_form(inventory, d, listed_by_id.get(d.stable_id)), d, owners)
+        for d in known.values()
+    ]
     warnings += _secondary_warnings(updated, listed_by_id)
     new = (device for device in served if device.device_id.name == name)
     added = assign_free_ids(new, {device.device_id for device in current})
@@ -108,6 +113,21 @@ def _listed_form(inventory: Inventory, device: Device, listed: Device | None) ->
     )
 
 
+def _unless_served(form: Device, device: Device, owners: Mapping[str, DeviceId]) -> Device:
+    """Return the listed form, missing while it names a device of another plugin as itself.
+
+    The new names are not kept, so the other plugin's next listing does not meet them.
+    """
+    named = sorted(form.physical_keys() - device.physical_keys())
+    if (owner := next((owners[key] for key in named if key in owners), None)) is None:
+        return form
+    return replace(device, gone=True, health=Health.HEALTHY, reason=_same_device(owner))
+
+
+def _same_device(owner: DeviceId) -> str:
+    return f"is the same device as {owner}, which serves it; withheld"
+
+
 def _secondary_warnings(
     devices: Iterable[Device], listed_by_id: Mapping[str, Device]
 ) -> Iterator[str]:
@@ -139,9 +159,7 @@ def deduplicate_devices(plugins: Sequence[Sequence[Device]]) -> tuple[list[Devic
         for device in devices:
             keys = device.physical_keys()
             if owner := next((owners[key] for key in sorted(keys) if key in owners), None):
-                reason = (
-                    f"{device.device_id} is the same device as {owner}, which serves it; withheld"
-                )
+                reason = f"{device.device_id} {_same_device(owner)}"
                 duplicates.setdefault(device.device_id.name, []).append(reason)
                 continue
             served.append(device)
