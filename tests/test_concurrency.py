@@ -7,6 +7,7 @@ import pytest
 
 from agentd import concurrency
 from agentd.concurrency import (
+    Walk,
     call_in_time,
     complete_shielded,
     run_endless,
@@ -148,14 +149,17 @@ def test_silent_call_is_named_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert call_in_time("/mnt/dead", lambda: 2) == 2
 
 
-def test_silent_calls_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_calls_of_a_walk_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr(concurrency, "MAX_SILENT", 2)
-    answered = threading.Event()
-    for name in "abc":
+    answered, walk = threading.Event(), Walk()
+    for name in "abbc":
         with pytest.raises(TimeoutError):
-            call_in_time(name, lambda: answered.wait(20))
+            call_in_time(name, lambda: answered.wait(20), walk)
+    with pytest.raises(TimeoutError, match="2 others do not answer: 'alive'"):
+        call_in_time("alive", lambda: 1, walk)
     assert silent_subjects() == ["a", "b"]
+    assert call_in_time("alive", lambda: 1, Walk()) == call_in_time("alive", lambda: 1) == 1
     answered.set()
     until_blocking(silent_subjects, [])
 

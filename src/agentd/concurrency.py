@@ -22,9 +22,9 @@ from msgspec.structs import replace
 ANSWER_TIMEOUT_S = 5.0
 """Seconds in which what is looked up on the host must answer."""
 NEXT_TIMEOUT_S = 0.5
-"""The same while something else is silent, so that many dead paths do not add up."""
+"""The same after another one of a walk was silent, so that many dead paths do not add up."""
 MAX_SILENT = 32
-"""Maximum threads that wait for silent ones."""
+"""Maximum silent ones that a walk meets before it goes on without the others."""
 POOL_THREADS = 8
 _T = TypeVar("_T")
 _silent: dict[Future[Any], str] = {}
@@ -123,7 +123,15 @@ def start_call(subject: str, function: Callable[[], _T]) -> Future[_T]:
     return call
 
 
-def call_in_time(subject: str, function: Callable[[], _T]) -> _T:
+class Walk:
+    """A walk through many subjects that may never answer; those of others cost it nothing."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.has_waited = False
+
+
+def call_in_time(subject: str, function: Callable[[], _T], walk: Walk | None = None) -> _T:
     """Return the result of a function that may never end, from a thread of its own.
 
     While `subject` is silent, a further call fails at once.
@@ -133,16 +141,18 @@ def call_in_time(subject: str, function: Callable[[], _T]) -> _T:
         BlockingIOError: the host has no process id for a thread.
         Exception: the function raised it.
     """
-    silent, timeout_s = silent_subjects(), ANSWER_TIMEOUT_S
-    late = TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
-    if subject in silent or len(silent) >= MAX_SILENT:
-        raise late
-    call = start_call(subject, function)
-    wait([call], min(timeout_s, NEXT_TIMEOUT_S) if silent else timeout_s)
-    if not call.done():
+    walk, timeout_s = walk or Walk(), ANSWER_TIMEOUT_S
+    if len(walk.silent) >= MAX_SILENT:
+        raise TimeoutError(errno.ETIMEDOUT, f"{MAX_SILENT} others do not answer", subject)
+    if subject not in silent_subjects():
+        call = start_call(subject, function)
+        wait([call], min(timeout_s, NEXT_TIMEOUT_S) if walk.has_waited else timeout_s)
+        if call.done():
+            return call.result()
         mark_silent(call, subject)
-        raise late
-    return call.result()
+        walk.has_waited = True
+    walk.silent.add(subject)
+    raise TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
 
 
 def mark_silent(call: Future[Any], subject: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.concurrency import call_in_time
+from agentd.concurrency import Walk, call_in_time
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
@@ -189,8 +189,9 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
         return {}
     from agentd.runtimes.docker.registry_auth import registry_auth_problems
 
+    walk = Walk()
     return {
-        about: [*registry_auth_problems(f"{where}.registry-auth", path)]
+        about: [*registry_auth_problems(f"{where}.registry-auth", path, walk)]
         for about, (where, path) in files.items()
         if path is not None
     }
@@ -210,9 +211,11 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
         for folder in docker.allowed_mounts:
             agents_by_folder[folder] = (*(agents_by_folder.get(folder) or ()), agent)
     agents_by_folder |= dict.fromkeys(settings.runtime.docker.allowed_mounts)
+    walk = Walk()
     for folder, agents in agents_by_folder.items():
         with suppress(OSError):
-            if call_in_time(str(folder), partial(os.statvfs, folder)).f_flag & flags != flags:
+            found = call_in_time(str(folder), partial(os.statvfs, folder), walk)
+            if found.f_flag & flags != flags:
                 yield Condition(
                     "host",
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"

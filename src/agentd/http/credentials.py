@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.concurrency import Walk
 from agentd.core.access import Caller, Role
 from agentd.errors import ConfigRefused, Problem
 from agentd.http.callers import Token
@@ -87,9 +88,10 @@ def read_tokens(
         sources.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
     loaded: list[Token] = []
     problems: list[Problem] = []
+    walk = Walk()
     for key, path, caller, is_gateway in sources:
         try:
-            loaded.append(Token(read_guarded_token(path), caller, is_gateway, path))
+            loaded.append(Token(read_guarded_token(path, walk), caller, is_gateway, path))
         except ValueError as error:
             listed = problems
             if missing is not None and isinstance(error, (MissingFile, SilentFile)):
@@ -118,9 +120,10 @@ def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
     warnings: list[Weakness] = []
+    walk = Walk()
     for path in files:
         with suppress(ValueError):
-            file = read_configured(path, MAX_TOKEN)
+            file = read_configured(path, MAX_TOKEN, walk)
             if problem := _mode_problem(file.mode):
                 warnings.append(Weakness(f"{path} {problem}"))
             if (size := len(_parse_token(file))) < GOOD_TOKEN:
@@ -155,13 +158,13 @@ def expiry_problems(setting: str, cert: Path | None, key: Path | None) -> list[P
     return []
 
 
-def read_guarded_token(path: Path) -> str:
+def read_guarded_token(path: Path, walk: Walk | None = None) -> str:
     """Read a token that only its owner and group can read.
 
     Raises:
         ValueError: the file is unusable; the message has the reason without the path.
     """
-    file = read_configured(path, MAX_TOKEN)
+    file = read_configured(path, MAX_TOKEN, walk)
     if problem := _mode_problem(file.mode):
         raise ValueError(problem)
     return _parse_token(file)

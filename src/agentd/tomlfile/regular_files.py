@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import call_in_time
+from agentd.concurrency import Walk, call_in_time
 from agentd.os_errors import OsErrorKind, os_error_kind
 
 MAX_BYTES = 1 << 20
@@ -70,7 +70,9 @@ class RegularFile(msgspec.Struct, frozen=True):
             raise UnusableFile("is not UTF-8") from None
 
 
-def read_configured(path: Path, max_bytes: int = MAX_BYTES) -> RegularFile:
+def read_configured(
+    path: Path, max_bytes: int = MAX_BYTES, walk: Walk | None = None
+) -> RegularFile:
     """Read a file that the configuration names, which may be on a dead mount.
 
     Raises:
@@ -79,7 +81,7 @@ def read_configured(path: Path, max_bytes: int = MAX_BYTES) -> RegularFile:
         UnusableFile: it cannot be read.
     """
     try:
-        return call_in_time(str(path), partial(read_regular, path, max_bytes))
+        return call_in_time(str(path), partial(read_regular, path, max_bytes), walk)
     except (TimeoutError, BlockingIOError) as error:
         raise SilentFile(f"cannot be read: {error.strerror}") from None
 

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentd.concurrency import POOL_THREADS
+from agentd.concurrency import MAX_SILENT, POOL_THREADS
 from agentd.host.lookups import MAX_AT_ONCE
 from native.libraries import built
 from support import fork_server
@@ -205,6 +205,23 @@ async def test_silent_paths_and_names_hold_up_nothing(node: SilentNode) -> None:
         assert reloaded.status == 200
         assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 200]
         await serves_everything(daemon, "k4")
+
+
+@pytest.mark.needs("root", "gcc", "openssl")
+async def test_token_is_revoked_whatever_else_is_silent(node: SilentNode) -> None:
+    daemon, names = node.daemon, [f"team-{number}" for number in range(MAX_SILENT)]
+    agents = "".join(f'[[agents]]\nid = "{name}"\nuser = "{name}"\n' for name in names)
+    text = CONFIGURATION.replace("{{port}}", str(node.port))
+    daemon.configure(agents, text)
+    for name in names:
+        (node.folder / name).touch()
+    await daemon.start(**node.environ)
+    assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 200]
+    team = text[text.index("[[rpc.tokens]]") : text.index("[host]")]
+    daemon.configure(agents, text.replace(team, ""))
+    reloaded = await daemon.call("POST", "/v1/reload")
+    assert (reloaded.status, reloaded.json) == (200, {"needs_restart": []})
+    assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 401]
 
 
 @pytest.mark.needs("root", "gcc", "openssl")

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from agentd.concurrency import Walk
 from agentd.errors import Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
 from agentd.os_errors import OsErrorKind, os_error_kind
@@ -98,14 +99,14 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
         return program
 
 
-def read_registry_auth(path: Path) -> RegistryAuth:
+def read_registry_auth(path: Path, walk: Walk | None = None) -> RegistryAuth:
     """Read a file of credentials.
 
     Raises:
         ValueError: it cannot be read, others could replace the helpers that it names, or a link of
             another user leads to it.
     """
-    file = read_configured(path)
+    file = read_configured(path, walk=walk)
     real_path = ""
     with suppress(OSError):  # a link was removed
         real_path = _follow_links(path.absolute(), (0, os.geteuid(), file.owner))
@@ -225,10 +226,10 @@ async def _run_helper(program: str, file: str, host: str) -> Credentials | None:
     return {"username": answer.username, "password": answer.secret}
 
 
-def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
+def registry_auth_problems(where: str, path: Path, walk: Walk | None = None) -> Iterator[Problem]:
     """Yield the entries of a file that no pull can use."""
     try:
-        auth = read_registry_auth(path)
+        auth = read_registry_auth(path, walk)
     except ValueError as error:
         yield Problem(where, f"{path}: {error}")
         return
