@@ -141,7 +141,9 @@ class Host:
         """Return what a create asks for."""
         self._requests.clear()
         if name == "systemd":
-            plan = await with_group_ids(plan, host_options(plan.spec).groups, [7], Lookups())
+            plan = await with_group_ids(
+                plan, host_options(plan.spec).groups, [7], {plan.spec.agent_id: Lookups()}
+            )
             units = properties(plan, "/f", SystemdSettings(), UserAccounts(), [])
             return [units, kernel_environment(plan)]
         runtime: Any = self.runtime(name)

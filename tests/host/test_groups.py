@@ -2,6 +2,9 @@
 
 import dataclasses
 import grp
+from collections import defaultdict
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ from msgspec.structs import replace
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.options import parse_group
 from agentd.error_codes import Scope
-from agentd.errors import InvalidRequest, NotReady
+from agentd.errors import InvalidRequest, NotReady, RuntimeUnavailable
 from agentd.host.groups import group_problems, resolve_groups, with_group_ids
 from agentd.host.lookups import Lookups
 from contracts.test_runtime import plan
@@ -70,7 +73,7 @@ async def test_other_groups_are_refused_alike(requested, allowed, lines: list[st
     """Whether the host has such a group is not the caller's business."""
     assert [str(p) for p in await group_problems(requested, allowed, Lookups())] == lines
     with pytest.raises(InvalidRequest):
-        await with_group_ids(plan("true"), requested, allowed, Lookups())
+        await with_group_ids(plan("true"), requested, allowed, defaultdict(Lookups))
 
 
 def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +102,24 @@ def test_allowed_group_that_the_host_lacks_may_come() -> None:
 )
 async def test_groups_of_devices_come_first(of_devices, requested, groups) -> None:
     made = replace(plan("true"), edits=ContainerEdits(env={"A": "b"}, groups=of_devices))
-    changed = await with_group_ids(made, requested, [2000, 44, 105], Lookups())
+    changed = await with_group_ids(made, requested, [2000, 44, 105], defaultdict(Lookups))
     assert changed == replace(made, edits=dataclasses.replace(made.edits, groups=groups))
+
+
+async def test_groups_of_devices_wait_for_no_requested_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lookups, answered = defaultdict[str, Lookups](partial(Lookups, max_threads=1)), Event()
+    database = grp.getgrnam
+    hang = {"docker": lambda _: answered.wait(20) and database("docker")}
+    monkeypatch.setattr(grp, "getgrnam", lambda name: hang.get(name, database)(name))
+    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+    made = replace(plan("true"), edits=ContainerEdits(groups=("render",)))
+    for _ in range(2):
+        with pytest.raises(RuntimeUnavailable, match="the group database"):
+            await with_group_ids(made, ["docker"], ["docker"], lookups)
+    assert (await with_group_ids(made, [], [], lookups)).edits.groups == ("105",)
+    answered.set()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import grp
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -18,6 +18,8 @@ from agentd.errors import InvalidRequest, NotReady, Problem
 from agentd.host.lookups import Lookups
 
 _SUBJECT = "the group database"
+DEVICES = ""
+"""The place of devices' groups among lookups by agent."""
 
 
 def find_group_id(group: int | str) -> int | None:
@@ -72,26 +74,34 @@ async def group_problems(
 
 
 async def with_group_ids(
-    plan: KernelPlan, requested: Sequence[int | str], allowed: Sequence[int | str], lookups: Lookups
+    plan: KernelPlan,
+    requested: Sequence[int | str],
+    allowed: Sequence[int | str],
+    lookups: Mapping[str, Lookups],
 ) -> KernelPlan:
     """Return a plan with the groups of its request beside those of its devices, as numbers.
 
-    Names of devices' groups that this host does not know are kept.
+    Names of devices' groups that this host does not know are kept. `lookups` are by agent, so no
+    agent's names hold up those of another, or of `DEVICES`.
 
     Raises:
         InvalidRequest, NotReady, RuntimeUnavailable: see `resolve_groups` and `Lookups.call`.
     """
     names = [name for name in plan.edits.groups if not name.isdecimal()]
-    if not requested and not names:
-        return plan
-
-    def resolve() -> tuple[str, ...]:
-        ids = {name: find_group_id(name) for name in names}
-        of_devices = (name if (n := ids.get(name)) is None else n for name in plan.edits.groups)
-        requested_ids, problems = resolve_groups(requested, allowed)
+    ids: Mapping[str, int | None] = {}
+    requested_ids: Sequence[int] = ()
+    if names:
+        find_all = partial(_find_group_ids, names)
+        ids = await lookups[DEVICES].call("the groups of devices", find_all)
+    if requested:
+        resolve = partial(resolve_groups, requested, allowed)
+        requested_ids, problems = await lookups[plan.spec.agent_id].call(_SUBJECT, resolve)
         if problems:
             raise InvalidRequest(problems)
-        return tuple(dict.fromkeys(map(str, (*of_devices, *requested_ids))))
-
-    groups = await lookups.call(_SUBJECT, resolve)
+    of_devices = (name if (n := ids.get(name)) is None else n for name in plan.edits.groups)
+    groups = tuple(dict.fromkeys(map(str, (*of_devices, *requested_ids))))
     return replace(plan, edits=dataclasses.replace(plan.edits, groups=groups))
+
+
+def _find_group_ids(names: Sequence[str]) -> Mapping[str, int | None]:
+    return {name: find_group_id(name) for name in names}

@@ -224,6 +224,29 @@ async def test_token_is_revoked_whatever_else_is_silent(node: SilentNode) -> Non
     assert [await node.status_of(secret) for secret in SECRETS.values()] == [200, 401]
 
 
+@pytest.mark.needs("gcc")
+@pytest.mark.parametrize("node", ["process", "docker"], indirect=True)
+async def test_groups_of_one_agent_hold_up_no_other(node: SilentNode) -> None:
+    """A name that only a directory could answer is not known to be refused."""
+    daemon = node.daemon
+    table = "" if daemon.runtime == "docker" else "[runtime.process]\n"
+    daemon.configure(
+        AGENTS.replace('user = "daemon"\n', ""),
+        f"""{BASE}{table}
+allowed-groups = ["audio", "no such group"]
+""",
+    )
+    await daemon.start(**node.environ)
+    (node.folder / "video").touch()
+    dry = {"query": "?dry_run=true"}
+    answers = [daemon.create(groups=["video"], **dry) for _ in range(2 * MAX_AT_ONCE)]
+    assert {answer.status for answer in await asyncio.gather(*answers)} == {503}
+    refused = await daemon.create(groups=["audio"], **dry)
+    assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable")
+    assert "lookups do not answer: the group database" in refused.json["detail"]
+    assert (await daemon.create("agent-2", groups=["audio"], **dry)).status == 200
+
+
 @pytest.mark.needs("root", "gcc", "openssl")
 async def test_check_config_names_what_is_silent(node: SilentNode) -> None:
     daemon, dead = node.daemon, node.folder / "dead"

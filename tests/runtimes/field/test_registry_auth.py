@@ -362,7 +362,7 @@ async def test_file_that_is_replaced_while_it_is_read_is_refused(
     (folder / "other").write_text(json.dumps({"auths": {HOST: entry()}}))
     file.symlink_to("other")
 
-    def read_and_replace(path: Path) -> RegularFile:
+    def read_and_replace(path: Path, walk: object) -> RegularFile:
         content = read_regular(path)
         file.unlink()
         file.symlink_to("config.json")

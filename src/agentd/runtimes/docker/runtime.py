@@ -145,8 +145,8 @@ class DockerRuntime:
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
-        """By agent: no agent waits for the mounts of another."""
-        self._group_lookups = Lookups()
+        """By agent: no agent waits for the mounts of another, or for its groups."""
+        self._group_lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._device_lookups = Lookups()
         self._is_swept = False
         self._last_seen = last_seen or OutageLog()
@@ -227,8 +227,8 @@ class DockerRuntime:
         except InvalidRequest as error:
             problems += error.problems
         requested = container_options(spec).groups
-        allowed = self._settings_of(spec).allowed_groups
-        return [*problems, *await group_problems(requested, allowed, self._group_lookups)]
+        allowed, lookups = self._settings_of(spec).allowed_groups, self._group_lookups
+        return [*problems, *await group_problems(requested, allowed, lookups[spec.agent_id])]
 
     async def _resolve_sources(self, spec: KernelSpec) -> list[MountSource]:
         """Resolve the mounts of a request.

@@ -101,9 +101,9 @@ class ProcessRuntime:
         self._settings = settings
         self._user_accounts = accounts
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._lookups = Lookups()
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._spawns: defaultdict[str, Lookups] = defaultdict(Lookups)
-        """By agent: no agent waits for the working directories of another."""
+        """By agent: no agent waits for the working directories of another, or for its groups."""
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
@@ -124,11 +124,12 @@ class ProcessRuntime:
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         settings, user = self._settings, self._user_accounts.user_for(spec.agent_id) or ""
+        lookups = self._lookups[spec.agent_id]
         if spec.user is not None and not user:
-            user = await self._lookups.call("the user database", daemon_user_name)
+            user = await lookups.call("the user database", daemon_user_name)
         problems = host_problems(spec, "process", user, settings)
         allowed, accounts = settings.allowed_groups, self._user_accounts
-        return [*problems, *await host_group_problems(spec, allowed, accounts, self._lookups)]
+        return [*problems, *await host_group_problems(spec, allowed, accounts, lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()

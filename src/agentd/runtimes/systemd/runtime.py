@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -105,7 +106,8 @@ class SystemdRuntime:
         self._manager = SystemdManager(is_user=accounts.is_unprivileged)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
-        self._lookups = Lookups()
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        """By agent: no agent waits for the groups of another."""
         self._ends = ExitDropIn(self._manager, node_id, folder)
 
     def update_settings(self, settings: SystemdSettings) -> None:
@@ -122,7 +124,8 @@ class SystemdRuntime:
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         user, allowed = self._accounts.user_for(spec.agent_id), self._settings.allowed_groups
         problems = request_problems(spec, self._settings, user)
-        return [*problems, *await host_group_problems(spec, allowed, self._accounts, self._lookups)]
+        lookups = self._lookups[spec.agent_id]
+        return [*problems, *await host_group_problems(spec, allowed, self._accounts, lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._accounts.is_unprivileged
