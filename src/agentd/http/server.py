@@ -7,7 +7,6 @@ bearer token does both (`gate`). Every error is a problem (RFC 9457) with a stab
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -26,7 +25,12 @@ from agentd.http.callers import NODE_HEADER, Callers, Token
 from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
-from agentd.http.connections.unix_sockets import SOCKET_MODE, bind_unix_socket, find_group_id
+from agentd.http.connections.unix_sockets import (
+    bind_unix_socket,
+    find_group_id,
+    give_socket,
+    socket_identity,
+)
 from agentd.http.gate import MAX_BODY, Gate, RequestHandler, error_response
 from agentd.http.openapi import build_document
 from agentd.http.problem_responses import problem_response
@@ -124,7 +128,8 @@ class Server:
         self._gate = Gate(site, routes, self._callers, pages, node_id, open_timeout_s)
         self._turns = RequestTurns()
         self._pending: set[Connection] = set()
-        self._bound_paths: list[Path] = []
+        self._bound: dict[Path, tuple[int, int]] = {}
+        """By path, the identity of the file of each socket that this process made."""
         self.ungrouped: list[UnixSocket] = []
         """Sockets that only agentd's user can connect to, as they are not given to a group yet."""
         self._runner: web.AppRunner | None = None
@@ -157,7 +162,7 @@ class Server:
         for unix, limits in ((main, None), *((other, further) for other in others)):
             if (sock := passed.get(str(unix.path))) is None:
                 sock = bind_unix_socket(unix.path, unix.group)
-                self._bound_paths.append(unix.path)
+                self._bound[unix.path] = socket_identity(unix.path)
                 self.ungrouped += [unix] if unix.group is not None else []
                 self.assign_groups(find_group)
             await self._listen(sock, limits)
@@ -167,19 +172,22 @@ class Server:
             await self._listen(sock, limits, lambda: self._tls)
 
     def assign_groups(self, find_group: Callable[[str], int | None]) -> None:
-        """Give sockets to their groups, as far as these are known.
+        """Give sockets to their groups, as far as these are known; one that fails stops no other.
 
         Raises:
-            StartRefused: agentd may not give a socket to its group.
+            StartRefused: agentd may not give a socket to its group, or does not find its file.
         """
+        refusals = []
         for unix in [*self.ungrouped]:
             if (group_id := find_group(unix.group or "")) is not None:
                 try:
-                    os.chown(unix.path, -1, group_id)
-                    unix.path.chmod(SOCKET_MODE)
-                except OSError as error:
-                    raise StartRefused(f"socket {unix.path}: {error.strerror}") from None
-                self.ungrouped.remove(unix)
+                    give_socket(unix.path, self._bound[unix.path], group_id)
+                except StartRefused as error:
+                    refusals.append(error)
+                else:
+                    self.ungrouped.remove(unix)
+        if refusals:
+            raise refusals[0]
 
     def _tcp_socket(self, host: str) -> socket.socket:
         """Return a listening socket; the host may get its address later."""
@@ -256,7 +264,7 @@ class Server:
 
     async def stop(self, deadline: Deadline) -> None:
         """Remove the sockets, stop accepting, let open requests finish, and cancel the rest."""
-        for path in self._bound_paths:  # after the close, the file may be that of the next daemon
+        for path in self._bound:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
         await self._stop_accepting()
         await _wait_empty(self._pending, deadline.remaining_s(FIRST_REQUEST_S))

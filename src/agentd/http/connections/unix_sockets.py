@@ -104,6 +104,33 @@ def bind_unix_socket(path: Path, group: str | None) -> socket.socket:
     return listener
 
 
+def socket_identity(path: Path) -> tuple[int, int]:
+    """Return the device and the inode of the file of a socket that was just bound."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino
+
+
+def give_socket(path: Path, identity: tuple[int, int], group_id: int) -> None:
+    """Give a socket to its group; follows no link, and changes no file but that of the socket.
+
+    Raises:
+        StartRefused: its file was removed or replaced, or agentd may not give it.
+    """
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode) or (status.st_dev, status.st_ino) != identity:
+                raise StartRefused(f"socket {path} was replaced by another file")
+            opened = Path(f"/proc/self/fd/{descriptor}")
+            os.chown(opened, -1, group_id)
+            opened.chmod(SOCKET_MODE)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StartRefused(f"socket {path}: {error.strerror}") from None
+
+
 def _refuse_in_use(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
