@@ -185,7 +185,9 @@ NAMED = {"docker": ("3",), "runc": (), "crun": ()}
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_that_lacks_a_core_says_so(engine: str) -> None:
     for asked, lost in ((("3",), ("3",)), (("0", "1", "3"), NAMED[engine])):
-        error = translate_error(DockerError(*ENGINES[engine]), replace(plan("true"), cpus=asked))
+        error = translate_error(
+            DockerError(*ENGINES[engine]), replace(plan("find", "/", "/sys", "-x"), cpus=asked)
+        )
         assert isinstance(error, CoresUnavailable)
         assert tuple(error.cores) == lost
 

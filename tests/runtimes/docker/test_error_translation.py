@@ -21,6 +21,8 @@ HOOK = "error running hook #0: fork/exec /usr/bin/nvidia-hook: no such file or d
 OCI = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
 PROCESS = f"{OCI}runc create failed: unable to start container process: "
 INIT = f"{PROCESS}error during container init: "
+SOURCE = 'invalid mount config for type "bind": bind source path does not exist: '
+CPUSET = "/u/write /sys/fs/cgroup/x/cpuset.cpus"
 
 MEANINGS = {
     "no such command": (
@@ -125,6 +127,18 @@ MEANINGS = {
         500, f"{INIT}error setting cgroup config: write cpuset.cpus: no space left on device", 0,
         RuntimeFailure,
     ),
+    "a mount named as cores": (
+        400, f"{SOURCE}/data/u/requested cpus are not available", 0, InvalidRequest,
+    ),
+    "a mount named as a cpuset": (
+        400, f"{SOURCE}/data/u/write /sys/fs/cgroup/x/cpuset.cpus", 0, InvalidRequest,
+    ),
+    "a mount named as a full disk": (
+        400, f"{SOURCE}/data/u: no space left on device", 0, InvalidRequest,
+    ),
+    "a mount named as a conflict": (
+        400, f"{SOURCE}/data/u/port is already allocated", 0, InvalidRequest,
+    ),
     "a hierarchy of cgroups that is full": (
         500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
     ),
@@ -145,6 +159,14 @@ def test_engine_errors_are_attributed(
         assert str(error) == f"the Docker Engine: {message}"
     if meaning is StateUnavailable:
         assert str(error) == "the disk of the node's engine is full"
+
+
+@pytest.mark.parametrize("path", [CPUSET, "/u/x: no space left on device", "/u/marked for removal"])
+def test_mount_of_a_request_names_no_other_failure(path: str) -> None:
+    """As Podman says that a source is not there, with a path that ends like a message."""
+    made = plan("sleep", mounts=(Mount(path, "/home"),))
+    error = translate_error(DockerError(500, f"statfs {path}"), made)
+    assert type(error) is RuntimeFailure
 
 
 @pytest.mark.parametrize(

@@ -48,18 +48,29 @@ _NODE_REFUSALS = ("error mounting", "hook")
 _SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 """Folders that are the same on every node; other paths tell where an engine keeps its data."""
 _NO_CORES = re.compile(
-    r"requested cpus are not available|\bwrit(?:e|ing file) `?/sys/fs/cgroup/\S*/cpuset\.cpus\b"
+    r"^requested cpus are not available|\bwrit(?:e|ing file) `?/sys/fs/cgroup/\S*/cpuset\.cpus\b"
 )
 """Refusals of cores: of the Engine for one that is offline, of runc and crun for a cpuset."""
 _AVAILABLE_CORES = re.compile(r"available: ((?:\d{1,5}(?:-\d{1,5})?,?)+)")
+_SOURCE = "source path does not exist: "
+"""The begin of a mount's real source, which its owner named, in a message; it has no quotes."""
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
-_FULL_DISK = re.compile("no space left on device|disk quota exceeded")
-_BAD_DISK = re.compile("read-only file system|input/output error")
+_DISK = re.compile(
+    "(?:^|: )(?:(no space left on device|disk quota exceeded)"
+    r"|read-only file system|input/output error)(?:: (?:unknown|oci runtime error))?\Z"
+)
+"""The end of a message about a disk; the first group is that of a full one."""
+_OWN_STEP = re.compile(
+    r"(?:pulling \S+: |error creating temporary lease: |copying system image[^:]*: )?(?:"
+    "(?:write|open|mkdir|rename|sync) |failed to (?:register|extract) layer|failed to unpack "
+    "|failed to copy: failed to send write: |writing blob: )"
+)
+"""The begin of what an engine says of its own disk in a pull; a registry's words follow others."""
 _NO_DISK = re.compile(
     "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|hook #|error mounting"
 )
@@ -123,11 +134,15 @@ def _translate_refused_create(
 ) -> BaseException:
     if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
-    words = _engine_words(error.detail)
-    if not _NO_DISK.search(error.detail.lower()) and (reason := _disk_reason(words)):
+    named, own_text = [*_named_paths(plan)], error.detail.partition(_SOURCE)[0]
+    for path in sorted(named, key=len, reverse=True):
+        own_text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w/.-])", "", own_text)
+    words, is_bad_request = _engine_words(own_text), error.status == BAD_REQUEST
+    is_of_disk = not is_bad_request and not _NO_DISK.search(error.detail.lower())
+    if is_of_disk and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
-    message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
-    own_words = _DOUBLE_QUOTED.sub("", error.detail.partition(_COMMAND)[0]).lower()
+    message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *named])
+    own_words = _DOUBLE_QUOTED.sub("", own_text.partition(_COMMAND)[0]).lower()
     if _NO_CORES.search(own_words):
         return CoresUnavailable(_lost_cores(own_words, plan.cpus), message)
     if not any(text in words for text in _NODE_REFUSALS):
@@ -135,7 +150,7 @@ def _translate_refused_create(
             program = program_of(plan.spec)
             command = quote_untrusted(program) if program else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
-        if error.status == BAD_REQUEST:
+        if is_bad_request:
             return InvalidRequest([Problem("", message)])
     return _translate_refusal(words, message)
 
@@ -169,9 +184,9 @@ def _named_paths(plan: KernelPlan) -> Iterator[str]:
 
 def _disk_reason(words: str) -> str:
     """Return what an engine's words say of its disk, "" for nothing."""
-    if _FULL_DISK.search(words):
-        return "the disk of the node's engine is full"
-    return "the disk of the node's engine is not writable" if _BAD_DISK.search(words) else ""
+    if (found := _DISK.search(words.strip())) is None:
+        return ""
+    return f"the disk of the node's engine is {'full' if found[1] else 'not writable'}"
 
 
 def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
@@ -181,7 +196,7 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     """
     message = message[:MAX_DETAIL_BYTES].strip()
     text, words = message.lower(), _engine_words(message)
-    if reason := _disk_reason(words):
+    if _OWN_STEP.match(words) and (reason := _disk_reason(words)):
         return StateUnavailable(f"image {image}: {reason}")
     detail = f"image {image}: {hide_paths(message)}"
     if _RATE_LIMIT.search(text):
