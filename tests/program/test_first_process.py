@@ -66,6 +66,21 @@ raise SystemExit(5)
         assert process.wait(20) == 5
 
 
+def test_hangup_before_the_child_has_begun_does_not_end_it() -> None:
+    script = """
+import os, runpy, signal, sys
+fork = os.fork
+def fork_after_hangup():
+    os.kill(1, signal.SIGHUP)
+    return fork()
+os.fork = fork_after_hangup
+sys.argv = ["agentd", "run", "--config", "/nonexistent"]
+runpy.run_module("agentd", run_name="__main__", alter_sys=True)
+"""
+    command = [*UNSHARE, sys.executable, "-c", script]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 78
+
+
 def test_variables_of_a_manager_name_the_child() -> None:
     script = 'import os; print(os.environ["LISTEN_PID"] == str(os.getpid()), os.getpgrp() > 1)'
     with start(script, LISTEN_PID="1") as process:

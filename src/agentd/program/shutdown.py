@@ -60,9 +60,10 @@ class Shutdown:
         loop = asyncio.get_running_loop()
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        # Before the handlers: a signal in between would be lost.
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*SIGNALS, *handlers):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
         def read_signals() -> None:
             while (number := reader.recv(1)[0]) not in SIGNALS:

@@ -23,8 +23,6 @@ from agentd.cli.output import (
 )
 from agentd.errors import AgentdError, ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.program.exit_status import exit_refused, print_problems
-from agentd.program.first_process import leave_first_process
-from agentd.program.process import prepare_daemon
 from agentd.tomlfile.regular_files import UnusableFile, read_regular
 
 _T = TypeVar("_T")
@@ -83,9 +81,7 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 )
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
-    leave_first_process()
     stderr.guard()
-    prepare_daemon()
     loaded = _settings(config_file)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
