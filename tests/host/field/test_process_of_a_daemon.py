@@ -14,7 +14,7 @@ from support.daemon import Daemon
 
 CONFIGURES_ITS_LOG = "agentd.log.configure"
 DAEMONS = {
-    "agentd run": ("agentd.cli.agentd.main:agentd", CONFIGURES_ITS_LOG),
+    "agentd run": ("agentd.__main__:main", CONFIGURES_ITS_LOG),
     "agentd-fleet gateway": ("agentd_fleet.cli:agentd_fleet", CONFIGURES_ITS_LOG),
     "agentd-fleet join": ("agentd_fleet.join.publisher:main", CONFIGURES_ITS_LOG),
     "agentd-slurm sync": ("agentd_slurm.cli:agentd_slurm", "agentd_slurm.commands.sync.Notifier"),
