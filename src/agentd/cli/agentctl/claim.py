@@ -20,7 +20,7 @@ from agentd.cli.agentctl.options import (
     slot_option,
     suggesting_agents,
 )
-from agentd.cli.output import output_option, print_answer, print_text
+from agentd.cli.output import client_command, print_answer, print_text
 from agentd.client import Client
 from agentd.procfs import read_lines
 from agentd.program.exit_status import ExitStatus
@@ -112,8 +112,7 @@ def _own_cgroup() -> str:
 @click.option(
     "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only claims with this label."
 )
-@output_option
-@click.pass_obj
+@client_command
 def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
     """List the claims."""
     rows = client.claims(agent, labels=pairs(label))
@@ -142,8 +141,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("claim", shell_complete=completion.claims)
 @click.option("--ttl", type=click.IntRange(min=1), help="Seconds; default: the time it had.")
-@output_option
-@click.pass_obj
+@client_command
 def renew(client: Client, claim: str, ttl: int | None) -> None:
     """Restart the time limit of a claim."""
     print_answer(client.renew_claim(claim, ttl), [*CLAIM_COLUMNS, "expires_at"], claim_row)
@@ -151,8 +149,7 @@ def renew(client: Client, claim: str, ttl: int | None) -> None:
 
 @click.command()
 @click.argument("claims", nargs=-1, required=True, shell_complete=completion.claims)
-@output_option
-@click.pass_obj
+@client_command
 def release(client: Client, claims: Sequence[str]) -> None:
     """Release claims."""
     remove_each(claims, client.release_claim)
