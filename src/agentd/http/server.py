@@ -135,8 +135,9 @@ class Server:
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._requests: dict[int, web.Request] = {}
-        self._cancelled_requests: list[str] = []
-        site.set_document(cache(lambda: build_document(title, routes)))
+        self.cancelled: list[str] = []
+        """The requests that `stop` cancelled, as `METHOD /path`."""
+        site.build_document = cache(lambda: build_document(title, routes))
 
     async def start(self, find_group: Callable[[str], int | None] = find_group_id) -> None:
         """Start listening; `find_group` returns the id of a group, None of an unknown one.
@@ -227,11 +228,6 @@ class Server:
         self._listeners.append(listener)
 
     @property
-    def cancelled(self) -> list[str]:
-        """The requests that `stop` cancelled, as `METHOD /path`."""
-        return self._cancelled_requests
-
-    @property
     def has_tls(self) -> bool:
         """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
@@ -274,9 +270,7 @@ class Server:
         requests_deadline = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
         await _wait_empty(self._requests, requests_deadline.remaining_s(SHUTDOWN_TIMEOUT_S))
         requests = self._requests.values()
-        self._cancelled_requests += sorted(
-            f"{request.method} {request.path}" for request in requests
-        )
+        self.cancelled += sorted(f"{request.method} {request.path}" for request in requests)
         if self._runner is not None:
             await self._runner.cleanup()
 

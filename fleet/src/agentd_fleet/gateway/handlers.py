@@ -32,6 +32,7 @@ from agentd.http.queries import prefers_async, query_of, receive_body
 from agentd.http.responses import json_response
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
+from agentd.rpc.rendering import slot_type_view
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import FleetLists
@@ -121,7 +122,7 @@ class Gateway(Site):
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List every slot type that any node ever offered."""
         view = self._state.view
-        rows = [views.slot_type_view(slot) for slot in view.slot_types.values()]
+        rows = [slot_type_view(slot) for slot in view.slot_types.values()]
         return self._revision_answer(rows, view.revision)
 
     async def forget_slot_type(self, request: web.Request) -> web.Response:
@@ -226,7 +227,7 @@ class Gateway(Site):
         location = await self._locate(request)
         query = {k: v for k, v in request.query.items() if k != "node"}
         path = kernel_path(request.match_info["kernel"], "logs", query=query)
-        with self._streams.register(request):
+        with self.streams.register(request):
             return await proxy_request(self._nodes, location.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
@@ -236,7 +237,7 @@ class Gateway(Site):
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command in a kernel, over a WebSocket."""
         location = await self._locate(request)
-        with self._streams.register(request, may_pause=True):
+        with self.streams.register(request, may_pause=True):
             path = kernel_path(request.match_info["kernel"], "exec")
             return await proxy_websocket(self._nodes, location.node, request, path)
 
@@ -252,7 +253,7 @@ class Gateway(Site):
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers
         proxy = proxy_websocket if is_socket else proxy_request
-        with self._streams.register(request, may_pause=is_socket):
+        with self.streams.register(request, may_pause=is_socket):
             return await proxy(self._nodes, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
