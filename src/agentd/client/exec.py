@@ -7,7 +7,6 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Self
 
 import aiohttp
 
@@ -50,12 +49,6 @@ class Execution:
         """The exit code, None until the command has ended; 128 plus the number of a signal."""
         self._has_frame = asyncio.Event()
         self._is_reading = True
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await close_websocket(self._websocket)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._websocket:
