@@ -10,10 +10,12 @@ from typing_extensions import TypedDict
 
 from agentd.core.slots import SlotName, SlotType, format_amount
 from agentd.views import (
+    Amount,
     DecisionView,
     DeviceView,
     KernelUseView,
     KernelView,
+    SlotTypeView,
     SlotUseView,
 )
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, SlotUsage
@@ -119,3 +121,17 @@ def usage_views(
             "free": format_amount(usage.free, kind),
         }
     return views
+
+
+def slot_type_view(slot: SlotType) -> SlotTypeView:
+    """Return a slot type in the form of a node's."""
+    quantum: Amount = format_amount(slot.quantum, slot.kind)
+    return {
+        "name": slot.name,
+        "device_name": slot.name.partition(".")[0],
+        "kind": slot.kind.value,
+        "quantum": quantum,
+        "exclusive_group": slot.exclusive_group,
+        "unit": slot.unit,
+        "primary": slot.primary,
+    }

@@ -90,8 +90,10 @@ class FleetKernels:
             stored = None
         if stored is not None and not caller.sees(stored.route.agent_id):
             stored = None
-        if node_id is not None and (stored is None or stored.route.node_id != node_id):
-            return KernelLocation(self.visible_node(caller, node_id), None)
+        if node_id is not None:
+            if stored is None or stored.route.node_id != node_id:
+                return KernelLocation(self.visible_node(caller, node_id), None)
+            return KernelLocation(node_of_route(self._state, stored.route), stored)
         if stored is None:
             raise unknown_kernel_error(kernel_id)
         return KernelLocation(node_of_route(self._state, stored.route), stored)
