@@ -32,7 +32,6 @@ from agentd.http.queries import prefers_async, query_of, receive_body
 from agentd.http.responses import json_response
 from agentd.http.site import Site
 from agentd.rpc.queries import CreateQuery
-from agentd.rpc.rendering import slot_type_view
 from agentd.rpc.requests import StopRequest
 from agentd_fleet.gateway import views
 from agentd_fleet.gateway.lists import FleetLists
@@ -122,7 +121,7 @@ class Gateway(Site):
     async def list_slot_types(self, _: web.Request) -> web.Response:
         """List every slot type that any node ever offered."""
         view = self._state.view
-        rows = [slot_type_view(slot) for slot in view.slot_types.values()]
+        rows = [views.slot_type_view(slot) for slot in view.slot_types.values()]
         return self._revision_answer(rows, view.revision)
 
     async def forget_slot_type(self, request: web.Request) -> web.Response:
