@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from agentd.concurrency import silent_subjects
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.conditions import ActiveCondition, Condition
@@ -142,6 +143,7 @@ async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
         assert (others, hanging.about) == (listed.looked_up, "host")
         assert "a folder" in hanging.reason
     answer.set()
+    await until(lambda: len(silent_subjects()), 0, within_s=5)
 
 
 @pytest.mark.parametrize("error", [RecursionError("too deep"), KeyError("x"), OSError("no disk")])
@@ -155,6 +157,27 @@ async def test_lookup_that_fails_ends_no_other(listed: Listed, error: Exception)
     found, failed = [item.condition for item in listed.conditions.current()]
     assert (found, failed.about, failed.agents) == (LOST, "host", ())
     assert str(error) in failed.reason
+
+
+async def test_lookup_that_fails_ends_none_of_its_conditions(listed: Listed) -> None:
+    """Conditions hold until the next answer, so they do not begin twice."""
+    answers: list[Condition | Exception] = [LOST, OSError("no disk"), LOST]
+
+    def ask() -> list[Condition]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+    listed.conditions.add_slow("a folder", ask)
+    logged = []
+    while answers:
+        await listed.conditions.refresh_lookups()
+        logged.append(listed.report(after_s=1))
+    began, failed, ended = logged
+    assert began == [f"warning condition.began {LOST.about}"]
+    assert failed == ["warning condition.began host"]
+    assert ended == ["info condition.ended host"]
 
 
 TEAM = Caller("t", Role.AGENT, frozenset({"a"}))

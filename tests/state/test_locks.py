@@ -125,6 +125,41 @@ def test_a_file_system_without_locks_is_named(
     state.close()
 
 
+@pytest.mark.parametrize("successor", ["folder", "link"])
+@pytest.mark.parametrize("name", ["state/lock", "run/node-n.lock"])
+def test_a_lock_that_is_replaced_by_no_file_is_a_condition(
+    tmp_path: Path, name: str, successor: str
+) -> None:
+    state, path = StateFolder(tmp_path / "state", "n"), tmp_path / name
+    state.open(tmp_path / "run")
+    path.unlink()
+    if successor == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        state.hold_locks(tmp_path / "run")
+        (condition,) = state.conditions()
+        assert condition.reason.startswith(f"{path} cannot be locked: ")
+    path.rename(tmp_path / "aside")
+    state.hold_locks(tmp_path / "run")
+    assert [*state.conditions()] == []
+    assert path.is_file()
+    state.close()
+
+
+def test_a_lock_that_is_not_used_any_more_is_no_condition(tmp_path: Path) -> None:
+    """A logout removes the folder of the node's lock; the next one is in the home."""
+    state, former = StateFolder(tmp_path / "state", "n"), tmp_path / "run" / "node-n.lock"
+    former.mkdir(parents=True)
+    state.open(former.parent)
+    (condition,) = state.conditions()
+    assert condition.reason.startswith(f"{former} ")
+    state.hold_locks(tmp_path / "home")
+    assert [*state.conditions()] == []
+    state.close()
+
+
 @pytest.mark.needs("root")
 @pytest.mark.parametrize(
     ("own", "expected"),

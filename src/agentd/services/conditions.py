@@ -45,25 +45,28 @@ class _SlowSource:
     """A source that is asked beside the event loop; one that hangs delays no other."""
 
     def __init__(self, subject: str, source: ConditionSource) -> None:
-        self._conditions: Sequence[Condition] = ()
+        self._found: Sequence[Condition] = ()
+        self._failure: Sequence[Condition] = ()
         self._subject = subject
         self._source = source
         self._lookups = Lookups(max_threads=1)
 
     def conditions(self) -> Sequence[Condition]:
-        return self._conditions
+        return [*self._found, *self._failure]
 
     async def refresh(self) -> None:
-        """Ask the source; one that is silent is a condition by itself until it answers."""
+        """Ask the source; while it is silent or fails, that is a condition beside its last ones."""
         try:
-            self._conditions = await self._lookups.call(
+            self._found = await self._lookups.call(
                 self._subject, lambda: [*self._source()], SOURCE_TIMEOUT_S
             )
         except Exception as error:  # noqa: BLE001 - one here must not end the other lookups
             is_known = isinstance(error, (RuntimeUnavailable, OSError))
             reason = str(error) if is_known else f"{self._subject}: {error!r}"
             is_shown = not (isinstance(error, RuntimeUnavailable) and silent_subjects())
-            self._conditions = [Condition("host", reason, agents=())] if is_shown else []
+            self._failure = [Condition("host", reason, agents=())] if is_shown else []
+        else:
+            self._failure = ()
 
 
 def silent_conditions() -> Iterable[Condition]:

@@ -71,6 +71,7 @@ class StateFolder:
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self._claims = folder / "claims"
         self._locks = Locks()
+        self._node_lock = Path()
         self._access_errors: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
         self._failed_saves: dict[str, tuple[Callable[[], None], ...]] = {}
@@ -140,18 +141,27 @@ class StateFolder:
     def hold_locks(self, lock_folder: Path) -> None:
         """Lock the folder and the node id, again if a lock's file was removed or replaced.
 
-        A node id whose file cannot be locked is a condition: a second daemon goes unnoticed.
+        A file that cannot be locked is a condition: a second daemon goes unnoticed.
 
         Raises:
             StartRefused: another daemon has locked one.
-            OSError: the folder cannot be locked.
+            OSError: the folder cannot be locked, and is not open yet.
         """
-        self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
+        path = self.folder / "lock"
+        try:
+            self._lock(path, f"state folder {self.folder} is in use by another agentd")
+        except OSError as error:
+            if not self._is_open:
+                raise
+            self._warn_once(path, f"cannot be locked: {error.strerror}")
         with suppress(OSError):
             mode = 0o700 if os.geteuid() else 0o755
             lock_folder.mkdir(mode, parents=True, exist_ok=True)
         reason = f"another agentd serves node id {self._node_id} on this host"
         path = lock_folder / f"node-{self._node_id}.lock"
+        if path != self._node_lock:  # the folder is another one, as after a logout
+            self._access_errors.pop(str(self._node_lock), None)
+            self._node_lock = path
         try:
             self._lock(path, reason)
         except OSError as error:
