@@ -1,6 +1,9 @@
 """Plugins that an operator stops and starts: nothing of them runs meanwhile."""
 
 import asyncio
+import os
+import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,10 +13,13 @@ from msgspec.structs import replace
 from agentd.concurrency import silent_subjects
 from agentd.config.plugins import PluginTable
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
+from agentd.host.processes import read_env
 from agentd.pluginhost import process as plugin_process
+from agentd.pluginhost.descendants import MARK, kill_marked, new_mark
 from agentd.services.protocols import PluginState
 from pluginhost.rig import PROCESS, given, opened, pid_of, scripted, states, until, until_ready
 from support.host_faults import make_killable, make_unkillable
+from support.waiting import until_blocking
 
 STOPPED = (PluginState.STOPPED, "stopped by ann")
 
@@ -184,16 +190,23 @@ async def test_environment_that_nobody_can_read_delays_no_plugin(
     """As of a process whose memory is locked while it waits for a dead mount."""
     answered = threading.Event()
 
-    def hang(_: int) -> dict[str, str]:
-        answered.wait(20)
-        return {}
+    def hang(pid: int) -> dict[str, str]:
+        return read_env(pid) if pid != os.getpid() or answered.wait(20) else {}
 
     monkeypatch.setattr("agentd.pluginhost.descendants.read_env", hang)
-    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.pluginhost.descendants.ANSWER_TIMEOUT_S", 0.05)
     table, _ = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
     await opened(made)
     assert states(made)["one"] is PluginState.READY
-    assert "an environment in /proc" in silent_subjects()
+    subject = f"the environment of process {os.getpid()}"
+    assert subject in silent_subjects()
+    for _ in range(3):
+        environ = {MARK: (mark := new_mark()), "PATH": os.environ["PATH"]}
+        with subprocess.Popen(["sleep", "1000"], env=environ) as helper:
+            await kill_marked(mark)
+        assert helper.returncode == -signal.SIGKILL, "it is behind the one that is stuck"
     assert await stop(made) == STOPPED
+    assert [thread.name for thread in threading.enumerate()].count("environments in /proc") == 1
     answered.set()
+    until_blocking(silent_subjects, lambda silent: subject not in silent)
