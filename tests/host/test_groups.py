@@ -84,10 +84,12 @@ def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_allowed_group_that_the_host_lacks_may_come() -> None:
+@pytest.mark.parametrize("group", ["team-a", 2000])
+def test_allowed_group_that_the_host_lacks_may_come(group: int | str) -> None:
+    """Its number is not known before."""
     reason = "group 'team-a' of allowed-groups does not exist"
     with pytest.raises(NotReady, match=reason) as refused:
-        resolve_groups(["team-a"], ["team-a"])
+        resolve_groups([group], ["video", "team-a"])
     assert refused.value.scope is Scope.NODE, "another node may have it"
 
 

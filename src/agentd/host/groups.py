@@ -40,17 +40,19 @@ def resolve_groups(
     Without allowed ones no name is looked up.
 
     Raises:
-        NotReady: this host does not know an allowed one.
+        NotReady: this host does not know an allowed one, which is named or may be meant by number.
     """
-    allowed_ids = {find_group_id(group) for group in allowed} - {None}
+    allowed_ids = {group: find_group_id(group) for group in allowed}
+    unknown = [group for group, group_id in allowed_ids.items() if group_id is None]
     ids: list[int] = []
     problems: list[Problem] = []
     for index, group in enumerate(requested):
         group_id = find_group_id(group) if allowed else None
-        if group_id is None and group in allowed:
-            reason = f"group {group!r} of allowed-groups does not exist on this host"
-            raise NotReady(reason, is_local=True)
-        if group_id is None or group_id not in allowed_ids:
+        if group_id is None or group_id not in allowed_ids.values():
+            if unknown and (group in unknown or isinstance(group, int)):  # it may be its number
+                name = group if group in unknown else unknown[0]
+                reason = f"group {name!r} of allowed-groups does not exist on this host"
+                raise NotReady(reason, is_local=True)
             names = ", ".join(map(str, allowed)) or "none"
             reason = f"group {group!r} is not allowed; allowed-groups: {names}"
             problems.append(Problem(f"groups.{index}", reason))
