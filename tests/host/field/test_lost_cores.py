@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agentd.config.runtimes import ProcessSettings
 from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.kernel.plan import KernelPlan
-from agentd.core.kernel.states import KernelRef
+from agentd.core.kernel.states import KernelRef, KernelState
 from agentd.errors import CoresUnavailable, InsufficientResource, RuntimeFailure, RuntimeUnavailable
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.error_translation import translate_error
@@ -126,6 +126,23 @@ async def test_core_that_another_scan_missed_first_is_replaced(rig: Rig, is_name
     rig.runtime.create = lose_first_core  # type: ignore[method-assign]
     await rig.create("k1", cpu=2)
     assert cores_of(rig, "k1") == ("1", "2")
+
+
+async def test_time_of_a_create_on_other_cores_counts_once(rig: Rig) -> None:
+    rig.state.subscribe(rig.node.counts.on_kernel_change)
+    lose_in_runtime(rig.runtime, "0", "1")
+    create = rig.runtime.create
+
+    async def report(wanted: KernelPlan, on_progress, *rest):
+        on_progress(KernelState.CREATING)
+        return await create(wanted, on_progress, *rest)
+
+    rig.runtime.create = report  # type: ignore[method-assign]
+    for kernel_id in ("k1", "k1"):  # again with the same id
+        await rig.create(kernel_id, cpu=1)
+        await rig.service.remove(kernel_id, 0)
+    counted = [d.cumulated()[0][-1] for d in rig.node.counts.durations.values()]
+    assert counted == [("+Inf", 2)] * 2
 
 
 async def test_create_tries_each_core_once_however_long_it_takes(rig: Rig) -> None:
