@@ -12,12 +12,20 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from agentd.config.runtimes import ProcessSettings, SystemdSettings
+from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.states import KernelRef
-from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
+from agentd.errors import (
+    AgentdError,
+    InvalidRequest,
+    RuntimeFailure,
+    RuntimeUnavailable,
+    StateUnavailable,
+)
 from agentd.host.systemd.dbus import NoSuchUnit, SystemdManager, UnitRefused
 from agentd.runtimes.docker import runtime as docker_runtime
 from agentd.runtimes.docker.docker_errors import DockerError
 from agentd.runtimes.docker.runtime import DockerRuntime
+from agentd.runtimes.host import host_exec
 from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.runtimes.process.runtime import ProcessRuntime
 from agentd.runtimes.process.spawn import start_error
@@ -260,3 +268,18 @@ async def test_warnings_of_a_read_only_start_end(folder: Path, is_first: bool) -
         assert (node["node_id"], node["runtimes"]) == (daemon.node, ["process"])
         assert (state / "lock").read_text().strip().isdecimal()
         await daemon.close()
+
+
+FOLDERS: dict[str, type[AgentdError]] = {
+    "ENOENT": InvalidRequest,
+    "EACCES": InvalidRequest,
+    "ENOMEM": RuntimeUnavailable,
+    "EIO": StateUnavailable,
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_working_dir_is_refused_for_what_the_client_can_mend(name: str) -> None:
+    answer = {"step": "working_dir", "errno": getattr(errno, name)}
+    assert type(start_error(plan("true"), answer, ProcessSettings())) is FOLDERS[name]
+    assert type(host_exec._start_error(ExecSpec(("true",)), answer)) is FOLDERS[name]

@@ -30,7 +30,7 @@ from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitProperty, UnitRefused
 from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.environment import kernel_environment
-from agentd.runtimes.host.execve_errors import command_refusal
+from agentd.runtimes.host.execve_errors import command_refusal, folder_refusal
 from agentd.runtimes.host.request_limits import host_options
 from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
@@ -198,7 +198,9 @@ def start_error(
         if refusal is not None:
             return refusal
     if step == "working_dir":
-        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
+        refusal = folder_refusal(plan.spec.working_dir, number, reason)
+        if refusal is not None:
+            return refusal
     requested, fault = host_options(plan.spec).ulimits, "cannot be set on this node"
     has_nproc = "nproc" in settings.with_default_ulimits(requested)
     if number == errno.EAGAIN and step in ("user", "command") and has_nproc:
