@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock, call
 
 import pytest
 from msgspec.structs import replace
@@ -172,6 +173,22 @@ async def test_process_kernel_never_runs_on_fewer_cores(
     assert refusal.value.cores == (NO_CORE,)
     assert await runtime.find(KernelRef("k1")) is None
     await runtime.close()
+
+
+async def test_unit_of_a_shim_without_its_core_is_unloaded(folder: Path) -> None:
+    """The next attempt, on other cores, has a unit of the same name."""
+    (folder / "kernels").mkdir()
+    runtime = process_runtime(folder / "kernels")
+    await runtime.close()
+    runtime._manager = manager = AsyncMock()
+    answer = {"step": "cpus", "errno": errno.EINVAL, "cores": [3]}
+    runtime._spawn_shim = AsyncMock(return_value=answer)  # type: ignore[method-assign]
+    wanted = plan("true")
+    for _ in range(2):
+        with pytest.raises(CoresUnavailable):
+            await runtime.create(wanted, lambda *_: None)
+    unit = f"agentd-shim-{wanted.name.removeprefix('agentd-')}.service"
+    assert manager.unload.await_args_list == [call(unit)] * 2
 
 
 SHIM_ANSWERS = {

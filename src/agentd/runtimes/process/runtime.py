@@ -27,11 +27,13 @@ from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
     AgentdError,
+    CoresUnavailable,
     InvalidRequest,
     KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
+    RuntimeUnavailable,
     public_reason,
 )
 from agentd.failpoints import hit_async
@@ -203,7 +205,7 @@ class ProcessRuntime:
         if self._manager is None:
             spawn = partial(spawn_shim, request, lock)
             return await spawns.call("the start of a kernel", spawn, MAX_SPAWN_TIMEOUT_S)
-        unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
+        unit = _shim_unit(plan.name)
         return await spawn_shim_unit(self._manager, unit, request, lock, spawns)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
@@ -217,6 +219,9 @@ class ProcessRuntime:
         except AgentdError as cleanup_error:
             reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
             raise OutcomeUnknown(reason) from error
+        if isinstance(error, CoresUnavailable) and self._manager is not None:
+            with suppress(RuntimeUnavailable):  # the next one says why it cannot start
+                await self._manager.unload(_shim_unit(self._kernel_name(ref)))
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
         if self._cgroups is None or not self._cgroups.is_writable:
@@ -290,7 +295,7 @@ class ProcessRuntime:
             target, spec, self._manager, exec_unit_name(self._kernel_name(kernel))
         )
 
-    def _kernel_name(self, kernel: Kernel) -> str:
+    def _kernel_name(self, kernel: Kernel | KernelRef) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
@@ -344,6 +349,11 @@ class ProcessRuntime:
                 log.exception("runtime.watch_failed", kernel_id=kernel_id)
                 await asyncio.sleep(WATCH_PAUSE_S)
         self._events.put_nowait(kernel_id)
+
+
+def _shim_unit(name: str) -> str:
+    """Return the name of the unit of a kernel's shim."""
+    return f"{name.replace('agentd-', 'agentd-shim-', 1)}.service"
 
 
 def _refuse_unsupported_edits(edits: ContainerEdits) -> None:
