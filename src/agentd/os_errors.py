@@ -46,6 +46,19 @@ _KINDS = {
 }
 _KIND_BY_NUMBER = {number: kind for kind, numbers in _KINDS.items() for number in numbers}
 
+_NO_ANSWER = {
+    *(errno.ETIMEDOUT, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(errno.ENOKEY, errno.EKEYEXPIRED),
+}
+"""A mount that is dead, or whose server or key is not there: unreadable, until it is back."""
+
+
+def can_pass(error: OSError) -> bool:
+    """Return whether what cannot be read may be readable later, without an edit of the operator."""
+    kind = os_error_kind(error)
+    return error.errno in _NO_ANSWER or kind in (OsErrorKind.PASSING, OsErrorKind.DISK)
+
 
 def os_error_kind(error: OSError) -> OsErrorKind:
     """Return what an OSError says; one without a known number is `UNREADABLE`."""

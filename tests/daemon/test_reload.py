@@ -1,5 +1,6 @@
 """A reload takes everything or nothing, and says of each key whether it was taken."""
 
+import errno
 import os
 import threading
 import time
@@ -14,9 +15,9 @@ from agentd.config.loading import load
 from agentd.daemon import reload as module
 from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import Reload
-from agentd.errors import ConfigRefused
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.callers import Token
-from agentd.http.credentials import credential_weaknesses
+from agentd.http.credentials import build_endpoint, credential_weaknesses
 from agentd.tomlfile import regular_files
 from support.certificates import certificate
 
@@ -176,6 +177,67 @@ async def test_token_whose_file_is_silent_stays_and_delays_no_other(
     assert await node.reloaded() == ([], [])
     assert node.server.tokens[-1] == secrets[:1]
     answered.set()
+
+
+PASSING = (
+    *("ESTALE", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ETIMEDOUT", "ENOKEY", "EIO", "EMFILE"),
+    *("ENETDOWN", "ENETUNREACH", "ECONNABORTED"),
+)
+"""Of a dead mount, of one whose server or key is not there, and of a host that lacks something."""
+
+
+@pytest.mark.parametrize("name", PASSING)
+async def test_file_that_cannot_be_read_for_now_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A start goes on, too; without its configuration it ends so that it is tried again."""
+    node, genuine, number = Node(tmp_path, has_tls=True), os.open, getattr(errno, name)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+    assert await node.reloaded() == ([], [])
+    failing = {node.token, cert}
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if path in failing:
+            raise OSError(number, os.strerror(number), str(path))
+        return genuine(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    assert await node.reloaded() == ([], [])
+    reason = f"cannot be read: {os.strerror(number)}"
+    token, chain = (f"rpc.token-file: {node.token} {reason}", f"rpc.tls-cert: {cert} {reason}")
+    assert [condition.reason for condition in node.reload.conditions()] == [token, chain]
+    assert node.server.tokens[-1] == [WORD]
+    missing: list[Problem] = []
+    rpc = load(node.file, {}).settings.rpc
+    assert build_endpoint(rpc, missing=missing).tokens == ()
+    assert [str(problem) for problem in missing] == [chain, token]
+    failing.add(node.file)
+    with pytest.raises(StartRefused, match=reason):
+        load(node.file, {})
+    failing.clear()
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EAGAIN, errno.ESTALE])
+async def test_key_that_is_silent_while_openssl_reads_it_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agentd.http.certificates.call_in_time", fail)
+        assert await node.reloaded() == ([], [])
+        (condition,) = node.reload.conditions()
+        assert condition.reason.endswith(os.strerror(number))
+    await node.reload.look_for_missing()
+    assert (list(node.reload.conditions()), len(node.server.contexts)) == ([], 1)
 
 
 @pytest.mark.parametrize("missing", ["token", "cert", "key"])

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from agentd.concurrency import call_in_time
+from agentd.os_errors import can_pass
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_configured
+from agentd.tomlfile.regular_files import RegularFile, SilentFile, UnusableFile, read_configured
 
 EXPIRY_WARNING_S = 14 * 24 * 3600.0
 """Seconds before the end of a certificate from which on it is a warning."""
@@ -47,14 +48,17 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     """Load a certificate chain and its key into a context, and return both files.
 
     Raises:
+        SilentFile: a file cannot be read for now.
         UnusableFile: a file cannot be read, or the key does not fit the certificate.
     """
     chain, secret = read_chain_file(cert), read_chain_file(key)
     try:
         # Without a password OpenSSL would ask for one at the terminal.
         call_in_time(str(key), partial(context.load_cert_chain, cert, key, password=lambda: ""))
-    except (OSError, ssl.SSLError) as error:
-        raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
+    except OSError as error:  # OpenSSL's have numbers of their own
+        is_silent = can_pass(error) and not isinstance(error, ssl.SSLError)
+        error_class = SilentFile if is_silent else UnusableFile
+        raise error_class(f"{cert} and {key} cannot be used: {error}") from None
     return chain, secret
 
 

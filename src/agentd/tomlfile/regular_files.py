@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.concurrency import Walk, call_in_time
-from agentd.os_errors import OsErrorKind, os_error_kind
+from agentd.os_errors import can_pass
 
 MAX_BYTES = 1 << 20
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -105,9 +105,7 @@ def read_regular(
     except FileNotFoundError as error:
         raise MissingFile(f"cannot be read: {error.strerror}") from None
     except OSError as error:
-        passing = OsErrorKind.PASSING, OsErrorKind.DISK
-        is_silent = isinstance(error, TimeoutError) or os_error_kind(error) in passing
-        error_class = SilentFile if is_silent else UnusableFile
+        error_class = SilentFile if can_pass(error) else UnusableFile
         raise error_class(f"cannot be read: {error.strerror}") from None
     except UnusableFile:
         raise
