@@ -35,6 +35,7 @@ from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd.tomlfile.parsing import translate_error
+from agentd.tomlfile.regular_files import SilentFile
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
@@ -63,6 +64,7 @@ def etcd_credentials(fleet: FleetSettings) -> EtcdCredentials:
 
     Raises:
         ConfigRefused: the password or a certificate is unusable.
+        StartRefused: one cannot be read for now.
     """
     password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
     return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, client_tls_context(fleet))
@@ -73,12 +75,15 @@ def client_tls_context(fleet: FleetSettings) -> ssl.SSLContext:
 
     Raises:
         ConfigRefused: a file is unusable.
+        StartRefused: one cannot be read for now.
     """
     try:
         ca = read_chain_file(fleet.ca).text if fleet.ca is not None else None
         context = client_tls(cadata=ca)
         if fleet.cert is not None and fleet.key is not None:
             load_chain(context, fleet.cert, fleet.key)
+    except SilentFile as error:
+        raise StartRefused(str(error)) from None
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
         raise ConfigRefused([Problem("fleet.ca", f"{files}: {error}")]) from None
@@ -90,6 +95,8 @@ def _read_secret(where: str, file: Path | None) -> str:
         return ""
     try:
         return read_guarded_token(file)
+    except SilentFile as error:
+        raise StartRefused(f"{where}: {file} {error}") from None
     except ValueError as error:
         raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
 
@@ -129,6 +136,7 @@ def refuse_unusable(settings: FleetFile) -> None:
 
     Raises:
         ConfigRefused: a file is unusable, or a certificate has expired.
+        StartRefused: a file cannot be read for now.
     """
     fleet, gateway = settings.fleet, settings.gateway
     read_configured_certificate(rpc_settings(settings), "gateway")

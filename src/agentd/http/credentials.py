@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentd.concurrency import Walk
 from agentd.core.access import Caller, Role
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.callers import Token
 from agentd.http.certificates import (
     Certificate,
@@ -43,6 +43,7 @@ def build_endpoint(
 
     Raises:
         ConfigRefused: a token or the certificate is unusable.
+        StartRefused: one cannot be read for now, and there is no `missing`.
     """
     main = Caller(rpc.socket.stem, Role.ADMIN)
     sockets = [UnixSocket(rpc.socket.absolute(), rpc.socket_group, main)]
@@ -78,6 +79,7 @@ def read_tokens(
 
     Raises:
         ConfigRefused: files are unusable; lists all of them.
+        StartRefused: one cannot be read for now, and there is no `missing`.
     """
     sources = [
         (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name), token.gateway)
@@ -88,23 +90,25 @@ def read_tokens(
         sources.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
     loaded: list[Token] = []
     problems: list[Problem] = []
+    passing = [] if missing is None else missing
     walk = Walk()
     for key, path, caller, is_gateway in sources:
         try:
             loaded.append(Token(read_guarded_token(path, walk), caller, is_gateway, path))
         except ValueError as error:
-            listed = problems
-            if missing is not None and isinstance(error, (MissingFile, SilentFile)):
-                listed = missing
-                known = [token.secret for token in last if token.file == path]
-                if isinstance(error, SilentFile):  # what was last read of it stays in force
-                    loaded += [Token(secret, caller, is_gateway, path) for secret in known]
-            listed.append(Problem(key, f"{path} {error}"))
+            is_silent = isinstance(error, SilentFile)
+            may_come = is_silent or (missing is not None and isinstance(error, MissingFile))
+            (passing if may_come else problems).append(Problem(key, f"{path} {error}"))
+            known = [token.secret for token in last if token.file == path]
+            if is_silent:  # what was last read of it stays in force
+                loaded += [Token(secret, caller, is_gateway, path) for secret in known]
     secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
         problems.append(Problem("rpc.tokens", "two callers have the same token"))
     if problems:
         raise ConfigRefused(problems)
+    if missing is None and passing:
+        raise StartRefused(", ".join(map(str, passing)))
     return tuple(loaded)
 
 
@@ -196,6 +200,7 @@ def read_configured_certificate(
 
     Raises:
         ConfigRefused: the certificate is unusable.
+        StartRefused: it cannot be read for now, and there is no `missing`.
     """
     if rpc.tls_cert is None or rpc.tls_key is None:
         return None
@@ -203,6 +208,8 @@ def read_configured_certificate(
         return read_certificate(rpc.tls_cert, rpc.tls_key)
     except ValueError as error:
         problem = Problem(f"{section}.tls-cert", str(error))
+        if missing is None and isinstance(error, SilentFile):
+            raise StartRefused(str(problem)) from None
         if missing is None or not isinstance(error, (MissingFile, SilentFile)):
             raise ConfigRefused([problem]) from None
         missing.append(problem)
