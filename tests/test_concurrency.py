@@ -150,12 +150,13 @@ def test_silent_call_is_named_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_silent_calls_of_a_walk_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(concurrency, "MAX_SILENT", 2)
     answered, walk = threading.Event(), Walk()
-    for name in "abbc":
-        with pytest.raises(TimeoutError):
-            call_in_time(name, lambda: answered.wait(20), walk)
+    monkeypatch.setattr(concurrency, "MAX_SILENT", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.01)
+        for name in "abbc":
+            with pytest.raises(TimeoutError):
+                call_in_time(name, lambda: answered.wait(20), walk)
     with pytest.raises(TimeoutError, match="2 others do not answer: 'alive'"):
         call_in_time("alive", lambda: 1, walk)
     assert silent_subjects() == ["a", "b"]

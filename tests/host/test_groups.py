@@ -115,11 +115,13 @@ async def test_groups_of_devices_wait_for_no_requested_one(
     database = grp.getgrnam
     hang = {"docker": lambda _: answered.wait(20) and database("docker")}
     monkeypatch.setattr(grp, "getgrnam", lambda name: hang.get(name, database)(name))
-    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
     made = replace(plan("true"), edits=ContainerEdits(groups=("render",)))
-    for _ in range(2):
-        with pytest.raises(RuntimeUnavailable, match="the group database"):
-            await with_group_ids(made, ["docker"], ["docker"], lookups)
+    with monkeypatch.context() as patch:
+        patch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+        with pytest.raises(RuntimeUnavailable, match="the group database does not answer"):
+            await with_group_ids(plan("true"), ["docker"], ["docker"], lookups)
+    with pytest.raises(RuntimeUnavailable, match="do not answer: the group database"):
+        await with_group_ids(made, ["docker"], ["docker"], lookups)
     assert (await with_group_ids(made, [], [], lookups)).edits.groups == ("105",)
     answered.set()
 

@@ -194,7 +194,7 @@ async def test_environment_that_nobody_can_read_delays_no_plugin(
         return read_env(pid) if pid != os.getpid() or answered.wait(20) else {}
 
     monkeypatch.setattr("agentd.pluginhost.descendants.read_env", hang)
-    monkeypatch.setattr("agentd.pluginhost.descendants.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.pluginhost.descendants.ANSWER_TIMEOUT_S", 0.5)
     table, _ = scripted(tmp_path)
     made = host([table], Scripted="Scripted")
     await opened(made)
