@@ -1,8 +1,9 @@
 /* A host that does not answer. HANGING names a folder: while it has a file with the name of a user
-   or group, lookups of that one wait; while it has the file `paths`, so do opens and stats of what
+   or group, lookups of that one wait, and fail while it has a file NAME.fails; while it has the file `paths`, so do opens and stats of what
    is below its folder `dead`. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <pwd.h>
@@ -15,14 +16,19 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static void wait_while_there(const char *name)
+static int is_there(const char *name, const char *suffix)
 {
     char file[4096];
     const char *folder = getenv("HANGING");
     if (!folder)
-        return;
-    snprintf(file, sizeof file, "%s/%s", folder, name);
-    while (syscall(SYS_faccessat, AT_FDCWD, file, F_OK) == 0)
+        return 0;
+    snprintf(file, sizeof file, "%s/%s%s", folder, name, suffix);
+    return syscall(SYS_faccessat, AT_FDCWD, file, F_OK) == 0;
+}
+
+static void wait_while_there(const char *name)
+{
+    while (is_there(name, ""))
         usleep(20000);
 }
 
@@ -40,6 +46,9 @@ int getpwnam_r(const char *name, struct passwd *entry, char *buffer, size_t size
                struct passwd **result)
 {
     wait_while_there(name);
+    *result = NULL;
+    if (is_there(name, ".fails"))
+        return ECONNREFUSED;
     return REAL(getpwnam_r)(name, entry, buffer, size, result);
 }
 
@@ -47,6 +56,9 @@ int getgrnam_r(const char *name, struct group *entry, char *buffer, size_t size,
                struct group **result)
 {
     wait_while_there(name);
+    *result = NULL;
+    if (is_there(name, ".fails"))
+        return ECONNREFUSED;
     return REAL(getgrnam_r)(name, entry, buffer, size, result);
 }
 

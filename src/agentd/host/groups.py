@@ -14,8 +14,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from agentd.core.kernel.plan import KernelPlan
-from agentd.errors import InvalidRequest, NotReady, Problem
+from agentd.errors import InvalidRequest, NotReady, Problem, RuntimeUnavailable
 from agentd.host.lookups import Lookups
+from agentd.host.name_service import refuse_unanswered
 
 _SUBJECT = "the group database"
 DEVICES = ""
@@ -23,13 +24,20 @@ DEVICES = ""
 
 
 def find_group_id(group: int | str) -> int | None:
-    """Return the id of a group, None if this host does not know its name."""
+    """Return the id of a group, None if this host does not know its name.
+
+    Raises:
+        RuntimeUnavailable: the name service failed.
+    """
     if isinstance(group, int):
         return group
     try:
         return grp.getgrnam(group).gr_gid
-    except (KeyError, ValueError):
-        return None
+    except KeyError:
+        refuse_unanswered("getgrnam_r", group)
+    except ValueError:
+        pass
+    return None
 
 
 def resolve_groups(
@@ -41,14 +49,23 @@ def resolve_groups(
 
     Raises:
         NotReady: this host does not know an allowed one, which is named or may be meant by number.
+        RuntimeUnavailable: the name service failed, and a group of the request needs its answer.
     """
-    allowed_ids = {group: find_group_id(group) for group in allowed}
+    allowed_ids: dict[int | str, int | None] = {}
+    failure: RuntimeUnavailable | None = None
+    for group in allowed:
+        try:
+            allowed_ids[group] = find_group_id(group)
+        except RuntimeUnavailable as error:
+            failure = error
     unknown = [group for group, group_id in allowed_ids.items() if group_id is None]
     ids: list[int] = []
     problems: list[Problem] = []
     for index, group in enumerate(requested):
         group_id = find_group_id(group) if allowed else None
         if group_id is None or group_id not in allowed_ids.values():
+            if failure is not None:  # it may be one of those
+                raise failure
             if unknown and (group in unknown or isinstance(group, int)):  # it may be its number
                 name = group if group in unknown else unknown[0]
                 reason = f"group {name!r} of allowed-groups does not exist on this host"

@@ -13,6 +13,7 @@ import pytest
 from end_to_end.conftest import plain
 from end_to_end.containers import printed
 from end_to_end.test_tokens import Tokens, tokens
+from native.libraries import built
 from support.certificates import certificate
 from support.daemon import Daemon, gpus
 from support.waiting import until
@@ -133,6 +134,32 @@ async def test_user_that_was_removed_is_one_that_is_not_there_yet(host: Host) ->
     await daemon.stop(signal.SIGKILL)
     await daemon.start(UNKNOWN=str(host.unknown))
     assert (await daemon.get("/v1/kernels/k2"))["state"] == "running"
+
+
+@pytest.mark.needs("root", "gcc")
+async def test_outage_of_a_directory_forgets_no_name(host: Host, tmp_path: Path) -> None:
+    """Only "not found" proves that a host does not know a name; a reload looks all names up."""
+    daemon, down = host.daemon, tmp_path / "down"
+    down.mkdir()
+    library = built("silent.c", tmp_path / "silent.so")
+    environ = {"LD_PRELOAD": str(library), "HANGING": str(down), "UNKNOWN": str(host.unknown)}
+    text = f'{TEAMS}[runtime.process]\nallowed-groups = ["audio", "video"]\n'
+    await daemon.start(text, **environ)
+    failures = [down / f"{name}.fails" for name in ("bin", "video", "no-such-group")]
+    for failure in failures:
+        failure.touch()
+    assert (await daemon.call("POST", "/v1/reload")).json == {"needs_restart": []}
+    kernel = await daemon.running("ldap", groups=["audio"])
+    assert Path(f"/proc/{daemon.main_pid(kernel)}").owner() == "bin"
+    assert "cannot be looked up" in (await host.conditions())["agent/ldap"]
+    for group in ("video", "no-such-group", "daemon"):
+        refused = await daemon.create("ldap", groups=[group])
+        assert (refused.status, refused.json["code"]) == (503, "RuntimeUnavailable"), group
+    for failure in failures:
+        failure.unlink()
+    await host.until_no_condition("agent/ldap")
+    await daemon.running("ldap", groups=["audio", "video"])
+    assert (await daemon.create("ldap", groups=["daemon"])).status == 422
 
 
 @pytest.mark.needs("root")

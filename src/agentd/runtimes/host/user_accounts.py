@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from agentd.errors import NotReady, Problem
+from agentd.host.name_service import refuse_unanswered
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -66,10 +67,17 @@ class UserAccounts(msgspec.Struct, frozen=True):
 
 
 def find_account(user: str) -> UserAccount | None:
-    """Return a user account, None if this host does not know it; may block, as NSS does."""
+    """Return a user account, None if this host does not know it; may block, as NSS does.
+
+    Raises:
+        RuntimeUnavailable: the name service failed.
+    """
     try:
         entry = pwd.getpwnam(user)
-    except (KeyError, ValueError):
+    except KeyError:
+        refuse_unanswered("getpwnam_r", user)
+        return None
+    except ValueError:
         return None
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))
