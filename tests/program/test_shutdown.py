@@ -100,9 +100,10 @@ async def test_a_stop_is_not_lost_while_the_handlers_are_set(
             signal.raise_signal(number)
 
     shutdown = Shutdown(lambda _: None)
-    monkeypatch.setattr(signal, "signal", set_and_send)
     try:
-        shutdown.handle_signals({})
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", set_and_send)
+            shutdown.handle_signals({})
         async with asyncio.timeout(20):
             await shutdown.requested.wait()
     finally:

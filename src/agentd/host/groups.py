@@ -111,7 +111,7 @@ async def with_group_ids(
     requested_ids: Sequence[int] = ()
     if names:
         find_all = partial(_find_group_ids, names)
-        ids = await lookups[DEVICES].call("the groups of devices", find_all)
+        ids = await lookups[DEVICES].call("the group database of devices", find_all)
     if requested:
         resolve = partial(resolve_groups, requested, allowed)
         requested_ids, problems = await lookups[plan.spec.agent_id].call(_SUBJECT, resolve)
