@@ -63,7 +63,7 @@ def test_commands_ignore_python_variables_of_a_user(node: Node) -> None:
         "agentd --version",
         "agentctl ls",
         "agentd plugins",
-        "agentctl run team-a true",
+        "agentctl run --rm team-a true",
     ):
         node.must(f"cd {shadows} && {variables} {command}")
 

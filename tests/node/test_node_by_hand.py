@@ -3,6 +3,7 @@
 import time
 
 from node.conftest import ASK, CONFIG, Node, until_ready
+from support.waiting import until_blocking
 
 OWNED = {"cpu": 0, "mem": "16m", "tpu.device": 1}
 DEAF = "trap '' TERM; while :; do sleep 1; done"
@@ -96,7 +97,7 @@ def test_a_bundle_that_others_may_write_loses_no_device(node: Node) -> None:
     assert kernel["allocation"] == made["allocation"]
     assert any("exposed" in text for text in node.ask("GET", "/v1/node")[1]["warnings"])
     node.must(f"chmod 700 {folder}")
-    node.until(lambda: node.kernel("exposed")["state"] == "running")
+    until_blocking(lambda: node.kernel("exposed")["state"], "running")
     node.remove("exposed")
 
 
