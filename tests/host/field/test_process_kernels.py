@@ -243,7 +243,6 @@ async def test_unreadable_note_holds_the_child_of_a_killed_shim(bare, folder: Pa
 LATER_HIERARCHIES: dict[str, tuple[str, ...]] = {
     "as created": ("pids",),
     "memory is writable again": ("memory", "pids"),
-    "another one": ("memory",),
     "none": (),
 }
 

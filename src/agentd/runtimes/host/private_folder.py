@@ -54,6 +54,12 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             return False
         return True
 
+    def is_readable(self) -> bool:
+        """Return whether it exists and can be used."""
+        with suppress(Unreadable):
+            return self.exists()
+        return False
+
     def exposure_problem(self) -> str:
         """Return why others can look into the folder, empty if they cannot."""
         with suppress(FileNotFoundError):  # it was removed meanwhile

@@ -96,8 +96,9 @@ class KernelProcesses:
             self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
         try:
             self._read_noted()
-        except Unreadable:  # one of them may live
-            if not self._bundle.read_ending():
+        except Unreadable:  # one of them may live, unless the whole bundle is what cannot be read
+            is_known = self._last is not None and not self._bundle.is_readable()
+            if not is_known and not self._bundle.read_ending():
                 raise
         return False
 
@@ -138,7 +139,7 @@ class KernelProcesses:
         if identity is None or identity.boot_id != self._boot_id or not identity.leader.is_alive():
             return None
         shim, in_cgroup = self._shim, self._cgroup_members()
-        if shim is None and not (identity.has_cgroup and self._is_in_cgroup):
+        if shim is None and not (identity.has_cgroup and self._cgroup):
             return identity.leader
         stat = read_stat(identity.leader.pid)
         is_child = shim is not None and stat is not None and stat.parent == shim.pid
