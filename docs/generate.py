@@ -159,7 +159,9 @@ def exit_codes_page() -> str:
         lines.append(f"| {programs} | {'any' if status is None else status.value} | {text} |")
     lines += [
         "",
-        "`agentd check-config` exits with the status that `agentd run` would have.",
+        "`agentd check-config` exits with the status that `agentd run` would have. It is stricter about",
+        "[missing names and files](configuration.md#missing-names-and-files), such as a user that this",
+        "host does not know yet: it refuses them (78 or 1), and `agentd run` starts.",
         "",
         "`agentctl` prints an error to standard error: one line with its [code](errors.md) and detail,",
         "and an indented line for each remedy. With `-o json` or `-o yaml` it has that format, except for",
@@ -388,8 +390,8 @@ def errors_page() -> str:
             *(f"| {scope} | {' | '.join(texts)} |" for scope, texts in SCOPE_TEXTS.items()),
             "",
             'A problem with `"scope": "node"` is about the node, whatever its code is about: an',
-            "`InvalidRequest` for this node's settings, runtime or host, such as a missing mount source, or a",
-            "`CommandNotFound` of a kernel without an image.",
+            "`InvalidRequest` for this node's settings, runtime or host, such as a missing mount source, a",
+            "`CommandNotFound` of a kernel without an image, or a `NotReady` for a group of this host.",
             "",
             "A 503 has the header `Retry-After`: the seconds until the next try, which the client waits for.",
             "A node that answers a create with a 503 comes last in the choice of its fleet for 60 s; for",

@@ -1,10 +1,20 @@
-"""Steps that must finish do, however often their caller is cancelled."""
+"""Steps that must finish do; calls that may never end have threads of their own, and names."""
 
 import asyncio
+import threading
 
 import pytest
 
-from agentd.concurrency import complete_shielded, run_endless
+from agentd import concurrency
+from agentd.concurrency import (
+    Walk,
+    call_in_time,
+    complete_shielded,
+    run_endless,
+    silent_subjects,
+    start_pool,
+)
+from support.waiting import until_blocking
 
 
 async def test_shielded_step_ends_before_its_cancellation() -> None:
@@ -115,3 +125,83 @@ async def test_endless_loops_are_cancelled_together() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def fail_to_start(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_silent_call_is_named_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.05)
+    answered, calls = threading.Event(), []
+
+    def hang() -> None:
+        calls.append(1)
+        answered.wait(20)
+
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s: '/mnt/dead'"):
+            call_in_time("/mnt/dead", hang)
+    assert (silent_subjects(), len(calls)) == (["/mnt/dead"], 1)
+    assert call_in_time("/mnt/alive", lambda: 1) == 1
+    answered.set()
+    until_blocking(silent_subjects, [])
+    assert call_in_time("/mnt/dead", lambda: 2) == 2
+
+
+def test_silent_calls_of_a_walk_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, walk = threading.Event(), Walk()
+    monkeypatch.setattr(concurrency, "MAX_SILENT", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrency, "ANSWER_TIMEOUT_S", 0.01)
+        for name in "abbc":
+            with pytest.raises(TimeoutError):
+                call_in_time(name, lambda: answered.wait(20), walk)
+    with pytest.raises(TimeoutError, match="2 others do not answer: 'alive'"):
+        call_in_time("alive", lambda: 1, walk)
+    assert silent_subjects() == ["a", "b"]
+    assert call_in_time("alive", lambda: 1, Walk()) == call_in_time("alive", lambda: 1) == 1
+    answered.set()
+    until_blocking(silent_subjects, [])
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(2, "none")])
+def test_error_of_a_call_is_raised_to_its_caller(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        call_in_time("x", fail)
+
+
+def test_call_without_a_thread_is_a_passing_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail_to_start)
+        with pytest.raises(BlockingIOError, match="can't start new thread"):
+            call_in_time("x", lambda: 1)
+    assert call_in_time("x", lambda: 1) == 1
+
+
+def test_pool_needs_no_thread_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, release = start_pool(2), threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", fail_to_start)
+    waiting = [pool.submit(release.wait, 20) for _ in range(2)]
+    queued = pool.submit(lambda: 1)
+    release.set()
+    assert queued.result(20) == 1
+    assert all(work.result(20) for work in waiting)
+    pool.shutdown()
+
+
+def test_pool_that_cannot_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            fail_to_start(thread)
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start_pool(3)

@@ -25,7 +25,7 @@ from support.needs import require
 from test_docs import ROOT, Block, blocks
 
 LIMIT_S = 60
-MOST_NOT_RUN = 45
+MOST_NOT_RUN = 49
 """Thirteen of them reset a GPU, switch MIG or upgrade its driver."""
 PLACE = re.compile(r"/tmp/agentd-(dev|eight-gpus|half-a-gpu)")
 """Where examples have everything; each test has a place of its own."""

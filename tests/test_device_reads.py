@@ -88,7 +88,10 @@ CASES = {
         TWO, [(0, LOST, LOST), (1, "A", "80g")], ["1=A 80g"],
         ("GPU 0 does not answer: GPU is lost",),
     ),
-    "two keys of one device": Case(TWO, [(0, "A", "80g"), (1, "A", LOST)], ["0=A 80g"]),
+    "two keys of one device": Case(
+        TWO, [(0, "A", "80g"), (1, "A", LOST)], ["0=A 80g"],
+        ("GPU 1 has the identity of GPU 0 and is left out: A",),
+    ),
     "two keys of one device that tell nothing": Case(
         [(0, "A", "80g"), (1, "A", "80g")], [(0, LOST, LOST), (1, LOST, LOST)],
         ["0=A 80g (GPU is lost)"], ("GPU 1 does not answer: GPU is lost",),

@@ -102,6 +102,7 @@ async def planned(spec: KernelSpec) -> tuple[Kernel, KernelPlan]:
 class Cgroups:
     """Cgroups of a host that has all controllers."""
 
+    is_writable = True
     controllers = frozenset({MEMORY, PIDS})
     keeps_attributes = True
 
@@ -140,7 +141,9 @@ class Host:
         """Return what a create asks for."""
         self._requests.clear()
         if name == "systemd":
-            plan = await with_group_ids(plan, host_options(plan.spec).groups, [7], Lookups())
+            plan = await with_group_ids(
+                plan, host_options(plan.spec).groups, [7], {plan.spec.agent_id: Lookups()}
+            )
             units = properties(plan, "/f", SystemdSettings(), UserAccounts(), [])
             return [units, kernel_environment(plan)]
         runtime: Any = self.runtime(name)

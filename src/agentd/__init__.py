@@ -1,5 +1,6 @@
 """agentd: a node agent that divides a host's devices among logical agents."""
 
-from pathlib import Path
-
-__version__ = Path(__file__).with_name("VERSION").read_text(encoding="ascii").strip()
+with open(  # noqa: PTH123 - pathlib takes as long as all else that a program imports at first
+    __file__.replace("__init__.py", "VERSION"), encoding="ascii"
+) as _file:
+    __version__ = _file.read().strip()

@@ -1,18 +1,33 @@
-"""Deadlines shared by several waits, steps that a cancellation must not interrupt, thread names."""
+"""Deadlines shared by several waits, steps that a cancellation must not interrupt, and threads.
+
+A thread that waits for a dead mount or the name service cannot be cancelled. So what may never
+answer has a thread of its own and a deadline, and is named while it is silent. Work that always
+ends shares the threads of `start_pool`, and none of these is ever missing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
+ANSWER_TIMEOUT_S = 5.0
+"""Seconds in which what is looked up on the host must answer."""
+NEXT_TIMEOUT_S = 0.5
+"""The same after another one of a walk was silent, so that many dead paths do not add up."""
+MAX_SILENT = 32
+"""Maximum silent ones that a walk meets before it goes on without the others."""
+POOL_THREADS = 8
 _T = TypeVar("_T")
+_silent: dict[Future[Any], str] = {}
 
 
 class Deadline(msgspec.Struct, frozen=True):
@@ -85,15 +100,89 @@ async def wait_event(event: asyncio.Event, seconds: float) -> bool:
     return event.is_set()
 
 
-@contextmanager
-def thread_waiting_for(subject: str) -> Iterator[None]:
-    """Name this thread after what it waits for; if that never answers, errors name it."""
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        yield
-        return
-    previous, thread.name = thread.name, subject
+def start_call(subject: str, function: Callable[[], _T]) -> Future[_T]:
+    """Start a call that may never end, in a thread with the name of what it waits for.
+
+    Raises:
+        BlockingIOError: the host has no process id for a thread.
+    """
+    call: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            call.set_exception(error)
+        else:
+            call.set_result(result)
+
     try:
-        yield
-    finally:
-        thread.name = previous
+        threading.Thread(target=run, name=subject, daemon=True).start()
+    except RuntimeError as error:
+        raise BlockingIOError(errno.EAGAIN, str(error), subject) from None
+    return call
+
+
+class Walk:
+    """A walk through many subjects that may never answer; those of others cost it nothing."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self.has_waited = False
+
+
+def call_in_time(subject: str, function: Callable[[], _T], walk: Walk | None = None) -> _T:
+    """Return the result of a function that may never end, from a thread of its own.
+
+    While `subject` is silent, a further call fails at once.
+
+    Raises:
+        TimeoutError: there is none within `ANSWER_TIMEOUT_S`; its `filename` is the subject.
+        BlockingIOError: the host has no process id for a thread.
+        Exception: the function raised it.
+    """
+    walk, timeout_s = walk or Walk(), ANSWER_TIMEOUT_S
+    if len(walk.silent) >= MAX_SILENT:
+        raise TimeoutError(errno.ETIMEDOUT, f"{MAX_SILENT} others do not answer", subject)
+    if subject not in silent_subjects():
+        call = start_call(subject, function)
+        wait([call], min(timeout_s, NEXT_TIMEOUT_S) if walk.has_waited else timeout_s)
+        if call.done():
+            return call.result()
+        mark_silent(call, subject)
+        walk.has_waited = True
+    walk.silent.add(subject)
+    raise TimeoutError(errno.ETIMEDOUT, f"no answer within {timeout_s:g} s", subject)
+
+
+def mark_silent(call: Future[Any], subject: str) -> None:
+    """Count a call as silent until it ends."""
+    _silent[call] = subject
+
+
+def silent_subjects() -> Sequence[str]:
+    """Return what has not answered in time and is still waited for, by name."""
+    for call in _silent.copy():
+        if call.done():
+            _silent.pop(call, None)
+    return sorted(set(_silent.copy().values()))
+
+
+def start_pool(threads: int = POOL_THREADS) -> ThreadPoolExecutor:
+    """Return a pool whose threads have all started.
+
+    A pool that starts them one by one raises an error while the host lacks process ids, and runs
+    the work nevertheless, when another thread of it is free.
+
+    Raises:
+        RuntimeError: the host lacks process ids.
+    """
+    pool, all_started = ThreadPoolExecutor(threads, "pool"), threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(all_started.wait)
+    except RuntimeError:
+        all_started.abort()
+        raise
+    all_started.wait()
+    return pool

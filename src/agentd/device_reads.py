@@ -68,7 +68,7 @@ class DeviceReads(Generic[_Key, _State]):
         self._refusals = refusals
         self._identities: dict[_Key, str] = {}
         self._states: dict[str, _State] = {}
-        self._unidentified: dict[_Key, str] = {}
+        self._left_out: dict[_Key, str] = {}
 
     def read(
         self,
@@ -86,16 +86,21 @@ class DeviceReads(Generic[_Key, _State]):
         keys = [*keys]
         identities, refused = guard_each(keys, identify, *self._refusals)
         present = {*identities.values()}
-        self._unidentified = {}
+        self._left_out = {}
         for key, words in refused.items():
             last = self._identities.get(key)
             if last is None or last in present:
-                self._unidentified[key] = words
+                self._left_out[key] = f"does not answer: {words}"
             else:
                 identities[key] = last
                 present.add(last)
         self._identities |= identities
         key_of = {identities[key]: key for key in reversed(keys) if key in identities}
+        self._left_out |= {
+            key: f"has the identity of {self._noun} {first} and is left out: {identity}"
+            for key, identity in identities.items()
+            if (first := key_of[identity]) != key
+        }
 
         def read_state(key: _Key) -> _State:
             return read(key, self._states.get(identities[key]))
@@ -111,8 +116,8 @@ class DeviceReads(Generic[_Key, _State]):
         ]
 
     def describe_unidentified(self) -> list[str]:
-        """Return a sentence for each device without a known identity, as of the last read."""
-        return [
-            f"{self._noun} {key} does not answer: {words}"
-            for key, words in self._unidentified.items()
-        ]
+        """Return a sentence for each device that the last read left out.
+
+        It has no known identity, or that of another one.
+        """
+        return [f"{self._noun} {key} {words}" for key, words in self._left_out.items()]

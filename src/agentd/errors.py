@@ -100,6 +100,12 @@ class AgentdError(Exception):
         return str(self)
 
 
+def public_reason(error: BaseException) -> str:
+    """Return the public text of an error, or the message of one that is not agentd's."""
+    text = error.public_text() if isinstance(error, AgentdError) else str(error)
+    return text or type(error).__name__
+
+
 class ConfigRefused(AgentdError):
     """The configuration, or the partition it describes, is unusable."""
 
@@ -411,6 +417,15 @@ class RuntimeUnavailable(Unavailable):
     code = "RuntimeUnavailable"
 
 
+class CoresUnavailable(RuntimeUnavailable):
+    """A kernel cannot run on these `cores`, none if it is unknown which; none was created."""
+
+    def __init__(self, cores: Iterable[str], reason: str) -> None:
+        self.cores = tuple(cores)
+        which = f"cores {', '.join(self.cores)}" if self.cores else "its cores"
+        super().__init__(f"the kernel did not start on {which}: {reason}")
+
+
 class OutcomeUnknown(Unavailable):
     """The runtime was called and its answer was lost: the kernel may exist."""
 
@@ -462,9 +477,14 @@ class RefusedForNow(Refused, Unavailable):
 
 
 class NotReady(Unavailable):
-    """The daemon has not finished starting, or the host lacks a group that it should have."""
+    """The daemon has not finished starting, or the host does not know a user or a group yet."""
 
     code = "NotReady"
+
+    def __init__(self, detail: str = "", *, is_local: bool = False) -> None:
+        """Create the error; `is_local` if the host lacks something, not if the daemon starts."""
+        self.is_local = is_local
+        super().__init__(detail)
 
 
 class NodeUnavailable(Unavailable):

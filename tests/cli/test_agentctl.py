@@ -9,11 +9,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from agentd.cli.agentctl.follow import _merge_logs
+from agentd.errors import RuntimeUnavailable
 from support import fork_server
 from support.daemon import Daemon
 
@@ -149,6 +153,18 @@ async def test_several_logs_are_told_apart(up: Daemon) -> None:
     one = ctl(up, "logs", "--tail", "1", "a").stdout
     assert one == "end"
     assert "UnknownKernel" in ctl(up, "logs", "a", "nobody", code=1).stderr
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_log_whose_reader_breaks_is_not_complete() -> None:
+    class Broken:
+        def logs(self, _: str, **__: object) -> Iterator[bytes]:
+            yield b"a line\n"
+            raise ValueError("a mistake of ours")
+
+    client: Any = Broken()
+    with pytest.raises(RuntimeUnavailable, match="not read to its end"):
+        list(_merge_logs(client, ["k1", "k2"], {}))
 
 
 async def test_tables_fit_the_terminal_and_keep_their_lines(up: Daemon) -> None:

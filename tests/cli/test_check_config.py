@@ -83,26 +83,20 @@ def contents(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "expected"),
+    ("value", "expected"),
     [
-        ("socket-group", "nosuchgroup", "rpc.socket-group: no group 'nosuchgroup'"),
-        ("socket", "{folder}/file/a.sock", "rpc.socket: {folder}/file/a.sock: {folder}/file is a"),
-        (
-            "socket",
-            "{folder}/file",
-            "{folder}/file is a regular file, expected a socket or nothing",
-        ),
-        ("socket", "{folder}/sub", "{folder}/sub is a directory, expected a socket or nothing"),
-        ("socket", "{folder}/a\\u0000b", "a\\x00b': expected no NUL"),
+        ("{folder}/file/a.sock", "rpc.socket: {folder}/file/a.sock: {folder}/file is a"),
+        ("{folder}/file", "{folder}/file is a regular file, expected a socket or nothing"),
+        ("{folder}/sub", "{folder}/sub is a directory, expected a socket or nothing"),
+        ("{folder}/a\\u0000b", "a\\x00b': expected printable characters"),
     ],
 )
 def test_check_config_refuses_a_socket_that_run_cannot_make(
-    config: Config, key: str, value: str, expected: str
+    config: Config, value: str, expected: str
 ) -> None:
     (config.folder / "file").touch()
     (config.folder / "sub").mkdir()
-    line = f'{key} = "{value.replace("{folder}", str(config.folder))}"\n'
-    config.write(rpc=line if key == "socket" else config.values["rpc"] + line)
+    config.write(rpc=f'socket = "{value.replace("{folder}", str(config.folder))}"\n')
     before = contents(config.folder)
     status, text = config.run("check-config")
     assert contents(config.folder) == before
@@ -110,10 +104,22 @@ def test_check_config_refuses_a_socket_that_run_cannot_make(
     assert config.run("run")[0] == status
 
 
-def test_check_config_refuses_a_group_of_a_further_socket(config: Config) -> None:
+def test_check_config_refuses_an_emptied_file(config: Config) -> None:
+    config.file.write_text("# [node]\n")
+    assert config.refusals() == ["has no keys; a failed write may have emptied it"]
+
+
+def test_check_config_refuses_unknown_groups_of_sockets(config: Config) -> None:
     entry = f'[[rpc.sockets]]\npath = "{config.folder}/b.sock"\nrole = "read"\ngroup = "nosuch"\n'
-    config.write(entry)
-    assert config.refusals() == ["rpc.sockets.0.group: no group 'nosuch' on this host"]
+    config.write(entry, rpc=config.values["rpc"] + 'socket-group = "nosuchgroup"\n')
+    status, text = config.run("check-config")
+    assert (status, text.replace(f"agentd: {config.file}: ", "").splitlines()) == (
+        1,
+        [
+            "rpc.socket-group: no group 'nosuchgroup' on this host",
+            "rpc.sockets.0.group: no group 'nosuch' on this host",
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,8 +186,9 @@ def listen_with_tls(config: Config, address: str, cert: Path, key: Path) -> None
 
 def test_check_config_refuses_an_address_of_another_host(config: Config) -> None:
     listen_with_tls(config, "192.0.2.7:6123", *certificate(config.folder))
-    (line,) = config.refusals()
-    assert line == "rpc.listen: 192.0.2.7:6123: Cannot assign requested address"
+    status, text = config.run("check-config")
+    assert status == 1
+    assert "rpc.listen: 192.0.2.7:6123: Cannot assign requested address" in text
 
 
 def test_check_config_refuses_an_expired_certificate(config: Config) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from agentd.client import AsyncClient, Client, NodeEvent
 from agentd.client.calls import Call
-from agentd.client.errors import error_from_problem, error_from_response
+from agentd.client.errors import cut_log_error, error_from_problem, error_from_response
 from agentd.client.paths import api_path, next_query
 from agentd.errors import (
     AgentdError,
@@ -26,7 +26,9 @@ from agentd.errors import (
     NodeUnavailable,
     NotReady,
     Refused,
+    RefusedForNow,
     RuntimeUnavailable,
+    Unavailable,
     UnknownKernel,
     Unreachable,
     UnsupportedResource,
@@ -233,6 +235,8 @@ CUTS = [
     (("RuntimeUnavailable", 503), RuntimeUnavailable, "docker is away"),
     (("NodeUnavailable", 503), NodeUnavailable, "docker is away"),
     (("UnknownKernel", 404), UnknownKernel, "docker is away"),
+    (("FleetStoreUnavailable", 503), RefusedForNow, "docker is away"),
+    (("FromTheFuture", 503), RefusedForNow, "docker is away"),
 ]
 
 
@@ -245,7 +249,7 @@ async def test_log_that_is_cut_off_names_the_reason(
             assert request.query["tail"] == "0"
             if answer is None:
                 return web.Response()
-            content = {"code": answer[0], "detail": reason}
+            content = {"code": answer[0], "detail": reason, "status": answer[1]}
             return web.json_response(content, status=answer[1])
         response = web.StreamResponse()
         await response.prepare(request)
@@ -261,6 +265,10 @@ async def test_log_that_is_cut_off_names_the_reason(
                 await anext(chunks)
         with pytest.raises(error, match=reason):
             await asyncio.to_thread(list, Client(path).logs("k1", follow=True))
+        words = ("agentctl", "--socket", str(path), "logs", "-f", "k1", "k2")
+        several = await asyncio.to_thread(run, *words)
+        assert several.returncode == 1
+        assert reason in several.stderr
 
 
 async def test_the_client_without_asyncio_has_the_same_calls(plain: Daemon) -> None:
@@ -407,7 +415,11 @@ def test_every_code_of_the_daemon_is_an_error_of_the_client(code: str) -> None:
     error = error_from_problem({"code": code, "detail": "why", "status": STATUSES[code]})
     assert (error.code, str(error)) == (code, "why")
     assert error.content["code"] == code
-    assert error.facts() is not None
+    facts = error.facts()
+    if isinstance(error, Unavailable):
+        cut = cut_log_error("k1", error)
+        assert (cut.code, cut.facts()) == (code, facts)
+        assert str(cut) == "the log of k1 was cut off before its end: why"
 
 
 def test_answers_that_are_no_problems_are_errors_all_the_same() -> None:

@@ -77,11 +77,16 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ('[plugins."a\\nb"]\nx = 1', "plugins.a\\nb: invalid device name 'a\\nb'"),
         (
             '[node]\nstate-dir = "/a\\u0000"',
-            "node.state-dir: invalid text '/a\\x00': expected no NUL",
+            "node.state-dir: invalid text '/a\\x00': expected printable characters",
         ),
+        ('[node]\nstate-dir = ""', "node.state-dir: invalid path '': expected an absolute path"),
+        ('[node]\nstate-dir = "state"', "node.state-dir: invalid path 'state': expected an"),
+        ('[node]\nstate-dir = "~/state"', "node.state-dir: invalid path '~/state': expected an"),
+        ("", "agent.toml: has no keys; a failed write may have emptied it"),
+        ("\n# [node]\n", "agent.toml: has no keys"),
         (
             '[runtime.docker]\nallowed-mounts = ["/a\\u0000"]',
-            "runtime.docker.allowed-mounts: invalid text '/a\\x00': expected no NUL",
+            "runtime.docker.allowed-mounts: invalid text '/a\\x00': expected printable characters",
         ),
         (
             '[[rpc.sockets]]\npath = "/s"\nrole = "agent"\nagents = ["x"]',
@@ -113,7 +118,7 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ('[rpc]\nlisten = "localhost"', "rpc.listen: invalid address 'localhost': expected"),
         ('[rpc]\nlisten = "0.0.0.0:1"\ntoken-file = "/t"', "beyond loopback requires tls-cert"),
         (f'[rpc]\nsocket = "/{"x" * 120}"', "rpc.socket: longer than 107 bytes"),
-        ('[runtime.docker]\nallowed-mounts = ["data"]', "invalid path data: expected"),
+        ('[runtime.docker]\nallowed-mounts = ["data"]', "invalid path 'data': expected"),
         (
             "[runtime.process]\nulimits = { nofile = 9 }\ndefault-ulimits = { nofile = 10 }",
             "runtime.process.default-ulimits: nofile: 10 exceeds the limit of 9",
@@ -148,7 +153,7 @@ def test_default_file_names_the_proposed_runtime() -> None:
         ),
         (
             '[[agents]]\nid = "a"\nallowed-mounts = ["data"]',
-            "agents.0.allowed-mounts: invalid path data: expected an absolute path",
+            "agents.0.allowed-mounts.0: invalid path 'data': expected an absolute path",
         ),
         ('[[agents]]\nid = "a"\nallowed-groups = [-1]', "agents.0.allowed-groups.0: expected the"),
         ("[[agents]]", "agents.0.id: is missing, and has no default"),
@@ -277,6 +282,49 @@ def test_errors_of_file_and_environment_are_reported_at_once(
     }
 
 
+ENVIRONMENT = {
+    "a table that is a text": ("AGENTD__RPC", "x", "AGENTD__RPC: expected a table, not 'x'"),
+    "a table that is empty": ("AGENTD__RPC", "", "AGENTD__RPC: expected a table, not ''"),
+    "JSON that was cut": ("AGENTD__NODE", '{"id', "AGENTD__NODE: expected a table, not '{\"id'"),
+    "a list that is a text": ("AGENTD__AGENTS", "x", "AGENTD__AGENTS: expected a list, not 'x'"),
+    "a plugin's table that is a text": (
+        "AGENTD__PLUGINS__SIM", "x", "AGENTD__PLUGINS__SIM: unknown key; allowed: allow, block"
+    ),
+    "an empty state folder": (
+        "AGENTD__NODE__STATE_DIR", "", "AGENTD__NODE__STATE_DIR: invalid path '': expected an"
+    ),
+    "a relative state folder": (
+        "AGENTD__NODE__STATE_DIR", "state", "AGENTD__NODE__STATE_DIR: invalid path 'state'"
+    ),
+    "a secret that ends with a newline": (
+        "AGENTD__NODE__STATE_DIR", "/a\n", "AGENTD__NODE__STATE_DIR: invalid text '/a\\n': expected"
+    ),
+    "a variable of a file with CRLF": (
+        "AGENTD__RPC__SOCKET", "/a\r", "AGENTD__RPC__SOCKET: invalid text '/a\\r': expected"
+    ),
+    "a path that is not UTF-8": (
+        "AGENTD__RPC__SOCKET", "/\udcff", "AGENTD__RPC__SOCKET: invalid text '/\\udcff': expected"
+    ),
+    "a table that is not UTF-8": ("AGENTD__RPC", "\udcff", "AGENTD__RPC: expected a table, not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENVIRONMENT)
+def test_unusable_variable_is_named_with_its_expectation(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    name, value, line = ENVIRONMENT[case]
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigRefused) as refused:
+        load_text('[node]\nid = "n"', FILE, {name: value})
+    (found,) = refused.value.lines()
+    assert found.startswith(f"agent.toml: {line}")
+
+
+def test_defaults_without_a_file_are_usable() -> None:
+    assert load_text("", None, {}).settings == Settings()
+
+
 def test_the_environment_goes_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {
         "AGENTD__RESOURCE__ALLOCATION_MODE": "manual",
@@ -380,7 +428,7 @@ ENTRY = '[[rpc.tokens]]\nname = "{0}"\nfile = "/t/{0}"\nrole = "read"\n'
             "\n# of b\n" + ENTRY.format("b") + "# end\n",
         ),
         (ENTRY.format("b") + ENTRY.format("a") + "[node]\n", ENTRY.format("b") + "[node]\n"),
-        (ENTRY.format("a") + "# end\n", "# end\n"),
+        (ENTRY.format("a") + "# end\n", "[rpc]\n# end\n"),
         (
             '[rpc]  # inline\ntokens = [{name = "a", file = "/t/a", role = "read"}]\n',
             "[rpc]  # inline\n",

@@ -4,7 +4,8 @@ import asyncio
 import grp
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -70,7 +71,7 @@ def process_runtime(
     own: Mapping[str, UserAccount] = MappingProxyType({}),
     **settings: Any,
 ) -> ProcessRuntime:
-    default = find_account("nobody", "user") if os.geteuid() == 0 else None
+    default = find_account("nobody") if os.geteuid() == 0 else None
     read = ProcessSettings.model_validate(settings, by_name=True)
     accounts = UserAccounts(default, own, is_unprivileged=os.geteuid() != 0)
     manager = SystemdManager(is_user=os.geteuid() != 0) if has_manager() else None
@@ -317,6 +318,35 @@ async def test_kernel_and_its_execs_have_groups_and_limits(rig: Rig) -> None:
     *ids, files = map(int, said.split())
     assert {grp.getgrnam("daemon").gr_gid, 44} <= set(ids)
     assert files == 500
+
+
+@pytest.fixture(params=[(0o077, -500, -5), (0, 500, 5)], ids=["protected", "meek"])
+def inheritance(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A daemon with a umask, an oom_score_adj and a niceness of its own."""
+    umask, score, niceness = request.param
+    score_file = Path("/proc/self/oom_score_adj")
+    before = os.umask(umask), score_file.read_text(), os.getpriority(os.PRIO_PROCESS, 0)
+    with suppress(PermissionError):  # Linux lets only CAP_SYS_RESOURCE lower it
+        score_file.write_text(str(score))
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    yield
+    os.umask(before[0])
+    score_file.write_text(before[1])
+    os.setpriority(os.PRIO_PROCESS, 0, before[2])
+
+
+@pytest.mark.needs("root")
+async def test_kernel_and_its_execs_inherit_nothing(rig: Rig, inheritance: None) -> None:
+    if rig.runtime.name not in ("process", "systemd"):  # containers are the engine's children
+        return
+    script = "echo $(umask) $(cat /proc/self/oom_score_adj) $(cut -d' ' -f19 /proc/self/stat)"
+    kernel = as_known(await rig.create("sh", "-c", f"{script}; sleep 1000 & wait"))
+    async with asyncio.timeout(30):
+        while not (said := b"".join([part async for part in rig.runtime.logs(K1, LogQuery())])):
+            pass
+    session = await rig.runtime.start_exec(kernel, ExecSpec(("sh", "-c", script)))
+    assert b"".join([data async for _, data in session.output()]) == said == b"0022 0 0\n"
+    await session.close()
 
 
 def as_known(found: ObservedKernel) -> Kernel:

@@ -9,12 +9,11 @@ from agentd.core.devices import (
     Health,
     Inventory,
     SecondarySlot,
-    deduplicate_devices,
     natural_key,
-    restore_last_form,
     with_shared_health,
 )
 from agentd.core.groups import MAX_NAMED
+from agentd.core.listings import apply_listing, deduplicate_devices, restore_last_form
 from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE, SlotKind, SlotType
 from core.machines import cores, gpus, machine
@@ -130,6 +129,21 @@ def test_device_of_two_plugins_is_served_by_the_first(change) -> None:
     assert "gpu/gpu0 is the same device as cuda/cuda0" in warnings[0]
 
 
+def test_device_that_names_its_alias_late_is_served_once() -> None:
+    mine = gpus(1)[0]
+    named = replace(mine, device_id=DeviceId("gpu", "gpu0"), stable_id="serial-7")
+    nameless = replace(named, aliases=(), health=Health.UNHEALTHY)
+    assert deduplicate_devices([[mine], [named]])[0] == [mine]
+    inventory = Inventory.of([SlotType(mine.slot, SlotKind.COUNT, ONE)], [mine, nameless])
+    for name, listed in (("gpu", named), ("cuda", mine), ("gpu", named)):
+        inventory, _ = apply_listing(inventory, name, [listed])
+        kept, other = inventory.devices
+        assert (kept, other.offered_capacities) == (mine, (0,))
+        assert other.reason == "is the same device as cuda/cuda0, which serves it; withheld"
+    inventory, _ = apply_listing(inventory, "gpu", [replace(named, aliases=())])
+    assert [d.offered_capacities for d in inventory.devices] == [(ONE,), (ONE,)]
+
+
 def test_devices_that_two_plugins_offer_are_few_warnings() -> None:
     mine = gpus(*[1] * 500)
     other = [replace(d, device_id=DeviceId("gpu", d.device_id.id)) for d in mine]
@@ -189,7 +203,7 @@ def test_device_is_excluded_by_any_of_its_names(entry: str) -> None:
 )
 def test_device_that_left_while_its_plugin_was_stopped_is_gone(now, reason: str) -> None:
     inventory = Inventory.of([], gpus(1)).with_health_unknown("cuda", "plugin cuda: stopped by ann")
-    inventory, _ = inventory.with_listing("cuda", now)
+    inventory, _ = apply_listing(inventory, "cuda", now)
     (condition,) = device_conditions(inventory)
     assert condition.reason.startswith(f"cuda0 is gone: {reason}")
     assert inventory.devices[0].health is not Health.UNKNOWN  # or nobody could forget it
@@ -228,47 +242,47 @@ def listed(*ids: str, **changes: object) -> list[Device]:
 
 def test_a_listing_changes_health_and_presence_and_nothing_else() -> None:
     inventory = Inventory.of([], [*cores(1), *gpus(1, 1)])
-    same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1"))
+    same, news = apply_listing(inventory, "cuda", listed("cuda0", "cuda1"))
     assert (same is inventory, news) == (True, [])
-    sick, _ = inventory.with_listing(
-        "cuda", listed("cuda0", health=Health.UNHEALTHY, reason="hot", capacity=7)
+    sick, _ = apply_listing(
+        inventory, "cuda", listed("cuda0", health=Health.UNHEALTHY, reason="hot", capacity=7)
     )
     core, first, second = sick.devices
     assert core.health is Health.HEALTHY
     assert (first.health, first.reason, first.capacity) == (Health.UNHEALTHY, "hot", ONE)
     assert (second.gone, second.reason) == (True, "not listed by its plugin any more")
-    back, _ = sick.with_listing("cuda", listed("cuda0", "cuda1"))
+    back, _ = apply_listing(sick, "cuda", listed("cuda0", "cuda1"))
     assert back.devices == inventory.devices
 
 
 def test_device_files_are_those_of_the_present_listing() -> None:
     inventory = Inventory.of([], gpus(1))
-    first, _ = inventory.with_listing("cuda", listed("cuda0", files=("/dev/nvidia0",)))
+    first, _ = apply_listing(inventory, "cuda", listed("cuda0", files=("/dev/nvidia0",)))
     sick = listed("cuda0", files=("/dev/nvidia1",), health=Health.UNHEALTHY)
-    renumbered, _ = first.with_listing("cuda", sick)
+    renumbered, _ = apply_listing(first, "cuda", sick)
     found = [device.files for changed in (first, renumbered) for device in changed.devices]
     assert found == [("/dev/nvidia0",), ("/dev/nvidia1",)]
 
 
 def test_new_device_is_added_when_its_slot_is_known() -> None:
     inventory = Inventory.of([], gpus(1, 1))
-    same, news = inventory.with_listing("cuda", listed("cuda0", "cuda1", "cuda2"))
+    same, news = apply_listing(inventory, "cuda", listed("cuda0", "cuda1", "cuda2"))
     assert same is inventory
     (warning,) = news
     assert warning.startswith("cuda/cuda2 (GPU-cuda-2) is new and offers cuda.device; restart")
     knows = machine(*gpus(1, 1))
     three = listed("cuda0", "cuda1", "cuda2")
-    more, news = knows.with_listing("cuda", three)
+    more, news = apply_listing(knows, "cuda", three)
     assert [d.device_id.id for d in more.by_name["cuda"]] == ["cuda0", "cuda1", "cuda2"]
     assert news == []
-    again, _ = more.with_listing("cuda", three)
+    again, _ = apply_listing(more, "cuda", three)
     assert again is more
-    less, _ = more.with_listing("cuda", listed("cuda0", "cuda1"))
+    less, _ = apply_listing(more, "cuda", listed("cuda0", "cuda1"))
     assert less.by_name["cuda"][2].gone
     clash = replace(three[1], stable_id="X", aliases=())
-    twin, _ = knows.with_listing("cuda", [*three[:2], clash])
+    twin, _ = apply_listing(knows, "cuda", [*three[:2], clash])
     assert twin.by_stable_id["X"].device_id.id == "cuda2"
-    other, _ = inventory.with_listing("cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
+    other, _ = apply_listing(inventory, "cuda", listed("cuda0", "cuda1", slot="cuda.shares"))
     assert {d.reason for d in other.devices} == {"offers cuda.shares now; restart agentd to use it"}
 
 
@@ -306,7 +320,7 @@ def test_whole_device_never_appears_beside_its_parts(health: Health, beside: boo
     inventory = Inventory.of(slots, [part(0), part(1), gpus(1, 1)[1]])
     whole = replace(gpus(1)[0], health=health, reason="no answer")
     listing = [*([part(0), part(1)] if beside else []), whole, gpus(1, 1)[1]]
-    after, warnings = inventory.with_listing("cuda", listing)
+    after, warnings = apply_listing(inventory, "cuda", listing)
     has_left_its_parts = health is Health.HEALTHY and not beside
     new = {DeviceId("cuda", "cuda0")} if has_left_its_parts else set()
     assert after.by_id.keys() - inventory.by_id.keys() == new
@@ -323,12 +337,12 @@ def with_memory(gib: int | None, *, is_gone: bool = False) -> Inventory:
 def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
     inventory = with_memory(80)
     for listed in ([gpu(0, None), gpu(1)], [gpu(0, 40), gpu(1)]):
-        after, _ = inventory.with_listing("cuda", listed)
+        after, _ = apply_listing(inventory, "cuda", listed)
         assert after is inventory, "slots and capacities stay as first listed"
-    assert inventory.with_listing("cuda", [gpu(0), gpu(1)])[1] == []
-    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1)])
+    assert apply_listing(inventory, "cuda", [gpu(0), gpu(1)])[1] == []
+    _, warnings = apply_listing(inventory, "cuda", [gpu(0, None), gpu(1)])
     assert warnings == ["cuda0 lists other secondary slots now; restart agentd to use them"]
-    _, warnings = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None)])
+    _, warnings = apply_listing(inventory, "cuda", [gpu(0, None), gpu(1, None)])
     assert warnings == ["cuda0, cuda1 list other secondary slots now; restart agentd to use them"]
 
 
@@ -342,14 +356,14 @@ def test_other_secondary_slots_in_a_listing_are_a_warning() -> None:
 )
 def test_missing_device_never_returns_with_an_untyped_slot(listed, warnings) -> None:
     off = Inventory.of([SHARES], [gpu(0, gone=True), gpu(1, None)])
-    back, said = off.with_listing("cuda", [listed, gpu(1, None)])
+    back, said = apply_listing(off, "cuda", [listed, gpu(1, None)])
     assert back.by_name["cuda"][0].slot_names == ("cuda.shares",)
     assert said == warnings
 
 
 def test_a_new_device_with_an_unknown_slot_waits_for_a_restart() -> None:
     inventory = with_memory(None)
-    after, (warning,) = inventory.with_listing("cuda", [gpu(0, None), gpu(1, None), gpu(2)])
+    after, (warning,) = apply_listing(inventory, "cuda", [gpu(0, None), gpu(1, None), gpu(2)])
     assert after is inventory
     assert warning.endswith("is new and offers cuda.mem; restart agentd to use it")
 

@@ -4,6 +4,7 @@ from msgspec.structs import replace
 
 from agentd.core.device_conditions import device_conditions
 from agentd.core.devices import Device, DeviceId, Inventory, Place
+from agentd.core.listings import apply_listing
 from agentd.core.places import in_places, place_new_devices
 from agentd.core.remembered_devices import merge_remembered
 from core.machines import gpus, machine
@@ -48,10 +49,16 @@ def test_replaced_card_has_the_place_of_the_missing_one() -> None:
 
 def test_replaced_card_has_the_place_at_once() -> None:
     before = machine(*gpus(1, 1, 1, 1))
-    now, _ = before.with_listing("cuda", [*gpus(1), new_card(1, "X"), *gpus(1, 1, 1, 1)[2:]])
+    now, _ = apply_listing(before, "cuda", [*gpus(1), new_card(1, "X"), *gpus(1, 1, 1, 1)[2:]])
     now = place_new_devices(now, before)
     assert now.by_stable_id["X"].taken_place == Place("cuda1", "GPU-cuda-1")
     assert order(now.devices) == "cuda0 cuda4 cuda2 cuda3"
+
+
+def test_device_known_from_a_record_is_not_new() -> None:
+    record = replace(gpus(1, 1)[1], gone=True, is_hearsay=True)
+    inventory = machine(*gpus(1), record)
+    assert place_new_devices(inventory, inventory) is inventory
 
 
 def test_card_in_another_slot_or_form_is_new() -> None:

@@ -62,10 +62,7 @@ async def test_a_shim_that_dies_leaves_its_kernel_accounted_or_nothing(
     assert (answer.status == 201) == point.endswith("_exit"), answer.content
     if point.endswith("_exit"):
         ended = await node.daemon.until("k1", "terminated")
-        is_told = point == "shim.after_exit"
-        assert (ended["exit_code"], "its shim was killed" in ended["reason"]) == (
-            (0, False) if is_told else (None, True)
-        )
+        assert (ended["exit_code"], ended["reason"]) == (0, "")  # it was written before
     await node.check()
     has_go = point not in ("shim.after_fork", "shim.before_identity", "shim.after_identity")
     assert has_go or ran.read_text() == "", "who it is stands on disk before the command runs"

@@ -231,7 +231,7 @@ async def machine_reboots(scene: Scene) -> None:
     """End every kernel and the claim with their boot, and restart the engine."""
     await scene.up_to_date()
     await scene.node.kill()
-    scene.is_claimed = False
+    scene.end_claimant()
     for kernel_id, (pid, _) in scene.node.live_commands().items():
         if kernel_id not in scene.ended:
             scene.ended[kernel_id] = {None, 137}

@@ -1,5 +1,6 @@
 """Bundles that are there and cannot be used: nothing of their kernels is lost or freed."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,12 @@ import pytest
 from agentd.host.processes import Proc, read_stat
 from support.checked_node import CheckedNode
 from support.daemon import AGENTS, Answer, Daemon, gpus
+from support.waiting import until
 
 WITHOUT_CGROUPS = """
 import ctypes, runpy
 from agentd.services.kernels import reconciler
-reconciler.PARTIAL_PAUSE_S = 0.2
+reconciler.REOBSERVE_PAUSE_S = 0.2
 libc = ctypes.CDLL(None)
 assert libc.unshare(0x20000) == 0
 assert libc.mount(b"none", b"/", None, 0x44000, None) == 0
@@ -225,6 +227,22 @@ async def test_a_kernel_without_its_bundle_holds_until_it_ends(
     assert (await node.create(kernel_id="k2", command=["true"])).status == 201
     os.kill(process.pid, 9)
     await node.until("k1", "lost")
+    assert await node.free("cuda.device") == "2"
+
+
+async def test_child_of_a_killed_shim_holds_the_device(node: Daemon) -> None:
+    await started(node, has_cgroups=False)
+    script = "setsid sleep 1000 & echo $!"
+    await node.create(kernel_id="k1", slots={"cuda.device": 1}, command=["sh", "-c", script])
+    child = int(await until(bundle(node).joinpath("output.log").read_text))
+    await until((bundle(node) / "descendants.json").exists)
+    await node.stop()
+    os.kill(json.loads((bundle(node) / "identity.json").read_text())["shim_pid"], 9)
+    await node.start()
+    assert (await node.get("/v1/kernels/k1"))["state"] == "running"
+    assert await node.free("cuda.device") == "1"
+    os.kill(child, 9)
+    assert "its shim was killed" in (await node.until("k1", "terminated"))["reason"]
     assert await node.free("cuda.device") == "2"
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from agentd.cli.agentd.main import agentd
 from agentd.config.loading import load
 from agentd.config.settings import Settings
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import APPLIED, Reload, flatten_settings
 from support.certificates import certificate
 
@@ -164,12 +165,16 @@ class RenewedServer:
     """A server with TLS that counts what it was given."""
 
     has_tls = True
+    current_tokens = ()
 
     def __init__(self) -> None:
         self.given: list[str] = []
 
     def replace_tokens(self, tokens: Any) -> None:
         self.given += [token.caller.name for token in tokens]
+
+    def assign_groups(self, find_group: object) -> None:
+        """All sockets have their groups."""
 
     def replace_tls(self, context: object) -> None:
         self.given.append("certificate")
@@ -188,7 +193,8 @@ async def test_reload_applies_or_names_every_key(tmp_path: Path) -> None:
     names = ("docker", "systemd", "process")
     runtimes: Any = {name: RenewedRuntime(name) for name in names}
     server: Any = RenewedServer()
-    reload = Reload(load(file, {}), server, runtimes)
+    loaded = load(file, {})
+    reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
     file.write_text(tomlkit.dumps(every_key(tmp_path)))
     applied = {key for keys in APPLIED.values() for key in keys}
     assert applied <= values.keys()

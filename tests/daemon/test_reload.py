@@ -1,22 +1,25 @@
 """A reload takes everything or nothing, and says of each key whether it was taken."""
 
+import errno
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agentd.concurrency import thread_waiting_for
 from agentd.config.loading import load
 from agentd.daemon import reload as module
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.reload import Reload
-from agentd.errors import ConfigRefused
-from agentd.http.credentials import credential_weaknesses
+from agentd.errors import ConfigRefused, Problem, StartRefused
+from agentd.http.callers import Token
+from agentd.http.credentials import build_endpoint, credential_weaknesses
+from agentd.tomlfile import regular_files
 from support.certificates import certificate
-from support.waiting import until
 
 WORD = "0123456789abcdef"
 
@@ -26,14 +29,20 @@ class FakeServer:
 
     def __init__(self, *, has_tls: bool = False) -> None:
         self.has_tls = has_tls
+        self.ungrouped: list[Any] = []
         self.tokens: list[Any] = []
+        self.current_tokens: Sequence[Token] = ()
         self.contexts: list[object] = []
 
     def replace_tokens(self, tokens: Any) -> None:
+        self.current_tokens = tokens
         self.tokens.append([token.secret for token in tokens])
 
+    def assign_groups(self, find_group: object) -> None:
+        """All sockets have their groups."""
+
     def replace_tls(self, context: object) -> None:
-        self.contexts.append(context)
+        self.contexts += [context] if context is not None else []
 
 
 class Node:
@@ -48,7 +57,8 @@ class Node:
         self.write()
         runtimes: Any = {}
         server: Any = self.server
-        self.reload = Reload(load(self.file, {}), server, runtimes)
+        loaded = load(self.file, {})
+        self.reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
 
     @property
     def file(self) -> Path:
@@ -73,7 +83,7 @@ class Node:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "expected no NUL"),
+        ('tls-cert = "/tmp/\\u0000x"\ntls-key = "/k"\n', "expected printable characters"),
         ('tls-cert = "{fifo}"\ntls-key = "{fifo}"\n', "is a FIFO, expected a regular file"),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "{fifo}"\n',
@@ -81,7 +91,7 @@ class Node:
         ),
         (
             '[[rpc.tokens]]\nname = "t"\nrole = "read"\nfile = "/x/\\u0000"\n',
-            "expected no NUL",
+            "expected printable characters",
         ),
         ("[nonsense", "invalid TOML"),
     ],
@@ -101,6 +111,28 @@ async def test_a_reload_that_fails_takes_nothing_and_is_not_the_last(
     assert node.server.tokens == [["another-token-that-is-long"]]
 
 
+async def test_emptied_file_changes_nothing(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.file.write_text("")
+    assert await node.reloaded() == (
+        [],
+        [f"{node.file}: has no keys; a failed write may have emptied it"],
+    )
+    assert node.server.tokens == []
+
+
+async def test_file_behind_a_mount_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    """A mount of a file, and not of its folder, keeps the file that an editor replaced."""
+    node = Node(tmp_path)
+    with node.file.open() as mounted:
+        path = Path(f"/proc/self/fd/{mounted.fileno()}")
+        node.reload = Reload(load(path, {}), node.reload._server, {}, node.reload._names)
+        assert await node.reload.apply_and_log() == []
+        node.file.unlink()
+        with pytest.raises(ConfigRefused, match="was replaced on the host, but the mount keeps"):
+            await node.reload.apply_and_log()
+
+
 async def test_an_unforeseen_error_is_a_reason_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,23 +147,170 @@ async def test_an_unforeseen_error_is_a_reason_too(
     assert await node.reloaded() == ([], [])
 
 
-async def test_files_that_are_not_read_in_time_are_a_reason(
+async def test_token_whose_file_is_silent_stays_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, read, answered = Node(tmp_path), module.read_tokens, threading.Event()
+    node, answered, team = Node(tmp_path), threading.Event(), tmp_path / "team"
+    team.write_text("a-token-of-a-team-that-is-long")
+    team.chmod(0o600)
+    node.write(f'{node.listening}[[rpc.tokens]]\nname = "t"\nfile = "{team}"\nrole = "read"\n')
+    assert await node.reloaded() == ([], [])
+    read = regular_files.read_regular
 
-    def hangs(rpc: Any) -> Any:
-        with thread_waiting_for(str(node.token)):
+    def hang(path: Path, *arguments: Any) -> Any:
+        if path == team:
             answered.wait(20)
-        return read(rpc)
+        return read(path, *arguments)
 
-    monkeypatch.setattr(module, "read_tokens", hangs)
-    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.1)
-    assert await node.reloaded() == ([], [f"{node.token} does not answer within 0.1 s"])
-    assert await node.reloaded() == ([], [f"earlier lookups do not answer: {node.token}"])
+    monkeypatch.setattr(regular_files, "read_regular", hang)
+    monkeypatch.setattr("agentd.concurrency.ANSWER_TIMEOUT_S", 0.1)
+    node.token.write_text("another-token-that-is-long")
+    for _ in range(3):
+        assert await node.reloaded() == ([], [])
+        (condition,) = node.reload.conditions()
+        expected = f"rpc.tokens.0.file: {team} cannot be read: no answer within 0.1 s"
+        assert condition.reason == expected
+    secrets = ["another-token-that-is-long", "a-token-of-a-team-that-is-long"]
+    assert node.server.tokens[1:] == [secrets] * 3
+    assert [thread.name for thread in threading.enumerate()].count(str(team)) == 1
+    node.write()
+    assert await node.reloaded() == ([], [])
+    assert node.server.tokens[-1] == secrets[:1]
     answered.set()
-    monkeypatch.undo()
-    await until(node.reloaded, lambda value: not value[1])
+
+
+PASSING = (
+    *("ESTALE", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ETIMEDOUT", "ENOKEY", "EIO", "EMFILE"),
+    *("ENETDOWN", "ENETUNREACH", "ECONNABORTED"),
+)
+"""Of a dead mount, of one whose server or key is not there, and of a host that lacks something."""
+
+
+@pytest.mark.parametrize("name", PASSING)
+async def test_file_that_cannot_be_read_for_now_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A start goes on, too; without its configuration it ends so that it is tried again."""
+    node, genuine, number = Node(tmp_path, has_tls=True), os.open, getattr(errno, name)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+    assert await node.reloaded() == ([], [])
+    failing = {node.token, cert}
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if path in failing:
+            raise OSError(number, os.strerror(number), str(path))
+        return genuine(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    assert await node.reloaded() == ([], [])
+    reason = f"cannot be read: {os.strerror(number)}"
+    token, chain = (f"rpc.token-file: {node.token} {reason}", f"rpc.tls-cert: {cert} {reason}")
+    assert [condition.reason for condition in node.reload.conditions()] == [token, chain]
+    assert node.server.tokens[-1] == [WORD]
+    missing: list[Problem] = []
+    rpc = load(node.file, {}).settings.rpc
+    assert build_endpoint(rpc, missing=missing).tokens == ()
+    assert [str(problem) for problem in missing] == [chain, token]
+    failing.add(node.file)
+    with pytest.raises(StartRefused, match=reason):
+        load(node.file, {})
+    failing.clear()
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EAGAIN, errno.ESTALE])
+async def test_key_that_is_silent_while_openssl_reads_it_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n')
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agentd.http.certificates.call_in_time", fail)
+        assert await node.reloaded() == ([], [])
+        (condition,) = node.reload.conditions()
+        assert condition.reason.endswith(os.strerror(number))
+    await node.reload.look_for_missing()
+    assert (list(node.reload.conditions()), len(node.server.contexts)) == ([], 1)
+
+
+@pytest.mark.parametrize("missing", ["token", "cert", "key"])
+async def test_reload_goes_on_without_files_that_may_come(tmp_path: Path, missing: str) -> None:
+    """A token that was revoked is dead, although another file is missing."""
+    node = Node(tmp_path, has_tls=True)
+    cert, key = certificate(tmp_path)
+    team = tmp_path / "team"
+    team.write_text("a-token-of-a-team-that-is-long")
+    team.chmod(0o600)
+    path = {"token": node.token, "cert": cert, "key": key}[missing]
+    path.rename(tmp_path / "later")
+    entry = f'[[rpc.tokens]]\nname = "team"\nfile = "{team}"\nrole = "read"\n'
+    node.write(f'{node.listening}tls-cert = "{cert}"\ntls-key = "{key}"\n{entry}')
+    assert await node.reloaded() == ([], [])
+    (condition,) = node.reload.conditions()
+    assert (condition.about, condition.agents) == ("host", ())
+    assert f"{path} cannot be read: No such file" in condition.reason
+    here = [word for word in (WORD, "a-token-of-a-team-that-is-long") if missing != "token"]
+    assert node.server.tokens == [here or ["a-token-of-a-team-that-is-long"]]
+    assert len(node.server.contexts) == (missing == "token")
+    (tmp_path / "later").rename(path)
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+    assert node.server.tokens[-1] == [WORD, "a-token-of-a-team-that-is-long"]
+    assert len(node.server.contexts) == 1 + (missing == "token")
+
+
+async def test_retry_looks_up_what_is_missing_and_rarely_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name service that is down for a while makes no known name an unknown one."""
+    known, wanted = {"early"}, list[str]()
+
+    def find(name: str) -> int | None:
+        wanted.append(name)
+        return 1000 if name in known else None
+
+    monkeypatch.setattr("agentd.daemon.host_names._FIND", {"group": find})
+    node = Node(tmp_path)
+    groups = 'allowed-groups = ["early", "late"]\n'
+    node.write(rest=f"[runtime.docker]\n{groups}")
+    assert await node.reloaded() == (["runtime.docker.allowed-groups"], [])
+    assert [c.about for c in node.reload.conditions()] == ["agent/main"]
+    known.clear()
+    await node.reload.look_for_missing()
+    assert (sorted(wanted), len(list(node.reload.conditions()))) == (["early", "late", "late"], 1)
+    for _ in range(9):
+        await node.reload.look_for_missing()
+    assert (wanted.count("early"), wanted.count("late")) == (2, 11)
+    assert len(list(node.reload.conditions())) == 1
+    known.add("late")
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+    known.clear()
+    await node.reloaded()
+    assert len(list(node.reload.conditions())) == 2
+
+
+async def test_missing_token_that_comes_with_a_bad_mode_says_so(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.token.unlink()
+    assert await node.reloaded() == ([], [])
+    node.token.write_text(WORD)
+    node.token.chmod(0o644)
+    await node.reload.look_for_missing()
+    (condition,) = node.reload.conditions()
+    assert "has mode 0644" in condition.reason
+    assert node.server.tokens == [[]]
+    node.token.chmod(0o600)
+    await node.reload.look_for_missing()
+    assert list(node.reload.conditions()) == []
+    assert node.server.tokens[-1] == [WORD]
 
 
 async def test_tls_on_a_plain_listener_waits_for_a_restart(tmp_path: Path) -> None:
@@ -158,7 +337,7 @@ async def test_reload_uses_the_certificate_it_checked(tmp_path: Path) -> None:
 
 async def test_tokens_go_with_the_listener(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.file.write_text("")
+    node.file.write_text("[node]\n")
     waiting, reasons = await node.reloaded()
     assert reasons == []
     assert {"rpc.listen", "rpc.token-file", "node.id"} <= set(waiting)
@@ -201,7 +380,8 @@ async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> N
     docker = DockerRuntime("n", module.load(node.file, {}).settings.runtime.docker)
     runtimes: Any = {"docker": docker}
     server: Any = node.server
-    node.reload = Reload(load(node.file, {}), server, runtimes)
+    loaded = load(node.file, {})
+    node.reload = Reload(loaded, server, runtimes, HostNames(loaded.settings))
 
     def networks() -> dict[str, str]:
         return {name: settings.network for name, settings in docker._own_settings.items()}
@@ -217,7 +397,7 @@ async def test_means_of_agents_are_taken_and_the_rest_named(tmp_path: Path) -> N
     assert networks() == {"a": "newer", "b": "last"}
     node.write(rest=agents.format('allowed-mounts = ["x"]\n', ""))
     reasons = (await node.reloaded())[1]
-    assert "agents.0.allowed-mounts: invalid path x" in reasons[0]
+    assert "agents.0.allowed-mounts.0: invalid path 'x'" in reasons[0]
     assert networks() == {"a": "newer", "b": "last"}
 
 

@@ -143,6 +143,8 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
         assert await node.get("/v1/claims") == [c for c in before if c["claim_id"] != "dead"]
         assert await free(node) == "1"
         await node.stop(signal.SIGKILL)
+        child.kill()
+        child.wait()
         node.boot_id = "11111111-1111-1111-1111-111111111111"
         await node.start()
         assert [c["claim_id"] for c in await node.get("/v1/claims")] == ["lasting"]
@@ -150,8 +152,9 @@ async def test_claims_survive_a_restart_and_end_with_the_boot(node: Daemon) -> N
     finally:
         await node.stop()  # it would live on in that boot, for the tests after this one
         node.boot_id = ""
-        child.kill()
-        child.wait()
+        for process in (child, dead):
+            process.kill()
+            process.wait()
 
 
 async def test_unreadable_claim_withholds_devices_until_its_release(node: Daemon) -> None:

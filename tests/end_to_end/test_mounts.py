@@ -13,6 +13,7 @@ from support.engine import Engine
 from support.engine_proxy import EngineProxy
 from support.host_faults import hung_mount
 from support.needs import require
+from support.waiting import until
 
 
 async def test_mounts_are_read_only_below_allowed_folders(
@@ -116,3 +117,22 @@ async def test_unresponsive_mount_delays_no_other_request(dockered: Daemon, fold
         assert await dockered.stop() == 0, "no thread holds up the end"
     await dockered.start()
     assert (await dockered.create(mounts=[{"source": str(dead), "target": "/data"}])).status == 201
+
+
+async def test_kernel_whose_mount_has_died_is_served_after_a_restart(
+    dockered: Daemon, folder: Path
+) -> None:
+    """No start waits for a dead NFS server."""
+    require("fuse")
+    dead = folder / "data" / "dead"
+    dead.mkdir(parents=True)
+    await dockered.start(MOUNTABLE.format(folder=folder) + AGENTS)
+    await dockered.running(kernel_id="k1", mounts=[{"source": str(dead), "target": "/data"}])
+    with hung_mount(dead), hung_mount(folder / "data"):
+        await dockered.restart()
+        assert [k["state"] for k in await dockered.get("/v1/kernels")] == ["running"]
+        assert (await dockered.call("POST", "/v1/reload")).status == 200
+        await until(dockered.warnings, lambda texts: f"{folder}/data does not answer" in texts)
+        assert (await dockered.call("GET", "/v1/stats")).status == 200
+        assert (await dockered.call("POST", "/v1/kernels/k1/stop", {"timeout": 0})).status == 200
+        assert (await dockered.call("DELETE", "/v1/kernels/k1")).status == 204

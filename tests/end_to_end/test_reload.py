@@ -19,6 +19,8 @@ __all__ = ["tokens"]
 WORK = {
     "log": "agentd.daemon.lifecycle:Daemon._report_lost_lines",
     "claims": "agentd.services.claims.claim_ends:ClaimEnds.run",
+    "cores": "agentd.services.lost_cores:LostCores.run",
+    "missing": "agentd.daemon.reload:Reload.run",
     "reconciler": "agentd.services.kernels.reconciler:ReconcilerLoops.run",
     "reload": "agentd.daemon.lifecycle:Daemon._reload_on_hangup",
     "retention": "agentd.services.kernels.retention:Retention.run",

@@ -1,17 +1,18 @@
 """fleet.toml: the example, the environment, and what is refused in which words."""
 
+import errno
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from agentd.errors import ConfigRefused
-from agentd.http.credentials import read_tokens
+from agentd.errors import ConfigRefused, StartRefused
+from agentd.http.credentials import build_endpoint, read_tokens
 from agentd.http.settings import TokenSettings
 from agentd_fleet.daemon import client_tls_context, etcd_credentials, rpc_settings
 from agentd_fleet.placement.choice import PlacementPolicy
@@ -122,6 +123,15 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["fleet.nodes: duplicate address https://a:1"],
     ),
     "a list that is none": ('[fleet]\nnodes = "unix:/a"', ["fleet.nodes: expected a list, not"]),
+    "a file without a key": ("# lost\n", ["has no keys; a failed write may have emptied it"]),
+    "a relative state folder": (
+        '[gateway]\nstate-dir = "fleet"',
+        ["gateway.state-dir: invalid path 'fleet': expected an absolute path"],
+    ),
+    "an empty state folder": (
+        '[join]\nstate-dir = ""',
+        ["join.state-dir: invalid path '': expected an absolute path"],
+    ),
     "a certificate without its key": (
         '[fleet]\ncert = "/x"',
         ["fleet: cert and key must be set together"],
@@ -207,7 +217,7 @@ def test_a_variable_that_is_refused_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    (line,) = refusal(tmp_path, "", **{name: value})
+    (line,) = refusal(tmp_path, "[fleet]\n", **{name: value})
     assert line.startswith(f"{name}: {why}"), line
 
 
@@ -260,6 +270,38 @@ def test_exposed_or_equal_tokens_are_refused(tmp_path: Path) -> None:
     lines = caught.value.lines()
     assert f"rpc.tokens.2.file: {tmp_path}/c has mode 0644: accessible by others" in lines[0]
     assert "rpc.tokens: two callers have the same token" in lines[1]
+
+
+def test_files_on_a_dead_mount_end_a_gateway_for_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exit status is 1, after which systemd tries again; after 78 it does not."""
+    dead, genuine = tmp_path / "dead", os.open
+    cert = f'tls-cert = "{dead}"\ntls-key = "{dead}"\n'
+    listening = '[gateway]\nlisten = "127.0.0.1:7001"\n'
+    token = f'[[rpc.tokens]]\nname = "a"\nfile = "{dead}"\nrole = "admin"\n'
+    reads: dict[str, tuple[Callable[[FleetFile], object], str]] = {
+        "rpc.tokens.0.file": (lambda s: read_tokens(rpc_settings(s)), listening + token),
+        "gateway.tls-cert": (
+            lambda s: build_endpoint(rpc_settings(s), "gateway"),
+            listening + cert + token,
+        ),
+        "etcd-password-file": (
+            lambda s: etcd_credentials(s.fleet),
+            f'[fleet]\netcd-user = "n"\netcd-password-file = "{dead}"',
+        ),
+        "dead": (lambda s: client_tls_context(s.fleet), f'[fleet]\nca = "{dead}"'),
+    }
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == dead:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+        return genuine(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    for where, (use, text) in reads.items():
+        with pytest.raises(StartRefused, match=f"{where}.* cannot be read: Transport endpoint"):
+            use(read(tmp_path, text))
 
 
 def test_missing_etcd_credentials_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.certificates import certificate, certificate_of_version_2, certific
 
 def gateway_tls(folder: Path, ca: Path | None) -> ssl.SSLContext:
     file = folder / "fleet.toml"
-    file.write_text("" if ca is None else f'[fleet]\nca = "{ca}"\n')
+    file.write_text('[fleet]\nname = "main"\n' if ca is None else f'[fleet]\nca = "{ca}"\n')
     return daemon.client_tls_context(load(str(file), {}).fleet)
 
 

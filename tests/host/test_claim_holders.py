@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -36,6 +37,19 @@ async def test_caller_names_itself_and_its_child(child: subprocess.Popen[bytes])
         assert found == ProcessHolder(pid, start_of(pid))
         assert holders.is_alive(found)
         assert not holders.is_alive(ProcessHolder(pid, 1))
+
+
+async def test_holder_that_cannot_be_observed_counts_as_alive(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("agentd.host.claim_holders.open_pidfd", fails)
+    holder = ProcessHolder(child.pid, 1)
+    assert HolderObserver().is_alive(holder)
+    with pytest.raises(OSError, match="Too many open files"):
+        HolderObserver().watch(holder, lambda: None)
 
 
 @pytest.mark.needs("root")

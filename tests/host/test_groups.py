@@ -2,6 +2,9 @@
 
 import dataclasses
 import grp
+from collections import defaultdict
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +12,9 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.options import parse_group
-from agentd.errors import InvalidRequest, NotReady
-from agentd.host.groups import group_problems, resolve_groups, unknown_groups, with_group_ids
+from agentd.error_codes import Scope
+from agentd.errors import InvalidRequest, NotReady, RuntimeUnavailable
+from agentd.host.groups import group_problems, resolve_groups, with_group_ids
 from agentd.host.lookups import Lookups
 from contracts.test_runtime import plan
 
@@ -36,7 +40,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_allowed_groups_are_resolved(requested, allowed, ids: list[int]) -> None:
-    assert resolve_groups(requested, allowed) == ids
+    assert resolve_groups(requested, allowed) == (ids, [])
 
 
 @pytest.mark.parametrize(
@@ -69,23 +73,24 @@ async def test_other_groups_are_refused_alike(requested, allowed, lines: list[st
     """Whether the host has such a group is not the caller's business."""
     assert [str(p) for p in await group_problems(requested, allowed, Lookups())] == lines
     with pytest.raises(InvalidRequest):
-        resolve_groups(requested, allowed)
+        await with_group_ids(plan("true"), requested, allowed, defaultdict(Lookups))
 
 
 def test_no_name_is_looked_up_where_none_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of groups that is slow could be kept busy otherwise."""
     monkeypatch.setattr(grp, "getgrnam", pytest.fail)
-    with pytest.raises(InvalidRequest):
-        resolve_groups(["video", "docker"], [])
-
-
-def test_allowed_group_that_the_host_lacks_may_come() -> None:
-    with pytest.raises(NotReady, match="group 'team-a' of allowed-groups does not exist"):
-        resolve_groups(["team-a"], ["team-a"])
-    problems = unknown_groups("runtime.docker.allowed-groups", ["video", 7, "team-a"])
-    assert list(map(str, problems)) == [
-        "runtime.docker.allowed-groups.2: no group 'team-a' on this host"
+    assert [problem.where for problem in resolve_groups(["video", "docker"], [])[1]] == [
+        *("groups.0", "groups.1")
     ]
+
+
+@pytest.mark.parametrize("group", ["team-a", 2000])
+def test_allowed_group_that_the_host_lacks_may_come(group: int | str) -> None:
+    """Its number is not known before."""
+    reason = "group 'team-a' of allowed-groups does not exist"
+    with pytest.raises(NotReady, match=reason) as refused:
+        resolve_groups([group], ["video", "team-a"])
+    assert refused.value.scope is Scope.NODE, "another node may have it"
 
 
 @pytest.mark.parametrize(
@@ -99,8 +104,26 @@ def test_allowed_group_that_the_host_lacks_may_come() -> None:
 )
 async def test_groups_of_devices_come_first(of_devices, requested, groups) -> None:
     made = replace(plan("true"), edits=ContainerEdits(env={"A": "b"}, groups=of_devices))
-    changed = await with_group_ids(made, requested, [2000, 44, 105], Lookups())
+    changed = await with_group_ids(made, requested, [2000, 44, 105], defaultdict(Lookups))
     assert changed == replace(made, edits=dataclasses.replace(made.edits, groups=groups))
+
+
+async def test_groups_of_devices_wait_for_no_requested_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lookups, answered = defaultdict[str, Lookups](partial(Lookups, max_threads=1)), Event()
+    database = grp.getgrnam
+    hang = {"docker": lambda _: answered.wait(20) and database("docker")}
+    monkeypatch.setattr(grp, "getgrnam", lambda name: hang.get(name, database)(name))
+    made = replace(plan("true"), edits=ContainerEdits(groups=("render",)))
+    with monkeypatch.context() as patch:
+        patch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+        with pytest.raises(RuntimeUnavailable, match="the group database does not answer"):
+            await with_group_ids(plan("true"), ["docker"], ["docker"], lookups)
+    with pytest.raises(RuntimeUnavailable, match="do not answer: the group database"):
+        await with_group_ids(made, ["docker"], ["docker"], lookups)
+    assert (await with_group_ids(made, [], [], lookups)).edits.groups == ("105",)
+    answered.set()
 
 
 @pytest.mark.parametrize(

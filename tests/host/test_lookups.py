@@ -1,11 +1,11 @@
 """Lookups that may never answer: threads of their own, bounded, named and given back."""
 
 import asyncio
+import errno
 import threading
 
 import pytest
 
-from agentd.concurrency import thread_waiting_for
 from agentd.errors import RuntimeUnavailable
 from agentd.host.lookups import Lookups
 
@@ -13,16 +13,13 @@ from agentd.host.lookups import Lookups
 class Hanging:
     """A lookup that waits until it is answered."""
 
-    def __init__(self, name: str = "user 'slow'") -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.answered = threading.Event()
         self.ended = threading.Event()
 
-    def __call__(self) -> str:
-        with thread_waiting_for(self.name):
-            self.answered.wait(30)
+    def __call__(self) -> None:
+        self.answered.wait(30)
         self.ended.set()
-        return self.name
 
 
 async def free_again(lookups: Lookups) -> None:
@@ -40,7 +37,7 @@ async def free_again(lookups: Lookups) -> None:
 async def test_error_names_what_does_not_answer() -> None:
     hanging, lookups = Hanging(), Lookups(max_threads=1)
     with pytest.raises(RuntimeUnavailable, match=r"^user 'slow' does not answer within 0.1 s$"):
-        await lookups.call("the configuration", hanging, 0.1)
+        await lookups.call("user 'slow'", hanging, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"lookups do not answer: user 'slow'$"):
         await lookups.call("the configuration", lambda: 1, 10)
     hanging.answered.set()
@@ -49,14 +46,14 @@ async def test_error_names_what_does_not_answer() -> None:
 
 async def test_lookup_that_its_caller_leaves_counts_until_it_ends() -> None:
     hanging, lookups = Hanging(), Lookups(max_threads=2)
-    asked = asyncio.create_task(lookups.call("x", hanging, 10))
+    asked = asyncio.create_task(lookups.call("user 'slow'", hanging, 10))
     await asyncio.sleep(0)
     asked.cancel()
     await asyncio.wait([asked])
     assert await lookups.call("y", lambda: 2, 10) == 2
-    second = Hanging("group 'render'")
+    second = Hanging()
     with pytest.raises(RuntimeUnavailable, match="group 'render' does not answer"):
-        await lookups.call("y", second, 0.1)
+        await lookups.call("group 'render'", second, 0.1)
     with pytest.raises(RuntimeUnavailable, match=r"do not answer: group 'render', user 'slow'$"):
         await lookups.call("y", lambda: 2, 10)
     hanging.answered.set()
@@ -68,7 +65,7 @@ async def test_answer_as_its_caller_leaves_takes_no_place() -> None:
     hanging, lookups = Hanging(), Lookups(max_threads=1)
     asked = asyncio.create_task(lookups.call("x", hanging, 10))
     await asyncio.sleep(0)
-    (thread,) = (t for t in threading.enumerate() if t.name in ("x", hanging.name))
+    (thread,) = (t for t in threading.enumerate() if t.name == "x")
     hanging.answered.set()
     thread.join(10)  # its answer waits for the event loop, before the cancellation
     asked.cancel()
@@ -101,3 +98,11 @@ async def test_error_of_a_lookup_is_raised_to_its_caller() -> None:
     for _ in range(3):
         with pytest.raises(KeyError):
             await lookups.call("x", fails)
+
+
+async def test_time_out_of_a_call_itself_is_for_a_moment() -> None:
+    def fail() -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "no answer within 5 s", "/mnt/dead")
+
+    with pytest.raises(RuntimeUnavailable, match=r"^/mnt/dead: no answer within 5 s$"):
+        await Lookups().call("x", fail)

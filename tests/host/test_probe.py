@@ -62,9 +62,21 @@ def test_the_node_id_is_derived_and_does_not_show_the_machine_id(tmp_path: Path)
     path.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
     assert derive_node_id(path) == derive_node_id(path)
     assert "3d1219" not in derive_node_id(path)
-    path.write_text("\n")
+
+
+NO_MACHINE_ID = {
+    "empty": b"\n",
+    "an image that was not started": b"uninitialized\n",
+    "not ASCII": "3d1219c7c4c5é".encode(),
+    "not UTF-8": b"\xff\xfe3\0d\0",
+}
+
+
+@pytest.mark.parametrize("case", NO_MACHINE_ID)
+def test_a_machine_id_that_is_none_is_refused(tmp_path: Path, case: str) -> None:
+    (tmp_path / "machine-id").write_bytes(NO_MACHINE_ID[case])
     with pytest.raises(OSError, match="no machine id"):
-        derive_node_id(path)
+        derive_node_id(tmp_path / "machine-id")
 
 
 def test_probe_reads_the_core_of_each_thread(tmp_path, monkeypatch) -> None:

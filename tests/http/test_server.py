@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentd.concurrency import Deadline
 from agentd.core.access import Caller, Right, Role
+from agentd.errors import StartRefused
 from agentd.http import server as servers
 from agentd.http.callers import Token
 from agentd.http.connections.request_turns import MAX_AT_ONCE, RequestTurns
@@ -116,6 +118,54 @@ async def test_socket_without_its_file_is_a_condition(tmp_path: Path) -> None:
     (condition,) = server.conditions()
     assert condition.about == "host"
     assert condition.reason == f"the socket {tmp_path}/socket was removed, so no client finds it"
+    await server.stop(Deadline.after(10))
+
+
+async def test_socket_is_private_until_its_group_is_known(tmp_path: Path) -> None:
+    unix = replace(unix_socket_at(tmp_path), group="team")
+    server = words_at(Endpoint((unix,)))
+    known: dict[str, int] = {}
+    await server.start(known.get)
+    assert server.ungrouped == [unix]
+    assert unix.path.stat().st_mode & 0o777 == 0o600
+    known["team"] = os.getegid()
+    server.assign_groups(known.get)
+    assert server.ungrouped == []
+    assert unix.path.stat().st_mode & 0o777 == 0o660
+    await server.stop(Deadline.after(10))
+
+
+@pytest.mark.parametrize("successor", ["none", "link", "hard link", "file", "socket"])
+async def test_no_file_but_that_of_the_socket_gets_its_group(
+    tmp_path: Path, successor: str
+) -> None:
+    """The owner of its folder may remove or replace it; the sockets behind it get theirs."""
+    paths = tmp_path / "removed", tmp_path / "kept"
+    first, other = (replace(unix_socket_at(tmp_path), path=path, group=path.name) for path in paths)
+    server = words_at(Endpoint((first, other)))
+    known: dict[str, int] = {}
+    await server.start(known.get)
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    first.path.rename(tmp_path / "former")  # a free inode may be used again
+    with socket.socket(socket.AF_UNIX) as impostor:
+        if successor == "link":
+            first.path.symlink_to(secret)
+        elif successor == "hard link":
+            first.path.hardlink_to(secret)
+        elif successor == "file":
+            first.path.touch(mode=0o600)
+        elif successor == "socket":
+            impostor.bind(str(first.path))
+            first.path.chmod(0o600)
+        known |= {"removed": os.getegid(), "kept": os.getegid()}
+        with pytest.raises(StartRefused):
+            server.assign_groups(known.get)
+    assert server.ungrouped == [first]
+    assert other.path.stat().st_mode & 0o777 == 0o660
+    assert secret.stat().st_mode & 0o777 == 0o600
+    if successor != "none":
+        assert first.path.stat().st_mode & 0o777 == 0o600
     await server.stop(Deadline.after(10))
 
 

@@ -8,7 +8,7 @@
  *   gpu uuid=GPU-.. pci=00000000:3B:00.0 mem=BYTES used=BYTES util=% memutil=% temp=C power=mW
  *       numa=N (memory affinity) numaid=N (GetNumaNodeId; -1 = not supported, as on x86)
  *       lost=0|1|2 (1: all calls 15; 2: handle look-up works, calls 15) mig=-1|0|1 maxmig=N
- *       recovery=N (-1: field not supported) events=MASK minor=N mode=N (compute mode) cc=90 (capability)
+ *       recovery=N (-1: field not supported, else minus the field's nvmlReturn_t) events=MASK minor=N mode=N (compute mode) cc=90 (capability)
  *       remap=N (-1: not supported, 1: rows wait for a reset, 2: it failed) fabric=N (state; -1: not supported)
  *       bridge=N (host bridge; GPUs of one have it as common ancestor, others the system) name=...
  *   link gpu=0 to=1                NVLink, or an NVSwitch, joins the two
@@ -351,6 +351,7 @@ int nvmlDeviceGetFieldValues(void *h, int n, field_t *v)
     DEV(h); WHOLE;
     for (int i = 0; i < n; i++) {
         v[i].nvmlReturn = NOTSUP;
+        if (v[i].fieldId == 230 && g->recovery < -1) v[i].nvmlReturn = -g->recovery;
         if (v[i].fieldId == 230 && g->recovery >= 0) { v[i].nvmlReturn = OK; v[i].valueType = 1; v[i].value.ull = 0; v[i].value.ui = g->recovery; }
     }
     return OK;

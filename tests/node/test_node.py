@@ -53,6 +53,21 @@ def test_installed_and_the_first_kernel_by_the_readme(node: Node) -> None:
     assert float(re.search(r"level for agentd.service: ([0-9.]+)", exposure)[1]) <= 4.0
 
 
+def test_commands_ignore_python_variables_of_a_user(node: Node) -> None:
+    """Environment modules, conda and ROS set them; plugins have processes of their own."""
+    shadows = "/tmp/shadows"
+    names = " ".join(f"{shadows}/{name}.py" for name in ("click", "msgspec", "agentd", "json"))
+    node.must(f"mkdir {shadows} && echo 'raise SystemExit(9)' | tee {names}")
+    variables = f"PYTHONPATH={shadows} PYTHONHOME=/nowhere PYTHONWARNINGS=error"
+    for command in (
+        "agentd --version",
+        "agentctl ls",
+        "agentd plugins",
+        "agentctl run --rm team-a true",
+    ):
+        node.must(f"cd {shadows} && {variables} {command}")
+
+
 def test_limits_of_kernels_hold(node: Node) -> None:
     script = "x = bytearray(300 << 20); x[::4096] = b'1' * len(x[::4096])"
     node.create("big", "python3", "-c", script, slots={"cpu": 0, "mem": "64m"})

@@ -3,6 +3,7 @@
 import time
 
 from node.conftest import ASK, CONFIG, Node, until_ready
+from support.waiting import until_blocking
 
 OWNED = {"cpu": 0, "mem": "16m", "tpu.device": 1}
 DEAF = "trap '' TERM; while :; do sleep 1; done"
@@ -83,6 +84,21 @@ def test_a_record_that_is_damaged_or_newer_loses_no_device(node: Node) -> None:
     node.remove("damaged", "newer", "missing")
     devices = node.ask("GET", "/v1/devices")[1]
     assert {d["allocated"] for d in devices if d["device_name"] == "tpu"} == {"0"}
+
+
+def test_a_bundle_that_others_may_write_loses_no_device(node: Node) -> None:
+    made = node.create("exposed", "sleep", "9999", slots=OWNED)
+    folder = "/var/lib/agentd/units/exposed"
+    node.must(f"chmod 777 {folder}; systemctl restart agentd", 300)
+    until_ready(node)
+    kernel = node.kernel("exposed")
+    assert kernel["state"] == "unreadable", kernel
+    assert f"{folder}: has mode 0777" in kernel["reason"], kernel
+    assert kernel["allocation"] == made["allocation"]
+    assert any("exposed" in text for text in node.ask("GET", "/v1/node")[1]["warnings"])
+    node.must(f"chmod 700 {folder}")
+    until_blocking(lambda: node.kernel("exposed")["state"], "running")
+    node.remove("exposed")
 
 
 def test_a_line_is_the_journals_and_a_late_reader_misses_none(node: Node) -> None:

@@ -40,6 +40,7 @@ async def test_a_good_plugin_passes_every_check(target: str) -> None:
         ("MovesSlots", "slot types are the same in two listings", "they are others"),
         ("DealsByOrder", "it deals the same way in another order", "S-one0, S-one4"),
         ("Deaf", "it hears of kernels", "RuntimeError: not now"),
+        ("NeverClears", "it clears what waits for a clear", "one0 needs_clear"),
         ("LooksInside", "it imports agentd.plugin_api alone", "agentd.core.kernel.reconcile"),
     ],
 )

@@ -1,17 +1,25 @@
 """Plugins that an operator stops and starts: nothing of them runs meanwhile."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from agentd.concurrency import silent_subjects
 from agentd.config.plugins import PluginTable
 from agentd.errors import Conflict, PluginUnavailable, UnknownPlugin
+from agentd.host.processes import read_env
 from agentd.pluginhost import process as plugin_process
+from agentd.pluginhost.descendants import MARK, kill_marked, new_mark
 from agentd.services.protocols import PluginState
 from pluginhost.rig import PROCESS, given, opened, pid_of, scripted, states, until, until_ready
 from support.host_faults import make_killable, make_unkillable
+from support.waiting import until_blocking
 
 STOPPED = (PluginState.STOPPED, "stopped by ann")
 
@@ -140,6 +148,21 @@ async def test_stopped_plugin_that_cannot_be_loaded_is_a_condition(host) -> None
     (condition,) = made.conditions()
     assert condition.about == "plugin/good"
     assert condition.reason.startswith("kernels may see the devices of plugin good: import: ")
+    instance = made._instances["good"]
+    instance.spec = replace(instance.spec, target="support.faulty_plugins:Good")
+    assert (await made.start("good")).state is PluginState.READY
+    assert await stop(made, "good") == STOPPED
+    assert [*made.conditions()] == []
+
+
+async def test_plugin_that_is_stopped_before_it_answers_hides_nothing(host, tmp_path) -> None:
+    table = PluginTable(name="one", plugin="one", settings={"file": str(tmp_path / "gate")})
+    made = host([table], one="MadeSlowly")
+    await made.open(0.1)
+    assert await stop(made) == STOPPED
+    (condition,) = made.conditions()
+    reason = "kernels may see the devices of plugin one: it has not told how to hide them"
+    assert (condition.about, condition.reason) == ("plugin/one", reason)
 
 
 async def test_plugin_is_started_while_it_is_being_prepared(host, tmp_path) -> None:
@@ -159,3 +182,31 @@ async def test_only_a_plugin_that_could_run_is_stopped(host) -> None:
         await stop(made)
     with pytest.raises(UnknownPlugin, match="unknown plugin 'three'"):
         await stop(made, "three")
+
+
+async def test_environment_that_nobody_can_read_delays_no_plugin(
+    host, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a process whose memory is locked while it waits for a dead mount."""
+    answered = threading.Event()
+
+    def hang(pid: int) -> dict[str, str]:
+        return read_env(pid) if pid != os.getpid() or answered.wait(20) else {}
+
+    monkeypatch.setattr("agentd.pluginhost.descendants.read_env", hang)
+    monkeypatch.setattr("agentd.pluginhost.descendants.ANSWER_TIMEOUT_S", 0.5)
+    table, _ = scripted(tmp_path)
+    made = host([table], Scripted="Scripted")
+    await opened(made)
+    assert states(made)["one"] is PluginState.READY
+    subject = f"the environment of process {os.getpid()}"
+    assert subject in silent_subjects()
+    for _ in range(3):
+        environ = {MARK: (mark := new_mark()), "PATH": os.environ["PATH"]}
+        with subprocess.Popen(["sleep", "1000"], env=environ) as helper:
+            await kill_marked(mark)
+        assert helper.returncode == -signal.SIGKILL, "it is behind the one that is stuck"
+    assert await stop(made) == STOPPED
+    assert [thread.name for thread in threading.enumerate()].count("environments in /proc") == 1
+    answered.set()
+    until_blocking(silent_subjects, lambda silent: subject not in silent)

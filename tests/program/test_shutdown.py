@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,33 @@ def test_the_limit_ends_a_process_whose_loop_is_stuck(
     stopper.join()
     assert ended == [status]
     assert shutdown.failure == ("" if is_over else "start did not end within 0 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_stop_is_not_lost_while_the_handlers_are_set(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(module, "EXIT_TIMEOUT_S", 0.0)
+    previous = {n: signal.getsignal(n) for n in module.SIGNALS}
+    set_handler = signal.signal
+
+    def set_and_send(handled: signal.Signals, handler: Any) -> None:
+        set_handler(handled, handler)
+        if handled == number:
+            signal.raise_signal(number)
+
+    shutdown = Shutdown(lambda _: None)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", set_and_send)
+            shutdown.handle_signals({})
+        async with asyncio.timeout(20):
+            await shutdown.requested.wait()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for each, handler in previous.items():
+            set_handler(each, handler)
+        shutdown.finish()
 
 
 @pytest.mark.parametrize("unit", ["agentd.service", "agentd-fleet-gateway.service"])

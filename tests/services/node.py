@@ -20,6 +20,7 @@ from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.kernels.pending_creates import PendingCreates
 from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
+from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, PluginListing
@@ -67,7 +68,12 @@ class Rig:
         self.node = Node(self.state, self.devices, events, *counts)
         common = (self.runtimes, "fake", self.memory, self.clock)
         self.creates = PendingCreates(self.state, self.clock)
-        self.service = KernelService(self.node, planner, self.creates, *common)
+        self.available_cores = {0, 1, 2, 3}
+        self.cores = LostCores(self.devices, real, lambda: self.available_cores, self.clock.steady)
+        self.devices.set_withholding(
+            lambda inventory: inventory.with_withheld("", self.cores.reasons)
+        )
+        self.service = KernelService(self.node, planner, self.creates, *common, self.cores)
         self.holders = FakeHolders()
         self.events = events
         self.claim_ends = ClaimEnds(self.node, self.memory, self.holders, self.clock)

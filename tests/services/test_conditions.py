@@ -2,16 +2,19 @@
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from agentd.concurrency import silent_subjects
 from agentd.core.access import Caller, Role
 from agentd.core.claim.claim import Claim, NameHolder
 from agentd.core.conditions import ActiveCondition, Condition
 from agentd.events import EventKind, EventLog
 from agentd.rpc.rendering import status_line
+from agentd.rpc.visibility import Visibility
 from agentd.services.access import Access
 from agentd.services.condition_sources import (
     agent_conditions,
@@ -32,13 +35,14 @@ LOST = Condition("device/cuda/cuda3", "cuda3 is unhealthy: GPU is lost", "reset 
 class Listed:
     """Conditions as a test sets them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rig: Rig | None = None) -> None:
         self.now = 1000.0
         self.found: list[Condition] = []
         self.looked_up: list[Condition] = []
         self.events = EventLog()
         clock = Clock(lambda: self.now, lambda: self.now, lambda: self.now)
-        self.conditions = Conditions(self.events, clock)
+        owners = Access(rig.node).owners if rig else lambda _: None
+        self.conditions = Conditions(self.events, clock, owners)
         self.conditions.add(lambda: self.found)
         self.conditions.add_slow("this host", lambda: self.looked_up)
 
@@ -124,7 +128,7 @@ async def test_an_event_is_followed_by_a_report(listed: Listed, monkeypatch) -> 
 async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
     listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentd.host.lookups.ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("agentd.services.conditions.SOURCE_TIMEOUT_S", 0.05)
     answer = threading.Event()
 
     def wait() -> list[Condition]:
@@ -135,10 +139,11 @@ async def test_lookup_that_hangs_is_a_condition_and_delays_no_other(
     for live_restore in (["no live-restore"], []):
         listed.looked_up = [Condition("host", reason) for reason in live_restore]
         await listed.conditions.refresh_lookups()
-        *others, hanging = [item.condition for item in listed.conditions.current()]
+        hanging, *others = [item.condition for item in listed.conditions.current()]
         assert (others, hanging.about) == (listed.looked_up, "host")
         assert "a folder" in hanging.reason
     answer.set()
+    await until(lambda: len(silent_subjects()), 0, within_s=5)
 
 
 @pytest.mark.parametrize("error", [RecursionError("too deep"), KeyError("x"), OSError("no disk")])
@@ -152,6 +157,27 @@ async def test_lookup_that_fails_ends_no_other(listed: Listed, error: Exception)
     found, failed = [item.condition for item in listed.conditions.current()]
     assert (found, failed.about, failed.agents) == (LOST, "host", ())
     assert str(error) in failed.reason
+
+
+async def test_lookup_that_fails_ends_none_of_its_conditions(listed: Listed) -> None:
+    """Conditions hold until the next answer, so they do not begin twice."""
+    answers: list[Condition | Exception] = [LOST, OSError("no disk"), LOST]
+
+    def ask() -> list[Condition]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+    listed.conditions.add_slow("a folder", ask)
+    logged = []
+    while answers:
+        await listed.conditions.refresh_lookups()
+        logged.append(listed.report(after_s=1))
+    began, failed, ended = logged
+    assert began == [f"warning condition.began {LOST.about}"]
+    assert failed == ["warning condition.began host"]
+    assert ended == ["info condition.ended host"]
 
 
 TEAM = Caller("t", Role.AGENT, frozenset({"a"}))
@@ -183,7 +209,7 @@ async def test_agent_sees_conditions_about_its_own(
 ) -> None:
     await rig.create("mine")
     await rig.create("theirs", "b")
-    listed = Listed()
+    listed = Listed(rig)
     listed.found = [Condition(about, reason)]
     access = Access(rig.node)
     visible = access.visible_conditions(TEAM, listed.conditions.current())
@@ -200,10 +226,49 @@ async def test_agent_sees_conditions_about_its_own(
 async def test_condition_of_agents_is_for_who_sees_them(
     rig: Rig, about: str, agents: tuple[str, ...], is_visible: bool
 ) -> None:
-    found = [ActiveCondition(Condition(about, "it is missing", agents=agents), 0.0)]
+    found = [ActiveCondition(Condition(about, "it is missing", agents=agents), 0.0, ("a", "b"))]
     access = Access(rig.node)
     assert access.visible_conditions(TEAM, found) == (found if is_visible else [])
     assert access.visible_conditions(Caller("r", Role.READ), found) == found
+
+
+async def shown_to_team(rig: Rig, happens: Callable[[], Awaitable[object]], about: str) -> list:
+    """Return the events about a condition that a team gets while something happens and after."""
+    listed, visibility = Listed(rig), Visibility(rig.node, Access(rig.node))
+    listed.report(Condition(about, "it coughs"))
+    await happens()
+    listed.report(Condition(about, "it coughs"))
+    listed.report()
+    events = [event for event in listed.events._past if visibility.visible_event(event, TEAM)]
+    return [event.kind.value for event in events]
+
+
+async def test_end_of_a_condition_is_for_who_saw_its_begin(rig: Rig) -> None:
+    """A page that never hears of the end shows the condition until it is loaded again."""
+    await rig.create("mine")
+    await rig.create("theirs", "b")
+
+    async def remove() -> None:
+        await rig.service.remove("mine", 0)
+
+    def deal(agent: str) -> Callable[[], Awaitable[None]]:
+        async def deal_cuda0() -> None:
+            split = rig.devices.split
+            parts = {
+                name: replace(part, devices=tuple(
+                    d for d in part.devices if d.id != "cuda0" or name == agent))
+                for name, part in split.partitions.items()
+            }  # fmt: skip
+            rig.devices._split = replace(split, partitions=parts)
+
+        return deal_cuda0
+
+    both = ["condition", "condition-removed"]
+    assert await shown_to_team(rig, remove, "kernel/mine") == both
+    assert await shown_to_team(rig, deal("a"), "device/cuda/cuda0") == [*both, *both]
+    assert await shown_to_team(rig, deal("b"), "device/cuda/cuda0") == both
+    assert await shown_to_team(rig, deal("b"), "device/cuda/cuda0") == []
+    assert await shown_to_team(rig, deal("b"), "kernel/theirs") == []
 
 
 async def test_runtime_conditions_are_outages_and_ignored_things(rig: Rig) -> None:

@@ -101,7 +101,7 @@ async def test_kept_dealing_holds_until_its_plugin_is_ready() -> None:
     assert dealt(rig) == ["02", "13"]
     assert all(device.gone for device in rig.devices.inventory.by_name["cuda"])
     rig.plugins.ready, rig.plugins.pending = [listing()], []
-    assert rig.devices.refresh("cuda")
+    rig.devices.refresh("cuda")
     assert dealt(rig) == ["02", "13"]
 
 
@@ -141,7 +141,7 @@ async def test_agents_changed_while_the_plugin_was_stopped(agents: str) -> None:
     assert NOT_READY in rig.devices.warnings
     new = PluginAssignment.of(dict.fromkeys(agents, ()) | {"c": GPUS[:1]}, GPUS)
     rig.plugins.ready = [listing(new)]
-    assert rig.devices.refresh("cuda")
+    rig.devices.refresh("cuda")
     assert dealt(rig)[-1] == "0"
     assert NOT_READY not in rig.devices.warnings
     assert memory.dealings == {"cuda": new}
@@ -152,6 +152,6 @@ async def test_first_listing_after_a_restart_fixes_the_slots() -> None:
     mig = replace(CUDA, name="cuda.device:1g-mig")
     part = replace(GPUS[3], stable_id="MIG-0", slot=mig.name, parent=GPUS[3].stable_id, aliases=())
     rig.plugins.ready = [PluginListing("cuda", (CUDA, mig), (*GPUS[:3], part))]
-    assert rig.devices.refresh("cuda")
+    rig.devices.refresh("cuda")
     assert rig.devices.split.agent_slots("a")[mig.name] == ONE
     assert not any("restart agentd" in warning for warning in rig.devices.warnings)

@@ -3,8 +3,10 @@ from fractions import Fraction
 import pytest
 from msgspec.structs import replace
 
+from agentd.core.claim.claim import ClaimSpec, NameHolder
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, DeviceId, Health, Inventory, restore_last_form
+from agentd.core.devices import Device, DeviceId, Health, Inventory
+from agentd.core.listings import restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import (
     AgentRule,
@@ -17,7 +19,7 @@ from agentd.core.partition.rules import (
     SplitRules,
 )
 from agentd.core.slots import ONE, SlotKind, SlotType
-from agentd.errors import Conflict, InsufficientResource, UnknownDevice
+from agentd.errors import Conflict, InsufficientResource, PluginUnavailable, UnknownDevice
 from agentd.plugin_api import ConditionInfo
 from agentd.services.protocols import PluginListing
 from core.machines import gpus
@@ -128,7 +130,7 @@ async def test_new_device_has_no_agent_outside_shared_mode() -> None:
     rig = Rig(rules=SplitRules(AllocationMode.AUTO_SPLIT, agents))
     third = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda7"), stable_id="N", aliases=())
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), third))]
-    assert rig.devices.refresh("cuda") is True
+    rig.devices.refresh("cuda")
     assert rig.devices.split.unassigned == {"cuda": ("cuda7",)}
     assert "cuda7 is new; restart agentd to assign it" in rig.devices.warnings
     assert [p.members & {third.device_id} for p in rig.devices.split.partitions.values()] == [
@@ -221,7 +223,8 @@ async def test_two_plugins_that_open_late_together_both_join() -> None:
         pending=("npu", "tpu"),
     )
     late(rig, "npu", "tpu")
-    assert [rig.devices.refresh("npu"), rig.devices.refresh("tpu")] == [True, True]
+    for name in ("npu", "tpu"):
+        rig.devices.refresh(name)
     assert set(rig.devices.partition("a").limits) == {"npu", "tpu"}
     assert not any("does not fit" in warning for warning in rig.devices.warnings)
 
@@ -264,6 +267,32 @@ async def test_trouble_that_needs_a_clear_outlives_the_plugin(rig: Rig) -> None:
     assert [d.needs_clear for d in rig.devices.inventory.by_name["cuda"]] == ["", text]
 
 
+async def test_clear_waits_for_a_plugin_that_is_not_ready() -> None:
+    text = "Xid 79; waits for agentctl clear"
+    xid = replace(gpus(1)[0], health=Health.UNHEALTHY, reason=text, needs_clear=text)
+    rig = Rig(listings=[PluginListing("cuda", (CUDA,), (xid,))])
+    await rig.devices.stop_plugin("cuda", "ann")
+    with pytest.raises(PluginUnavailable, match="plugin cuda is stopped by ann"):
+        await rig.devices.clear("cuda", "cuda0")
+    late = Rig(rig.memory, listings=[], pending=["cuda"])
+    with pytest.raises(PluginUnavailable, match="plugin cuda is pending"):
+        await late.devices.clear("cuda", "cuda0")
+
+
+async def test_missing_device_is_cleared_for_its_return() -> None:
+    (healthy,) = gpus(1)
+    text = "Xid 79; waits for agentctl clear"
+    xid = replace(healthy, health=Health.UNHEALTHY, reason=text, needs_clear=text)
+    rig = Rig(listings=[PluginListing("cuda", (CUDA,), (xid,))])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), ())]
+    rig.devices.refresh("cuda")
+    assert (await rig.devices.clear("cuda", "cuda0")).gone
+    with pytest.raises(Conflict, match="there is nothing to clear"):
+        await rig.devices.clear("cuda", "cuda0")
+    again = Rig(rig.memory, listings=[PluginListing("cuda", (CUDA,), (healthy,))])
+    assert again.devices.find("cuda", "cuda0").is_usable
+
+
 def test_clear_of_a_part_ends_what_its_whole_has() -> None:
     first, second, other = gpus(1, 1, 1)
     parts = [
@@ -284,10 +313,79 @@ async def test_device_known_from_a_record_returns_when_listed(rig: Rig) -> None:
     assert rig.devices.find("cuda", "N").gone
     real = replace(hearsay, capacity=ONE, gone=False, is_hearsay=False)
     rig.plugins.ready = [PluginListing("cuda", (CUDA,), (*gpus(1, 1), real))]
-    assert rig.devices.refresh("cuda") is True
+    rig.devices.refresh("cuda")
     found = rig.devices.find("cuda", "N")
     assert (found.capacity, found.gone, found.is_hearsay) == (ONE, False, False)
     assert found.device_id in rig.devices.partition("a").members
+
+
+@pytest.mark.parametrize("is_claimed", [False, True], ids=["kernel", "claim"])
+async def test_started_plugin_gives_no_gpu_that_is_held(is_claimed: bool, rig: Rig) -> None:
+    """The plugin was stopped, and the saved devices are lost."""
+    if is_claimed:
+        spec = ClaimSpec("c1", "a", NameHolder("c1"), "c1", slots={"cuda.device": 1})
+        await rig.claims.create(spec)
+    else:
+        await rig.create(cuda_device=1)
+    rig.memory.devices = ()
+    again = Rig(rig.memory, listings=[], pending=["cuda"])
+    again.recall()
+    again.plugins.pending = []
+    again.plugins.ready = rig.plugins.ready
+    await again.devices.start_plugin("cuda")
+    assert again.free_gpus == 1
+
+
+async def test_plugin_in_another_mode_that_no_rule_fits_is_refused() -> None:
+    """It was stopped, and changed its slots, before agentd started again."""
+    limits = {"cuda": Amount("0.5")}
+    rules = SplitRules(AllocationMode.SHARED, (AgentRule("a", limits=limits),))
+    shares = SlotType("cuda.shares", SlotKind.COUNT, 10000)
+    before = tuple(replace(device, slot="cuda.shares") for device in gpus(1, 1))
+    stopped = PluginListing("cuda", (shares,), before, is_restored=True)
+    rig = Rig(rules=rules, listings=[stopped])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), tuple(gpus(1, 1)))]
+    await rig.devices.start_plugin("cuda")
+    for _ in range(2):
+        rig.devices.refresh("cuda")
+        (refusal,) = [c for c in rig.devices.conditions() if "opened late" in c.reason]
+        assert (refusal.about, refusal.agents) == ("plugin/cuda", ("a",))
+    reason = "offers cuda.device now; restart agentd to use it"
+    assert [d.reason for d in rig.devices.inventory.by_name["cuda"]] == [reason] * 2
+    rig.plugins.ready = [replace(stopped, is_restored=False)]
+    rig.devices.refresh("cuda")
+    assert [*rig.devices.conditions()] == []
+
+
+async def test_second_plugin_of_a_device_is_a_condition_until_it_stops() -> None:
+    npu = SlotType("npu.device", SlotKind.COUNT, ONE)
+    same = replace(gpus(1)[0], device_id=DeviceId("npu", "npu0"), slot=npu.name)
+    both = [PluginListing("cuda", (CUDA,), tuple(gpus(1))), PluginListing("npu", (npu,), (same,))]
+    rig = Rig(listings=both)
+    reason = "npu/npu0 is the same device as cuda/cuda0, which serves it; withheld"
+    for _ in range(2):
+        assert [*rig.devices.conditions()] == [Condition("plugin/npu", reason)]
+        rig.devices.refresh("npu")
+    rig.plugins.ready = [both[0], replace(both[1], devices=())]
+    rig.devices.refresh("npu")
+    assert [*rig.devices.conditions()] == []
+
+
+async def test_gpu_that_tells_its_address_late_is_excluded() -> None:
+    first, second = gpus(1, 1)
+    lost = replace(first, aliases=(), health=Health.UNHEALTHY, reason="no answer")
+    rules = SplitRules(
+        AllocationMode.AUTO_SPLIT, (AgentRule("a"),), exclude={"cuda": first.aliases}
+    )
+    rig = Rig(rules=rules, listings=[PluginListing("cuda", (CUDA,), (lost, second))])
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (first, second))]
+    rig.devices.refresh("cuda")
+    assert rig.devices.find("cuda", "cuda0").withheld_reason == "excluded in [plugins.cuda]"
+    assert (rig.devices.split.owners(first.device_id), rig.free_gpus) == ([], 1)
+    assert rig.devices.split.unassigned == {}
+    rig.plugins.ready = [PluginListing("cuda", (CUDA,), (lost, second))]
+    rig.devices.refresh("cuda")
+    assert rig.devices.find("cuda", "cuda0").is_excluded, "its last address counts"
 
 
 async def test_a_device_that_a_plugin_says_is_absent_can_be_forgotten(rig: Rig) -> None:

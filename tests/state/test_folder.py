@@ -3,6 +3,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -109,6 +110,23 @@ def test_records_that_cannot_be_listed_refuse_a_start(
     monkeypatch.setattr(Path, "iterdir", failing)
     with pytest.raises(StartRefused, match="cannot be read: Stale file handle"):
         StateFolder(state.folder, "n").open(tmp_path / "locks")
+
+
+def test_bundles_that_cannot_be_listed_refuse_no_start(
+    state: StateFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.close()
+    listed = os.scandir
+
+    def failing(path: Any = ".") -> Any:
+        if str(path).endswith("kernels"):
+            raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    opened = StateFolder(state.folder, "n")
+    opened.open(tmp_path / "locks")
+    opened.close()
 
 
 def test_bundles_that_cannot_be_listed_may_be_there(
@@ -252,6 +270,30 @@ def test_what_could_not_be_written_is_written_later(state: StateFolder) -> None:
     state.retry()
     assert state.load_records() == [SavedRecord("k1", Phase.ENDED, "{}")]
     assert warnings(state) == []
+
+
+def test_records_of_another_node_id_stay_and_are_not_loaded(state: StateFolder) -> None:
+    texts = {"k1": '{"node_id": "n"}', "k2": '{"node_id": "before"}', "k3": "{"}
+    for kernel_id, text in texts.items():
+        state.save_intent(kernel_id, text)
+        state.save_phase(kernel_id, Phase.ENDED, lambda: "not asked")
+    assert [record.kernel_id for record in state.load_records()] == ["k1", "k3"]
+    before = StateFolder(state.folder, "before")
+    assert [record.kernel_id for record in before.load_records()] == ["k2", "k3"]
+    state.save_intent("k2", '{"node_id": "n"}')
+    assert [record.kernel_id for record in state.load_records()] == ["k2", "k1", "k3"]
+
+
+def test_runtimes_that_could_not_be_saved_are_saved_later(state: StateFolder) -> None:
+    state.save_runtimes(["process"])
+    failpoints.arm("node.before_replace=2*error(EROFS)")
+    for names in (["process", "docker"], ["process", "docker", "systemd"]):
+        state.save_runtimes(names)
+    assert any("record of the node" in text for text in warnings(state))
+    state.retry()
+    node = state.load_node()
+    assert node is not None
+    assert (node.runtimes, warnings(state)) == (["process", "docker", "systemd"], [])
 
 
 def test_reading_records_changes_nothing(state: StateFolder) -> None:

@@ -1,6 +1,7 @@
 """The lock of a host, with real files and locks."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -236,4 +237,52 @@ async def test_a_users_agentd_follows_the_line(
         (folder / "host.lock").unlink()
         await root.acquire()
         assert await changes.get()
+    watching.cancel()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_a_lock_whose_file_was_removed_is_taken_again(
+    agentd: Agentd, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_taken: bool
+) -> None:
+    """Unless another agentd took it first: then that one serves the accelerators."""
+    monkeypatch.setattr(host_lock, "POLL_PAUSE_S", 0.001)
+    one, two = agentd("one"), agentd("two")
+    await one.acquire()
+    (folder / "host.lock").unlink()
+    if is_taken:
+        await two.acquire()
+    changes: asyncio.Queue[str] = asyncio.Queue()
+    watching = asyncio.create_task(one.watch(lambda: changes.put_nowait(one.reason)))
+    async with asyncio.timeout(10):
+        if is_taken:
+            assert (await changes.get()).startswith("served by agentd two")
+        else:
+            while not (folder / "host.lock").exists() or line_in(folder) is None:
+                await asyncio.sleep(0.001)
+            await two.acquire()
+            assert two.reason.startswith("served by agentd one")
+    watching.cancel()
+
+
+async def test_a_lock_that_could_not_be_written_is_tried_again(
+    agentd: Agentd, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_lock, "POLL_PAUSE_S", 0.001)
+    one, failures = agentd("one"), [errno.ENOSPC] * 3
+
+    def is_full(*_: object, **__: object) -> None:
+        if failures:
+            raise OSError(failures.pop(), "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", is_full)
+    await one.acquire()
+    (condition,) = one.conditions()
+    assert condition.reason.startswith(f"{folder}/host.lock cannot be written: No space left")
+    watching = asyncio.create_task(one.watch(lambda: None))
+    async with asyncio.timeout(10):
+        while [*one.conditions()]:
+            await asyncio.sleep(0.001)
+    line = line_in(folder)
+    assert line is not None
+    assert line["node_id"] == "one"
     watching.cancel()

@@ -29,7 +29,13 @@ from agentd.core.kernel.states import (
 )
 from agentd.core.kernel.usage import UsageReading
 from agentd.core.partition.plugin_assignment import PluginAssignment
-from agentd.errors import CommandNotFound, Problem, RuntimeUnavailable, StateUnavailable
+from agentd.errors import (
+    CommandNotFound,
+    PluginUnavailable,
+    Problem,
+    RuntimeUnavailable,
+    StateUnavailable,
+)
 from agentd.plugin_api import Features, Measurement
 from agentd.runtimes.docker.container_config import CONTAINER_MEMBERS
 from agentd.services.protocols import (
@@ -54,6 +60,7 @@ class FakeRuntime:
     name = "fake"
     minimum_memory_bytes = 1
     unready_reason = ""
+    unlimited = ""
     members = CONTAINER_MEMBERS
 
     def __init__(self) -> None:
@@ -230,6 +237,9 @@ class FakePlugins:
         return await self.retry(name)
 
     async def clear(self, name: str, stable_ids: Sequence[str]) -> None:
+        status = next(status for status in self.statuses() if status.name == name)
+        if status.state is not PluginState.READY:
+            raise PluginUnavailable(f"plugin {name} is {status.text}")
         self.ready = [
             replace(
                 listing,
@@ -315,6 +325,9 @@ class FakeMemory:
     def _require_writable(self) -> None:
         if self.is_read_only:
             raise StateUnavailable("the folder is read-only")
+
+    def probe_bundles(self, runtime: str) -> None:
+        pass
 
     def load_devices(self) -> SavedDevices:
         return SavedDevices(

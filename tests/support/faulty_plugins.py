@@ -108,6 +108,7 @@ BadHealth = lying(health="so-so")
 OddParent = lying(parent=5)
 OddAliases = lying(aliases="GPU")
 OddNode = lying(numa_node=-1)
+NeverClears = lying(id="one0", health="unhealthy", reason="Xid 79", needs_clear=True)
 
 
 class Scripted(Good):

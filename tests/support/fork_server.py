@@ -43,11 +43,12 @@ from typing import Any, BinaryIO, NoReturn
 import importlib_metadata
 
 PROGRAMS = {
-    "agentd": "agentd.cli.agentd.main:agentd",
+    "agentd": "agentd.__main__:main",
     "agentctl": "agentd.cli.agentctl.main:agentctl",
     "agentd-fleet": "agentd_fleet.cli:agentd_fleet",
 }
 PRELOADED = (
+    "agentd.cli.agentd.main",
     "agentd.daemon.lifecycle",
     "agentd.log",
     "agentd.config.loading",
@@ -377,7 +378,7 @@ def _begin_anew(environ: Mapping[str, str], modules: frozenset[str]) -> None:
 
 def _go_on_as(_: str, command: Sequence[str]) -> NoReturn:
     """Run a module of agentd, which a cold program would execute in its place (`python -m`)."""
-    _, _, module, *arguments = command
+    _, _, _, module, *arguments = command
     assert all(os.get_inheritable(int(number)) for number in arguments)
     sys.argv = [module, *arguments]
     sys.modules[module].main()

@@ -86,6 +86,7 @@ NEEDS = {
         "sudo apt-get install slurmctld slurmd slurm-client munge",
     ),
     "systemd-analyze": Need(_programs("systemd-analyze"), "sudo apt-get install systemd"),
+    "systemd-tmpfiles": Need(_programs("systemd-tmpfiles"), "sudo apt-get install systemd"),
     "older-version": Need(_commit(OLDER), "git fetch --unshallow"),
 }
 

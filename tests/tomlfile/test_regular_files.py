@@ -14,7 +14,9 @@ def test_a_regular_file_is_read_with_its_mode(tmp_path: Path) -> None:
     file.write_text("text")
     file.chmod(0o640)
     (tmp_path / "link").symlink_to(file)
-    assert read_regular(tmp_path / "link") == RegularFile(b"text", 0o640, os.getuid())
+    assert read_regular(tmp_path / "link") == RegularFile(
+        b"text", 0o640, os.getuid(), str(tmp_path.resolve() / "file")
+    )
     assert read_regular(file, 4).text == "text"
     with pytest.raises(UnusableFile, match="is larger than 3 bytes"):
         read_regular(file, 3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
 import time
 from functools import partial
 
@@ -14,6 +12,7 @@ import click
 from agentd import __version__, log, stderr
 from agentd.errors import AgentdError, ConfigRefused, Problem
 from agentd.program.exit_status import exit_refused
+from agentd.program.process import prepare_daemon, python_command
 
 config_option = click.option(
     "--config",
@@ -30,6 +29,7 @@ def agentd_fleet() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of a path
 
 
 _end_refused = partial(exit_refused, "agentd-fleet")
@@ -40,7 +40,7 @@ _end_refused = partial(exit_refused, "agentd-fleet")
 def gateway(config_file: str | None) -> None:
     """Serve the fleet in the foreground."""
     stderr.guard()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    prepare_daemon()
     from agentd_fleet.daemon import GatewayDaemon
     from agentd_fleet.settings import load
 
@@ -94,11 +94,12 @@ def join(config_file: str | None) -> None:
         state_dir=str(join_settings.state_dir),
         weaknesses=tuple(key_pair_weaknesses(fleet.cert, fleet.key)),
     )
+    program = python_command()
     descriptor = os.memfd_create("join", 0)
     os.write(descriptor, msgspec.json.encode(options))
     os.lseek(descriptor, 0, os.SEEK_SET)
     os.execv(  # noqa: S606 - what read the settings takes 15 MiB that a publisher does not need
-        sys.executable, [sys.executable, "-m", "agentd_fleet.join.publisher", str(descriptor)]
+        program[0], [*program, "-m", "agentd_fleet.join.publisher", str(descriptor)]
     )
 
 

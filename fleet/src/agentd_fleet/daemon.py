@@ -7,6 +7,7 @@ import contextlib
 import signal
 import ssl
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from agentd.client.asynchronous import AsyncClient
 from agentd.client.tls import client_tls
 from agentd.concurrency import wait_event
-from agentd.errors import ConfigRefused, DaemonFailed, Problem
+from agentd.errors import ConfigRefused, DaemonFailed, Problem, StartRefused
 from agentd.http.certificates import load_chain, read_chain_file
 from agentd.http.credentials import (
     build_endpoint,
@@ -34,6 +35,7 @@ from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd.tomlfile.parsing import translate_error
+from agentd.tomlfile.regular_files import SilentFile
 from agentd_fleet.gateway.handlers import Gateway
 from agentd_fleet.gateway.routes import routes
 from agentd_fleet.nodes.calls import UNIX, Nodes
@@ -62,6 +64,7 @@ def etcd_credentials(fleet: FleetSettings) -> EtcdCredentials:
 
     Raises:
         ConfigRefused: the password or a certificate is unusable.
+        StartRefused: one cannot be read for now.
     """
     password = _read_secret("fleet.etcd-password-file", fleet.etcd_password_file)
     return EtcdCredentials(fleet.etcd, fleet.etcd_user, password, client_tls_context(fleet))
@@ -72,12 +75,15 @@ def client_tls_context(fleet: FleetSettings) -> ssl.SSLContext:
 
     Raises:
         ConfigRefused: a file is unusable.
+        StartRefused: one cannot be read for now.
     """
     try:
         ca = read_chain_file(fleet.ca).text if fleet.ca is not None else None
         context = client_tls(cadata=ca)
         if fleet.cert is not None and fleet.key is not None:
             load_chain(context, fleet.cert, fleet.key)
+    except SilentFile as error:
+        raise StartRefused(str(error)) from None
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = ", ".join(str(f) for f in (fleet.ca, fleet.cert, fleet.key) if f is not None)
         raise ConfigRefused([Problem("fleet.ca", f"{files}: {error}")]) from None
@@ -89,6 +95,8 @@ def _read_secret(where: str, file: Path | None) -> str:
         return ""
     try:
         return read_guarded_token(file)
+    except SilentFile as error:
+        raise StartRefused(f"{where}: {file} {error}") from None
     except ValueError as error:
         raise ConfigRefused([Problem(where, f"{file} {error}")]) from None
 
@@ -128,6 +136,7 @@ def refuse_unusable(settings: FleetFile) -> None:
 
     Raises:
         ConfigRefused: a file is unusable, or a certificate has expired.
+        StartRefused: a file cannot be read for now.
     """
     fleet, gateway = settings.fleet, settings.gateway
     read_configured_certificate(rpc_settings(settings), "gateway")
@@ -199,10 +208,12 @@ class GatewayDaemon:
         )
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
         await server.start()
+        for unix in server.ungrouped:
+            raise StartRefused(f"socket {unix.path}: no group {unix.group!r} on this host")
         sweep = Sweep(backend, placer, self._timeouts)
         background.run("sweep", sweep.run())
         certificates = certificate_weaknesses(settings)
-        background.run("reload", self._reload_on_hangup(server, certificates))
+        background.run("reload", self._reload_on_hangup(server, gateway, certificates))
         self._weaknesses.replace([*token_weaknesses(rpc_settings(settings)), *certificates])
         background.run("credentials", self._weaknesses.log_daily())
         await self._wait_first_view(store)
@@ -239,7 +250,9 @@ class GatewayDaemon:
             if await wait_event(self._shutdown.requested, min(remaining_s, LOOK_S)):
                 return
 
-    async def _reload_on_hangup(self, server: Server, certificates: Sequence[Weakness]) -> None:
+    async def _reload_on_hangup(
+        self, server: Server, gateway: Gateway, certificates: Sequence[Weakness]
+    ) -> None:
         """Reload the tokens on SIGHUP; an unreadable file changes nothing.
 
         The certificates that were read at the start stay in use, and so do their weaknesses.
@@ -248,13 +261,14 @@ class GatewayDaemon:
             await self._reload.wait()
             self._reload.clear()
             try:
-                rpc = rpc_settings(await asyncio.to_thread(self._reread))
-                new_tokens = await asyncio.to_thread(read_tokens, rpc)
-                weaknesses = await asyncio.to_thread(token_weaknesses, rpc)
+                rpc = rpc_settings(await gateway.compute(self._reread))
+                new_tokens = await gateway.compute(partial(read_tokens, rpc))
+                weaknesses = await gateway.compute(partial(token_weaknesses, rpc))
                 server.replace_tokens(new_tokens)
                 self._weaknesses.replace([*weaknesses, *certificates])
-            except ConfigRefused as error:
-                log.warning("gateway.reload_refused", reasons=error.lines())
+            except (ConfigRefused, StartRefused) as error:
+                reasons = error.lines() if isinstance(error, ConfigRefused) else [str(error)]
+                log.warning("gateway.reload_refused", reasons=reasons)
             else:
                 log.info("gateway.reloaded")
 

@@ -20,7 +20,7 @@ from agentd.core.names import find_duplicates
 from agentd.http.settings import SocketPath, TokenSettings
 from agentd.tomlfile.environment import FileSettings
 from agentd.tomlfile.parsing import parse_settings, read_text
-from agentd.tomlfile.section import Name, Section, refuse_bool
+from agentd.tomlfile.section import AbsolutePath, Name, Section, refuse_bool
 from agentd_fleet.placement.choice import PlacementPolicy
 
 ENV_PREFIX = "AGENTD_FLEET__"
@@ -98,7 +98,7 @@ class JoinSettings(Section):
     lease: Annotated[int, BeforeValidator(refuse_bool), Field(ge=2, le=600)] = Field(
         default=5, description="Lease TTL in seconds."
     )
-    state_dir: Path = Field(
+    state_dir: AbsolutePath = Field(
         default=Path("/var/lib/agentd-fleet"), description="State folder: the id of this install."
     )
 
@@ -127,7 +127,7 @@ class GatewaySettings(Section):
     policy: PlacementPolicy = Field(
         default=PlacementPolicy.RANDOM, description='Placement policy: "random" or "pack".'
     )
-    state_dir: Path = Field(
+    state_dir: AbsolutePath = Field(
         default=Path("/var/lib/agentd-fleet"),
         description="State folder without etcd: routes and slot types.",
     )
@@ -157,9 +157,9 @@ def load(option: str | None, environ: Mapping[str, str] = os.environ) -> FleetFi
 
     Raises:
         ConfigRefused: the file is unreadable or its settings are unusable.
+        StartRefused: its file system does not answer.
     """
     file = option or environ.get("AGENTD_FLEET_CONFIG")
     path = Path(file) if file else (SYSTEM_FILE if SYSTEM_FILE.exists() else None)
-    source = str(path or "defaults")
-    settings, _ = parse_settings(FleetFile, read_text(path), source, environ, ENV_PREFIX)
+    settings, _ = parse_settings(FleetFile, read_text(path), path, environ, ENV_PREFIX)
     return settings

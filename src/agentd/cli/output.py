@@ -88,6 +88,11 @@ def output_option(command: _F) -> _F:
     return json_option(output_choice(command))
 
 
+def client_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Pass the client of `agentctl` as the first argument, and add the options for the output."""
+    return output_option(click.pass_obj(command))
+
+
 def output_format() -> str | None:
     """Return the format that the running command was asked for; None is a table."""
     output_form: str | None = click.get_current_context().meta.get(_FORMAT)

@@ -117,9 +117,10 @@ def unreachable_error(address: str, error: Exception) -> Unreachable:
 
 def cut_log_error(kernel_id: str, cause: Unavailable | None) -> Unavailable:
     """Return the error of a log that broke; `cause` is the answer to another read of it."""
-    reason = cause or "agentd, its runtime or a proxy closed it"
-    error_class = RuntimeUnavailable if cause is None else type(cause)
-    return error_class(f"the log of {kernel_id} was cut off before its end: {reason}")
+    error = cause or RuntimeUnavailable("agentd, its runtime or a proxy closed it")
+    text = f"the log of {kernel_id} was cut off before its end: {error}"
+    error.args, error.content = (text,), {**error.content, "detail": text}
+    return error
 
 
 _LISTED = (ConfigRefused, InvalidRequest, InvalidSlotAmount, InvalidSlotCombination)

@@ -7,8 +7,6 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
 import aiohttp
 
@@ -47,25 +45,10 @@ class Execution:
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse, address: str) -> None:
         self._websocket = websocket
         self._address = address
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None
+        """The exit code, None until the command has ended; 128 plus the number of a signal."""
         self._has_frame = asyncio.Event()
         self._is_reading = True
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code, None until the command has ended; 128 plus the number of a signal."""
-        return self._exit_code
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await close_websocket(self._websocket)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, bytes]]:
         async for frame in self._websocket:
@@ -81,7 +64,7 @@ class Execution:
                 if "problem" in content:
                     problem = content["problem"]
                     raise error_from_response(problem["status"], json.dumps(problem).encode(), None)
-                self._exit_code = int(content["exit_code"])
+                self.exit_code = int(content["exit_code"])
                 return
         raise Unreachable(f"{self._address}: the connection ended before the command did")
 

@@ -14,7 +14,7 @@ from agentd.client.calls import Call
 from agentd.client.defaults import CHUNK, SILENCE_S
 from agentd.client.errors import cut_log_error
 from agentd.client.events import EventParser, NodeEvent
-from agentd.client.exec import Execution
+from agentd.client.exec import Execution, close_websocket
 from agentd.client.paths import api_path
 from agentd.client.transport import Transport
 from agentd.errors import Refused, Unavailable, Unreachable
@@ -44,9 +44,11 @@ class StreamCalls(Transport):
             Call("GET", api_path("kernels", kernel_id, "exec", node=node))
         )
         request = {"command": list(command), "tty": tty, "env": dict(env or {})}
-        await websocket.send_json({**request, "working_dir": working_dir})
-        async with Execution(websocket, self._address) as execution:
-            yield execution
+        try:
+            await websocket.send_json({**request, "working_dir": working_dir})
+            yield Execution(websocket, self._address)
+        finally:
+            await close_websocket(websocket)
 
     async def logs(
         self,

@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import aiohttp
@@ -44,6 +43,7 @@ class Transport:
         self._tls = client_tls() if tls is None and is_encrypted else tls
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
+        self._address = url or self._socket_path
         self._base = (url or "http://agentd").rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
@@ -57,12 +57,7 @@ class Transport:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -211,7 +206,3 @@ class Transport:
         if self._session is None:
             raise RuntimeError("use it as `async with AsyncClient() as client`")
         return self._session
-
-    @property
-    def _address(self) -> str:
-        return self._url or self._socket_path

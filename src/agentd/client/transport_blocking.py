@@ -61,6 +61,7 @@ class BlockingTransport:
     ) -> None:
         self._socket_path = os.fspath(socket) if socket is not None else DEFAULT_SOCKET
         self._url = url
+        self._address = url or self._socket_path
         self._token = token
         self._timeout_s = timeout_s
         self._retry_s = retry_s
@@ -170,10 +171,6 @@ class BlockingTransport:
                     yield event
         except (OSError, http.client.HTTPException) as error:
             raise unreachable_error(self._address, error) from None
-
-    @property
-    def _address(self) -> str:
-        return self._url or self._socket_path
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._url is None:

@@ -14,6 +14,7 @@ from tomlkit.exceptions import ParseError, TOMLKitError
 
 from agentd.config.loading import load_text
 from agentd.errors import ConfigRefused, Problem
+from agentd.tomlfile.parsing import source_name
 
 NEW_MODE = 0o640
 """Mode of a new file; it names tokens and sockets, which other users must not see."""
@@ -29,7 +30,7 @@ def with_setting(text: str, key: str, value: str, path: Path | None) -> str:
     Raises:
         ConfigRefused: the result would be unusable; lists every reason.
     """
-    source = str(path) if path else "defaults"
+    source = source_name(path)
     try:
         document = tomlkit.parse(text)
         _assign(document, key.split("."), _parse_value(value))
@@ -65,6 +66,8 @@ def without_token(text: str, name: str, path: Path) -> tuple[str, Path]:
         document["rpc"].remove("tokens")
     if changed is None or _parse_content(changed) != _parse_content(tomlkit.dumps(document)):
         changed = tomlkit.dumps(document)
+    if not tomllib.loads(changed):
+        changed = f"[rpc]\n{changed}"  # a file without a key is refused
     load_text(changed, path, {})
     return changed, file
 

@@ -14,7 +14,7 @@ import msgspec
 
 from agentd.config.settings import Settings
 from agentd.errors import ConfigRefused
-from agentd.tomlfile.parsing import find_variable, has_key, parse_settings, read_text
+from agentd.tomlfile.parsing import find_variable, has_key, parse_settings, read_text, source_name
 
 ENV_PREFIX = "AGENTD__"
 DEFAULT_PATH = Path("/etc/agentd/agent.toml")
@@ -60,16 +60,12 @@ def find_config(option: str | None, environ: Mapping[str, str]) -> Path | None:
     return DEFAULT_PATH if DEFAULT_PATH.exists() else None
 
 
-def source_name(path: Path | None) -> str:
-    """Return the name of a file in messages; "defaults" without one."""
-    return str(path) if path else "defaults"
-
-
 def load(path: Path | None, environ: Mapping[str, str] = os.environ) -> LoadedSettings:
     """Load settings; without a path, the defaults and the environment.
 
     Raises:
         ConfigRefused: the file is unreadable or its settings are unusable.
+        StartRefused: its file system does not answer.
     """
     return load_text(read_text(path), path, environ)
 
@@ -80,10 +76,9 @@ def load_text(text: str, path: Path | None, environ: Mapping[str, str]) -> Loade
     Raises:
         ConfigRefused: the settings are unusable.
     """
-    source = source_name(path)
-    settings, raw = parse_settings(Settings, text, source, environ, ENV_PREFIX)
+    settings, raw = parse_settings(Settings, text, path, environ, ENV_PREFIX)
     if problems := [*settings.unknown_agents(), *settings.means_elsewhere()]:
-        raise ConfigRefused(problems, source)
+        raise ConfigRefused(problems, source_name(path))
     return LoadedSettings(settings, path, raw, environ)
 
 

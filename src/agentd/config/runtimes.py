@@ -18,7 +18,7 @@ from agentd.core.kernel.options import (
     parse_group,
 )
 from agentd.errors import Problem
-from agentd.tomlfile.section import Section, SizeBytes, refuse_bool
+from agentd.tomlfile.section import AbsolutePath, Section, SizeBytes, refuse_bool
 
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL",
@@ -76,21 +76,13 @@ _ALL_CAPABILITIES = [
 """Source: capabilities(7)."""
 
 
-def _validate_mounts(value: tuple[Path, ...]) -> tuple[Path, ...]:
-    if relative := [str(path) for path in value if not path.is_absolute()]:
-        raise ValueError(
-            f"invalid path {', '.join(relative)}: expected an absolute path such as /data"
-        )
-    return value
-
-
 LogSize = Annotated[SizeBytes, Field(ge=4096)]
 LogFiles = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=1000)]
 PidsLimit = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1, le=2**22)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 
 
-MountFolders = Annotated[tuple[Path, ...], AfterValidator(_validate_mounts)]
+MountFolders = tuple[AbsolutePath, ...]
 Networks = tuple[Annotated[str, Field(min_length=1)], ...]
 Group = Annotated[
     int | str,

@@ -33,6 +33,7 @@ from agentd.http.settings import RpcSettings
 from agentd.tomlfile.environment import FileSettings
 from agentd.tomlfile.section import (
     DEFAULT_SLOTS,
+    AbsolutePath,
     Name,
     Section,
     SizeBytes,
@@ -48,7 +49,7 @@ class NodeSettings(Section):
     id: Name | None = Field(
         default=None, description="Node id. Default: derived from /etc/machine-id."
     )
-    state_dir: Path = Field(
+    state_dir: AbsolutePath = Field(
         default=Path("/var/lib/agentd"),
         description="State folder: devices, records and logs of kernels.",
     )

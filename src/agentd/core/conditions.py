@@ -26,7 +26,11 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class ActiveCondition(msgspec.Struct, frozen=True):
-    """A condition that holds, and since when (epoch seconds)."""
+    """A condition that holds, and since when (epoch seconds).
+
+    `owners` are the agents whose thing its subject was then; None for a subject of the node.
+    """
 
     condition: Condition
     since: float
+    owners: tuple[str, ...] | None

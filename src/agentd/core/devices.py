@@ -9,7 +9,7 @@ a missing GPU renames any other device or moves it to another agent.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from agentd.core.groups import MAX_NAMED, group, join_first
+from agentd.core.groups import group
 from agentd.core.hardware_names import by_normal_names, normal_name, normal_names
 from agentd.core.slots import (
     CPU,
@@ -26,7 +26,6 @@ from agentd.core.slots import (
     SlotMeasure,
     SlotName,
     SlotType,
-    is_slot_of_parts,
 )
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -44,9 +43,6 @@ class DeviceId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}/{self.id}"
 
-
-MAX_NEW_WARNINGS = 8
-"""New devices under one device name that get their own warnings."""
 
 MEMORY = DeviceId("mem", "root")
 """The node's memory, the only device that is divided by amount."""
@@ -163,14 +159,9 @@ class Device(msgspec.Struct, frozen=True, dict=True):
             return f"excluded in [plugins.{self.device_id.name}]"
         return self.withheld or self.unserved
 
-    @property
-    def offered_capacity(self) -> int:
-        """The current capacity, 0 if the device is missing, unhealthy or withheld."""
-        return self.capacity if self._is_there else 0
-
     @cached_property
     def offered_capacities(self) -> tuple[int, ...]:
-        """The capacities that count now, by slot, the primary one first."""
+        """The capacities by slot, the primary one first; 0 if missing, unhealthy or withheld."""
         capacities = self.capacity, *[other.capacity for other in self.secondary]
         return capacities if self._is_there else (0,) * len(capacities)
 
@@ -190,12 +181,8 @@ class Device(msgspec.Struct, frozen=True, dict=True):
 
     def has_name(self, name: str) -> bool:
         """Return whether `name` is its id, its stable id or an alias."""
-        return normal_name(name) in normal_names(self.device_id.id, *self.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its stable id and aliases."""
-        return self.stable_id, *self.aliases
+        names = normal_names(self.device_id.id, self.stable_id, *self.aliases)
+        return normal_name(name) in names
 
 
 class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -220,9 +207,9 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         return {device.device_id: device for device in self.devices}
 
     @cached_property
-    def listed(self) -> frozenset[DeviceId]:
-        """Devices that are, or were, listed: not those known only from a kernel's record."""
-        return frozenset(d.device_id for d in self.devices if not d.is_hearsay)
+    def listed(self) -> Mapping[DeviceId, Sequence[SecondarySlot]]:
+        """The slots of all but the devices that are known only from a kernel's record."""
+        return {d.device_id: d.slots for d in self.devices if not d.is_hearsay}
 
     @cached_property
     def by_stable_id(self) -> Mapping[str, Device]:
@@ -257,101 +244,23 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def measures(self) -> Mapping[DeviceId, Mapping[SlotName, SlotMeasure]]:
         """The measures of the slots of each device, the primary one first."""
-        measures: dict[DeviceId, dict[SlotName, SlotMeasure]] = {}
-        for device in self.devices:
-            measures[device.device_id] = {}
-            for position, offer in enumerate(device.slots):
-                quantum = self.quantum(offer.slot)
-                usable = offer.capacity - offer.capacity % quantum
-                measures[device.device_id][offer.slot] = SlotMeasure(position, quantum, usable)
-        return measures
+        return {
+            device.device_id: {
+                offer.slot: SlotMeasure(position, quantum, offer.capacity // quantum * quantum)
+                for position, offer in enumerate(device.slots)
+                for quantum in [self.quantum(offer.slot)]
+            }
+            for device in self.devices
+        }
 
     def with_device(self, device: Device) -> Inventory:
         """Return an inventory in which `device` replaces the one with its id."""
-        others = (d for d in self.devices if d.device_id != device.device_id)
+        others = self.without(device.device_id).devices
         return Inventory.of(self.slot_types.values(), (*others, device))
-
-    def with_listing(self, name: str, listed: Iterable[Device]) -> tuple[Inventory, list[str]]:
-        """Return the inventory with the current listing of one device name, and warnings.
-
-        If nothing changed, it is the same inventory. Slots and capacities are fixed: a device that
-        is not listed any more, or lists another primary slot, is missing until it returns. Other
-        secondary slots are a warning. A new device is added if its slots are known and no other
-        plugin serves it. An unhealthy one keeps its last form.
-        """
-        known_forms = (d for d in self.by_name.get(name, ()) if not d.is_hearsay)
-        listed = restore_last_form([*listed], known_forms, self.slot_types)
-        listed_by_id = {device.stable_id: device for device in listed}
-        current = [d for d in self.devices if not (d.is_hearsay and d.stable_id in listed_by_id)]
-        current_ids = {d.stable_id for d in current if d.device_id.name == name}
-        added = [
-            device for stable_id, device in listed_by_id.items() if stable_id not in current_ids
-        ]
-        others = [device for device in current if device.device_id.name != name]
-        parents = {device.parent for device in listed}
-        unusable = {
-            device.stable_id: reason
-            for device in added
-            if (reason := self._unusable_reason(device, has_parts=device.stable_id in parents))
-        }
-        usable = [device for device in added if device.stable_id not in unusable]
-        served, warnings = deduplicate_devices([others, usable])
-        warnings += [
-            f"{d.device_id} ({d.stable_id}) {unusable[d.stable_id]}; restart agentd to use it"
-            for d in added
-            if d.stable_id in unusable
-        ]
-        if len(warnings) > MAX_NEW_WARNINGS:
-            unnamed = len(warnings) - MAX_NEW_WARNINGS
-            warnings[MAX_NEW_WARNINGS:] = [f"{unnamed} more devices of {name} are new"]
-        devices = [
-            self._apply_listing(d, listed_by_id.get(d.stable_id)) if d.device_id.name == name else d
-            for d in current
-        ]
-        warnings += _secondary_warnings(devices, listed_by_id)
-        new_devices = (device for device in served if device.device_id.name == name)
-        devices += assign_free_ids(new_devices, {device.device_id for device in current})
-        return self._replace_devices(devices), warnings
-
-    def _unusable_reason(self, device: Device, *, has_parts: bool) -> str:
-        """Return why a listed device is not added before a restart; empty if it is.
-
-        A driver in trouble may list a device instead of its parts, or beside them.
-        """
-        if slots := self._unknown_slots(device):
-            return f"is new and offers {slots}"
-        is_doubtful = has_parts or device.health is not Health.HEALTHY
-        return (
-            "is listed beside its parts" if is_doubtful and device.stable_id in self.parts else ""
-        )
-
-    def _unknown_slots(self, device: Device) -> str:
-        """Return the slots of a listed device that no slot type describes."""
-        return ", ".join(slot for slot in device.slot_names if slot not in self.slot_types)
-
-    def _apply_listing(self, device: Device, listed: Device | None) -> Device:
-        if listed is None:
-            reason = "not listed by its plugin any more"
-            return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
-        if listed.slot != device.slot:
-            reason = f"offers {listed.slot} now; restart agentd to use it"
-            return replace(device, gone=True, health=Health.HEALTHY, reason=reason)
-        secondary = device.secondary
-        if self._unknown_slots(device):  # remembered from a time with other slots
-            secondary = tuple(offer for offer in listed.secondary if offer.slot in self.slot_types)
-        return replace(
-            device,
-            gone=False,
-            health=listed.health,
-            reason=listed.reason,
-            secondary=secondary,
-            files=listed.files,
-            needs_clear=listed.needs_clear,
-        )
 
     def with_cleared(self, cleared: Device) -> Inventory:
         """Return the inventory without what was cleared of a device and of its whole."""
-        return self._replace_devices(
+        return self.with_devices(
             replace(device, needs_clear="")
             if (device.physical_id, device.needs_clear)
             == (cleared.physical_id, cleared.needs_clear)
@@ -359,24 +268,24 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def with_withheld(self, reason: str) -> Inventory:
-        """Return the inventory with its real accelerators withheld; an empty reason ends that."""
-        return self._replace_devices(
-            replace(device, withheld=reason) if device.is_real_accelerator else device
-            for device in self.devices
+    def with_withheld(self, reason: str, lost: Mapping[DeviceId, str] = {}) -> Inventory:
+        """Return the inventory with its real accelerators withheld, if for a reason, and cores."""
+        reasons = {d.device_id: reason for d in self.devices if d.is_real_accelerator} | {**lost}
+        return self.with_devices(
+            replace(device, withheld=reasons.get(device.device_id, "")) for device in self.devices
         )
 
     def with_excluded(self, exclude: Mapping[str, Collection[str]]) -> Inventory:
         """Return the inventory in which exactly these devices are excluded, by device name."""
         pairs = ((self.by_name.get(name, ()), entries) for name, entries in exclude.items())
         named = set().union(*(named_devices(devices, entries) for devices, entries in pairs))
-        return self._replace_devices(
+        return self.with_devices(
             replace(device, is_excluded=device.device_id in named) for device in self.devices
         )
 
     def with_unserved(self, reasons: Mapping[str, str]) -> Inventory:
         """Return the inventory in which no plugin serves the devices of exactly these names."""
-        return self._replace_devices(
+        return self.with_devices(
             replace(device, unserved=reasons.get(device.device_id.name, ""))
             for device in self.devices
         )
@@ -385,7 +294,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
         self, awaited: Mapping[DeviceId, str], busy: Mapping[DeviceId, str]
     ) -> Inventory:
         """Return the inventory in which exactly these devices wait for an engine, or are busy."""
-        return self._replace_devices(
+        return self.with_devices(
             replace(
                 device,
                 awaited=awaited.get(device.device_id, ""),
@@ -401,7 +310,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
 
         By default unhealthy devices stay so: the loss of the plugin does not repair them.
         """
-        return self._replace_devices(
+        return self.with_devices(
             replace(device, health=Health.UNKNOWN, reason=reason)
             if device.device_id.name == name
             and not device.gone
@@ -410,7 +319,7 @@ class Inventory(msgspec.Struct, frozen=True, eq=False, dict=True):
             for device in self.devices
         )
 
-    def _replace_devices(self, devices: Iterable[Device]) -> Inventory:
+    def with_devices(self, devices: Iterable[Device]) -> Inventory:
         """Return the inventory with these devices; the same one if nothing changed."""
         changed = Inventory.of(self.slot_types.values(), with_shared_health([*devices]))
         return self if changed.devices == self.devices else changed
@@ -461,22 +370,6 @@ def group_by_name(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return group((device.device_id.name, device) for device in devices)
 
 
-def _secondary_warnings(
-    devices: Iterable[Device], listed_by_id: Mapping[str, Device]
-) -> Iterator[str]:
-    """Yield a warning about devices that list other secondary slots than before."""
-    changed = [
-        device.device_id.id
-        for device in devices
-        if (listed := listed_by_id.get(device.stable_id)) is not None
-        and not device.gone
-        and set(listed.slot_names) != set(device.slot_names)
-    ]
-    if changed:
-        are = "lists" if len(changed) == 1 else "list"
-        yield f"{join_first(changed)} {are} other secondary slots now; restart agentd to use them"
-
-
 def with_shared_health(devices: Sequence[Device]) -> list[Device]:
     """Mark the parts of an unhealthy device as unhealthy; a part never affects the others."""
     unhealthy_by_id = {
@@ -491,93 +384,6 @@ def with_shared_health(devices: Sequence[Device]) -> list[Device]:
         else device
         for device in devices
     ]
-
-
-def deduplicate_devices(plugins: Sequence[Sequence[Device]]) -> tuple[list[Device], list[str]]:
-    """Drop devices that an earlier plugin lists, too; return the rest, and warnings.
-
-    Two devices are the same physical device if they share a stable id, an alias (UUID, PCI address)
-    or a parent. Parts of one parent under one plugin are different devices.
-    """
-    served: list[Device] = []
-    owners: dict[str, DeviceId] = {}
-    warnings = []
-    for devices in plugins:
-        keys_of_plugin: dict[str, DeviceId] = {}
-        duplicates: dict[str, list[str]] = {}
-        for device in devices:
-            keys = device.physical_keys()
-            if owner := next((owners[key] for key in sorted(keys) if key in owners), None):
-                reason = (
-                    f"{device.device_id} is the same device as {owner}, which serves it; withheld"
-                )
-                duplicates.setdefault(device.device_id.name, []).append(reason)
-                continue
-            served.append(device)
-            keys_of_plugin.update(dict.fromkeys(keys, device.device_id))
-        owners.update(keys_of_plugin)
-        for name, texts in duplicates.items():
-            warnings += texts[:MAX_NAMED]
-            if (unnamed := len(texts) - MAX_NAMED) > 0:
-                warnings.append(f"{unnamed} more devices of {name} are served by others; withheld")
-    return served, warnings
-
-
-def restore_last_form(
-    listed: Sequence[Device], last_listing: Iterable[Device], slots: Collection[SlotName]
-) -> list[Device]:
-    """Return a listing in which unhealthy devices are what they were last, with `slots` at most.
-
-    A driver that fails hides whether a GPU is in MIG mode, and how much memory it has. So an
-    unhealthy device does not prove that its slots changed, and one that was in parts stands for
-    its parts. What waits for a clear still does, as a plugin that has started again forgot it.
-    """
-    last_listing = [*last_listing]
-    kept = {form.stable_id: form.needs_clear for form in last_listing}
-    present = {device.stable_id for device in listed}
-    forms: dict[tuple[str, str | None], list[Device]] = {}
-    for form in last_listing:
-        # A plugin derives the slots of parts from the parts that answer.
-        if form.slot in slots or is_slot_of_parts(form.slot):
-            forms.setdefault((form.device_id.name, form.stable_id), []).append(form)
-            if form.stable_id not in present:
-                forms.setdefault((form.device_id.name, form.parent), []).append(form)
-    result = []
-    for device in listed:
-        last_forms = forms.get((device.device_id.name, device.stable_id))
-        if device.health is not Health.UNHEALTHY or last_forms is None:
-            result.append(device)
-            continue
-        current = {"gone": False, "health": device.health, "reason": device.reason}
-        current["needs_clear"] = device.needs_clear
-        result += [
-            replace(
-                form,
-                secondary=_merge_secondary(form, device, slots),
-                files=device.files if form.stable_id == device.stable_id else form.files,
-                **current,
-            )
-            for form in [form for form in last_forms if not form.gone] or last_forms
-        ]
-    return [_until_cleared(device, kept.get(device.stable_id, "")) for device in result]
-
-
-def _until_cleared(device: Device, kept: str) -> Device:
-    """Return a listed device, unhealthy as before if what `kept` it so is not cleared."""
-    if not kept or device.needs_clear:
-        return device
-    reason = f"{device.reason}; {kept}" if device.health is Health.UNHEALTHY else kept
-    return replace(device, health=Health.UNHEALTHY, reason=reason, needs_clear=kept)
-
-
-def _merge_secondary(
-    form: Device, device: Device, slots: Collection[SlotName]
-) -> tuple[SecondarySlot, ...]:
-    """Return the secondary slots of a device's last form, and those that it offers only now."""
-    offers = {offer.slot: offer for offer in form.secondary if offer.slot in slots}
-    if form.slot == device.slot:
-        offers = {offer.slot: offer for offer in device.secondary} | offers
-    return tuple(offers[slot] for slot in sorted(offers, key=natural_key))
 
 
 def assign_free_ids(added: Iterable[Device], taken: set[DeviceId]) -> list[Device]:

@@ -31,11 +31,12 @@ def take_places(added: Iterable[Device], others: Iterable[Device]) -> list[Devic
 
 
 def place_new_devices(inventory: Inventory, before: Inventory) -> Inventory:
-    """Return an inventory in which the devices that `before` lacks take free places."""
-    new = [device for device in inventory.devices if device.device_id not in before.listed]
-    if not new:
+    """Return an inventory in which the devices that are listed since `before` take free places."""
+    added = inventory.listed.keys() - before.listed.keys()
+    if not added:
         return inventory
-    others = [device for device in inventory.devices if device.device_id in before.listed]
+    new = [device for device in inventory.devices if device.device_id in added]
+    others = [device for device in inventory.devices if device.device_id not in added]
     return Inventory.of(inventory.slot_types.values(), [*others, *take_places(new, others)])
 
 

@@ -6,6 +6,7 @@ may be allocated from yet are published as withheld.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
@@ -52,6 +53,7 @@ from agentd.services.kernels.kernel_service import KernelService
 from agentd.services.kernels.pending_creates import PendingCreates
 from agentd.services.kernels.reconciler import Reconciler, ReconcilerLoops
 from agentd.services.kernels.records import persist_changes, restore_kernels
+from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node, NodeContext
 from agentd.services.planner import NodeRules, Planner
 from agentd.services.protocols import Clock, Runtime
@@ -84,6 +86,7 @@ class Services(msgspec.Struct, frozen=True):
     claim_ends: ClaimEnds
     engines: AwaitedEngines
     unclaimed: UnclaimedProcesses
+    cores: LostCores
     holder_observer: HolderObserver
     conditions: Conditions
 
@@ -147,7 +150,8 @@ def build_services(
     unclaimed = UnclaimedProcesses(
         node=node, plugins=plugins, clock=clock.steady, withholds=resource.withhold_busy
     )
-    node.devices.set_withholding(partial(_withhold, lock, engines, unclaimed))
+    cores = LostCores(node.devices, host.real_cores, partial(os.sched_getaffinity, 0), clock.steady)
+    node.devices.set_withholding(partial(_withhold, lock, cores, engines, unclaimed))
     claim_ends = ClaimEnds(node=node, store=store, holders=holders, clock=clock)
     claims = ClaimService(
         node=node,
@@ -167,15 +171,7 @@ def build_services(
         runtimes=runtimes,
         planner=planner,
         creates=creates,
-        kernels=KernelService(
-            node=node,
-            planner=planner,
-            creates=creates,
-            runtimes=runtimes,
-            default_runtime=default,
-            store=store,
-            clock=clock,
-        ),
+        kernels=KernelService(node, planner, creates, runtimes, default, store, clock, cores),
         reconciler=reconciler,
         loops=ReconcilerLoops(reconciler=reconciler, node=node, runtimes=runtimes, plugins=plugins),
         access=Access(node),
@@ -189,6 +185,7 @@ def build_services(
         claim_ends=claim_ends,
         engines=engines,
         unclaimed=unclaimed,
+        cores=cores,
         holder_observer=holders,
         conditions=_build_conditions(settings, node, clock, plugins, unclaimed, engines, lock),
     )
@@ -203,7 +200,7 @@ def _build_conditions(
     engines: AwaitedEngines,
     lock: HostLock,
 ) -> Conditions:
-    conditions = Conditions(node.events, clock)
+    conditions = Conditions(node.events, clock, Access(node).owners)
     conditions.add(
         node.devices.conditions,
         partial(runtime_conditions, node.state),
@@ -220,10 +217,14 @@ def _build_conditions(
 
 
 def _withhold(
-    lock: HostLock, engines: AwaitedEngines, unclaimed: UnclaimedProcesses, inventory: Inventory
+    lock: HostLock,
+    cores: LostCores,
+    engines: AwaitedEngines,
+    unclaimed: UnclaimedProcesses,
+    inventory: Inventory,
 ) -> Inventory:
-    """Mark the devices that another agentd may serve, an engine must compare, or others use."""
-    return inventory.with_withheld(lock.reason).with_awaited_and_busy(
+    """Mark what another agentd may serve, an engine must compare, or others use, and lost cores."""
+    return inventory.with_withheld(lock.reason, cores.reasons).with_awaited_and_busy(
         engines.awaited_devices(inventory), unclaimed.busy_reasons
     )
 

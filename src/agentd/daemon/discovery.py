@@ -10,6 +10,7 @@ from agentd.config.settings import Settings
 from agentd.core.devices import group_by_name
 from agentd.core.slots import BUILT_IN
 from agentd.daemon import runtime_factory
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.problems import Problems
 from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.events import EventLog
@@ -22,7 +23,8 @@ from agentd.program.boot_id import boot_id
 from agentd.services.devices import NodeDevices
 from agentd.services.protocols import PluginListing
 from agentd.state.folder import StateFolder
-from agentd.state.host_lock import HostLock, run_folder
+from agentd.state.host_lock import HostLock
+from agentd.state.locks import run_folder
 
 
 def plugin_timeouts(settings: Settings) -> PluginTimeouts:
@@ -95,14 +97,19 @@ async def check_and_discover(
     store: StateFolder,
     events: EventLog,
     problems: Problems,
+    names: HostNames,
 ) -> NodeDevices:
     """Check host and node id, discover the devices of open plugins, and divide these.
 
-    This is the second step of a start. It adds every problem of the host, the plugins' tables and
-    the partition to `problems`. If there are any, the devices cannot be used.
+    This is the second step of a start. It adds every problem of the host, its users and groups,
+    the plugins' tables and the partition to `problems`. If any is final, the devices cannot be
+    used.
     """
     with problems.collect():
         runtime_factory.refuse_unusable_runtime(settings)
+    with problems.collect():
+        await names.refresh(settings)
+    problems.passing += [p for key, p in names.problems.items() if not key.startswith("rpc.")]
     with problems.collect():
         await runtime_factory.refuse_changed_id(settings, resolve_node_id(settings), store)
     problems.collected += plugins.problems()
@@ -134,6 +141,7 @@ def create_host_lock(settings: Settings) -> HostLock:
 
     Raises:
         ConfigRefused: there is no node id.
+        StartRefused: there is no boot id.
     """
     is_user = os.geteuid() != 0
     return HostLock(run_folder(), resolve_node_id(settings), boot_id(), is_unprivileged=is_user)
@@ -142,9 +150,9 @@ def create_host_lock(settings: Settings) -> HostLock:
 def withhold_if_served(settings: Settings, devices: NodeDevices) -> list[str]:
     """Withhold the accelerators that another agentd serves, and return the warnings about it.
 
-    Without a node id, this agentd could not be told apart from another one.
+    Without a node id and a boot id, this agentd could not be told apart from another one.
     """
-    with contextlib.suppress(ConfigRefused):
+    with contextlib.suppress(ConfigRefused, StartRefused):
         lock = create_host_lock(settings)
         lock.read()
         devices.set_withholding(lambda inventory: inventory.with_withheld(lock.reason))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import structlog
 from msgspec.structs import asdict, replace
 
 from agentd import failpoints
-from agentd.concurrency import Deadline
+from agentd.concurrency import Deadline, start_pool
 from agentd.config.loading import LoadedSettings
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
@@ -33,11 +34,18 @@ from agentd.daemon.discovery import (
     refuse_failed_required,
     resolve_node_id,
 )
+from agentd.daemon.host_names import HostNames
 from agentd.daemon.problems import Problems
 from agentd.daemon.reload import Reload
-from agentd.errors import ConfigRefused, DaemonFailed, NotReady
+from agentd.errors import (
+    ConfigRefused,
+    DaemonFailed,
+    RuntimeUnavailable,
+    StartRefused,
+)
 from agentd.events import EventLog
 from agentd.failpoints import hit_async
+from agentd.host.lookups import Lookups
 from agentd.host.probe import probe
 from agentd.http.credentials import build_endpoint, credential_weaknesses
 from agentd.http.route import Route
@@ -52,14 +60,17 @@ from agentd.program.sd_notify import Notifier
 from agentd.program.shutdown import Shutdown
 from agentd.rpc.rendering import status_line
 from agentd.rpc.site import NodeSite
+from agentd.services.condition_sources import limit_conditions
 from agentd.services.conditions import Conditions
 from agentd.services.kernels.records import recorded_runtimes
 from agentd.services.kernels.retention import Retention
 from agentd.services.node import Node, NodeContext
 from agentd.services.protocols import Clock, Runtime
 from agentd.state.folder import StateFolder
+from agentd.state.locks import lock_folder
 from agentd.state.schemas import SavedRecord
 from agentd.stderr import LOST
+from agentd.tomlfile.folders import write_problem
 
 log = structlog.get_logger()
 
@@ -67,6 +78,8 @@ FIRST_LIST_TIMEOUT_S = 20.0
 AFTER_DRAIN_S, AFTER_SERVER_S, AFTER_RUNTIMES_S = 10.0, 7.0, 6.0
 """Seconds of a stop reserved for the steps after the drain, the server and the runtimes."""
 STATUS_PAUSE_S = 1.0
+LOCK_PAUSE_S = 2.0
+"""Seconds between two checks whether the locks' files are still there."""
 LOG_RETRY_S = 10.0
 """Seconds after which a log that could not be written is tried again without an event."""
 
@@ -90,12 +103,12 @@ class Daemon:
         uptime = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         clock = Clock(wall=time.time, steady=time.monotonic, uptime=uptime)
         self._context = NodeContext(self._node_id, boot_id(), clock)
-        state_dir = loaded.settings.node.state_dir.absolute()
-        self._store = StateFolder(state_dir, self._node_id)
+        self._store = StateFolder(loaded.settings.node.state_dir, self._node_id)
         self._host_lock = create_host_lock(loaded.settings)
         self._notifier = Notifier()
         self._shutdown, self._hangup = Shutdown(), asyncio.Event()
-        self._reload: Reload | None = None
+        self._names = HostNames(loaded.settings)
+        self._reload: Reload
         self._conditions: Conditions
         self._passed_sockets = inherited_sockets()
         self._status = ""
@@ -108,8 +121,16 @@ class Daemon:
             StartRefused: the daemon cannot run on this host.
             DaemonFailed: a vital part has failed.
         """
-        shutdown = self._shutdown
-        shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
+        shutdown, loop = self._shutdown, asyncio.get_running_loop()
+        if sys.version_info < (3, 12):  # later ones need no thread for each child, either
+            watcher = asyncio.PidfdChildWatcher()
+            watcher.attach_loop(loop)
+            asyncio.get_event_loop_policy().set_child_watcher(watcher)
+        try:
+            loop.set_default_executor(start_pool())
+            shutdown.handle_signals({signal.SIGHUP: self._hangup.set})
+        except RuntimeError as error:  # no process id
+            raise StartRefused(f"no thread can be started: {error}") from None
         report = StopReport(late=shutdown.late)
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +174,10 @@ class Daemon:
     async def _start(self, stack: contextlib.AsyncExitStack, report: StopReport) -> Services:
         """Start the parts in order; each pushes its stop onto the stack."""
         step = self._shutdown.step
-        self._store.open(runtime_factory.lock_folder())
+        problem = await asyncio.to_thread(write_problem, self._store.folder)
+        if isinstance(problem, TimeoutError):
+            raise StartRefused(f"state folder {problem.strerror}")
+        self._store.open(lock_folder(self._store.folder))
         stack.callback(self._store.close)
         stack.callback(self._host_lock.release)
         await self._host_lock.acquire()
@@ -166,23 +190,26 @@ class Daemon:
         await plugins.open(self._settings.plugins.open_timeout)
         background, problems = Background(self._shutdown.fail), Problems()
         with problems.collect():
-            server_endpoint = replace(
-                build_endpoint(self._settings.rpc), passed=self._passed_sockets
+            endpoint = await asyncio.to_thread(
+                build_endpoint, self._settings.rpc, missing=problems.passing
             )
+            missing = tuple(problems.passing)
         services, site, routes = await self._assemble(stack, plugins, background, problems)
         server = Server(
             title="agentd",
             routes=routes,
             site=site,
-            endpoint=server_endpoint,
+            endpoint=replace(endpoint, passed=self._passed_sockets),
             node_id=self._node_id,
             pages=Pages({HOME: "agentd"}),
         )
+        self._reload = Reload(self._loaded, server, services.runtimes, self._names, missing)
+        services.conditions.add(self._reload.conditions, server.address_conditions)
         services.conditions.add_slow("a socket", server.conditions)
         report.requests = server.cancelled
         stack.push_async_callback(hit_async, "shutdown.after_server")
         stack.push_async_callback(step, "server", server.stop, AFTER_SERVER_S)
-        await server.start()
+        await server.start(self._names.group_id)
         await hit_async("start.after_server")
         stack.push_async_callback(
             step, "background tasks", lambda _: background.close(), AFTER_SERVER_S
@@ -190,14 +217,14 @@ class Daemon:
         background.run("reconciler", services.loops.run())
         background.run("claims", services.claim_ends.run())
         background.run("unclaimed", services.unclaimed.run())
+        background.run("cores", services.cores.run())
         background.run("conditions", services.conditions.run())
         background.run("host", services.conditions.run_lookups())
-        if self._host_lock.is_unprivileged:
-            update = services.node.devices.update_withholding
-            background.run("host-lock", self._host_lock.watch(update))
+        background.run("locks", self._hold_locks())
+        update = services.node.devices.update_withholding
+        background.run("host-lock", self._host_lock.watch(update))
         await self._wait_listed(services)
         await hit_async("start.before_ready")
-        self._reload = Reload(self._loaded, server, services.runtimes)
         self._become_ready(services, site, background)
         return services
 
@@ -208,12 +235,13 @@ class Daemon:
         log.info("daemon.ready", node_id=self._node_id, kernels=len(node.state.kernels))
         self._status = self._status_line(services)
         self._notifier.ready(self._status)
-        keep_ended = self._settings.node.keep_ended
-        retention = Retention(node.state, services.kernels, keep_ended)
+        keep_ended, now = self._settings.node.keep_ended, self._context.clock.wall()
+        retention = Retention(node.state, services.kernels, keep_ended, now=now)
         background.run("retention", retention.run())
         if self._notifier.is_enabled:
             background.run("status", self._update_status(services))
         background.run("reload", self._reload_on_hangup())
+        background.run("missing", self._reload.run())
         background.run("log", self._report_lost_lines())
 
     async def _assemble(
@@ -231,7 +259,9 @@ class Daemon:
         """
         settings, context, store = self._settings, self._context, self._store
         lock, host, events = self._host_lock, probe(), EventLog()
-        devices = await check_and_discover(settings, host, plugins, store, events, problems)
+        devices = await check_and_discover(
+            settings, host, plugins, store, events, problems, self._names
+        )
         problems.raise_if_any()
         refuse_failed_required(plugins)
         _log_unready_plugins(plugins)
@@ -256,6 +286,7 @@ class Daemon:
         ):
             self._conditions.add_slow(subject, partial(self._find_conditions, find))
         self._conditions.add(
+            partial(limit_conditions, runtimes[settings.node.runtime]),
             lambda: background.conditions,
             lambda: (Condition("log", *texts) for texts in LOST.problems()),
         )
@@ -281,15 +312,20 @@ class Daemon:
         used |= {name for name, status in state.runtimes.items() if not status.is_listed}
         self._store.save_runtimes(sorted(used | {self._settings.node.runtime}))
 
+    async def _hold_locks(self) -> None:
+        """Take locks again whose files were removed or replaced; stop if another daemon has one."""
+        lookups, store = Lookups(max_threads=1), self._store
+        while True:
+            await asyncio.sleep(LOCK_PAUSE_S)
+            with contextlib.suppress(RuntimeUnavailable, OSError):  # of the file system
+                await lookups.call("the locks", lambda: store.hold_locks(lock_folder(store.folder)))
+
     async def _reload_now(self) -> list[str]:
         """Reload the configuration and return the keys that require a restart.
 
         Raises:
-            NotReady: the daemon has not started yet.
             ConfigRefused: the configuration is unusable; nothing has changed.
         """
-        if self._reload is None:
-            raise NotReady("the daemon has not finished starting")
         self._notifier.reloading()
         try:
             needs_restart = await self._reload.apply_and_log()
@@ -300,7 +336,7 @@ class Daemon:
 
     def _find_conditions(self, find: Callable[[Settings], Iterable[Condition]]) -> list[Condition]:
         """Return the conditions of the settings in force."""
-        return [*find(self._reload.settings if self._reload else self._settings)]
+        return [*find(self._reload.settings)]
 
     async def _reload_on_hangup(self) -> None:
         """Reload on each SIGHUP."""
@@ -342,7 +378,8 @@ class Daemon:
 
     def _create_runtime(self, name: str, stack: contextlib.AsyncExitStack) -> Runtime:
         runtime = runtime_factory.create_runtime(
-            name, self._settings, self._node_id, self._store.runtime_folders
+            *(name, self._settings, self._node_id),
+            *(self._store.runtime_folders, self._names.accounts),
         )
         step = f"runtime {name}"
         stack.push_async_callback(

@@ -13,6 +13,8 @@ class Problems:
 
     def __init__(self) -> None:
         self.collected: list[Problem] = []
+        self.passing: list[Problem] = []
+        """Those that time can mend: a refusal lists them too, but they are none by themselves."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -29,4 +31,4 @@ class Problems:
             ConfigRefused: lists everything that was found.
         """
         if self.collected:
-            raise ConfigRefused(list(dict.fromkeys(self.collected)))
+            raise ConfigRefused(list(dict.fromkeys((*self.collected, *self.passing))))

@@ -4,12 +4,17 @@ Everything is read and checked first, off the event loop, and exactly that is ap
 the keys that each step applies; every other key is reported and requires a restart. Related keys
 are applied together: tokens and the certificate with `listen`, user accounts with the agents. Of an
 agent, only its means are applied: those that replace keys of `[runtime.docker]`.
+
+What is missing and may come (users, groups, files of tokens and certificate) refuses nothing. It is
+a condition, and is looked for every `RETRY_S` seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,17 +24,15 @@ from pydantic import BaseModel
 from agentd import log as logging
 from agentd.config.loading import LoadedSettings, load
 from agentd.config.settings import Settings
+from agentd.core.conditions import Condition
 from agentd.daemon import runtime_factory
-from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
-from agentd.host.lookups import Lookups
+from agentd.daemon.host_names import RETRY_REMEDY, RETRY_S, HostNames, configured_names
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.credentials import read_configured_certificate, read_tokens
 from agentd.http.server import Server
 from agentd.services.protocols import Runtime
 
 log = structlog.get_logger()
-
-READ_TIMEOUT_S = 20.0
-"""Seconds in which all files must be read."""
 
 APPLIED: Mapping[str, tuple[str, ...]] = {
     "tokens": ("rpc.token-file", "rpc.tokens"),
@@ -94,7 +97,12 @@ class Reload:
     """Reloads the configuration of a daemon that started with `loaded`."""
 
     def __init__(
-        self, loaded: LoadedSettings, server: Server, runtimes: Mapping[str, Runtime]
+        self,
+        loaded: LoadedSettings,
+        server: Server,
+        runtimes: Mapping[str, Runtime],
+        names: HostNames,
+        missing: Sequence[Problem] = (),
     ) -> None:
         self._loaded = loaded
         self._in_force = flatten_settings(loaded.settings)
@@ -102,8 +110,9 @@ class Reload:
         """Those in force: credentials, means of agents, and what a runtime is given."""
         self._server = server
         self._runtimes = runtimes
+        self._names = names
+        self._missing = missing
         self._lock = asyncio.Lock()
-        self._lookups = Lookups(max_threads=1)
 
     def prepare(self) -> tuple[Settings, Settings, list[Step]]:
         """Read the configuration; return it, its applicable part, and the steps.
@@ -112,22 +121,28 @@ class Reload:
             ConfigRefused: the configuration is unusable.
         """
         started = self._loaded.settings
-        settings = load(self._loaded.path, self._loaded.environ).settings
+        path = self._loaded.path
+        settings = load(path, self._loaded.environ).settings
+        if path is not None and not path.stat().st_nlink:
+            reason = "was replaced on the host, but the mount keeps the old file; mount its folder"
+            raise ConfigRefused([Problem("", reason)])
         rpc = settings.rpc if settings.rpc.listen == started.rpc.listen else self.settings.rpc
         listed = {agent.id: agent for agent in settings.agents}
         agents = tuple(old.with_means_of(listed.get(old.id, old)) for old in self.settings.agents)
         applicable = settings.model_copy(update={"agents": agents, "rpc": rpc})
-        steps = list(self._steps(applicable))
-        return settings, applicable, steps
+        configured_names(applicable, started.node.runtime)
+        return settings, applicable, [*self._steps(applicable)]
 
     def _steps(self, applicable: Settings) -> Iterator[Step]:
-        rpc = applicable.rpc
+        rpc, missing = applicable.rpc, list[Problem]()
         if rpc.listen is not None:
-            new_tokens = read_tokens(rpc)
+            new_tokens = read_tokens(rpc, missing, self._server.current_tokens)
             yield Step(APPLIED["tokens"], lambda: self._server.replace_tokens(new_tokens))
-        if self._server.has_tls and (certificate := read_configured_certificate(rpc)) is not None:
-            context = certificate.context
+        if self._server.has_tls and rpc.tls_cert is not None:
+            certificate = read_configured_certificate(rpc, missing=missing)
+            context = certificate.context if certificate is not None else None
             yield Step(APPLIED["certificate"], lambda: self._server.replace_tls(context))
+        yield Step((), partial(setattr, self, "_missing", missing))
         yield Step(APPLIED["log level"], lambda: logging.set_level(applicable.node.log_level))
         for name, runtime in self._runtimes.items():
             yield Step(APPLIED[name], runtime_factory.prepare_settings_update(runtime, applicable))
@@ -137,18 +152,54 @@ class Reload:
 
         Raises:
             ConfigRefused: the configuration is unusable; nothing has changed.
-            RuntimeUnavailable: something of it does not answer; nothing has changed.
+            StartRefused: its file does not answer; nothing has changed.
         """
-        preparing = self._lookups.call(self._loaded.source, self.prepare, READ_TIMEOUT_S)
-        settings, applicable, steps = await preparing
+        settings, applicable, steps = await asyncio.to_thread(self.prepare)
         values = flatten_settings(applicable)
         for step in steps:
             step.apply()
             self._in_force |= {key: values[key] for key in step.keys}
         self.settings = applicable
         self._in_force["agents"] = applicable.agents
+        await self._use_names(self._names.refresh(applicable))
         in_force, configured = self._in_force, flatten_settings(settings)
         return [key for key in in_force | configured if in_force.get(key) != configured.get(key)]
+
+    async def _use_names(self, lookup: Awaitable[None]) -> None:
+        await lookup
+        runtime: Any = self._runtimes.get(self._loaded.settings.node.runtime)
+        if hasattr(runtime, "update_accounts"):
+            runtime.update_accounts(self._names.accounts)
+        with suppress(StartRefused):  # it stays in `conditions`
+            self._server.assign_groups(self._names.group_id)
+
+    async def run(self) -> None:
+        """Look for what is missing repeatedly, until cancelled."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            await self.look_for_missing()
+
+    async def look_for_missing(self) -> None:
+        """Look for what is missing, and use what has come."""
+        async with self._lock:
+            await self._use_names(self._names.look_again())
+            if not self._missing:
+                return
+            try:
+                steps = await asyncio.to_thread(lambda: [*self._steps(self.settings)])
+                for step in steps:
+                    step.apply()
+            except ConfigRefused as error:
+                self._missing = error.problems
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what is missing."""
+        yield from self._names.conditions()
+        for problem in self._missing:
+            yield Condition("host", str(problem), RETRY_REMEDY, agents=())
+        for unix in self._server.ungrouped:
+            reason = f"socket {unix.path} is not given to group {unix.group!r} yet"
+            yield Condition("host", f"{reason}: only agentd's user can connect", RETRY_REMEDY, ())
 
     async def apply_and_log(self) -> list[str]:
         """Apply the configuration, log the outcome, and return the keys that require a restart.
@@ -161,7 +212,7 @@ class Reload:
                 restart_keys = await self.apply()
         except ConfigRefused as error:
             refusal = error.with_source(self._loaded.source)
-        except RuntimeUnavailable as error:
+        except StartRefused as error:
             refusal = ConfigRefused([Problem("", str(error))])
         except Exception as error:  # an error here must not end all reloads
             log.exception("daemon.reload_failed")

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentd.concurrency import thread_waiting_for
+from agentd.concurrency import Walk, call_in_time
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
-from agentd.errors import ConfigRefused, InvalidRequest, Problem, RuntimeUnavailable
+from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.cgroups.hierarchies import find_cgroups, find_existing_cgroups
-from agentd.host.groups import unknown_groups
 from agentd.host.host_conditions import host_conditions
 from agentd.host.systemd.availability import (
     failed_units,
@@ -28,23 +27,22 @@ from agentd.host.systemd.availability import (
     systemd_problems,
 )
 from agentd.program.boot_id import boot_id
-from agentd.runtimes.host.user_accounts import UserAccount, UserAccounts, find_account
+from agentd.runtimes.host.user_accounts import UserAccounts
 from agentd.services.protocols import Plugins, Runtime
 from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
-from agentd.state.host_lock import run_folder
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
 
 
 def create_runtime(
-    name: str, settings: Settings, node_id: str, bundles: Mapping[str, Path]
+    name: str,
+    settings: Settings,
+    node_id: str,
+    bundles: Mapping[str, Path],
+    accounts: UserAccounts,
 ) -> Runtime:
-    """Return one of `RUNTIMES`; `bundles` maps each to its folder for kernels.
-
-    Raises:
-        ConfigRefused: the settings do not fit this host.
-    """
+    """Return one of `RUNTIMES`; `bundles` maps each to its folder for kernels."""
     if name == "docker":
         from agentd.runtimes.docker.last_seen import OutageLog
         from agentd.runtimes.docker.runtime import DockerRuntime
@@ -53,7 +51,7 @@ def create_runtime(
         return DockerRuntime(
             node_id, settings.runtime.docker, last_seen, settings.docker_settings_by_agent()
         )
-    folder, accounts = bundles[name], user_accounts(settings, name)
+    folder = bundles[name]
     if name == "systemd":
         from agentd.runtimes.systemd.runtime import SystemdRuntime
 
@@ -76,21 +74,17 @@ def create_runtime(
         boot_id(),
         settings=settings.runtime.process,
         accounts=accounts,
-        cgroups=find_cgroups(),
+        cgroups=find_cgroups() or find_existing_cgroups(),
         manager=manager,
     )
 
 
 def prepare_settings_update(runtime: Any, settings: Settings) -> Callable[[], object]:
-    """Return a function that applies settings to a runtime; an engine's socket stays.
-
-    Raises:
-        ConfigRefused: the settings do not fit this host.
-    """
+    """Return a function that applies settings to a runtime; an engine's socket stays."""
     section = getattr(settings.runtime, runtime.name)
     if runtime.name == "docker":
         return partial(runtime.update_settings, section, settings.docker_settings_by_agent())
-    return partial(runtime.update_settings, section, user_accounts(settings, runtime.name))
+    return partial(runtime.update_settings, section)
 
 
 def refuse_unusable_runtime(settings: Settings) -> None:
@@ -99,66 +93,9 @@ def refuse_unusable_runtime(settings: Settings) -> None:
     Raises:
         ConfigRefused: the settings do not fit this host.
     """
-    name = settings.node.runtime
-    if name == "docker":
-        return  # a container's users are its image's
-    reasons = systemd_problems() if name == "systemd" else []
-    problems = [Problem("node.runtime", reason) for reason in reasons]
-    try:
-        user_accounts(settings, name)
-    except ConfigRefused as error:
-        problems += error.problems
-    if problems:
-        raise ConfigRefused(problems)
-
-
-def unknown_group_problems(settings: Settings) -> list[Problem]:
-    """Return a problem for each allowed group that this host does not know; may block, as NSS does.
-
-    A start goes on: only creates that name such a group are refused.
-    """
-    runtime = settings.node.runtime
-    allowed = getattr(settings.runtime, runtime).allowed_groups
-    problems = unknown_groups(f"runtime.{runtime}.allowed-groups", allowed)
-    for index, agent in enumerate(settings.agents):
-        problems += unknown_groups(f"agents.{index}.allowed-groups", agent.allowed_groups or ())
-    return problems
-
-
-_NOT_ROOT = "agentd is not root and runs kernels as its own user"
-
-
-def user_accounts(settings: Settings, runtime: str) -> UserAccounts:
-    """Return the user accounts of a runtime's kernels on this host.
-
-    Raises:
-        ConfigRefused: a user does not exist, or agentd may not run anything as another user.
-    """
-    is_root = os.geteuid() == 0
-    user: str | None = getattr(settings.runtime, runtime).user
-    if runtime == "process" and not is_root:
-        user = None  # its default is for root
-    configured = [(f"runtime.{runtime}.user", "", user)]
-    configured += [
-        (f"agents.{n}.user", agent.id, agent.user) for n, agent in enumerate(settings.agents)
-    ]
-    account_by_agent: dict[str, UserAccount] = {}
-    problems: list[Problem] = []
-    for where, agent_id, name in configured:
-        if name is None:
-            continue
-        if not is_root:
-            problems.append(Problem(where, _NOT_ROOT))
-            continue
-        try:
-            account_by_agent[agent_id] = find_account(name, where)
-        except InvalidRequest as error:
-            problems += error.problems
-    if problems:
-        raise ConfigRefused(problems)
-    return UserAccounts(
-        account_by_agent.pop("", None), account_by_agent, is_unprivileged=not is_root
-    )
+    reasons = systemd_problems() if settings.node.runtime == "systemd" else []
+    if reasons:
+        raise ConfigRefused([Problem("node.runtime", reason) for reason in reasons])
 
 
 def find_host_conditions(
@@ -252,8 +189,9 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
         return {}
     from agentd.runtimes.docker.registry_auth import registry_auth_problems
 
+    walk = Walk()
     return {
-        about: [*registry_auth_problems(f"{where}.registry-auth", path)]
+        about: [*registry_auth_problems(f"{where}.registry-auth", path, walk)]
         for about, (where, path) in files.items()
         if path is not None
     }
@@ -273,9 +211,11 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
         for folder in docker.allowed_mounts:
             agents_by_folder[folder] = (*(agents_by_folder.get(folder) or ()), agent)
     agents_by_folder |= dict.fromkeys(settings.runtime.docker.allowed_mounts)
+    walk = Walk()
     for folder, agents in agents_by_folder.items():
-        with suppress(OSError), thread_waiting_for(str(folder)):
-            if os.statvfs(folder).f_flag & flags != flags:
+        with suppress(OSError):
+            found = call_in_time(str(folder), partial(os.statvfs, folder), walk)
+            if found.f_flag & flags != flags:
                 yield Condition(
                     "host",
                     f"{folder} (allowed-mounts) is not mounted nosuid,nodev: root of a container"
@@ -299,10 +239,3 @@ def _systemd_conditions() -> Iterator[Condition]:
     if (uid := os.geteuid()) != 0 and not is_lingering(uid):
         reason = "kernels end when this user logs out: lingering is off"
         yield Condition("host", reason, "loginctl enable-linger")
-
-
-def lock_folder() -> Path:
-    """Return the folder of the locks on node ids, shared by the daemons of this user."""
-    if os.geteuid() == 0:
-        return run_folder()
-    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108 - a lock, with the user's mode

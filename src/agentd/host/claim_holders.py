@@ -9,7 +9,6 @@ Notification").
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import select
 from collections.abc import Callable, Collection, Iterator
@@ -20,9 +19,9 @@ import msgspec
 
 from agentd.core.claim.claim import CgroupHolder, ClaimHolder, ProcessHolder
 from agentd.host.processes import NO_PROCESS_ERRORS, open_pidfd, read_stat, read_uids
+from agentd.os_errors import OsErrorKind, os_error_kind
 from agentd.procfs import read_lines
 
-_GONE_ERRORS = (errno.ENOENT, errno.ENODEV, errno.ESRCH)
 _EDGE_EVENTS = select.EPOLLPRI | select.EPOLLET
 
 
@@ -116,15 +115,13 @@ class HolderObserver:
         return None
 
     def is_alive(self, holder: ClaimHolder) -> bool:
-        """Return whether a process or cgroup has not ended; others have no end.
-
-        Raises:
-            OSError: it cannot be observed now.
-        """
-        with ExitStack() as stack:
-            return not isinstance(holder, (ProcessHolder, CgroupHolder)) or (
-                (source := self._open(holder, stack)) is not None and not source.has_ended()
-            )
+        """Return whether a holder is not proved to have ended."""
+        if not isinstance(holder, (ProcessHolder, CgroupHolder)):
+            return True
+        with suppress(OSError), ExitStack() as stack:
+            source = self._open(holder, stack)
+            return source is not None and not source.has_ended()
+        return True
 
     def watch(self, holder: ClaimHolder, on_end: Callable[[], None]) -> Callable[[], None]:
         """Call `on_end` once when a process or cgroup has ended, at once if it has; return a stop.
@@ -162,7 +159,7 @@ class HolderObserver:
                 case CgroupHolder(path, inode):
                     return _open_cgroup(Path(f"{self._find_mount()}{path}"), inode, stack)
         except OSError as error:
-            if error.errno not in _GONE_ERRORS:
+            if os_error_kind(error) is not OsErrorKind.GONE:
                 raise
         return None
 
@@ -215,4 +212,4 @@ def _still_populated(descriptor: int) -> bool:
     try:
         return _is_populated(os.pread(descriptor, 4096, 0))
     except OSError as error:
-        return error.errno not in _GONE_ERRORS
+        return os_error_kind(error) is not OsErrorKind.GONE

@@ -161,7 +161,7 @@ def derive_node_id(machine_id: Path = Path("/etc/machine-id")) -> str:
     Raises:
         OSError: the host has no machine id.
     """
-    text = machine_id.read_text(encoding="ascii").strip()
-    if not text or text == "uninitialized":
+    text = machine_id.read_bytes().decode(errors="replace").strip()
+    if text in ("", "uninitialized") or not text.isascii():
         raise OSError(f"{machine_id} has no machine id")
     return "node-" + hashlib.sha256(f"agentd:{text}".encode()).hexdigest()[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -22,7 +23,8 @@ CALLER_HEADER = "Agentd-Caller"
 """The header in which a gateway names the caller that it acts for: `Caller.to_text`."""
 NODE_HEADER = "Agentd-Node"
 """The header with the node id, in a node's responses and in a gateway's requests."""
-_CALLER = "caller"
+_CALLER = web.RequestKey("caller", Caller)
+_IDS = {kind: web.RequestKey(kind, str) for kind in ("kernel", "claim")}
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -31,21 +33,23 @@ class Token(msgspec.Struct, frozen=True):
     secret: str
     caller: Caller
     is_gateway: bool = False
+    file: Path | None = None
 
 
 class Callers:
     """The known tokens and the unix sockets by path; the first socket is the operator's."""
 
     def __init__(self, tokens: Sequence[Token], sockets: Mapping[str, Caller]) -> None:
-        self._tokens = tuple(tokens)
+        self.tokens = tuple(tokens)
         self._sockets = dict(sockets)
         self._main_socket = next(iter(self._sockets))
 
     def replace_tokens(self, tokens: Sequence[Token]) -> set[str]:
         """Replace the tokens and return the names of callers whose tokens are revoked."""
-        unchanged = {token.caller.name for token in tokens if token in self._tokens}
-        revoked = {token.caller.name for token in self._tokens} - unchanged
-        self._tokens = tuple(tokens)
+        known = [replace(token, file=None) for token in self.tokens]
+        unchanged = {token.caller.name for token in tokens if replace(token, file=None) in known}
+        revoked = {token.caller.name for token in self.tokens} - unchanged
+        self.tokens = tuple(tokens)
         return revoked
 
     def turn_owner(self, request: web.BaseRequest) -> Hashable:
@@ -81,7 +85,7 @@ class Callers:
         scheme, _, credential = header.partition(" ")
         secret = credential.strip().encode(errors="surrogateescape")
         matches = [
-            token for token in self._tokens if hmac.compare_digest(secret, token.secret.encode())
+            token for token in self.tokens if hmac.compare_digest(secret, token.secret.encode())
         ]
         return matches[0] if matches and secret and scheme.lower() == "bearer" else None
 
@@ -106,18 +110,17 @@ def attach_caller(request: web.Request, caller: Caller) -> None:
 
 def caller_of(request: web.Request) -> Caller:
     """Return the caller of an authenticated request."""
-    caller: Caller = request[_CALLER]
-    return caller
+    return request[_CALLER]
 
 
 def attach_id(request: web.Request, kind: Literal["kernel", "claim"], item_id: str) -> None:
     """Attach the id of a kernel or a claim to a request whose path has none."""
-    request[kind] = item_id
+    request[_IDS[kind]] = item_id
 
 
 def id_of(request: web.Request, kind: Literal["kernel", "claim"]) -> str:
     """Return the id of the kernel or the claim of a request, empty if it has none."""
-    return str(request.get(kind) or request.match_info.get(kind, ""))
+    return request.get(_IDS[kind]) or request.match_info.get(kind, "")
 
 
 def peer_of(request: web.Request) -> SocketPeer | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ssl
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from agentd.concurrency import call_in_time
+from agentd.os_errors import can_pass
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import RegularFile, UnusableFile, read_regular
+from agentd.tomlfile.regular_files import RegularFile, SilentFile, UnusableFile, read_configured
 
 EXPIRY_WARNING_S = 14 * 24 * 3600.0
 """Seconds before the end of a certificate from which on it is a warning."""
@@ -45,14 +48,17 @@ def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> tuple[RegularF
     """Load a certificate chain and its key into a context, and return both files.
 
     Raises:
+        SilentFile: a file cannot be read for now.
         UnusableFile: a file cannot be read, or the key does not fit the certificate.
     """
     chain, secret = read_chain_file(cert), read_chain_file(key)
     try:
         # Without a password OpenSSL would ask for one at the terminal.
-        context.load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ssl.SSLError) as error:
-        raise UnusableFile(f"{cert} and {key} cannot be used: {error}") from None
+        call_in_time(str(key), partial(context.load_cert_chain, cert, key, password=lambda: ""))
+    except OSError as error:  # OpenSSL's have numbers of their own
+        is_silent = can_pass(error) and not isinstance(error, ssl.SSLError)
+        error_class = SilentFile if is_silent else UnusableFile
+        raise error_class(f"{cert} and {key} cannot be used: {error}") from None
     return chain, secret
 
 
@@ -60,12 +66,13 @@ def read_chain_file(path: Path) -> RegularFile:
     """Read a file; errors contain its path.
 
     Raises:
+        MissingFile: the file does not exist.
         UnusableFile: the file cannot be read.
     """
     try:
-        return read_regular(path)
+        return read_configured(path)
     except UnusableFile as error:
-        raise UnusableFile(f"{path} {error}") from None
+        raise type(error)(f"{path} {error}") from None
 
 
 def parse_validity(pem: bytes) -> Validity | None:

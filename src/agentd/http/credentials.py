@@ -1,16 +1,21 @@
 """Tokens and certificates named by the settings, and warnings about weak ones.
 
-`callers` identifies the caller of a request by them.
+`callers` identifies the caller of a request by them. A file that does not exist or does not answer
+may come later: a caller that can wait for it passes a list of missing ones, and is given the other
+files.
 """
 
 from __future__ import annotations
 
+import ssl
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from agentd.concurrency import Walk
 from agentd.core.access import Caller, Role
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.http.callers import Token
 from agentd.http.certificates import (
     Certificate,
@@ -21,7 +26,7 @@ from agentd.http.certificates import (
 from agentd.http.server import Endpoint, UnixSocket
 from agentd.http.settings import RpcSettings
 from agentd.program.weaknesses import Weakness
-from agentd.tomlfile.regular_files import RegularFile, read_regular
+from agentd.tomlfile.regular_files import MissingFile, RegularFile, SilentFile, read_configured
 
 SECRET_MODE = 0o640
 MAX_TOKEN = 4096
@@ -29,11 +34,16 @@ GOOD_TOKEN = 16
 """Minimum characters of a token that cannot be guessed over the network."""
 
 
-def build_endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
+def build_endpoint(
+    rpc: RpcSettings, section: str = "rpc", missing: list[Problem] | None = None
+) -> Endpoint:
     """Return the endpoint that the settings describe; the certificate is of a section.
+
+    Without its certificate every TLS handshake fails.
 
     Raises:
         ConfigRefused: a token or the certificate is unusable.
+        StartRefused: one cannot be read for now, and there is no `missing`.
     """
     main = Caller(rpc.socket.stem, Role.ADMIN)
     sockets = [UnixSocket(rpc.socket.absolute(), rpc.socket_group, main)]
@@ -46,23 +56,30 @@ def build_endpoint(rpc: RpcSettings, section: str = "rpc") -> Endpoint:
     if rpc.listen is None:
         return Endpoint(tuple(sockets))
     host, port = rpc.host_port
-    certificate = read_configured_certificate(rpc, section)
+    certificate = read_configured_certificate(rpc, section, missing)
     tls = certificate.context if certificate is not None else None
+    if certificate is None and rpc.tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     return Endpoint(
         tuple(sockets),
         host=str(host),
         port=port,
-        tokens=read_tokens(rpc),
+        tokens=read_tokens(rpc, missing),
         tls=tls,
         max_connections=rpc.max_connections,
     )
 
 
-def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
-    """Read every bearer token.
+def read_tokens(
+    rpc: RpcSettings, missing: list[Problem] | None = None, last: Sequence[Token] = ()
+) -> tuple[Token, ...]:
+    """Read every bearer token; those of `missing` files are left out.
+
+    While a file does not answer, its token stays as it was in `last`.
 
     Raises:
         ConfigRefused: files are unusable; lists all of them.
+        StartRefused: one cannot be read for now, and there is no `missing`.
     """
     sources = [
         (f"rpc.tokens.{index}.file", token.file, token.to_caller(token.name), token.gateway)
@@ -73,16 +90,25 @@ def read_tokens(rpc: RpcSettings) -> tuple[Token, ...]:
         sources.insert(0, ("rpc.token-file", rpc.token_file, admin, False))
     loaded: list[Token] = []
     problems: list[Problem] = []
+    passing = [] if missing is None else missing
+    walk = Walk()
     for key, path, caller, is_gateway in sources:
         try:
-            loaded.append(Token(read_guarded_token(path), caller, is_gateway))
+            loaded.append(Token(read_guarded_token(path, walk), caller, is_gateway, path))
         except ValueError as error:
-            problems.append(Problem(key, f"{path} {error}"))
+            is_silent = isinstance(error, SilentFile)
+            may_come = is_silent or (missing is not None and isinstance(error, MissingFile))
+            (passing if may_come else problems).append(Problem(key, f"{path} {error}"))
+            known = [token.secret for token in last if token.file == path]
+            if is_silent:  # what was last read of it stays in force
+                loaded += [Token(secret, caller, is_gateway, path) for secret in known]
     secrets = [token.secret for token in loaded]
     if len(set(secrets)) < len(secrets):
         problems.append(Problem("rpc.tokens", "two callers have the same token"))
     if problems:
         raise ConfigRefused(problems)
+    if missing is None and passing:
+        raise StartRefused(", ".join(map(str, passing)))
     return tuple(loaded)
 
 
@@ -98,9 +124,10 @@ def token_weaknesses(rpc: RpcSettings) -> list[Weakness]:
     files = [token.file for token in rpc.tokens]
     files += [rpc.token_file] if rpc.token_file is not None else []
     warnings: list[Weakness] = []
+    walk = Walk()
     for path in files:
         with suppress(ValueError):
-            file = read_regular(path, MAX_TOKEN)
+            file = read_configured(path, MAX_TOKEN, walk)
             if problem := _mode_problem(file.mode):
                 warnings.append(Weakness(f"{path} {problem}"))
             if (size := len(_parse_token(file))) < GOOD_TOKEN:
@@ -135,13 +162,13 @@ def expiry_problems(setting: str, cert: Path | None, key: Path | None) -> list[P
     return []
 
 
-def read_guarded_token(path: Path) -> str:
+def read_guarded_token(path: Path, walk: Walk | None = None) -> str:
     """Read a token that only its owner and group can read.
 
     Raises:
         ValueError: the file is unusable; the message has the reason without the path.
     """
-    file = read_regular(path, MAX_TOKEN)
+    file = read_configured(path, MAX_TOKEN, walk)
     if problem := _mode_problem(file.mode):
         raise ValueError(problem)
     return _parse_token(file)
@@ -166,15 +193,24 @@ def _parse_token(file: RegularFile) -> str:
     return words[0]
 
 
-def read_configured_certificate(rpc: RpcSettings, section: str = "rpc") -> Certificate | None:
-    """Read the certificate; None if none is configured.
+def read_configured_certificate(
+    rpc: RpcSettings, section: str = "rpc", missing: list[Problem] | None = None
+) -> Certificate | None:
+    """Read the certificate; None if none is configured, or one of its files is `missing`.
 
     Raises:
         ConfigRefused: the certificate is unusable.
+        StartRefused: it cannot be read for now, and there is no `missing`.
     """
     if rpc.tls_cert is None or rpc.tls_key is None:
         return None
     try:
         return read_certificate(rpc.tls_cert, rpc.tls_key)
     except ValueError as error:
-        raise ConfigRefused([Problem(f"{section}.tls-cert", str(error))]) from None
+        problem = Problem(f"{section}.tls-cert", str(error))
+        if missing is None and isinstance(error, SilentFile):
+            raise StartRefused(str(problem)) from None
+        if missing is None or not isinstance(error, (MissingFile, SilentFile)):
+            raise ConfigRefused([problem]) from None
+        missing.append(problem)
+        return None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-_L = TypeVar("_L", bound=tuple[str, ...])
+Labels = TypeVar("Labels", bound=tuple[str, ...])
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def gauge(name: str, text: str, labels: Sequence[str], samples: Mapping[_L, float]) -> Metric:
+def gauge(name: str, text: str, labels: Sequence[str], samples: Mapping[Labels, float]) -> Metric:
     """Return a gauge; `samples` has its values by the values of its labels."""
     from prometheus_client.core import GaugeMetricFamily
 
@@ -25,7 +25,7 @@ def gauge(name: str, text: str, labels: Sequence[str], samples: Mapping[_L, floa
     return family
 
 
-def counter(name: str, text: str, labels: Sequence[str], samples: Mapping[_L, float]) -> Metric:
+def counter(name: str, text: str, labels: Sequence[str], samples: Mapping[Labels, float]) -> Metric:
     """Return a counter, as `gauge` does; its name is without `_total`."""
     from prometheus_client.core import CounterMetricFamily
 

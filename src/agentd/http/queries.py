@@ -22,8 +22,7 @@ MAX_PAGE = 1000
 """Entries of a page of a list: the maximum, and the default."""
 MAX_PAGE_BYTES = 4 << 20
 """Bytes of JSON after which a page ends."""
-_QUERY = "agentd.query"
-_TOO_LARGE = "agentd.too-large"
+_TOO_LARGE = web.RequestKey("too-large", web.HTTPRequestEntityTooLarge)
 
 Flag = Annotated[bool, BeforeValidator(lambda text: text or "true")]
 """A boolean; a parameter without a value is true."""
@@ -34,6 +33,9 @@ class Query(BaseModel):
     """The query parameters of a route. Those that are lists may be repeated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+_QUERY = web.RequestKey("query", Query)
 
 
 class LabelQuery(Query):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -95,28 +96,14 @@ SWITCHING_PROTOCOLS = 101
 """The status of a WebSocket response (RFC 6455)."""
 
 
-def get(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
-    """Return a GET route; `answers` by status, or the model of a 200."""
-    return Route("GET", path, handler, _by_status(answers), **options)
+def _route(method: str, path: str, handler: Handler, answers: Any, **options: Any) -> Route:
+    """Return a route; `answers` by status, or the model of a 200."""
+    by_status = answers if isinstance(answers, dict) else {200: answers}
+    return Route(method, path, handler, by_status, **options)
 
 
-def post(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
-    """Return a POST route; `answers` by status, or the model of a 200."""
-    return Route("POST", path, handler, _by_status(answers), **options)
-
-
-def put(path: str, handler: Handler, answers: Any, **options: Any) -> Route:
-    """Return a PUT route; `answers` by status, or the model of a 200."""
-    return Route("PUT", path, handler, _by_status(answers), **options)
-
-
-def delete(path: str, handler: Handler, **options: Any) -> Route:
-    """Return a DELETE route, answered with 204."""
-    return Route("DELETE", path, handler, {204: None}, **options)
-
-
-def _by_status(answers: Any) -> dict[int, Any]:
-    return answers if isinstance(answers, dict) else {200: answers}
+get, post, put = (partial(_route, method) for method in ("GET", "POST", "PUT"))
+delete = partial(_route, "DELETE", answers={204: None})
 
 
 class _Kind(msgspec.Struct, frozen=True):

@@ -25,7 +25,12 @@ from agentd.http.callers import NODE_HEADER, Callers, Token
 from agentd.http.connections.admission import ConnectionLimit
 from agentd.http.connections.connection import Connection, connection_of
 from agentd.http.connections.request_turns import RequestTurns, end_turn
-from agentd.http.connections.unix_sockets import bind_unix_socket
+from agentd.http.connections.unix_sockets import (
+    bind_unix_socket,
+    find_group_id,
+    give_socket,
+    socket_identity,
+)
 from agentd.http.gate import MAX_BODY, Gate, RequestHandler, error_response
 from agentd.http.openapi import build_document
 from agentd.http.problem_responses import problem_response
@@ -48,6 +53,8 @@ SHUTDOWN_TIMEOUT_S, CANCEL_TIMEOUT_S = 3.0, 0.5
 FIRST_REQUEST_S = 1.0
 """Seconds that a stop waits for the first request of an accepted connection."""
 POLL_S = 0.01
+IP_FREEBIND = 15
+"""Of ip(7); Python 3.12 has no name for it."""
 OPEN_TIMEOUT_S = 30.0
 """Seconds that a request waits for the end of the start when systemd holds the sockets."""
 
@@ -121,15 +128,19 @@ class Server:
         self._gate = Gate(site, routes, self._callers, pages, node_id, open_timeout_s)
         self._turns = RequestTurns()
         self._pending: set[Connection] = set()
-        self._bound_paths: list[Path] = []
+        self._bound: dict[Path, tuple[int, int]] = {}
+        """By path, the identity of the file of each socket that this process made."""
+        self.ungrouped: list[UnixSocket] = []
+        """Sockets that only agentd's user can connect to, as they are not given to a group yet."""
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._requests: dict[int, web.Request] = {}
-        self._cancelled_requests: list[str] = []
-        site.set_document(cache(lambda: build_document(title, routes)))
+        self.cancelled: list[str] = []
+        """The requests that `stop` cancelled, as `METHOD /path`."""
+        site.build_document = cache(lambda: build_document(title, routes))
 
-    async def start(self) -> None:
-        """Start listening.
+    async def start(self, find_group: Callable[[str], int | None] = find_group_id) -> None:
+        """Start listening; `find_group` returns the id of a group, None of an unknown one.
 
         Raises:
             StartRefused: a socket or the address is unavailable.
@@ -152,20 +163,47 @@ class Server:
         for unix, limits in ((main, None), *((other, further) for other in others)):
             if (sock := passed.get(str(unix.path))) is None:
                 sock = bind_unix_socket(unix.path, unix.group)
-                self._bound_paths.append(unix.path)
+                self._bound[unix.path] = socket_identity(unix.path)
+                self.ungrouped += [unix] if unix.group is not None else []
+                self.assign_groups(find_group)
             await self._listen(sock, limits)
         if (host := self._endpoint.host) is not None:
             sock = passed.get(self._endpoint.tcp_address or "") or self._tcp_socket(host)
             limits = ConnectionLimit(self._endpoint.max_connections, TCP_FRACTION)
             await self._listen(sock, limits, lambda: self._tls)
 
+    def assign_groups(self, find_group: Callable[[str], int | None]) -> None:
+        """Give sockets to their groups, as far as these are known; one that fails stops no other.
+
+        Raises:
+            StartRefused: agentd may not give a socket to its group, or does not find its file.
+        """
+        refusals = []
+        for unix in [*self.ungrouped]:
+            if (group_id := find_group(unix.group or "")) is not None:
+                try:
+                    give_socket(unix.path, self._bound[unix.path], group_id)
+                except StartRefused as error:
+                    refusals.append(error)
+                else:
+                    self.ungrouped.remove(unix)
+        if refusals:
+            raise refusals[0]
+
     def _tcp_socket(self, host: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        """Return a listening socket; the host may get its address later."""
         try:
-            return socket.create_server((host, self._endpoint.port), family=family)
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_IP, IP_FREEBIND, 1)
+            if ":" in host:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((host, self._endpoint.port))
+            listener.listen(BACKLOG)
         except OSError as error:
             reason = error.strerror
             raise StartRefused(f"cannot listen on {host}:{self._endpoint.port}: {reason}") from None
+        return listener
 
     async def _listen(
         self,
@@ -190,11 +228,6 @@ class Server:
         self._listeners.append(listener)
 
     @property
-    def cancelled(self) -> list[str]:
-        """The requests that `stop` cancelled, as `METHOD /path`."""
-        return self._cancelled_requests
-
-    @property
     def has_tls(self) -> bool:
         """Whether the TCP endpoint uses TLS."""
         return self._tls is not None
@@ -206,9 +239,19 @@ class Server:
                 reason = f"the socket {unix.path} was removed, so no client finds it"
                 yield Condition("host", reason, "restart agentd", agents=())
 
-    def replace_tls(self, context: ssl.SSLContext) -> None:
-        """Replace the certificate for new connections."""
-        self._tls = context
+    def address_conditions(self) -> Iterator[Condition]:
+        """Yield a condition while this host does not have the address of the TCP endpoint."""
+        if (host := self._endpoint.host) is not None and (reason := address_problem(host)):
+            yield Condition("host", f"nobody can connect to {host}: {reason}", agents=())
+
+    @property
+    def current_tokens(self) -> Sequence[Token]:
+        """The tokens in force."""
+        return self._callers.tokens
+
+    def replace_tls(self, context: ssl.SSLContext | None) -> None:
+        """Replace the certificate for new connections; None keeps it."""
+        self._tls = context or self._tls
 
     def replace_tokens(self, tokens: Sequence[Token]) -> None:
         """Replace the tokens and close connections that use revoked ones."""
@@ -217,7 +260,7 @@ class Server:
 
     async def stop(self, deadline: Deadline) -> None:
         """Remove the sockets, stop accepting, let open requests finish, and cancel the rest."""
-        for path in self._bound_paths:  # after the close, the file may be that of the next daemon
+        for path in self._bound:  # after the close, the file may be that of the next daemon
             path.unlink(missing_ok=True)
         await self._stop_accepting()
         await _wait_empty(self._pending, deadline.remaining_s(FIRST_REQUEST_S))
@@ -227,9 +270,7 @@ class Server:
         requests_deadline = deadline.earlier(2 * CANCEL_TIMEOUT_S)  # aiohttp waits before and after
         await _wait_empty(self._requests, requests_deadline.remaining_s(SHUTDOWN_TIMEOUT_S))
         requests = self._requests.values()
-        self._cancelled_requests += sorted(
-            f"{request.method} {request.path}" for request in requests
-        )
+        self.cancelled += sorted(f"{request.method} {request.path}" for request in requests)
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -20,17 +20,9 @@ class Site(ABC):
     """Rights, open streams, and the routes of every site."""
 
     def __init__(self) -> None:
-        self._streams = Streams()
-        self._document: Callable[[], Mapping[str, Any]] = dict
-
-    @property
-    def streams(self) -> Streams:
-        """The open streaming responses."""
-        return self._streams
-
-    def set_document(self, document: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the function that builds the OpenAPI document on request."""
-        self._document = document
+        self.streams = Streams()
+        self.build_document: Callable[[], Mapping[str, Any]] = dict
+        """Builds the OpenAPI document on request; set by the server."""
 
     @abstractmethod
     async def wait_open(self, patience_s: float) -> None:
@@ -62,4 +54,4 @@ class Site(ABC):
 
     async def get_openapi(self, _: web.Request) -> web.Response:
         """Return the OpenAPI document of this API."""
-        return json_response(self._document())
+        return json_response(self.build_document())

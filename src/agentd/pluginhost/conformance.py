@@ -88,6 +88,9 @@ class Conformance:
         self._record("ids are the same in two listings", _changed_ids(listing, again))
         difference = "" if listing.slot_types == again.slot_types else "they are others"
         self._record("slot types are the same in two listings", difference)
+        waiting = [d.device_id.id for d in listing.devices if d.needs_clear and not facts.has_clear]
+        undefined = f"{', '.join(waiting)} needs_clear, and clear is not defined"
+        self._record("it clears what waits for a clear", undefined if waiting else "")
         if facts.has_partition:
             known = Inventory.of(listing.slot_types, listing.devices).devices
             dealing = await self._check(

@@ -14,11 +14,25 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from agentd.concurrency import (
+    ANSWER_TIMEOUT_S,
+    MAX_SILENT,
+    NEXT_TIMEOUT_S,
+    mark_silent,
+    silent_subjects,
+    start_call,
+)
+from agentd.errors import RuntimeUnavailable
+from agentd.host.lookups import Lookups
 from agentd.host.processes import Proc, all_processes, read_env, read_stat, read_uids
 
 log = structlog.get_logger()
@@ -26,6 +40,7 @@ log = structlog.get_logger()
 MARK = "AGENTD_PLUGIN"
 _ROUNDS = 5
 """Maximum passes; a helper may start another one between the scan and the kill."""
+_STUCK = "the environment of process"
 
 
 def new_mark() -> str:
@@ -34,30 +49,68 @@ def new_mark() -> str:
     return f"{os.getpid()}.{stat.start_time if stat else 0}.{_pid_namespace()}.{uuid.uuid4().hex}"
 
 
-def kill_marked(mark: str) -> None:
+async def kill_marked(mark: str) -> None:
     """Kill every process that carries this mark."""
-    _kill_matching(lambda candidate: candidate == mark)
+    await _kill_in_time(lambda candidate: candidate == mark)
 
 
-def kill_orphans() -> None:
+async def kill_orphans() -> None:
     """Kill processes left behind by plugins of earlier daemons."""
-    _kill_matching(_is_orphaned)
+    await _kill_in_time(_is_orphaned)
+
+
+async def _kill_in_time(matches: Callable[[str], bool]) -> None:
+    """Kill the matching processes; the environment of one that is stuck may never be readable."""
+    with suppress(RuntimeUnavailable, BlockingIOError):
+        lookups = Lookups(max_threads=1)  # for this end alone: none waits for that of another
+        await lookups.call("helpers of plugins", partial(_kill_matching, matches))
 
 
 def _kill_matching(matches: Callable[[str], bool]) -> None:
     for _ in range(_ROUNDS):
-        processes = [
-            Proc(stat.pid, stat.start_time)
-            for stat in all_processes()
-            if (mark := read_env(stat.pid).get(MARK))
-            and matches(mark)
-            and read_uids(stat.pid) == {os.geteuid()}
-        ]
+        own = (s for s in all_processes() if read_uids(s.pid) == {os.geteuid()})
+        marks = _read_marks(Proc(stat.pid, stat.start_time) for stat in own)
+        processes = [process for process, mark in marks.items() if matches(mark)]
         for process in processes:
             log.warning("plugin.helper_ended", pid=process.pid)
             process.signal(signal.SIGKILL)
         if not processes:
             return
+
+
+def _read_marks(processes: Iterable[Proc]) -> Mapping[Proc, str]:
+    """Return the mark of each process with one; a process that is stuck is skipped from then on.
+
+    Raises:
+        BlockingIOError: the host has no process id for a thread.
+    """
+    stuck = [subject for subject in silent_subjects() if subject.startswith(_STUCK)]
+    pending = deque(process for process in processes if f"{_STUCK} {process.pid}" not in stuck)
+    marks: dict[Proc, str] = {}
+    timeout_s = ANSWER_TIMEOUT_S
+    while pending and len(stuck) < MAX_SILENT:
+        call = start_call("environments in /proc", partial(_read_each, pending, marks))
+        unread = -1
+        while not call.done() and unread != (unread := len(pending)):
+            wait([call], timeout_s)
+        if call.done():
+            call.result()
+            break
+        if not (pending := pending.copy()):
+            break  # it has just read the last one
+        stuck.append(f"{_STUCK} {pending.popleft().pid}")
+        mark_silent(call, stuck[-1])
+        timeout_s = NEXT_TIMEOUT_S
+    return marks.copy()
+
+
+def _read_each(pending: deque[Proc], marks: dict[Proc, str]) -> None:
+    """Read the marks of processes; the first one pending is the one that is being read."""
+    while pending:
+        process = pending[0]
+        if mark := read_env(process.pid).get(MARK):
+            marks[process] = mark
+        pending.popleft()
 
 
 def _pid_namespace() -> str:

@@ -111,7 +111,7 @@ class PluginHost:
 
         Stopped ones are prepared without being opened.
         """
-        await asyncio.to_thread(kill_orphans)
+        await kill_orphans()
         instances = [i for i in self._instances.values() if not i.state_entered.is_set()]
         for instance in instances:
             self._supervise(instance)

@@ -197,9 +197,9 @@ class PluginInstance:
             yield Condition(about, f"plugin {name}: {_THROTTLED_REASON}")
         if self.state is PluginState.READY and self._measure_failure:
             yield Condition(about, f"plugin {name} cannot measure: {self._measure_failure}")
-        if self.state is PluginState.STOPPED and self._unprepared:
-            reason = f"kernels may see the devices of plugin {name}: {self._unprepared}"
-            yield Condition(about, reason)
+        if self.state is PluginState.STOPPED and self.hiding is None:
+            words = self._unprepared or "it has not told how to hide them"
+            yield Condition(about, f"kernels may see the devices of plugin {name}: {words}")
 
     def enter_state(self, state: PluginState, reason: str) -> None:
         """Enter a state that other parts may rely on."""
@@ -275,8 +275,6 @@ class PluginInstance:
         try:
             self._process = process = await self._start_process()
             await self._load(process)
-            if self.hiding is None and not self.is_silent:
-                self._unprepared = "it does not hide them before it is open"
         except (PluginRefused, InvalidAnswer, PluginLost, OSError) as error:
             self._unprepared = f"{self._step}: {error}"
         finally:
@@ -287,7 +285,7 @@ class PluginInstance:
             self.enter_state(PluginState.STOPPED, self.reason)
 
     async def _start_process(self) -> PluginProcess:
-        self._step, spec = "import", self.spec
+        self._step, self._unprepared, spec = "import", "", self.spec
         return await PluginProcess.start(
             spec.name, spec.target, spec.settings, self._change_reported.set
         )
@@ -485,14 +483,11 @@ class PluginInstance:
         """Clear what waits for an operator about a device, and list the devices again.
 
         Raises:
-            Conflict: the plugin clears nothing.
             PluginUnavailable: the plugin does not answer, or failed to clear it.
         """
         name = self.spec.name
         if self.state is not PluginState.READY or self._process is None:
             raise PluginUnavailable(f"plugin {name} is {self.status.text}")
-        if self._facts is None or not self._facts.has_clear:
-            raise Conflict(f"plugin {name} has nothing that an operator can clear")
         try:
             await self._call("clear", [*stable_ids])
             self._apply_listing(await self._list_devices(self._process))

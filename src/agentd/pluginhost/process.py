@@ -41,6 +41,7 @@ from agentd.pluginhost.protocol import (
     encode_frame,
 )
 from agentd.pluginhost.validation import InvalidAnswer
+from agentd.program.process import python_command
 
 log = structlog.get_logger()
 
@@ -237,7 +238,7 @@ class PluginProcess:
                 )
                 log.error("plugin.abandoned", plugin=self._name, pid=self.pid)
         await hit_async("plugin.after_kill")
-        await asyncio.to_thread(kill_marked, self._mark)
+        await kill_marked(self._mark)
         self.reason = reason or _describe_exit(status)
         if self._output is not None:
             await self._output.close()
@@ -275,7 +276,7 @@ class PluginProcess:
 def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own program
         [
-            *(sys.executable, "-P", "-m", "agentd.pluginhost.child"),
+            *(*python_command(), "-u", "-m", "agentd.pluginhost.child"),
             *(name, str(channel.fileno()), str(os.getpid())),
         ],
         stdin=subprocess.DEVNULL,
@@ -291,7 +292,7 @@ def _popen(name: str, channel: socket.socket, mark: str) -> subprocess.Popen[byt
 
 def _environment(mark: str) -> dict[str, str]:
     environ = {k: v for k, v in os.environ.items() if k not in _WITHHELD_VARIABLES}
-    return environ | {"PYTHONUNBUFFERED": "1", MARK: mark}
+    return environ | {MARK: mark}
 
 
 def _to_plain(value: Any) -> Any:

@@ -19,10 +19,12 @@ NOT_VITAL = frozenset(
     {
         "conditions",  # they are not logged
         "host",  # its conditions are old
+        "cores",  # each create looks, too
         "unclaimed",  # processes without a claim go unnoticed
         "retention",  # ended kernels pile up
         "status",  # systemd shows an old status
         "log",  # lines were lost, and the log does not say so
+        "missing",  # what has come since is not used before a reload
     }
 )
 """Tasks whose end is a condition; the program stops with any other one."""

@@ -20,6 +20,7 @@ from contextlib import suppress
 import structlog
 
 from agentd.concurrency import Deadline
+from agentd.program.process import early_signals
 
 log = structlog.get_logger()
 
@@ -59,9 +60,10 @@ class Shutdown:
         loop = asyncio.get_running_loop()
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        # Before the handlers: a signal in between would be lost.
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*SIGNALS, *handlers):
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
         def read_signals() -> None:
             while (number := reader.recv(1)[0]) not in SIGNALS:
@@ -72,6 +74,8 @@ class Shutdown:
             self.enforce_limit()
 
         threading.Thread(target=read_signals, name="shutdown", daemon=True).start()
+        for number in early_signals.intersection(handlers):
+            handlers[number]()
 
     def fail(self, reason: str) -> None:
         """Stop because of an error."""

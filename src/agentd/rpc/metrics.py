@@ -12,12 +12,11 @@ from agentd.core.access import Caller
 from agentd.core.claim.claim import Claim, ClaimHolder, EndReason
 from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import Device
-from agentd.core.kernel.states import Kernel
 from agentd.core.partition.split import Split
 from agentd.core.slots import CPU, MEM, SlotName
 from agentd.errors import InsufficientResource
 from agentd.http.problem_responses import CREATE_CODES
-from agentd.http.prometheus import counter, gauge, render_exposition
+from agentd.http.prometheus import Labels, counter, gauge, render_exposition
 from agentd.rpc import rendering
 from agentd.services.access import Access
 from agentd.services.claims.counts import ClaimCounts
@@ -35,28 +34,85 @@ if TYPE_CHECKING:
 _DEVICE = ("device_name", "id")
 _KERNEL = ("kernel_id", "agent_id")
 _AMOUNT_MEMBERS = ("capacity", "allocated", "free")
-_MEASUREMENT_METRICS = {
-    "utilization_percent": "Utilization of a device in percent",
-    "memory_used_bytes": "Used memory of a device",
-    "memory_total_bytes": "Total memory of a device",
-    "temperature_c": "Temperature of a device in degrees Celsius",
-    "power_w": "Power draw of a device in watts",
-}
-
-
+_MEASUREMENTS = (
+    *("utilization_percent", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w"),
+)
 _USAGE_METRICS = {
-    "cpu_seconds": (counter, "cpu_seconds", "Processor time used by a kernel"),
-    "cpu_throttled_seconds": (counter, "cpu_throttled_seconds", "Time spent throttled"),
-    "memory_bytes": (gauge, "memory_bytes", "Memory charged to a kernel"),
-    "memory_peak_bytes": (gauge, "memory_peak_bytes", "Peak memory charged to a kernel"),
-    "memory_limit_bytes": (gauge, "memory_limit_bytes", "Memory limit of a kernel"),
-    "io_read_bytes": (counter, "io_read_bytes", "Bytes that a kernel read from disks"),
-    "io_write_bytes": (counter, "io_write_bytes", "Bytes that a kernel wrote to disks"),
-    "processes": (gauge, "processes", "Processes of a kernel"),
-    "network_rx_bytes": (counter, "network_receive_bytes", "Bytes that a kernel received"),
-    "network_tx_bytes": (counter, "network_transmit_bytes", "Bytes that a kernel sent"),
+    "cpu_seconds": "cpu_seconds_total",
+    "cpu_throttled_seconds": "cpu_throttled_seconds_total",
+    "memory_bytes": "memory_bytes",
+    "memory_peak_bytes": "memory_peak_bytes",
+    "memory_limit_bytes": "memory_limit_bytes",
+    "io_read_bytes": "io_read_bytes_total",
+    "io_write_bytes": "io_write_bytes_total",
+    "processes": "processes",
+    "network_rx_bytes": "network_receive_bytes_total",
+    "network_tx_bytes": "network_transmit_bytes_total",
 }
-"""By member of `Usage`: the kind of metric, its name, and its help text."""
+"""The name of a kernel's metric by member of `Usage`."""
+_METRICS: Mapping[str, tuple[Sequence[str], str]] = {
+    "info": (("node", "version"), "The node and its daemon"),
+    "inventory_generation": ((), "Generation of the inventory; rises with each change"),
+    "warnings": ((), "Number of warnings in GET /v1/node"),
+    "condition": (("about",), "A condition in GET /v1/node"),
+    "log_lines_lost_total": ((), "Lines of the log that could not be written"),
+    "runtime_available": (("runtime",), "Whether a runtime answers"),
+    "plugin_ready": (("plugin",), "Whether a plugin is ready"),
+    "plugin_restarts_total": (("plugin",), "Restarts of a plugin"),
+    "plugin_last_list_seconds": (("plugin",), "Since a plugin last listed its devices"),
+    "kernels": (("agent", "state"), "Kernels by agent and state"),
+    "kernel_cpu_seconds_total": (_KERNEL, "Processor time used by a kernel"),
+    "kernel_cpu_throttled_seconds_total": (_KERNEL, "Time spent throttled"),
+    "kernel_memory_bytes": (_KERNEL, "Memory charged to a kernel"),
+    "kernel_memory_peak_bytes": (_KERNEL, "Peak memory charged to a kernel"),
+    "kernel_memory_limit_bytes": (_KERNEL, "Memory limit of a kernel"),
+    "kernel_io_read_bytes_total": (_KERNEL, "Bytes that a kernel read from disks"),
+    "kernel_io_write_bytes_total": (_KERNEL, "Bytes that a kernel wrote to disks"),
+    "kernel_processes": (_KERNEL, "Processes of a kernel"),
+    "kernel_network_receive_bytes_total": (_KERNEL, "Bytes that a kernel received"),
+    "kernel_network_transmit_bytes_total": (_KERNEL, "Bytes that a kernel sent"),
+    "kernel_device_share": ((*_KERNEL, *_DEVICE), "Share of a device held by a kernel"),
+    "kernel_device_memory_bytes": ((*_KERNEL, *_DEVICE), "Device memory used by a kernel"),
+    "creates_total": (("agent", "result"), "Creates by agent and result"),
+    "refusals_total": (("code", "slot"), "Refused creates by error code and slot"),
+    "claims": (("agent", "holder"), "Claims by agent and kind of holder"),
+    "claims_total": (("agent", "result"), "Claim requests by agent and result"),
+    "claim_ends_total": (("reason",), "Claims that ended, by reason"),
+    "slot_capacity": (("agent", "slot"), "Capacity of an agent's slot"),
+    "slot_allocated": (("agent", "slot"), "Allocated of an agent's slot"),
+    "slot_free": (("agent", "slot"), "Free of an agent's slot"),
+    "agent_limit": (("agent", "device_name"), "Limit of an agent"),
+    "agent_limit_held": (("agent", "device_name"), "Amount held under the limit"),
+    "agent_limit_guaranteed": (("agent", "device_name"), "Whether the limit is guaranteed"),
+    "device_state": ((*_DEVICE, "state"), "1 for the state of the device"),
+    "device_capacity": ((*_DEVICE, "slot"), "Capacity of a device"),
+    "device_allocated": ((*_DEVICE, "slot"), "Allocated of a device"),
+    "device_free": ((*_DEVICE, "slot"), "Free of a device"),
+    "device_agent": ((*_DEVICE, "agent"), "1 for each agent whose partition has the device"),
+    "device_utilization_percent": ((*_DEVICE, "stable_id"), "Utilization of a device in percent"),
+    "device_memory_used_bytes": ((*_DEVICE, "stable_id"), "Used memory of a device"),
+    "device_memory_total_bytes": ((*_DEVICE, "stable_id"), "Total memory of a device"),
+    "device_temperature_c": (
+        (*_DEVICE, "stable_id"),
+        "Temperature of a device in degrees Celsius",
+    ),
+    "device_power_w": ((*_DEVICE, "stable_id"), "Power draw of a device in watts"),
+    "unclaimed_processes": (
+        _DEVICE,
+        "Processes that use a device which no kernel or claim holds",
+    ),
+}
+"""Labels and help text by name without `agentd_`; a counter ends with `_total`, others are gauges.
+
+The histogram of durations is apart, see `_refusal_metrics`.
+"""
+
+
+def _metric(name: str, samples: Mapping[Labels, float]) -> Metric:
+    """Return a metric of the table; `samples` has its values by the values of its labels."""
+    labels, text = _METRICS[name]
+    kind = counter if name.endswith("_total") else gauge
+    return kind(f"agentd_{name}", text, labels, samples)
 
 
 class Metrics:
@@ -95,25 +151,19 @@ class Metrics:
     def _collect(self, caller: Caller, conditions: Sequence[ActiveCondition]) -> Iterator[Metric]:
         state, split, access = self._state, self._devices.split, self._access
         agents, visible = access.agents(caller), access.devices(caller)
-        info = {(self._node_id, __version__): 1}
-        yield gauge("agentd_info", "The node and its daemon", ("node", "version"), info)
-        text = "Generation of the inventory; rises with each change"
-        yield gauge("agentd_inventory_generation", text, (), {(): self._devices.generation})
-        text = "Number of warnings in GET /v1/node"
-        yield gauge("agentd_warnings", text, (), {(): len(conditions)})
-        subjects = {(item.condition.about,): 1 for item in conditions}
-        yield gauge("agentd_condition", "A condition in GET /v1/node", ("about",), subjects)
-        text = "Lines of the log that could not be written"
-        yield counter("agentd_log_lines_lost", text, (), {(): LOST.total})
+        yield _metric("info", {(self._node_id, __version__): 1})
+        yield _metric("inventory_generation", {(): self._devices.generation})
+        yield _metric("warnings", {(): len(conditions)})
+        yield _metric("condition", {(item.condition.about,): 1 for item in conditions})
+        yield _metric("log_lines_lost_total", {(): LOST.total})
         available = {(n,): s.state is RuntimeState.AVAILABLE for n, s in state.runtimes.items()}
-        yield gauge(
-            "agentd_runtime_available", "Whether a runtime answers", ("runtime",), available
-        )
+        yield _metric("runtime_available", available)
         yield from _plugin_metrics(self._plugins)
-        yield from _kernel_metrics(access.kernels(caller))
-        creates = _results_by_agent(self._counts.creates, agents)
-        text = "Creates by agent and result"
-        yield counter("agentd_creates", text, ("agent", "result"), creates)
+        kernels = Counter(
+            (kernel.agent_id, kernel.state.value) for kernel in access.kernels(caller)
+        )
+        yield _metric("kernels", dict(sorted(kernels.items())))
+        yield _metric("creates_total", _results_by_agent(self._counts.creates, agents))
         yield from _claim_metrics(state.claims.values(), self._claim_counts, agents)
         if caller.agents is None:  # refusals reveal requests of other agents
             yield from _refusal_metrics(self._counts, self._devices.inventory.slot_types)
@@ -124,12 +174,11 @@ class Metrics:
         unclaimed = {
             (*i,): len(pids) for i, pids in self._unclaimed.pids_by_device.items() if i in ids
         }
-        text = "Processes that use a device which no kernel or claim holds"
-        yield gauge("agentd_unclaimed_processes", text, _DEVICE, unclaimed)
+        yield _metric("unclaimed_processes", unclaimed)
 
 
 def _plugin_metrics(plugins: Plugins) -> Iterator[Metric]:
-    vitals, label = plugins.vitals(), ("plugin",)
+    vitals = plugins.vitals()
     ready = {
         (plugin.name,): plugin.state is PluginState.READY
         for plugin in plugins.statuses()
@@ -141,25 +190,18 @@ def _plugin_metrics(plugins: Plugins) -> Iterator[Metric]:
         for n, status in vitals.items()
         if status.listing_age_s is not None
     }
-    yield gauge("agentd_plugin_ready", "Whether a plugin is ready", label, ready)
-    yield counter("agentd_plugin_restarts", "Restarts of a plugin", label, restarts)
-    text = "Since a plugin last listed its devices"
-    yield gauge("agentd_plugin_last_list_seconds", text, label, list_ages)
-
-
-def _kernel_metrics(kernels: Iterable[Kernel]) -> Iterator[Metric]:
-    counts = Counter((kernel.agent_id, kernel.state.value) for kernel in kernels)
-    samples = dict(sorted(counts.items()))
-    yield gauge("agentd_kernels", "Kernels by agent and state", ("agent", "state"), samples)
+    yield _metric("plugin_ready", ready)
+    yield _metric("plugin_restarts_total", restarts)
+    yield _metric("plugin_last_list_seconds", list_ages)
 
 
 def _usage_metrics(usages: Sequence[KernelUse]) -> Iterator[Metric]:
-    for member, (kind, name, text) in _USAGE_METRICS.items():
+    for member, name in _USAGE_METRICS.items():
         values = {
             (usage.kernel_id, usage.agent_id): getattr(usage.usage, member) for usage in usages
         }
         samples = {labels: value for labels, value in values.items() if value is not None}
-        yield kind(f"agentd_kernel_{name}", text, _KERNEL, samples)
+        yield _metric(f"kernel_{name}", samples)
     shares, memory = {}, {}
     for usage in usages:
         for device in usage.devices:
@@ -167,11 +209,8 @@ def _usage_metrics(usages: Sequence[KernelUse]) -> Iterator[Metric]:
             shares[labels] = float(device.share)
             if device.used_by_kernel_bytes is not None:
                 memory[labels] = device.used_by_kernel_bytes
-    labels_of_both = (*_KERNEL, *_DEVICE)
-    text = "Share of a device held by a kernel"
-    yield gauge("agentd_kernel_device_share", text, labels_of_both, shares)
-    text = "Device memory used by a kernel"
-    yield gauge("agentd_kernel_device_memory_bytes", text, labels_of_both, memory)
+    yield _metric("kernel_device_share", shares)
+    yield _metric("kernel_device_memory_bytes", memory)
 
 
 def _results_by_agent(
@@ -190,16 +229,13 @@ def _claim_metrics(
     samples = {
         (agent, kind): counts_by_kind[agent, kind] for agent in agents for kind in kinds.values()
     }
-    text = "Claims by agent and kind of holder"
-    yield gauge("agentd_claims", text, ("agent", "holder"), samples)
-    results = _results_by_agent(counts.results, agents)
-    text = "Claim requests by agent and result"
-    yield counter("agentd_claims", text, ("agent", "result"), results)
+    yield _metric("claims", samples)
+    yield _metric("claims_total", _results_by_agent(counts.results, agents))
     ends = {
         (reason.value,): sum(counts.ends.get((agent, reason), 0) for agent in agents)
         for reason in EndReason
     }
-    yield counter("agentd_claim_ends", "Claims that ended, by reason", ("reason",), ends)
+    yield _metric("claim_ends_total", ends)
 
 
 def _refusal_metrics(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[Metric]:
@@ -209,8 +245,7 @@ def _refusal_metrics(counts: NodeCounts, slots: Iterable[SlotName]) -> Iterator[
     zero_keys = [(code, "") for code in CREATE_CODES - {of_slots}]
     zero_keys += [(of_slots, slot) for slot in slots]
     refusals = dict(sorted({**dict.fromkeys(zero_keys, 0), **counts.refusals}.items()))
-    text = "Refused creates by error code and slot"
-    yield counter("agentd_refusals", text, ("code", "slot"), refusals)
+    yield _metric("refusals_total", refusals)
     text = "Duration of creates: own until the runtime call, whole until the kernel ran"
     durations = HistogramMetricFamily("agentd_create_seconds", text, labels=["share"])
     for share, histogram in counts.durations.items():
@@ -228,12 +263,10 @@ def _slot_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Iter
             for agent, slots in slots_by_agent.items()
             for slot, use in slots.items()
         }
-        text = f"{member.title()} of an agent's slot"
-        yield gauge(f"agentd_slot_{member}", text, ("agent", "slot"), samples)
+        yield _metric(f"slot_{member}", samples)
 
 
 def _limit_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Iterator[Metric]:
-    labels = ("agent", "device_name")
     limits = {
         (agent, name): limit
         for agent in agents
@@ -242,10 +275,9 @@ def _limit_metrics(state: NodeState, split: Split, agents: Iterable[str]) -> Ite
     amounts = {key: float(limit["limit"]) for key, limit in limits.items()}
     held_amounts = {key: float(limit["held"]) for key, limit in limits.items()}
     guaranteed = {key: limit["guaranteed"] for key, limit in limits.items()}
-    yield gauge("agentd_agent_limit", "Limit of an agent", labels, amounts)
-    yield gauge("agentd_agent_limit_held", "Amount held under the limit", labels, held_amounts)
-    text = "Whether the limit is guaranteed"
-    yield gauge("agentd_agent_limit_guaranteed", text, labels, guaranteed)
+    yield _metric("agent_limit", amounts)
+    yield _metric("agent_limit_held", held_amounts)
+    yield _metric("agent_limit_guaranteed", guaranteed)
 
 
 def _device_metrics(
@@ -261,23 +293,21 @@ def _device_metrics(
         for device in accelerators
     }
     states = {(*device_id, view["state"]): 1 for device_id, view in views.items()}
-    yield gauge("agentd_device_state", "1 for the state of the device", (*_DEVICE, "state"), states)
+    yield _metric("device_state", states)
     for member in _AMOUNT_MEMBERS:
         sizes = {
             (*device_id, slot): float(use[member])  # type: ignore[literal-required]
             for device_id, view in views.items()
             for slot, use in view["slots"].items()
         }
-        text = f"{member.title()} of a device"
-        yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "slot"), sizes)
+        yield _metric(f"device_{member}", sizes)
     owners = {
         (*device_id, agent): 1
         for device_id, view in views.items()
         for agent in view["agents"]
         if agent in agents
     }
-    text = "1 for each agent whose partition has the device"
-    yield gauge("agentd_device_agent", text, (*_DEVICE, "agent"), owners)
+    yield _metric("device_agent", owners)
     stable_ids = {name for device in accelerators for name in (device.stable_id, device.parent)}
     ids = {device.stable_id: device.device_id.id for device in accelerators}
     measurements = {
@@ -286,7 +316,7 @@ def _device_metrics(
         for item in items
         if item.stable_id in stable_ids
     }
-    for member, text in _MEASUREMENT_METRICS.items():
+    for member in _MEASUREMENTS:
         values = {labels: getattr(item, member) for labels, item in measurements.items()}
         samples = {labels: value for labels, value in values.items() if value is not None}
-        yield gauge(f"agentd_device_{member}", text, (*_DEVICE, "stable_id"), samples)
+        yield _metric(f"device_{member}", samples)

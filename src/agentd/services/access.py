@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from agentd.core.access import Caller, Right, roles_with
 from agentd.core.claim.claim import Claim
-from agentd.core.conditions import ActiveCondition, Condition
+from agentd.core.conditions import ActiveCondition
 from agentd.core.devices import Device, DeviceId
 from agentd.core.kernel.states import Kernel
 from agentd.errors import Forbidden, UnknownAgent, UnknownClaim, UnknownDevice, UnknownKernel
@@ -92,29 +92,25 @@ class Access:
         They are those of its own agents, kernels, claims and devices, and those about the node.
         Their texts decide nothing: others choose words in them.
         """
-        return [item for item in conditions if self._sees_condition(caller, item.condition)]
+        return [item for item in conditions if _sees_condition(caller, item)]
 
-    def _sees_condition(self, caller: Caller, condition: Condition) -> bool:
-        if caller.agents is None:
-            return True
-        if condition.agents is None:
-            return self._sees_subject(caller, condition.about)
-        return bool(condition.agents) and all(map(caller.sees, condition.agents))
-
-    def _sees_subject(self, caller: Caller, about: str) -> bool:
-        """Return whether a caller sees the subject of a condition; everybody sees the node's."""
+    def owners(self, about: str) -> tuple[str, ...] | None:
+        """Return the agents whose thing the subject of a condition is, None for the node's."""
         kind, _, name = about.partition("/")
+        known: Kernel | Claim | None
         match kind:
             case "agent":
-                return caller.sees(name)
-            case "kernel":
-                return _is_visible(caller, self._state.kernels.get(name))
-            case "claim":
-                return _is_visible(caller, self._state.claims.get(name))
+                return (name,)
             case "device":
                 device_name, _, device_id = name.partition("/")
-                return self.sees_device(caller, DeviceId(device_name, device_id))
-        return True
+                return tuple(self._devices.split.owners(DeviceId(device_name, device_id)))
+            case "kernel":
+                known = self._state.kernels.get(name)
+            case "claim":
+                known = self._state.claims.get(name)
+            case _:
+                return None
+        return () if known is None else (known.agent_id,)
 
     def _may_use(self, caller: Caller, kernel_id: str) -> bool:
         """Return whether a caller may use the claim of a kernel; true for one without a claim."""
@@ -129,6 +125,14 @@ class Access:
         if not any(device.has_name(wanted.id) for device in devices):
             available = ", ".join(device.device_id.id for device in devices) or "none"
             raise UnknownDevice(f"unknown device {wanted} (this node has: {available})")
+
+
+def _sees_condition(caller: Caller, item: ActiveCondition) -> bool:
+    if caller.agents is None:
+        return True
+    if (agents := item.condition.agents) is not None:
+        return bool(agents) and all(map(caller.sees, agents))
+    return item.owners is None or any(map(caller.sees, item.owners))
 
 
 def _is_visible(caller: Caller, known: Kernel | Claim | None) -> bool:

@@ -10,6 +10,7 @@ from agentd.core.groups import group
 from agentd.core.kernel.states import LIVE
 from agentd.services.engines import AwaitedEngines
 from agentd.services.node import Node
+from agentd.services.protocols import Runtime
 from agentd.services.state import NodeState, RuntimeState
 
 
@@ -24,6 +25,14 @@ def runtime_conditions(state: NodeState) -> Iterator[Condition]:
             yield Condition(about, f"runtime {name} creates no kernels: {status.reason}")
         for reason in status.ignored:
             yield Condition(about, reason)
+
+
+def limit_conditions(runtime: Runtime) -> Iterator[Condition]:
+    """Yield that new kernels of the node's runtime have no limits."""
+    if runtime.unlimited:
+        reason = f"new kernels have no limits of {runtime.unlimited}: agentd cannot create cgroups"
+        remedy = "make /sys/fs/cgroup writable and restart agentd"
+        yield Condition(f"runtime/{runtime.name}", reason, remedy)
 
 
 def excess_conditions(node: Node) -> Iterator[Condition]:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import structlog
 
-from agentd.concurrency import wait_event
+from agentd.concurrency import silent_subjects, wait_event
 from agentd.core.conditions import ActiveCondition, Condition
 from agentd.errors import RuntimeUnavailable
 from agentd.events import EventKind, EventLog
@@ -30,8 +30,10 @@ MIN_PAUSE_S = 1.0
 """Minimum seconds between two reports."""
 POLL_PAUSE_S = 10.0
 """Seconds between two reports without an event."""
-LOOKUP_PAUSE_S = 300.0
-"""Seconds between two lookups of the host."""
+LOOKUP_PAUSE_S, SILENT_PAUSE_S = 300.0, 30.0
+"""Seconds between two lookups of the host, and between those while something is silent."""
+SOURCE_TIMEOUT_S = 10.0
+"""Seconds for one of them: for a silent path, and for what else it looks at."""
 MAX_LOGGED_AT_ONCE = 32
 """Begins that one report logs; the next ones log the others."""
 QUIET_S, MAX_QUIET_S = 10.0, 3600.0
@@ -43,34 +45,51 @@ class _SlowSource:
     """A source that is asked beside the event loop; one that hangs delays no other."""
 
     def __init__(self, subject: str, source: ConditionSource) -> None:
-        self._conditions: Sequence[Condition] = ()
+        self._found: Sequence[Condition] = ()
+        self._failure: Sequence[Condition] = ()
         self._subject = subject
         self._source = source
         self._lookups = Lookups(max_threads=1)
 
     def conditions(self) -> Sequence[Condition]:
-        return self._conditions
+        return [*self._found, *self._failure]
 
     async def refresh(self) -> None:
+        """Ask the source; while it is silent or fails, that is a condition beside its last ones."""
         try:
-            self._conditions = await self._lookups.call(self._subject, lambda: [*self._source()])
+            self._found = await self._lookups.call(
+                self._subject, lambda: [*self._source()], SOURCE_TIMEOUT_S
+            )
         except Exception as error:  # noqa: BLE001 - one here must not end the other lookups
             is_known = isinstance(error, (RuntimeUnavailable, OSError))
             reason = str(error) if is_known else f"{self._subject}: {error!r}"
-            self._conditions = [Condition("host", reason, agents=())]
+            is_shown = not (isinstance(error, RuntimeUnavailable) and silent_subjects())
+            self._failure = [Condition("host", reason, agents=())] if is_shown else []
+        else:
+            self._failure = ()
+
+
+def silent_conditions() -> Iterable[Condition]:
+    """Yield a condition for each path and name of the host that does not answer."""
+    for subject in silent_subjects():
+        yield Condition("host", f"{subject} does not answer", agents=())
 
 
 class Conditions:
     """The node's conditions, and what the log and listeners know of them."""
 
-    def __init__(self, events: EventLog, clock: Clock) -> None:
+    def __init__(
+        self, events: EventLog, clock: Clock, owners: Callable[[str], tuple[str, ...] | None]
+    ) -> None:
+        """Create the list; `owners` returns the agents whose thing a subject is."""
         self._events = events
         self._clock = clock
-        self._sources: list[ConditionSource] = []
+        self._owners = owners
+        self._sources: list[ConditionSource] = [silent_conditions]
         self._slow_sources: list[_SlowSource] = []
         self._lookup_lock = asyncio.Lock()
         self._active: dict[tuple[str, str], ActiveCondition] = {}
-        self._published: dict[tuple[str, str], ActiveCondition] = {}
+        self._published: dict[tuple[Condition, tuple[str, ...] | None], ActiveCondition] = {}
         self._logged: dict[tuple[str, str], ActiveCondition] = {}
         self._quiet: dict[tuple[str, str], tuple[float, float]] = {}
         """By pattern: a pause of the log in seconds, and its end on the steady clock."""
@@ -94,7 +113,8 @@ class Conditions:
         for condition in chain.from_iterable(source() for source in self._sources):
             key = condition.about, condition.reason
             since = self._active[key].since if key in self._active else now
-            active.setdefault(key, ActiveCondition(condition, since))
+            owners = self._owners(condition.about)
+            active.setdefault(key, ActiveCondition(condition, since, owners))
         self._active = active
         return tuple(active.values())
 
@@ -107,7 +127,7 @@ class Conditions:
         """Look up the conditions of the host repeatedly, until cancelled."""
         while True:
             await self.refresh_lookups()
-            await asyncio.sleep(LOOKUP_PAUSE_S)
+            await asyncio.sleep(SILENT_PAUSE_S if silent_subjects() else LOOKUP_PAUSE_S)
 
     async def run(self) -> None:
         """Report changes, until cancelled."""
@@ -117,13 +137,16 @@ class Conditions:
             await wait_event(self._changed, POLL_PAUSE_S)
 
     def report(self) -> None:
-        """Log and publish what began and what ended since the last report."""
-        self.current()
-        active, before, self._published = self._active, self._published, self._active
-        for item in [item for key, item in active.items() if key not in before]:
-            self._events.publish(EventKind.CONDITION, item)
+        """Log and publish what began and what ended since the last report.
+
+        Whose subject changes owners ends for the former ones and begins for the others.
+        """
+        active = {(item.condition, item.owners): item for item in self.current()}
+        before, self._published = self._published, active
         for item in [item for key, item in before.items() if key not in active]:
             self._events.publish(EventKind.CONDITION_REMOVED, item)
+        for item in [item for key, item in active.items() if key not in before]:
+            self._events.publish(EventKind.CONDITION, item)
         self._changed.clear()
         self._log_changes()
 

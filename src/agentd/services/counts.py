@@ -44,6 +44,8 @@ class NodeCounts:
         self._durations = {"own": Histogram(), "whole": Histogram()}
         self._clock = clock
         self._begun_at: dict[str, float] = {}
+        self._called: set[str] = set()
+        """Those of these whose runtime was called; it is called again for other cores."""
         self._failed: OrderedDict[str, None] = OrderedDict()
         """Ids whose failure their callers will see; the latest `MAX_FAILED`."""
 
@@ -74,10 +76,12 @@ class NodeCounts:
         if begun_at is None or state_before is state:
             return
         duration_s = self._clock() - begun_at
-        if state_before is KernelState.PREPARING:
+        if state_before is KernelState.PREPARING and kernel.kernel_id not in self._called:
+            self._called.add(kernel.kernel_id)
             self._durations["own"].add(duration_s)
         if state_before in STARTING and state not in STARTING:
             del self._begun_at[kernel.kernel_id]
+            self._called.discard(kernel.kernel_id)
             if state is None:
                 self._failed[kernel.kernel_id] = None
                 if len(self._failed) > MAX_FAILED:

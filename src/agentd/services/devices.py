@@ -26,17 +26,15 @@ from agentd.core.devices import (
     Health,
     Inventory,
     by_any_name,
-    deduplicate_devices,
-    with_shared_health,
 )
 from agentd.core.hardware_names import normal_name
+from agentd.core.listings import apply_listing
 from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.partition.rules import SplitRules
 from agentd.core.partition.split import Partition, Split, split, split_late_devices
 from agentd.core.places import in_places, place_new_devices
-from agentd.core.remembered_devices import merge_remembered
-from agentd.core.slots import CPU, MEM, ONE, SlotType, device_name_of, is_slot_of_parts
+from agentd.core.slots import CPU, MEM, SlotType, device_name_of
 from agentd.errors import (
     ConfigRefused,
     Conflict,
@@ -46,11 +44,23 @@ from agentd.errors import (
 )
 from agentd.events import EventKind, EventLog
 from agentd.failpoints import hit
+from agentd.services.device_listings import (
+    devices_to_save,
+    merge_devices,
+    missing_slot_types,
+    unlisted_reasons,
+)
 from agentd.services.protocols import PluginListing, Plugins, PluginState, PluginStatus
 from agentd.state.folder import StateFolder
 from agentd.state.schemas import SavedDevices, StoppedPlugin
 
 log = structlog.get_logger()
+
+_REMEDIES = {
+    PluginState.STOPPED: "to start it: agentctl plugins start",
+    PluginState.PENDING: "to retry at once: agentctl plugins retry",
+    PluginState.FAILED: "to retry at once: agentctl plugins retry",
+}
 
 
 class NodeDevices:
@@ -71,14 +81,11 @@ class NodeDevices:
         self._host_types = tuple(host_types)
         self._host_devices = tuple(host_devices)
         self._split: Split | None = None
-        self._duplicates: tuple[str, ...] = ()
-        self._listing_warnings: dict[str, tuple[str, ...]] = {}
-        self._refusals: dict[str, str] = {}
-        """Why a late plugin does not fit the rules; it may name agents."""
+        self._listing_conditions: dict[str, tuple[Condition, ...]] = {}
+        """The conditions of the last listing of each plugin."""
         self._events = events
         self._added_plugins: frozenset[str] = frozenset()
         self._restored: frozenset[str] = frozenset()
-        self._duplicate_keys: frozenset[tuple[str, str]] = frozenset()
         self._unsaved = ""
         self._statuses: dict[str, PluginStatus] = {}
         self._dealings: dict[str, PluginAssignment] = {}
@@ -86,6 +93,7 @@ class NodeDevices:
         self._stop_lock = asyncio.Lock()
         self._generation = 0
         self._withhold: Callable[[Inventory], Inventory] = lambda inventory: inventory
+        self._on_relisted: Callable[[], None] = lambda: None
 
     @property
     def split(self) -> Split:
@@ -112,12 +120,8 @@ class NodeDevices:
         yield from self._plugins.conditions()
         yield from self._reported_conditions()
         yield from self._unready_plugins()
-        for name, warnings in self._listing_warnings.items():
-            yield from (Condition(about_name(name), text) for text in warnings)
-        for name, text in self._refusals.items():
-            agents = tuple(rule.agent_id for rule in self._rules.agents)
-            yield Condition(about_name(name), text, agents=agents)
-        yield from (Condition("host", text) for text in self._duplicates)
+        for conditions in self._listing_conditions.values():
+            yield from conditions
         yield from device_conditions(self.inventory)
         yield from self.split.conditions
         yield from missing_by_name(self.inventory, self._added_plugins, self._rules)
@@ -140,12 +144,9 @@ class NodeDevices:
         for status in self._plugins.statuses():
             if status.state is PluginState.READY or not self._is_needed(status):
                 continue
-            name, remedy = status.name, ""
-            if status.state is PluginState.STOPPED:
-                remedy = f"to start it: agentctl plugins start {name}"
-            if status.state in (PluginState.PENDING, PluginState.FAILED):
-                remedy = f"to retry at once: agentctl plugins retry {name}"
-            yield Condition(f"plugin/{name}", f"plugin {name} is {status.text}", remedy)
+            name, remedy = status.name, _REMEDIES.get(status.state, "")
+            reason = f"plugin {name} is {status.text}"
+            yield Condition(f"plugin/{name}", reason, remedy and f"{remedy} {name}")
 
     def _plugin_status(self, name: str) -> PluginStatus | None:
         return next((s for s in self._plugins.statuses() if s.name == name), None)
@@ -168,49 +169,44 @@ class NodeDevices:
             ConfigRefused: the rules do not fit the devices.
         """
         self._statuses = {status.name: status for status in self._plugins.statuses()}
-        self._duplicates = ()
         saved = self._store.load_devices()
         self._dealings, self._stopped = dict(saved.dealings), saved.stopped
         self._rules = replace(self._rules, forgotten=frozenset(saved.forgotten))
         self._merge_listings(self._plugins.listings())
 
-    def refresh(self, name: str) -> bool:
-        """Apply a plugin's current status and listing.
-
-        Returns:
-            Whether its devices were added just now.
-        """
+    def refresh(self, name: str) -> None:
+        """Apply a plugin's current status and listing."""
         status = self._plugin_status(name)
         if status is not None and status != self._statuses.get(name):
             self._statuses[name] = status
             self._events.publish(EventKind.PLUGIN, status)
         listing = next((item for item in self._plugins.listings() if item.name == name), None)
-        if listing is None:
-            return False
+        if status is None or listing is None:
+            return
         is_first = name in self._restored and not listing.is_restored
-        if is_first or name not in self._added_plugins:
-            if self._add_late(listing):
-                return True
-            if not is_first:
-                return False
-        if status is not None and status.state is PluginState.READY:
-            listed = [d for d in listing.devices if (name, d.stable_id) not in self._duplicate_keys]
-            inventory, warnings = self.inventory.with_listing(name, listed)
-            warnings += self._listing_warnings[name] if is_first else ()
-            inventory = place_new_devices(inventory, self.inventory)
+        self._listing_conditions[name] = ()
+        is_late = is_first or name not in self._added_plugins
+        if is_late and (self._add_late(listing) or not is_first):
+            return
+        if status.state is PluginState.READY:
+            inventory = place_new_devices(self._apply_listing(listing), self.inventory)
         else:
-            reason = status.reason if status else "it stopped"
-            is_stopped = status is not None and status.state is PluginState.STOPPED
             inventory = self.inventory.with_health_unknown(
-                name, f"plugin {name}: {reason}", keeps_unhealthy=not is_stopped
+                name,
+                f"plugin {name}: {status.reason}",
+                keeps_unhealthy=status.state is not PluginState.STOPPED,
             )
-            warnings = []
-        self._listing_warnings[name] = tuple(warnings)
-        added = inventory.listed - self.inventory.listed
         if self._mark_unavailable(inventory) is not self.inventory:
             log.info("devices.changed", plugin=name, generation=self._generation + 1)
             self._apply_observed_change(inventory)
-        return bool(added)
+
+    def _apply_listing(self, listing: PluginListing) -> Inventory:
+        """Return the inventory with a plugin's listing, and keep its conditions."""
+        inventory, reasons = apply_listing(self.inventory, listing.name, listing.devices)
+        self._listing_conditions[listing.name] += tuple(
+            Condition(about_name(listing.name), reason) for reason in reasons
+        )
+        return inventory
 
     def _add_late(self, listing: PluginListing) -> bool:
         """Add the devices of a plugin that opened late; no known device moves.
@@ -224,11 +220,12 @@ class NodeDevices:
             reason = (
                 f"plugin {listing.name} opened late and does not fit: {'; '.join(error.lines())}"
             )
-            self._refusals[listing.name] = reason
+            agents = tuple(rule.agent_id for rule in self._rules.agents)
+            about = about_name(listing.name)
+            self._listing_conditions[listing.name] = (Condition(about, reason, agents=agents),)
             return False
-        self._refusals.pop(listing.name, None)
-        _publish_changes(self._events, before.inventory, self.inventory)
         log.info("plugin.added", plugin=listing.name)
+        self._announce(before.inventory)
         return True
 
     def _merge_listings(
@@ -246,10 +243,10 @@ class NodeDevices:
         restored = {listing.name for listing in listings if listing.is_restored}
         known = before.inventory if before else None
         remembered = (
-            self._store.load_devices().devices if known is None else _devices_to_save(known, names)
+            self._store.load_devices().devices if known is None else devices_to_save(known, names)
         )
         listings = [listing.with_last_form(remembered) for listing in listings]
-        served, devices, warnings = _merge_devices(
+        devices = merge_devices(
             known.devices if known else self._host_devices,
             listings,
             names=None if known is None else names,
@@ -259,11 +256,11 @@ class NodeDevices:
         types = [*(known.slot_types.values() if known else self._host_types)]
         types = [slot for slot in types if device_name_of(slot.name) not in names]
         types += (slot for listing in listings for slot in listing.slot_types)
-        types += _missing_slot_types(devices, types, names)
+        types += missing_slot_types(devices, types, names)
         inventory = Inventory.of(types, devices).with_excluded(self._rules.exclude)
         needed = {name for rule in self._rules.agents for name in (*rule.devices, *rule.limits)}
         needed |= {device.device_id.name for device in devices}
-        unlisted = _unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
+        unlisted = unlisted_reasons(self._plugins.statuses(), needed, self._added_plugins | names)
         dealings = self._merge_dealings(listings)
         dealt = (self._added_plugins - self._restored | names) - restored
         valid = self._valid_dealings(inventory, dealings, dealt)
@@ -274,13 +271,11 @@ class NodeDevices:
         self._dealings = dealings
         self._added_plugins |= names
         self._restored = self._restored - names | restored
-        served_keys = {(device.device_id.name, device.stable_id) for device in served}
-        listed_keys = {
-            (listing.name, device.stable_id) for listing in listings for device in listing.devices
-        }
-        self._duplicate_keys |= listed_keys - served_keys
         self._split = self._split.with_inventory(self._mark_unavailable(self._split.inventory))
-        self._duplicates = (*self._duplicates, *warnings)
+        for listing in listings:
+            self._listing_conditions[listing.name] = ()
+            if not listing.is_restored:
+                self._apply_listing(listing)
         self._generation += 1
         self._save()
 
@@ -366,13 +361,15 @@ class NodeDevices:
             PluginUnavailable: the plugin does not answer, or failed to clear it.
         """
         device = self.find(name, device_id)
-        if device.gone or device.health is not Health.UNHEALTHY:
+        is_unhealthy = device.health is Health.UNHEALTHY and not device.gone
+        if not (is_unhealthy or device.needs_clear):
             raise Conflict(f"{device.device_id} is not unhealthy; there is nothing to clear")
         await self._plugins.clear(name, sorted({device.stable_id, device.physical_id}))
         self._split = self.split.with_inventory(self.inventory.with_cleared(device))
         self.refresh(name)
+        self._save()
         cleared = self.find(name, device.stable_id)
-        if (cleared.health, cleared.reason) == (device.health, device.reason):
+        if cleared == device:
             raise Conflict(f"{device.device_id} is unhealthy as before: {device.reason}")
         return cleared
 
@@ -409,7 +406,7 @@ class NodeDevices:
         self, inventory: Inventory, stopped: Mapping[str, StoppedPlugin], rules: SplitRules
     ) -> SavedDevices:
         forgotten = sorted(rules.forgotten - inventory.by_id.keys())
-        devices = _devices_to_save(inventory)
+        devices = devices_to_save(inventory)
         return SavedDevices(devices, dealings=self._dealings, stopped=stopped, forgotten=forgotten)
 
     async def stop_plugin(self, name: str, caller: str) -> PluginStatus:
@@ -482,10 +479,27 @@ class NodeDevices:
         return self._withhold(inventory).with_unserved(reasons)
 
     def _apply(self, inventory: Inventory) -> None:
-        before, inventory = self.inventory, self._mark_unavailable(inventory)
-        self._split = self.split.with_inventory(inventory)
+        before = self.inventory
+        self._split = self.split.with_inventory(self._mark_unavailable(inventory))
         self._generation += 1
-        _publish_changes(self._events, before, inventory)
+        self._announce(before)
+
+    def on_relisted(self, callback: Callable[[], None]) -> None:
+        """Register a callback for devices that are new, or offer other slots.
+
+        Kernels and claims may hold them by what their records say.
+        """
+        self._on_relisted = callback
+
+    def _announce(self, before: Inventory) -> None:
+        """Publish the changes of devices since `before`."""
+        now = self.inventory
+        for device in [d for d in now.devices if before.by_id.get(d.device_id) != d]:
+            self._events.publish(EventKind.DEVICE, device)
+        for device in [d for d in before.devices if d.device_id not in now.by_id]:
+            self._events.publish(EventKind.DEVICE_REMOVED, device)
+        if now.listed != before.listed:
+            self._on_relisted()
 
     def _save(self) -> None:
         try:
@@ -504,96 +518,10 @@ class NodeDevices:
         self._store.retry()
 
 
-def _publish_changes(events: EventLog, before: Inventory, now: Inventory) -> None:
-    for device_id, device in now.by_id.items():
-        if before.by_id.get(device_id) != device:
-            events.publish(EventKind.DEVICE, device)
-    for device_id, device in before.by_id.items():
-        if device_id not in now.by_id:
-            events.publish(EventKind.DEVICE_REMOVED, device)
-
-
 def _require_forgettable(device: Device, holders: Iterable[Holder]) -> None:
     if not device.gone:
         raise Conflict(f"{device.device_id} is not missing; only missing devices can be forgotten")
     if device.health is Health.UNKNOWN:
-        reason = f"it is unknown whether {device.device_id} is missing: {device.reason}"
-        raise Conflict(reason)
+        raise Conflict(f"it is unknown whether {device.device_id} is missing: {device.reason}")
     if holders_text := ", ".join(map(str, holders)):
         raise Conflict(f"{device.device_id} is held by {holders_text}")
-
-
-def _not_ready_reasons(statuses: Iterable[PluginStatus]) -> dict[str, str]:
-    """Return why a plugin's devices may only seem to be missing, by plugin."""
-    return {
-        status.name: f"plugin {status.name} is {status.text}"
-        for status in statuses
-        if status.state in (PluginState.PENDING, PluginState.FAILED, PluginState.STOPPED)
-    }
-
-
-def _unlisted_reasons(
-    statuses: Iterable[PluginStatus], missed: Collection[str], listed: Collection[str]
-) -> dict[str, str]:
-    """Return why a needed plugin has no listing, by plugin."""
-    return {
-        status.name: f"plugin {status.text}"
-        for status in statuses
-        if status.name not in listed
-        and (status.name in missed or (status.has_table and status.state is not PluginState.ABSENT))
-    }
-
-
-def _merge_devices(
-    known: Iterable[Device],
-    listings: Sequence[PluginListing],
-    *,
-    names: Collection[str] | None,
-    remembered: Iterable[Device],
-    statuses: Sequence[PluginStatus],
-) -> tuple[list[Device], list[Device], list[str]]:
-    """Merge listings with known devices, each physical device once.
-
-    Devices of `names` (None: all) get their saved ids; all others stay unchanged.
-
-    Returns:
-        The listed devices that are served, all devices, and warnings.
-    """
-    unchanged = [d for d in known if names is None or d.device_id.name not in names]
-    served, warnings = deduplicate_devices([unchanged, *(listing.devices for listing in listings)])
-    listed = with_shared_health(served)
-    not_ready, plugins = _not_ready_reasons(statuses), {status.name for status in statuses}
-    if names is None:
-        return served, merge_remembered(listed, remembered, not_ready, plugins), warnings
-    named_devices = [device for device in listed if device.device_id.name in names]
-    others = [device for device in listed if device.device_id.name not in names]
-    renewed = merge_remembered(named_devices, remembered, not_ready, plugins)
-    return served, [*others, *renewed], warnings
-
-
-def _missing_slot_types(
-    devices: Iterable[Device], types: Sequence[SlotType], names: Collection[str]
-) -> list[SlotType]:
-    """Return the slot types of parts that are all missing or unhealthy, for some device names.
-
-    A plugin derives them from the parts that answer. They exclude the same slots as its other
-    ones.
-    """
-    known = {slot.name for slot in types}
-    groups = {device_name_of(slot.name): slot.exclusive_group for slot in types}
-    return [
-        SlotType(device.slot, device.kind, ONE, groups.get(device.device_id.name))
-        for device in devices
-        if device.device_id.name in names
-        and is_slot_of_parts(device.slot)
-        and device.slot not in known
-    ]
-
-
-def _devices_to_save(inventory: Inventory, names: Collection[str] | None = None) -> list[Device]:
-    """Return the devices of an inventory, or of some device names, that are saved."""
-    return [
-        device
-        for device in inventory.devices
-        if not device.is_hearsay and (names is None or device.device_id.name in names)
-    ]

@@ -47,6 +47,7 @@ from agentd.errors import (
     InsufficientResource,
     InvalidRequest,
     Problem,
+    RuntimeUnavailable,
     TooManyClaims,
     UnknownClaim,
 )
@@ -326,6 +327,7 @@ class Planner:
         Raises:
             InvalidRequest: the request sets something that only a plugin may set.
             PluginUnavailable: a plugin did not return the edits for its devices.
+            RuntimeUnavailable: none of the agent's cores is there.
         """
         support = await runtime.support(spec)
         edits = await self._plugins.container_edits(kernel.allocation, support.features)
@@ -336,13 +338,17 @@ class Planner:
         cores = [device.id for device in partition.devices if device.name == CPU]
         if not cores:
             missing |= {CPU}
+        by_id = self._devices.inventory.by_id
+        present = tuple(core for core in cores if not by_id[DeviceId(CPU, core)].withheld)
+        if cores and not present:
+            raise RuntimeUnavailable(f"no core of agent {spec.agent_id} is there")
         ledger = state.ledger  # without the kernel of a dry run
         if kernel.kernel_id not in ledger.holdings:
             ledger = ledger.with_holding(kernel.kernel_id, kernel.agent_id, kernel.allocation)
         resource_cap = agent_resource_cap(
             spec.agent_id, cores, partition.memory_bytes, real, ledger
         )
-        node = PlanContext(self._rules.node_id, tuple(cores), real, missing, resource_cap)
+        node = PlanContext(self._rules.node_id, present, real, missing, resource_cap)
         return build_plan(spec, kernel, edits, node)
 
 

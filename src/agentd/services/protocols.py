@@ -12,13 +12,14 @@ from msgspec.structs import replace
 
 from agentd.core.allocation.ledger import Allocation
 from agentd.core.conditions import Condition
-from agentd.core.devices import Device, restore_last_form
+from agentd.core.devices import Device
 from agentd.core.kernel.edits import ContainerEdits
 from agentd.core.kernel.exec_spec import ExecSpec
 from agentd.core.kernel.observation import Listing, ObservedKernel
 from agentd.core.kernel.plan import KernelPlan
 from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState, Pull
 from agentd.core.kernel.usage import UsageReading
+from agentd.core.listings import restore_last_form
 from agentd.core.partition.plugin_assignment import PluginAssignment
 from agentd.core.slots import SlotType
 from agentd.errors import Problem
@@ -235,6 +236,8 @@ class Runtime(Protocol):
     minimum_memory_bytes: int
     members: frozenset[str]
     """Members of a request that it carries out; it is never asked for any other."""
+    unlimited: str
+    """The limits that new kernels lack although its agentd is root; "" for none."""
 
     @property
     def unready_reason(self) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from agentd.core.allocation.ledger import ClaimRef, Ledger
-from agentd.core.claim.claim import ClaimHolder
 from agentd.core.devices import MEMORY, DeviceId, Inventory
 from agentd.core.invariants import (
     RULES,
@@ -152,15 +151,9 @@ class SelfCheck:
                     claim.agent_id,
                     claim.is_observed,
                     is_recorded=claim_id in saved or not is_open,
-                    has_ended=is_open and not self._is_alive(claim.holder),
+                    has_ended=is_open and not self._holders.is_alive(claim.holder),
                 ),
             )
-
-    def _is_alive(self, holder: ClaimHolder) -> bool:
-        try:
-            return self._holders.is_alive(holder)
-        except OSError:  # that proves no end
-            return True
 
 
 def _comparable_amounts(ledger: Ledger, comparable: Collection[str]) -> dict[str, dict[str, int]]:

@@ -35,10 +35,12 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import Health
+from agentd.core.kernel.record import is_of_other_node
 from agentd.core.names import is_name, validate_name
 from agentd.errors import StartRefused, StateUnavailable
 from agentd.failpoints import hit
-from agentd.state.locks import UNWRITABLE, Locks
+from agentd.os_errors import OsErrorKind, os_error_kind
+from agentd.state.locks import Locks
 from agentd.state.schemas import (
     SCHEMA,
     Phase,
@@ -52,7 +54,8 @@ from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regula
 
 log = structlog.get_logger()
 _MAX_STATE_BYTES = 64 << 20
-_PROBE_BYTES = 4096
+_PROBE_FILES, _PROBE_BYTES = 8, 8 << 10
+"""More than a create writes, so that a folder without room for one does not seem to have some."""
 _FOLDERS = {Phase.INTENT: "intents", Phase.LIVE: "records", Phase.ENDED: "ended"}
 _LASTING, _UNTIL_REBOOT = 0o600, 0o400
 """Modes of records: of those that are flushed to the disk, and of claims that a reboot ends."""
@@ -68,6 +71,7 @@ class StateFolder:
         self._folders = {phase: folder / name for phase, name in _FOLDERS.items()}
         self._claims = folder / "claims"
         self._locks = Locks()
+        self._node_lock = Path()
         self._access_errors: dict[str, str] = {}
         self._phases: dict[str, Phase] = {}
         self._failed_saves: dict[str, tuple[Callable[[], None], ...]] = {}
@@ -92,18 +96,18 @@ class StateFolder:
         try:
             self._create_folders()
         except OSError as error:
-            if error.errno not in UNWRITABLE:
+            if os_error_kind(error) is not OsErrorKind.DISK:
                 raise StartRefused(f"state folder {error.filename}: {error.strerror}") from None
             self._warn_once(self.folder, f"cannot be created: {error.strerror}")
-        self._lock(self.folder / "lock", f"state folder {self.folder} is in use by another agentd")
-        with suppress(OSError):
-            lock_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        reason = f"another agentd serves node id {self._node_id} on this host"
-        self._lock(lock_folder / f"node-{self._node_id}.lock", reason)
         try:
-            for folder in (self.folder, self._claims, *self._folders.values()):
-                for unfinished in folder.glob(".*.new"):
-                    with suppress(OSError):
+            self.hold_locks(lock_folder)
+        except OSError as error:
+            raise StartRefused(f"{error.filename}: {error.strerror}") from None
+        try:
+            folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
+            for folder in (self.folder, *folders):
+                with suppress(OSError):  # bundles that cannot be listed are their runtime's affair
+                    for unfinished in folder.glob(".*.new"):
                         unfinished.unlink()
             claims, kernels = self._claim_paths(), self._record_paths()
         except OSError as error:  # holders that are unknown must not be forgotten
@@ -127,16 +131,47 @@ class StateFolder:
         )
         for folder in folders:
             error = write_problem(folder)
-            if error is not None and error.errno not in UNWRITABLE:
+            if error is not None and os_error_kind(error) is not OsErrorKind.DISK:
                 return str(error.strerror)
         lock = self.folder / "lock"
         if lock.is_symlink() or (lock.exists() and not lock.is_file()):
             return f"{lock} is not a regular file"
         return ""
 
+    def hold_locks(self, lock_folder: Path) -> None:
+        """Lock the folder and the node id, again if a lock's file was removed or replaced.
+
+        A file that cannot be locked is a condition: a second daemon goes unnoticed.
+
+        Raises:
+            StartRefused: another daemon has locked one.
+            OSError: the folder cannot be locked, and is not open yet.
+        """
+        path = self.folder / "lock"
+        try:
+            self._lock(path, f"state folder {self.folder} is in use by another agentd")
+        except OSError as error:
+            if not self._is_open:
+                raise
+            self._warn_once(path, f"cannot be locked: {error.strerror}")
+        with suppress(OSError):
+            mode = 0o700 if os.geteuid() else 0o755
+            lock_folder.mkdir(mode, parents=True, exist_ok=True)
+        reason = f"another agentd serves node id {self._node_id} on this host"
+        path = lock_folder / f"node-{self._node_id}.lock"
+        if path != self._node_lock:  # the folder is another one, as after a logout
+            self._access_errors.pop(str(self._node_lock), None)
+            self._node_lock = path
+        try:
+            self._lock(path, reason)
+        except OSError as error:
+            self._warn_once(path, f"cannot be locked: {error.strerror}")
+
     def _lock(self, path: Path, refusal: str) -> None:
         if warning := self._locks.acquire(path, refusal):
             self._warn_once(path, warning)
+        elif os.access(path, os.W_OK):
+            self._access_errors.pop(str(path), None)
 
     def close(self) -> None:
         """Release the locks."""
@@ -155,7 +190,7 @@ class StateFolder:
     def conditions(self) -> Iterator[Condition]:
         """Yield the conditions of its folders, and of its files, which may be named by kernels."""
         folders = (self._claims, *self.runtime_folders.values(), *self._folders.values())
-        for file, reason in self._access_errors.items():
+        for file, reason in [*self._access_errors.items()]:
             agents = None if Path(file) in (self.folder, *folders) else ()
             yield Condition("state-dir", f"{file} {reason}", agents=agents)
 
@@ -177,9 +212,9 @@ class StateFolder:
         return self._load("node.json", SavedNode)
 
     def save_runtimes(self, names: Sequence[str]) -> None:
-        """Save which runtimes may have kernels of this node."""
-        with suppress(StateUnavailable):  # no create succeeds either, so the file stays true
-            self._save_lasting("node", SavedNode(self._node_id, list(names)))
+        """Save which runtimes may have kernels of this node; if that fails, `retry` does."""
+        saved = SavedNode(self._node_id, list(names))
+        self._run_steps("the node", lambda: self._save_lasting("node", saved))
 
     def load_devices(self) -> SavedDevices:
         """Return the last inventory, without what each start finds out.
@@ -226,10 +261,14 @@ class StateFolder:
         self._save_lasting("engines", SavedEngines(dict(ready)))
 
     def load_records(self) -> Sequence[SavedRecord]:
-        """Return the record of every kernel that was not removed."""
+        """Return the record of every kernel of this node that was not removed.
+
+        Those of an earlier node id stay, and are loaded again if the id is restored.
+        """
         with _errors_as_unavailable():
             saved = self._record_paths()
-        return [SavedRecord(i, phase, _read_text(path)) for i, (phase, path) in saved.items()]
+        records = (SavedRecord(i, phase, _read_text(path)) for i, (phase, path) in saved.items())
+        return [record for record in records if not is_of_other_node(record.text, self._node_id)]
 
     def _record_paths(self) -> dict[str, tuple[Phase, Path]]:
         """Return the path of each record; one found twice, during a move, where it began."""
@@ -356,12 +395,30 @@ class StateFolder:
         """Retry the saves that failed, and writing to the folders where nothing else would."""
         for kernel_id in list(self._failed_saves):
             self._run_steps(kernel_id)
-        for folder in [path for path in map(Path, self._access_errors) if path.is_dir()]:
-            probe = folder / ".probe.new"
-            with suppress(OSError):
+        if self._access_errors:
+            with suppress(OSError):  # missing ones, of a start that could not
+                self._create_folders()
+        for folder in [path for path in map(Path, [*self._access_errors]) if path.is_dir()]:
+            self._probe(folder)
+
+    def probe_bundles(self, runtime: str) -> None:
+        """Look whether bundles can be written, after a runtime could not write one."""
+        folder = self.runtime_folders[runtime]
+        self._probe(folder if folder.is_dir() else self.folder)
+
+    def _probe(self, folder: Path) -> None:
+        """Write to a folder as much as a create does; `retry` repeats it while that fails."""
+        probes = [folder / f".probe{number}.new" for number in range(_PROBE_FILES)]
+        try:
+            for probe in probes:
                 _write_new_file(probe, bytes(_PROBE_BYTES), is_lasting=False, mode=_LASTING)
+            self._access_errors.pop(str(folder), None)
+        except OSError as error:
+            if str(folder) not in self._access_errors:
+                self._warn_once(folder, f"cannot be written: {error.strerror}")
+        for probe in probes:
+            with suppress(OSError):
                 probe.unlink()
-                del self._access_errors[str(folder)]
 
     def _record_path(self, kernel_id: str, phase: Phase) -> Path:
         return self._folders[phase] / f"{validate_name(kernel_id)}.json"

@@ -3,8 +3,8 @@
 `host.lock` has one line, `{"node_id", "pid", "boot_id"}`, and is locked while that agentd runs. The
 line stays when the process ends, since its kernels and claims continue to use accelerators. Only a
 stop that leaves neither of them empties it. An agentd that starts meanwhile withholds its
-accelerators, and never takes over. A user's agentd only reads the line, and withholds them while
-there is one.
+accelerators, and never takes over. Nor does one that finds another's lock after its own file was
+removed. A user's agentd only reads the line, and withholds them while there is one.
 
 Every local user can lock a file that every local user can read (flock(2) takes any descriptor), so
 only the locks of root and of this process's own user count.
@@ -25,13 +25,14 @@ import msgspec
 from agentd.core.conditions import Condition
 from agentd.core.names import is_name
 from agentd.procfs import read_lines
+from agentd.state.locks import is_current
 from agentd.tomlfile.regular_files import MissingFile, UnusableFile, read_regular
 
 LOCK_TIMEOUT_S = 1.0
 """Seconds to wait for the lock: another agentd holds it for a moment while it decides."""
 RETRY_PAUSE_S = 0.01
 POLL_PAUSE_S = 2.0
-"""Seconds between readings by a user's agentd."""
+"""Seconds between two readings."""
 _MAX_BYTES = 4096
 
 
@@ -41,11 +42,6 @@ class _Line(msgspec.Struct):
     node_id: str
     pid: int
     boot_id: str
-
-
-def run_folder() -> Path:
-    """Return the folder of the locks that agentds on this host share."""
-    return Path(os.environ.get("AGENTD_RUN_DIR") or "/run/agentd")
 
 
 class HostLock:
@@ -74,7 +70,7 @@ class HostLock:
             if self.reason:
                 return
             await asyncio.sleep(RETRY_PAUSE_S)
-        self._may_be_in_use = self.read()
+        self._may_be_in_use |= self.read()
         if self.reason:
             self._close()
         elif self._descriptor is not None:
@@ -97,11 +93,15 @@ class HostLock:
         return not self.reason
 
     async def watch(self, on_change: Callable[[], None]) -> None:
-        """Read the line repeatedly, as a user's agentd does, until cancelled."""
+        """Read the line repeatedly, as a user's agentd does, or keep the lock, until cancelled."""
         while True:
             await asyncio.sleep(POLL_PAUSE_S)
             before = self.reason
-            self.read()
+            if self.is_unprivileged:
+                self.read()
+            elif not self.reason and not self._is_locked():
+                self._close()
+                await self.acquire()
             if self.reason != before:
                 on_change()
 
@@ -127,9 +127,13 @@ class HostLock:
                 os.ftruncate(self._descriptor, 0)
         self._close()
 
+    def _is_locked(self) -> bool:
+        return self._descriptor is not None and is_current(self._descriptor, self._path)
+
     def _try_lock(self) -> bool:
         """Return False if another process has locked the file; True if it cannot be opened."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._write_error = ""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, flags, 0o644)

@@ -5,13 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
+from agentd.concurrency import call_in_time
 from agentd.tomlfile.regular_files import kind_of
 
 
 def write_problem(folder: Path) -> OSError | None:
-    """Return why a folder, or its nearest existing parent, cannot be written; None if it can."""
+    """Return why a folder, or its nearest existing parent, cannot be written; None if it can.
+
+    One whose file system does not answer is a TimeoutError.
+    """
+    try:
+        return call_in_time(str(folder), partial(_find_problem, folder))
+    except OSError as error:
+        return OSError(error.errno, f"{folder} cannot be inspected: {error.strerror}")
+
+
+def _find_problem(folder: Path) -> OSError | None:
     nearest = folder
     while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent

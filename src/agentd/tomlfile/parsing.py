@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from agentd.core.names import did_you_mean
 from agentd.core.printable import printable_line
 from agentd.core.slots import WrittenFloat
-from agentd.errors import ConfigRefused, Problem
+from agentd.errors import ConfigRefused, Problem, StartRefused
 from agentd.tomlfile.environment import FileSettings, nested_models
-from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.tomlfile.regular_files import SilentFile, UnusableFile, read_configured
 
 _S = TypeVar("_S", bound=FileSettings)
 
@@ -28,23 +28,34 @@ def read_text(path: Path | None) -> str:
 
     Raises:
         ConfigRefused: the file cannot be read.
+        StartRefused: its file system does not answer, which time can mend.
     """
     if path is None:
         return ""
     try:
-        return read_regular(path).text
+        return read_configured(path).text
+    except SilentFile as error:
+        raise StartRefused(f"{path} {error}") from None
     except UnusableFile as error:
         raise ConfigRefused([Problem("", str(error))], str(path)) from None
 
 
+def source_name(path: Path | None) -> str:
+    """Return the name of a file in messages; "defaults" without one."""
+    return str(path) if path else "defaults"
+
+
 def parse_settings(
-    model: type[_S], text: str, source: str, environ: Mapping[str, str], prefix: str
+    model: type[_S], text: str, path: Path | None, environ: Mapping[str, str], prefix: str
 ) -> tuple[_S, Mapping[str, Any]]:
     """Return the settings of a file with the environment over it, and the file's content.
+
+    A file without a key is refused: a write that failed leaves one.
 
     Raises:
         ConfigRefused: the text is not TOML, or settings are unusable; lists every problem.
     """
+    source = source_name(path)
     try:
         raw = tomllib.loads(text, parse_float=WrittenFloat)
     except tomllib.TOMLDecodeError as error:
@@ -55,6 +66,8 @@ def parse_settings(
     # keywords that pydantic-settings takes for options of its own
     reserved = [key for key in raw if key.startswith("_")]
     problems = [Problem(printable_line(key), "unknown key") for key in reserved]
+    if path is not None and not raw:
+        problems.append(Problem("", "has no keys; a failed write may have emptied it"))
     problems += _unknown_section_problems(environ, model, prefix)
     try:
         settings = model(**{key: value for key, value in raw.items() if key not in reserved})

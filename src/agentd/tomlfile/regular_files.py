@@ -9,11 +9,14 @@ from __future__ import annotations
 import codecs
 import os
 import stat
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from agentd.concurrency import thread_waiting_for
+from agentd.concurrency import Walk, call_in_time
+from agentd.os_errors import can_pass
 
 MAX_BYTES = 1 << 20
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -40,12 +43,17 @@ class MissingFile(UnusableFile):
     """The file does not exist."""
 
 
+class SilentFile(UnusableFile):
+    """The file cannot be read for now: its file system fails, or the host lacks a resource."""
+
+
 class RegularFile(msgspec.Struct, frozen=True):
-    """The content of a regular file, its mode, and the id of its owner."""
+    """The content of a regular file, its mode, the id of its owner, and its path without links."""
 
     content: bytes
     mode: int
     owner: int
+    real_path: str
 
     @property
     def text(self) -> str:
@@ -62,6 +70,22 @@ class RegularFile(msgspec.Struct, frozen=True):
             raise UnusableFile("is not UTF-8") from None
 
 
+def read_configured(
+    path: Path, max_bytes: int = MAX_BYTES, walk: Walk | None = None
+) -> RegularFile:
+    """Read a file that the configuration names, which may be on a dead mount.
+
+    Raises:
+        MissingFile: the file does not exist.
+        SilentFile: it cannot be read for now.
+        UnusableFile: it cannot be read.
+    """
+    try:
+        return call_in_time(str(path), partial(read_regular, path, max_bytes), walk)
+    except (TimeoutError, BlockingIOError) as error:
+        raise SilentFile(f"cannot be read: {error.strerror}") from None
+
+
 def read_regular(
     path: Path, max_bytes: int = MAX_BYTES, *, follows_links: bool = True
 ) -> RegularFile:
@@ -73,16 +97,16 @@ def read_regular(
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        with thread_waiting_for(str(path)):
-            descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
-            try:
-                return _read(descriptor, max_bytes)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
+        try:
+            return _read(descriptor, max_bytes)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
         raise MissingFile(f"cannot be read: {error.strerror}") from None
     except OSError as error:
-        raise UnusableFile(f"cannot be read: {error.strerror}") from None
+        error_class = SilentFile if can_pass(error) else UnusableFile
+        raise error_class(f"cannot be read: {error.strerror}") from None
     except UnusableFile:
         raise
     except ValueError:
@@ -99,4 +123,7 @@ def _read(descriptor: int, max_bytes: int) -> RegularFile:
         remaining -= len(chunk)
     if not remaining:
         raise UnusableFile(f"is larger than {max_bytes} bytes")
-    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode), status.st_uid)
+    real_path = ""
+    with suppress(OSError):  # a host that hides /proc
+        real_path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    return RegularFile(b"".join(chunks), stat.S_IMODE(status.st_mode), status.st_uid, real_path)

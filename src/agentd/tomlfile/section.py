@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema, field_validator
@@ -56,12 +57,29 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_nul(cls, value: object) -> object:
-        """Refuse NUL, which no path or name of a user or group can contain."""
+    def _refuse_unprintable(cls, value: object) -> object:
+        """Refuse NUL, the newline that ends a secret in a variable, and bytes that are not UTF-8.
+
+        None of them belongs to a path or a name.
+        """
         for text in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(text, str) and "\0" in text:
-                raise ValueError(f"invalid text {text!r}: expected no NUL")
+            if isinstance(text, str) and not text.isprintable():
+                raise ValueError(f"invalid text {text!r}: expected printable characters")
         return value
+
+
+def _validate_absolute(value: object) -> object:
+    if isinstance(value, str) and not value.startswith("/"):
+        raise ValueError(f"invalid path {value!r}: expected an absolute path")
+    return value
+
+
+AbsolutePath = Annotated[
+    Path,
+    BeforeValidator(_validate_absolute),
+    WithJsonSchema({"type": "string", "format": "path", "pattern": "^/"}),
+]
+"""A path that does not depend on the working directory, as an empty one does."""
 
 
 def validate_name(value: object) -> object:

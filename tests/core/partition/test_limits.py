@@ -11,6 +11,7 @@ from agentd.core.allocation.allocator import allocate
 from agentd.core.allocation.ledger import Allocation, Ledger
 from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.devices import DeviceId, Inventory
+from agentd.core.listings import apply_listing
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -188,7 +189,7 @@ def test_a_guarantee_ends_with_the_device_that_it_needs() -> None:
     inventory = machine(*cores(2), *gpus(1, 1), memory())
     node = limited(inventory, {"cuda": Amount("1")}, {"cuda": Amount("1")})
     assert "cuda" in node.guaranteed
-    lost, _ = node.inventory.with_listing("cuda", gpus(1))
+    lost, _ = apply_listing(node.inventory, "cuda", gpus(1))
     assert "cuda" not in node.with_inventory(lost).guaranteed
 
 

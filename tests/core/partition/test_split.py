@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from agentd.core.conditions import Condition
 from agentd.core.devices import DeviceId
+from agentd.core.listings import apply_listing
 from agentd.core.partition.auto_split import split_units
 from agentd.core.partition.manual import missing_by_name
 from agentd.core.partition.rules import (
@@ -17,6 +18,7 @@ from agentd.core.partition.rules import (
     parse_memory_rule,
 )
 from agentd.core.partition.split import split
+from agentd.core.remembered_devices import merge_remembered
 from agentd.core.slots import ONE
 from agentd.errors import ConfigRefused
 from core.machines import GIB, cores, gpus, machine, memory, texts
@@ -99,6 +101,21 @@ def test_reservation_is_withheld_from_everyone() -> None:
     assert result.scaling_factors("a")["cpu"] == Decimal("0.5")
     listed = split(NODE, replace(rules, reserved_cpu=("7", "3")))
     assert ids(listed, "a", "cpu") == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("reserved", [2, ("0", "1")])
+def test_reserved_core_that_is_missing_stays_reserved(
+    reserved: int | tuple[str, ...],
+) -> None:
+    cores = NODE.by_name["cpu"]
+    node = NODE.with_device(replace(cores[1], gone=True))
+    rules = SplitRules(AllocationMode.SHARED, agents("a"), reserved_cpu=reserved)
+    assert split(node, rules).reserved_cpu == ("0", "1")
+    for core in cores[2:]:
+        node = node.with_device(replace(core, gone=True))
+    result = split(node, rules)  # the others may return
+    assert result.reserved_cpu == ("0", "1")
+    assert "cpu" not in result.node_slots()
 
 
 @pytest.mark.parametrize(
@@ -243,10 +260,14 @@ def test_spelling_of_a_hardware_name_does_not_count(name: str) -> None:
         split(node, manual(described("a", cuda=[name.lower()]), exclude=exclude))
 
 
-def test_missing_device_belongs_to_one_agent_alone() -> None:
-    first, other = (described(a, 1, cuda=[n]) for a, n in (("a", UUID), ("b", UUID.upper())))
-    with pytest.raises(ConfigRefused, match=f"{UUID.upper()} is assigned to b and to a, too"):
+@pytest.mark.parametrize("name", [UUID.upper(), f"GPU-{UUID}", f"gpu-{UUID}"])
+def test_missing_device_belongs_to_one_agent_alone(name: str) -> None:
+    first, other = (described(agent, 1, cuda=[n]) for agent, n in (("a", UUID), ("b", name)))
+    with pytest.raises(ConfigRefused, match=f"{name} is assigned to b and to a, too"):
         split(machine(*cores(4), memory(), *gpus(1)), manual(first, other))
+    rules = manual(described("a", 1, cuda=[name]), exclude={"cuda": (UUID,)})
+    with pytest.raises(ConfigRefused, match=f"{name} is excluded in"):
+        split(machine(*cores(4), memory(), *gpus(1)), rules)
 
 
 @pytest.mark.parametrize("is_first_gone", [True, False])
@@ -260,6 +281,59 @@ def test_present_device_comes_before_a_gone_one_in_its_slot(is_first_gone: bool)
     assert ids(split(node, manual(described("a", cuda=["0000:3b:00.0"]))), "a", "cuda") == [present]
     assert ids(split(node, manual(described("a", cuda=[gone]))), "a", "cuda") == [gone]
     assert node.by_identity["0000:3b:00.0"].device_id.id == present
+
+
+NEW_CARD = replace(gpus(1)[0], stable_id="GPU-new")
+REPLACED = machine(*cores(4), memory(), *merge_remembered([NEW_CARD, gpus(1, 1)[1]], gpus(1, 1)))
+"""A node with `cuda2` in place of the missing `cuda0`."""
+
+
+@pytest.mark.parametrize("name", ["cuda0", "GPU-cuda-0"])
+def test_replaced_card_that_an_agent_names_is_missing(name: str) -> None:
+    """It ends no start, and does not count."""
+    rules = manual(described("a", cuda=[name]), described("b", cuda="50%"))
+    result = split(REPLACED, rules)
+    assert [ids(result, agent, "cuda") for agent in "ab"] == [["cuda0"], ["cuda2"]]
+    assert result.agent_slots("a")["cuda.device"] == 0
+    assert "cuda1 is assigned to no agent" in texts(result)
+    by_address = split(REPLACED, manual(described("a", cuda=["0000:00:00.0"])))
+    assert ids(by_address, "a", "cuda") == ["cuda2"]
+
+
+TWO_AGENTS = {
+    "auto-split": SplitRules(AllocationMode.AUTO_SPLIT, agents("a", "b")),
+    "manual": manual(described("a", cuda=1), described("b", cuda=1)),
+}
+
+
+@pytest.mark.parametrize("mode", TWO_AGENTS)
+def test_replaced_card_that_returns_waits_for_a_restart(mode: str) -> None:
+    before = split(REPLACED, TWO_AGENTS[mode])
+    assert (before.unassigned.get("cuda"), texts(before)) == (None, ())
+    moved = replace(gpus(1)[0], aliases=("0000:09:00.0",))
+    inventory, _ = apply_listing(REPLACED, "cuda", [NEW_CARD, *gpus(1, 1)[1:], moved])
+    now = before.with_inventory(inventory)
+    assert now.unassigned == {"cuda": ("cuda0",)}
+    assert texts(now) == ("cuda0 is new; restart agentd to assign it",)
+    shared = split(REPLACED, SplitRules(AllocationMode.SHARED, agents("a")))
+    assert "cuda0" in ids(shared.with_inventory(inventory), "a", "cuda")
+
+
+@pytest.mark.parametrize("mode", TWO_AGENTS)
+def test_condition_of_a_new_device_ends_with_it(mode: str) -> None:
+    node = machine(*cores(4), memory(), *gpus(1, 1))
+    result = split(node, TWO_AGENTS[mode])
+    for n in range(2):
+        new = replace(gpus(1)[0], device_id=DeviceId("cuda", "cuda2"), stable_id=f"N{n}")
+        inventory, _ = apply_listing(result.inventory, "cuda", [*gpus(1, 1), new])
+        result = result.with_inventory(inventory)
+        name = inventory.by_stable_id[f"N{n}"].device_id.id
+        assert texts(result) == (f"{name} is new; restart agentd to assign it",)
+        inventory, _ = apply_listing(inventory, "cuda", gpus(1, 1))
+        result = result.with_inventory(inventory)
+        assert (result.unassigned, texts(result)) == ({}, ())
+        result = result.with_inventory(inventory.without(DeviceId("cuda", name)))
+        assert texts(result) == ()
 
 
 def test_excluded_device_belongs_to_nobody_and_does_not_count() -> None:

@@ -197,7 +197,7 @@ async def test_an_address_that_another_node_has_now_is_not_believed(world: World
             within_s=10,
         )
         again = await gateway.create(**only)
-        assert (again.status, again.json["code"]) == (503, "NodeUnavailable")
+        assert (again.status, again.json["code"]) == (503, "OutcomeUnknown")
         assert (await gateway.call("GET", "/v1/kernels/k1")).status == 503
     assert await world.census() == {"k1": [first]}
 

@@ -1,6 +1,8 @@
 """The gateway's metrics: every caller gets all series, and known counters start at zero."""
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -42,13 +44,18 @@ def test_counter_of_creates_starts_at_zero_for_every_result(caller: Caller) -> N
     }
 
 
-async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_waits_for_no_thread_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads = []
 
     def statistics(view: FleetView, *, agents: frozenset[str] | None) -> dict[str, object]:
         threads.append(threading.current_thread())
         return {}
 
+    loop, answered = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    names = loop.run_in_executor(None, answered.wait, 20)  # a name service that does not answer
     monkeypatch.setattr(FleetView, "statistics", statistics)
     monkeypatch.setattr(handlers, "caller_of", lambda _: TEAM)
     store = SimpleNamespace(stale_reason=lambda: "")
@@ -57,3 +64,5 @@ async def test_scrape_sums_the_nodes_in_a_thread(monkeypatch: pytest.MonkeyPatch
     assert b"agentd_fleet_view_live 1.0" in response.body
     assert threads
     assert threading.main_thread() not in threads
+    assert not names.done()
+    answered.set()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agentd.core.slots import ONE, ResourceSlots
-from agentd.errors import InsufficientResource
+from agentd.errors import InsufficientResource, NodeUnavailable
 from agentd_fleet.placement.choice import (
     SAMPLE_SIZES,
     Candidate,
@@ -17,7 +17,7 @@ from agentd_fleet.placement.choice import (
     choose_candidates,
     classify_rejections,
 )
-from agentd_fleet.placement.refusals import NoNodeAvailable, refusal_error
+from agentd_fleet.placement.refusals import refusal_error
 from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus, Offer
 from fleet.view.test_fleet_view import GIB, fleet, gpu_node, node, slot
 
@@ -235,7 +235,5 @@ def test_nodes_with_unknown_agents_are_one_unnamed_class(status: NodeStatus, rea
     )
     for agents, nodes in ((None, ("hidden",)), (frozenset({"main"}), ())):
         refused = refusal_error(view, ResourceSlots(), Constraints(agents=agents), [])
-        assert isinstance(refused, NoNodeAvailable)
-        assert [(row.reason, row.count, row.nodes) for row in refused.classes] == [
-            (reason, 1, nodes)
-        ]
+        assert isinstance(refused, NodeUnavailable)
+        assert refused.content["classes"] == [{"reason": reason, "count": 1, "nodes": [*nodes]}]

@@ -1,11 +1,14 @@
 """A node that refuses a create leads to the next one, unless the request itself is refused."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from agentd.client.errors import error_from_problem
 from agentd.error_codes import ERROR_CODES, Scope
+from agentd_fleet.placement.attempts import PlacementUnknown, RouteTakenOver
 from agentd_fleet.placement.choice import PlacementPolicy
 from agentd_fleet.placement.placer import FAILED_FOR_S
 from agentd_fleet.store.route import KernelRoute
@@ -86,7 +89,7 @@ def test_refusal_of_the_request_is_asked_of_one_node(monkeypatch: Any, code: str
     run(1, story, monkeypatch)
 
 
-@pytest.mark.parametrize("code", ["InvalidRequest", "CommandNotFound"])
+@pytest.mark.parametrize("code", ["InvalidRequest", "CommandNotFound", "NotReady"])
 def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: str) -> None:
     async def story(fleet: Fleet) -> None:
         packed(fleet)
@@ -95,6 +98,7 @@ def test_request_that_one_node_refuses_runs_at_another(monkeypatch: Any, code: s
         fleet.nodes.failing["n2"] = code
         assert await fleet.one.create("k2") == (0, code)
         assert sorted(creates(fleet)) == ["n1", "n1", "n2", "n2"]
+        assert fleet.one.placer._failed_until == {}
         assert fleet.store.rows.keys() == {"k1"}
 
     run(1, story, monkeypatch)
@@ -116,12 +120,73 @@ def test_node_whose_answer_was_lost_comes_last(monkeypatch: Any) -> None:
     async def story(fleet: Fleet) -> None:
         packed(fleet)
         fleet.nodes.losing = 1.0
-        assert await fleet.one.create("k1") == (0, "NodeUnavailable")
+        assert await fleet.one.create("k1") == (0, "OutcomeUnknown")
         fleet.nodes.losing = 0.0
         assert await fleet.one.create("k2") == (201, "n2")
         assert fleet.store.rows.keys() == {"k1", "k2"}
 
     run(1, story, monkeypatch)
+
+
+AFTER_A_LOST_ANSWER = ("Draining", "NotReady", "StateUnavailable", "no space", "another gateway")
+
+
+@pytest.mark.parametrize("then", AFTER_A_LOST_ANSWER)
+def test_create_whose_answer_was_lost_stays_unknown(monkeypatch: Any, then: str) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        fleet.nodes.losing = 1.0
+        creating = asyncio.create_task(fleet.one.create("k1"))
+        await asyncio.sleep(0.2)
+        assert "k1" in fleet.nodes.kernels["n1"]
+        if then == "no space":
+            fleet.store.is_full = True
+        elif then == "another gateway":
+            fleet.store.rows["k1"] = (fleet.store.rows["k1"][0], 1000)
+        else:
+            fleet.nodes.losing, fleet.nodes.failing = 0.0, {"n1": then}
+        assert await creating == (0, "OutcomeUnknown")
+        assert fleet.nodes.kernels["n2"] == {}
+        fleet.store.is_full, fleet.nodes.losing, fleet.nodes.failing = False, 0.0, {}
+        assert await fleet.one.create("k1") == (200, "n1")
+
+    run(1, story, monkeypatch)
+
+
+REPEATED = {
+    "its node loses answers": lambda fleet: setattr(fleet.nodes, "losing", 1.0),
+    "its node was forgotten": lambda fleet: fleet.one.state.forget("n1"),
+    "its node starts": lambda fleet: fleet.nodes.failing.update(n1="NotReady"),
+    "its route cannot be written": lambda fleet: setattr(fleet.store, "is_full", True),
+}
+
+
+@pytest.mark.parametrize("is_placed", [True, False], ids=["placed", "placing"])
+@pytest.mark.parametrize("happens", REPEATED.values(), ids=REPEATED)
+def test_repeated_create_of_a_kernel_is_never_told_to_move(
+    monkeypatch: Any, happens: Callable[[Fleet], object], *, is_placed: bool
+) -> None:
+    async def story(fleet: Fleet) -> None:
+        packed(fleet)
+        if not is_placed:
+            monkeypatch.setattr(fleet.one.placer, "_confirm_soon", lambda _: None)
+        assert await fleet.one.create("k1") == (201, "n1")
+        await fleet.one.placer.close()
+        happens(fleet)
+        assert (await fleet.one.create("k1"))[1] in ("OutcomeUnknown", "n1")
+        assert fleet.nodes.kernels["n2"] == {}
+
+    run(1, story, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [PlacementUnknown, RouteTakenOver])
+def test_unknown_placement_says_so_to_clients_as_well(kind: type[PlacementUnknown]) -> None:
+    route = KernelRoute(kernel_id="k1", node_id="n1", agent_id="main", request_hash="h", owner="o")
+    lost = kind(route, "lost")
+    assert lost.facts() == {"kernel_id": "k1", "node_id": "n1"}
+    content = {"code": lost.code, "detail": str(lost), "status": 503, **lost.members()}
+    for error in (lost, error_from_problem(content)):
+        assert (error.scope, error.facts()["kernel_id"]) == (Scope.UNKNOWN, "k1")
 
 
 def test_image_that_no_node_can_pull_is_no_failed_node(monkeypatch: Any) -> None:
@@ -144,7 +209,7 @@ def test_suspended_gateway_is_no_failed_node(monkeypatch: Any) -> None:
             return revision
 
         monkeypatch.setattr(fleet.store, "put_route", put_route_slowly)
-        assert await fleet.one.create("k1") == (0, "NodeUnavailable")
+        assert await fleet.one.create("k1") == (0, "OutcomeUnknown")
         assert creates(fleet) == []
         assert fleet.one.placer._failed_until == {}
 

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroups, Hierarchy, find_cgroups
+from agentd.host.cgroups.hierarchies import (
+    MEMORY,
+    PIDS,
+    Cgroups,
+    Hierarchy,
+    find_cgroups,
+    find_existing_cgroups,
+)
 
 
 def v2(folder: Path, controllers: str) -> Path:
@@ -44,3 +51,16 @@ def test_on_v1_each_controller_has_a_hierarchy_of_its_own(tmp_path: Path) -> Non
         (tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True)
     # plain folders keep the probe's files, so they count as such that cannot be used
     assert find_cgroups(tmp_path) is None
+
+
+def test_existing_groups_are_read_and_have_no_limits_to_give(tmp_path: Path) -> None:
+    assert find_existing_cgroups(tmp_path) is None
+    folder = v2(tmp_path, "cpu io") / "sys/fs/cgroup/agentd-kernels"
+    (folder / "k1").mkdir()
+    (folder / "k1" / "cgroup.procs").write_text("7\n8\n")
+    existing = find_existing_cgroups(tmp_path)
+    assert existing is not None
+    assert (existing.is_writable, existing.controllers) == (False, frozenset())
+    assert existing.group("k1").members() == {7, 8}
+    existing.group("k1").kill()
+    assert existing.counters("k1").folders == {"": str(folder / "k1")}

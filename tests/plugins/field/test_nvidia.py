@@ -238,6 +238,18 @@ async def test_xid_without_recovery_report_waits_for_a_clear(
     assert await plugin.health() == sick(bbbb="Xid 48" + CLEAR, cccc="Xid 48")
 
 
+@pytest.mark.parametrize("code", [10, LOST, UNKNOWN])
+async def test_recovery_that_a_driver_fails_to_tell_once_is_the_last(
+    rig: NvidiaRig, plugin: OpenPlugin, code: int
+) -> None:
+    rig.say(*WELL)
+    await plugin.listing()
+    rig.say(gpu(0, recovery=-code), *WELL[1:], xid(79, 0, 1))
+    await plugin.until(is_sick(IDS[0]))
+    device, *_ = (await plugin.listing()).devices
+    assert (device.reason, device.needs_clear) == ("Xid 79", False)
+
+
 async def test_xid_of_a_gpu_that_was_lost_later_can_be_cleared(
     rig: NvidiaRig, plugin: OpenPlugin
 ) -> None:

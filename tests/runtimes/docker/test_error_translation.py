@@ -21,6 +21,8 @@ HOOK = "error running hook #0: fork/exec /usr/bin/nvidia-hook: no such file or d
 OCI = "failed to create task for container: failed to create shim task: OCI runtime create failed: "
 PROCESS = f"{OCI}runc create failed: unable to start container process: "
 INIT = f"{PROCESS}error during container init: "
+SOURCE = 'invalid mount config for type "bind": bind source path does not exist: '
+CPUSET = "/u/write /sys/fs/cgroup/x/cpuset.cpus"
 
 MEANINGS = {
     "no such command": (
@@ -34,6 +36,36 @@ MEANINGS = {
     "a command named as a port's trouble": (
         400, f'{PROCESS}exec: "port is already allocated": executable file not found in $PATH',
         127, CommandNotFound,
+    ),
+    "a command named as a hook": (
+        400, f'{PROCESS}exec: "webhook": executable file not found in $PATH', 127, CommandNotFound,
+    ),
+    "a path of a command named as a hook": (
+        400, f'{PROCESS}exec: "/opt/hook #1": stat /opt/hook #1: no such file or directory', 127,
+        CommandNotFound,
+    ),
+    "a command named as a hook, crun": (
+        500, "crun: executable file `webhook` not found in $PATH: No such file or directory", 127,
+        CommandNotFound,
+    ),
+    "a command named as a mount's trouble": (
+        400, f'{PROCESS}exec: "a \\" error mounting": executable file not found in $PATH', 127,
+        CommandNotFound,
+    ),
+    "a command named as a full disk": (
+        400, f'{PROCESS}exec: "no space left on device": executable file not found in $PATH', 127,
+        CommandNotFound,
+    ),
+    "a path of a command named as a full disk": (
+        400, f'{PROCESS}exec: "/x: no space left on device": stat /x: no space left on device: no',
+        127, CommandNotFound,
+    ),
+    "a command on a file system that fails": (
+        500, f'{PROCESS}exec: "/usr/nfs/run.sh": input/output error: unknown', 128, RuntimeFailure,
+    ),
+    "a command of another format named as a conflict": (
+        500, f'{PROCESS}exec: "./no such container": exec format error: unknown', 128,
+        RuntimeFailure,
     ),
     "a folder that cannot be entered": (
         500, f'{INIT}chdir to cwd ("/x") set in config.json failed: not a directory: unknown', 127,
@@ -91,6 +123,22 @@ MEANINGS = {
     "a device that fails": (
         500, 'adding custom device "/dev/nvidia0": input/output error', 0, RuntimeFailure,
     ),
+    "a cgroup without the requested cores": (
+        500, f"{INIT}error setting cgroup config: write cpuset.cpus: no space left on device", 0,
+        RuntimeFailure,
+    ),
+    "a mount named as cores": (
+        400, f"{SOURCE}/data/u/requested cpus are not available", 0, InvalidRequest,
+    ),
+    "a mount named as a cpuset": (
+        400, f"{SOURCE}/data/u/write /sys/fs/cgroup/x/cpuset.cpus", 0, InvalidRequest,
+    ),
+    "a mount named as a full disk": (
+        400, f"{SOURCE}/data/u: no space left on device", 0, InvalidRequest,
+    ),
+    "a mount named as a conflict": (
+        400, f"{SOURCE}/data/u/port is already allocated", 0, InvalidRequest,
+    ),
     "a hierarchy of cgroups that is full": (
         500, "mkdir /sys/fs/cgroup/memory/docker/x: no space left on device", 0, RuntimeFailure,
     ),
@@ -111,6 +159,14 @@ def test_engine_errors_are_attributed(
         assert str(error) == f"the Docker Engine: {message}"
     if meaning is StateUnavailable:
         assert str(error) == "the disk of the node's engine is full"
+
+
+@pytest.mark.parametrize("path", [CPUSET, "/u/x: no space left on device", "/u/marked for removal"])
+def test_mount_of_a_request_names_no_other_failure(path: str) -> None:
+    """As Podman says that a source is not there, with a path that ends like a message."""
+    made = plan("sleep", mounts=(Mount(path, "/home"),))
+    error = translate_error(DockerError(500, f"statfs {path}"), made)
+    assert type(error) is RuntimeFailure
 
 
 @pytest.mark.parametrize(

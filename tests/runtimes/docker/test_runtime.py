@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agentd.core.kernel.plan import KernelPlan, kernel_name
 from agentd.core.kernel.states import KernelRef
-from agentd.errors import RuntimeUnavailable
+from agentd.errors import CommandNotFound, RuntimeUnavailable
 from agentd.runtimes.docker.runtime import DockerRuntime
 from contracts.test_runtime import NODE, docker_settings, plan
 from support.engine import IMAGE, Engine
@@ -54,3 +54,11 @@ async def test_a_container_that_runs_is_not_discarded(runtime: DockerRuntime) ->
     await runtime.stop(created.ref, 0)
     assert await runtime.remove(created.ref, unless_alive=True)
     assert await runtime.remove(created.ref, unless_alive=True)
+
+
+@pytest.mark.parametrize("command", ["webhook", "/opt/hook #1", "no space left on device"])
+async def test_a_missing_command_is_one_whatever_its_name(
+    runtime: DockerRuntime, command: str
+) -> None:
+    with pytest.raises(CommandNotFound):
+        await runtime.create(plan(command), lambda _: None)

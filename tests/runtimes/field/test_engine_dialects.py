@@ -103,11 +103,15 @@ async def test_slow_info_is_named_and_its_answer_is_kept(
 async def test_failed_info_is_asked_for_again(
     field_node: Daemon, field_engine: EngineProxy
 ) -> None:
-    for _ in range(2):  # at the connection, and at the first create
-        field_engine.rule(dialects.INFO, field_engine.fail)
+    """Without a create, too: a scheduler sends none to a node that says this."""
+    field_engine.rule(dialects.INFO, field_engine.fail, always=True)
     await field_node.start()
     answer = await field_node.create()
     assert (answer.status, answer.json["code"]) == (503, "RuntimeUnavailable")
+    node = await until(lambda: field_node.get("/v1/node"), lambda node: node["runtime"]["reason"])
+    assert "GET /info" in node["runtime"]["reason"]
+    field_engine.clear()
+    await until(lambda: field_node.get("/v1/node"), lambda node: not node["runtime"]["reason"])
     await field_node.running()
 
 

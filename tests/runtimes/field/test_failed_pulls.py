@@ -153,6 +153,31 @@ OF_THE_MOMENT = {
         refused(f"{RESOLVE}failed to authorize: failed to fetch anonymous token: Get"
                 ' "https://auth.docker.io/token?scope=repository%3Ax%3Apull": EOF'), 10,
     ),
+    "a registry whose own disk is full": (
+        refused("error parsing HTTP 500 response body: invalid character 'w' looking for beginning"
+                ' of value: "write /r/\\"x\\": no space left on device"'), 10,
+    ),
+    "a registry that says that its disk is full": (
+        refused("unknown: no space left on device"), 10,
+    ),
+    "a registry that speaks as the engine's disk": (
+        refused("unknown: write /data/docker/tmp/GetImageBlob1: no space left on device"), 10,
+    ),
+    "a registry that speaks on a line of its own": (
+        refused("errors:\nunknown: x\nfailed to register layer: no space left on device\n"), 10,
+    ),
+    "a registry that speaks as a disk, containerd": (
+        detailed(f"{COPY}unexpected status code {BLOB}: 500 Internal Server Error"
+                 " - Server message: unknown: write /x: input/output error"), 10,
+    ),
+    "a registry that speaks as a disk, Podman": (
+        only_error(f"{PODMAN}reading manifest 1 in r.example/x: unknown: writing blob: write /x:"
+                   " no space left on device"), 10,
+    ),
+    "a file of a layer that is named as a full disk": (
+        streamed("failed to register layer: lsetxattr security.capability /x: no space left on"
+                 " device: operation not supported"), 10,
+    ),
     "words that nobody knows": (refused("the flux capacitor is empty"), 10),
     "no words": (detailed("", 0), 10),
     "a proxy's socket that is not permitted": (
@@ -246,6 +271,12 @@ OF_THE_NODE = {
     "a full disk, Podman": only_error(
         'writing blob: storing blob to file "/var/tmp/container_images_storage2999638705/2": write'
         " /var/tmp/container_images_storage2999638705/2: no space left on device"
+    ),
+    "a full disk while a file about cgroups is unpacked": streamed(
+        "failed to register layer: write /usr/include/linux/cgroupstats.h: no space left on device"
+    ),
+    "a full disk, of an image below dev": refused(
+        "pulling r.example/dev/train: write /data/docker/tmp/GetImageBlob1: no space left on device"
     ),
     "a quota": streamed("write /data/docker/tmp/GetImageBlob1: disk quota exceeded"),
     "a disk that became read-only": streamed(

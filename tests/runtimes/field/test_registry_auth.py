@@ -5,6 +5,7 @@ import json
 import os
 from base64 import b64encode
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import pytest
 from agentd.config.loading import load_text
 from agentd.daemon.runtime_factory import login_conditions
 from agentd.errors import RuntimeFailure, RuntimeUnavailable
-from agentd.host.lookups import Lookups
 from agentd.runtimes.docker import registry_auth
-from agentd.runtimes.docker.registry_auth import find_credentials, registry_auth_problems
+from agentd.runtimes.docker.registry_auth import (
+    MAX_HELPERS,
+    RegistryLogins,
+    registry_auth_problems,
+)
+from agentd.tomlfile.regular_files import RegularFile, read_regular
 from runtimes.field.conftest import ONE_GPU
 from support.daemon import Daemon
 from support.host_faults import hung_mount
@@ -34,7 +39,7 @@ async def find(folder: Path, content: Mapping[str, Any], image: str = IMAGE) -> 
     """Return the credentials that a pull of an image sends, without the registry's address."""
     file = folder / "config.json"
     file.write_text(json.dumps(content))
-    credentials = await find_credentials(image, file, Lookups())
+    credentials = await RegistryLogins(file).find(image)
     return credentials and {k: v for k, v in credentials.items() if k != "serveraddress"}
 
 
@@ -98,7 +103,7 @@ async def test_login_is_sent_with_a_host_and_no_address(
     """The containerd store compares it with the host that it pulls from."""
     file = folder / "config.json"
     file.write_text(json.dumps({"auths": {HOST: entry(), "docker.io": entry()}}))
-    credentials = await find_credentials(image, file, Lookups())
+    credentials = await RegistryLogins(file).find(image)
     assert credentials == {**LOGIN, "serveraddress": host}
 
 
@@ -165,6 +170,16 @@ async def test_helper_is_run_with_the_registry(
     assert ("AGENTD" in environment, "AGENTD_SEED" in os.environ) == (False, True)
 
 
+@pytest.mark.parametrize("login", [{"email": "a@b"}, {"auth": ""}, {"auth": None}, None, ""])
+async def test_entry_without_a_login_belongs_to_the_helper(programs: Path, login: Any) -> None:
+    """Docker itself leaves such entries beside its store."""
+    write_helper(programs, "vault", """echo '{"Username": "ada", "Secret": "se:cret"}'""")
+    content = {"auths": {f"https://{HOST}/v1/": login}, "credsStore": "vault"}
+    assert await find(programs, content) == LOGIN
+    assert [*registry_auth_problems("registry-auth", programs / "config.json")] == []
+    assert await find(programs, {**content, "credsStore": ""}) is None
+
+
 async def test_helper_s_token_is_sent_as_one(programs: Path) -> None:
     write_helper(programs, "vault", """echo '{"Username": "<token>", "Secret": "t"}'""")
     assert await find(programs, {"credsStore": "vault"}) == {"identitytoken": "t"}
@@ -218,6 +233,30 @@ async def test_cancelled_pull_ends_its_helper(programs: Path) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_pulls_of_one_registry_share_a_helper(programs: Path) -> None:
+    """A caller who may create decides how many pulls there are."""
+    answer = '{"Username": "ada", "Secret": "se:cret"}'
+    runs = programs / "runs"
+    wait = f"while [ ! -e {programs}/open ]; do sleep 0.02; done"
+    write_helper(programs, "vault", f"echo 1 >> {runs}; {wait}; echo '{answer}'; echo -1 >> {runs}")
+    (programs / "config.json").write_text('{"credsStore": "vault"}')
+    logins = RegistryLogins(programs / "config.json")
+    images = [f"{HOST}/team/x:{number}" for number in range(20)]
+    images += [f"r{number}.example/x:1" for number in range(20)]
+    pulls = [asyncio.create_task(logins.find(image)) for image in images]
+    async with asyncio.timeout(20):
+        while not runs.exists() or runs.read_text().count("1") < MAX_HELPERS:
+            await asyncio.sleep(0.02)
+        pulls[0].cancel()
+        (programs / "open").touch()
+        found = await asyncio.gather(*pulls, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert all(isinstance(login, dict) and login["username"] == "ada" for login in found[1:])
+    steps = [int(line) for line in runs.read_text().splitlines()]
+    assert steps.count(1) == 21
+    assert max(accumulate(steps)) == MAX_HELPERS
+
+
 @pytest.mark.parametrize("name", ["", None])
 async def test_registry_without_a_helper_has_the_file_s_login(programs: Path, name: Any) -> None:
     """So Docker is told to leave its store aside; a missing member can be null as well."""
@@ -242,7 +281,7 @@ async def test_helper_of_another_registry_is_not_checked(folder: Path) -> None:
 async def test_file_that_is_nested_too_deeply_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(RuntimeFailure, match="is nested too deeply"):
-        await find_credentials(IMAGE, folder / "config.json", Lookups())
+        await RegistryLogins(folder / "config.json").find(IMAGE)
 
 
 async def test_helper_leaves_nothing_behind(programs: Path) -> None:
@@ -283,6 +322,55 @@ async def test_helper_is_not_run_from_a_file_of_others(
     os.chown(programs / "config.json", owner or -1, -1)
     with pytest.raises(RuntimeFailure, match="other users can write to it"):
         await find(programs, {"credsStore": "vault"})
+
+
+TEAM, OTHER = 1001, 1002
+LINKS = {
+    "a link of root": ([("link", "file", 0)], 0, True),
+    "a link of a team to its own file": ([("link", "file", TEAM)], TEAM, True),
+    "a link of root to one of a team": ([("link", "a", 0), ("a", "file", TEAM)], TEAM, True),
+    "a link of a team to another's file": ([("link", "file", TEAM)], OTHER, False),
+    "a link of a team to root's file": ([("link", "file", TEAM)], 0, False),
+    "a link of root to one of another": ([("link", "a", 0), ("a", "file", OTHER)], TEAM, False),
+    "a folder that is a link of a team": ([("a", ".", TEAM), ("link", "a/file", 0)], 0, False),
+    "a link without an end": ([("link", "a", 0), ("a", "link", 0)], 0, False),
+}
+
+
+@pytest.mark.parametrize(("links", "owner", "is_used"), LINKS.values(), ids=LINKS)
+async def test_link_leads_to_nobody_else_s_logins(
+    folder: Path, links: list[tuple[str, str, int]], owner: int, *, is_used: bool
+) -> None:
+    """A team that may write to the folder of its file would use the login of another."""
+    require("root")
+    (folder / "file").write_text(json.dumps({"auths": {HOST: entry()}}))
+    os.chown(folder / "file", owner, -1)
+    for name, target, user in links:
+        (folder / name).symlink_to(target)
+        os.chown(folder / name, user, -1, follow_symlinks=False)
+    if is_used:
+        assert await RegistryLogins(folder / "link").find(IMAGE) is not None
+        return
+    with pytest.raises(RuntimeFailure, match=r"is a link of another user|levels of symbolic links"):
+        await RegistryLogins(folder / "link").find(IMAGE)
+
+
+async def test_file_that_is_replaced_while_it_is_read_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "config.json"
+    (folder / "other").write_text(json.dumps({"auths": {HOST: entry()}}))
+    file.symlink_to("other")
+
+    def read_and_replace(path: Path, walk: object) -> RegularFile:
+        content = read_regular(path)
+        file.unlink()
+        file.symlink_to("config.json")
+        return content
+
+    monkeypatch.setattr(registry_auth, "read_configured", read_and_replace)
+    with pytest.raises(RuntimeFailure, match="was replaced while it was read"):
+        await RegistryLogins(file).find(IMAGE)
 
 
 def test_check_names_every_entry_that_cannot_be_used(folder: Path) -> None:

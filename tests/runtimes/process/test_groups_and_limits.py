@@ -27,7 +27,8 @@ async def test_only_root_can_add_groups(folder: Path) -> None:
 async def test_default_limits_hold_where_a_request_says_nothing(runtime, folder) -> None:
     limits = {"nofile": {"soft": 512, "hard": 1024}, "core": 0}
     settings = ProcessSettings.model_validate({"default-ulimits": limits})
-    runtime.update_settings(settings, UserAccounts(find_account("nobody", "user")))
+    runtime.update_settings(settings)
+    runtime.update_accounts(UserAccounts(find_account("nobody")))
     options = {"ulimits": {"core": {"soft": 8192, "hard": 8192}}}
     await runtime.create(plan("sleep", "1000", options=options), lambda *_: None)
     found = read_limits(identity(folder)["pid"])
@@ -47,7 +48,8 @@ async def test_default_limit_that_does_not_work_is_the_node_s(
     # Linux compares nproc with what the user runs before this kernel, so something must run.
     await runtime.create(plan("sleep", "1000", kernel_id="k0"), lambda *_: None)
     settings = ProcessSettings.model_validate({"default-ulimits": {name: limit}})
-    runtime.update_settings(settings, UserAccounts(find_account("nobody", "user")))
+    runtime.update_settings(settings)
+    runtime.update_accounts(UserAccounts(find_account("nobody")))
     expected = rf"; runtime\.process\.default-ulimits\.{name}: {why}"
     with pytest.raises(RuntimeFailure, match=expected):
         await runtime.create(plan("sleep", "1000"), lambda *_: None)

@@ -88,7 +88,7 @@ async def test_a_group_lookup_that_blocks_holds_up_nothing(runtime, folder, monk
     while not asked.is_set():
         await asyncio.sleep(0.01)
     assert not creating.done()
-    with pytest.raises(RuntimeUnavailable, match="the group database does not answer"):
+    with pytest.raises(RuntimeUnavailable, match="the group database of devices does not answer"):
         await creating
     answered.set()
     assert await runtime.find(K1) is None

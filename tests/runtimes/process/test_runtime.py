@@ -235,7 +235,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", fails)
-    runtime.update_settings(runtime._settings, UserAccounts())
+    runtime.update_accounts(UserAccounts())
     assert await runtime.validate_spec(plan("true").spec) == []
     me = str(os.geteuid())
     assert await runtime.validate_spec(plan("true", user=me).spec) == []
@@ -249,7 +249,7 @@ async def test_daemon_without_a_name_runs_kernels(runtime, monkeypatch) -> None:
         ("subprocess.run", OSError(errno.EAGAIN, ""), "shim: Resource temporarily"),
         ("subprocess.run", OSError(errno.ENOMEM, ""), "shim: Cannot allocate memory"),
         (
-            "agentd.runtimes.process.runtime.spawn_shim",
+            "threading.Thread.start",
             RuntimeError("can't start new thread"),
             "can't start new thread",
         ),

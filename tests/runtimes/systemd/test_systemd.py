@@ -27,7 +27,7 @@ from agentd.core.kernel.plan import (
 )
 from agentd.core.kernel.states import Kernel, KernelSpec, KernelState, ObservedState
 from agentd.core.kernel.usage import Usage
-from agentd.errors import InvalidRequest, RuntimeFailure
+from agentd.errors import InvalidRequest, NotReady, RuntimeFailure, RuntimeUnavailable
 from agentd.host.systemd.availability import parse_version, systemd_problems
 from agentd.host.systemd.dbus import SystemdManager
 from agentd.host.systemd.unit_paths import UNIT_PATH, unit_exists, unit_of_path
@@ -47,6 +47,7 @@ from agentd.runtimes.systemd.unit_bundle import (
     DROP_IN,
     UnitBundle,
     UnitEnd,
+    UnitIdentity,
     quote_value,
     static_busybox,
 )
@@ -251,6 +252,30 @@ def test_bundle_that_others_can_write_is_no_absent_one(tmp_path: Path, mode: int
     assert observer._observe_missing_unit("k1", bundle) is None
 
 
+@pytest.mark.parametrize(
+    ("boot", "end", "reason"),
+    [
+        ("before", UnitEnd("signal", "killed", "TERM", 7.25, ""), "the node restarted"),
+        ("before", UnitEnd("timeout", "killed", "KILL", 7.25, "unknown"), "the node restarted"),
+        ("before", UnitEnd("signal", "killed", "TERM", 7.25, "running"), ""),
+        ("before", UnitEnd("exit-code", "exited", "4", 7.25, ""), ""),
+        ("boot", UnitEnd("signal", "killed", "TERM", 7.25, ""), ""),
+    ],
+    ids=["no-answer", "manager-gone", "by-hand", "by-itself", "same-boot"],
+)
+def test_a_power_off_whose_manager_did_not_answer_is_one(
+    tmp_path: Path, boot: str, end: UnitEnd, reason: str
+) -> None:
+    observer = UnitObserver(tmp_path, "n", "boot", SystemdManager(is_user=True))
+    bundle = observer.bundle("k1")
+    bundle.create(OWN, {})
+    bundle.save_identity(UnitIdentity("0" * 32, boot, 1.0))
+    bundle.save_end(end)
+    kernel = observer._observe_missing_unit("k1", bundle)
+    assert kernel is not None
+    assert (kernel.ending.reason, kernel.ending.finished_at) == (reason, 7.25)
+
+
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t\"\\$`'")))
 def test_values_of_variables_survive_their_file(value: str) -> None:
     """As a shell reads double quotes, which systemd.exec(5) says are read alike."""
@@ -314,6 +339,26 @@ async def test_limit_that_cannot_be_set_names_its_setting(
     error = await runtime._start_error(made, "unit", "failed")
     assert isinstance(error, InvalidRequest) is expected.startswith("ulimits:")
     assert re.search(expected, str(error))
+
+
+async def test_user_that_systemd_does_not_find_is_for_a_moment(tmp_path: Path) -> None:
+    """agentd found it, and the name service is down since."""
+    accounts = UserAccounts(UserAccount("team-ldap", 1000, 1000, ()))
+    runtime = SystemdRuntime(tmp_path, "n", "b", SystemdSettings(), accounts)
+    seen = {"Result": "exit-code", "ExecMainStatus": 217}
+    runtime._manager = Mock(get_properties=AsyncMock(return_value=seen))
+    error = await runtime._start_error(plan("true"), "unit", "failed")
+    assert isinstance(error, NotReady)
+    assert "status 217" in str(error)
+
+
+async def test_start_that_takes_too_long_is_for_a_moment(tmp_path: Path) -> None:
+    """The command, or its directory, is on a dead mount."""
+    runtime = SystemdRuntime(tmp_path, "n", "b", SystemdSettings(), UserAccounts())
+    seen = {"Result": "timeout", "ExecMainStatus": 0}
+    runtime._manager = Mock(get_properties=AsyncMock(return_value=seen))
+    error = await runtime._start_error(plan("true"), "unit", "failed")
+    assert isinstance(error, RuntimeUnavailable)
 
 
 def test_a_user_s_unit_has_only_what_a_user_s_manager_can_do() -> None:

@@ -329,6 +329,18 @@ async def test_a_reboot_ends_what_does_not_survive_it(rig: Rig) -> None:
     assert reasons(again) == [EndReason.REBOOT]
 
 
+async def test_another_boot_id_ends_no_claim_of_a_live_process(rig: Rig) -> None:
+    await rig.claims.create(spec("c1", holder=PROCESS))
+    again = Rig(rig.memory)
+    again.holders.ended = rig.holders.ended
+    again.claims._boot_id = "boot-2"
+    again.recall()
+    assert ([*rig.memory.claims], again.free_gpus) == (["c1"], 1)
+    again.holders.ended[PROCESS]()
+    assert ([*rig.memory.claims], again.free_gpus) == ([], 2)
+    assert reasons(again) == [EndReason.PROCESS]
+
+
 async def test_an_unreadable_record_withholds_every_device(rig: Rig) -> None:
     rig.memory.claims["c1"] = "{"
     rig.recall()

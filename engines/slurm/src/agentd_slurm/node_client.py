@@ -123,16 +123,10 @@ class NodeClient:
         The lock is a byte of a file beside agentd's socket, which ends with the process.
         """
         path = Path(self._socket).with_name("slurm.lock")
-        with _open_lock(path) as descriptor:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, job_id)
             yield
-
-
-@contextmanager
-def _open_lock(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        with suppress(OSError):
-            os.close(descriptor)
+        finally:
+            with suppress(OSError):
+                os.close(descriptor)

@@ -25,23 +25,17 @@ _PROGRAM = "slurmstepd"
 
 
 class NodeProcesses(NamedTuple):
-    """The jobs that have processes in a cgroup, and those that have a slurmstepd.
+    """The jobs that have a process in a cgroup, or a slurmstepd.
 
     `has_unnamed` says that a slurmstepd does not show its job yet: it may be any.
     """
 
-    in_cgroup: frozenset[int]
-    stepds: frozenset[int]
+    jobs: frozenset[int]
     has_unnamed: bool = False
-
-    @property
-    def jobs(self) -> frozenset[int]:
-        """The jobs that have a process or a slurmstepd here for certain."""
-        return self.in_cgroup | self.stepds
 
     def may_have(self, job_id: int) -> bool:
         """Return whether the job may have a process or a slurmstepd here."""
-        return self.has_unnamed or job_id in self.in_cgroup or job_id in self.stepds
+        return self.has_unnamed or job_id in self.jobs
 
 
 def jobs_in_cgroup(lines: Iterable[str], node: str) -> frozenset[int]:
@@ -60,26 +54,25 @@ def find_processes(node: str, proc: Path = Path("/proc")) -> NodeProcesses:
     Raises:
         OSError: a process could be neither read nor found to be gone.
     """
-    in_cgroup: set[int] = set()
-    stepds: set[int] = set()
+    jobs: set[int] = set()
     has_unnamed = False
     for folder in proc.iterdir():
         if not folder.name.isdecimal():
             continue
         try:
             cgroups = read_lines(folder / "cgroup")
-            jobs = jobs_in_cgroup(cgroups, node)
-            if not jobs and any(
+            own_jobs = jobs_in_cgroup(cgroups, node)
+            if not own_jobs and any(
                 _NODE_CGROUP.search(c) or _JOBLESS_CGROUP.search(c) for c in cgroups
             ):
                 continue
-            in_cgroup |= jobs
+            jobs |= own_jobs
             if read_lines(folder / "comm") == [_PROGRAM]:
                 title = "\n".join(read_lines(folder / "cmdline"))
                 if match := _STEPD.match(title):
-                    stepds.add(int(match[1]))
+                    jobs.add(int(match[1]))
                 elif title:
                     has_unnamed = True
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return NodeProcesses(frozenset(in_cgroup), frozenset(stepds), has_unnamed)
+    return NodeProcesses(frozenset(jobs), has_unnamed)

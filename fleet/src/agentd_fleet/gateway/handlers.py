@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import structlog
 from aiohttp import web
 
+from agentd.concurrency import start_pool
 from agentd.core.access import Caller, Right, roles_with
 from agentd.errors import (
     AgentdError,
@@ -49,6 +53,7 @@ from agentd_fleet.placement.requests import FleetKernelRequest, to_placement_req
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
 log = structlog.get_logger()
+_T = TypeVar("_T")
 
 REVISION_HEADER = "Fleet-Revision"
 
@@ -65,6 +70,8 @@ class Gateway(Site):
         self._lists = FleetLists(self._kernels, backend.state)
         self._events = EventLog()
         self._counts = GatewayCounts()
+        self._threads = start_pool(2)
+        """Not the event loop's, whose threads may all wait for the name service."""
 
     async def wait_open(self, patience_s: float) -> None:
         """Return at once; each route reports itself what is not known yet."""
@@ -131,7 +138,7 @@ class Gateway(Site):
         """Show capacity, allocated and free of every slot, for the fleet and each node."""
         caller, view = caller_of(request), self._state.view
         query = query_of(request, StatsQuery)
-        content = await asyncio.to_thread(self._lists.stats, view, caller, query)
+        content = await self.compute(partial(self._lists.stats, view, caller, query))
         return self._revision_answer(content, view.revision)
 
     async def list_devices(self, request: web.Request) -> web.Response:
@@ -219,7 +226,7 @@ class Gateway(Site):
         location = await self._locate(request)
         query = {k: v for k, v in request.query.items() if k != "node"}
         path = kernel_path(request.match_info["kernel"], "logs", query=query)
-        with self._streams.register(request):
+        with self.streams.register(request):
             return await proxy_request(self._nodes, location.node, request, path)
 
     async def get_use(self, request: web.Request) -> web.Response:
@@ -229,7 +236,7 @@ class Gateway(Site):
     async def exec_kernel(self, request: web.Request) -> web.StreamResponse:
         """Run a command in a kernel, over a WebSocket."""
         location = await self._locate(request)
-        with self._streams.register(request, may_pause=True):
+        with self.streams.register(request, may_pause=True):
             path = kernel_path(request.match_info["kernel"], "exec")
             return await proxy_websocket(self._nodes, location.node, request, path)
 
@@ -245,7 +252,7 @@ class Gateway(Site):
         path = request.rel_url.raw_path_qs.split("/", 4)[4]
         is_socket = "Upgrade" in request.headers
         proxy = proxy_websocket if is_socket else proxy_request
-        with self._streams.register(request, may_pause=is_socket):
+        with self.streams.register(request, may_pause=is_socket):
             return await proxy(self._nodes, node, request, f"/v1/{path}")
 
     async def get_metrics(self, request: web.Request) -> web.Response:
@@ -253,8 +260,12 @@ class Gateway(Site):
         caller, view = caller_of(request), self._state.view
         is_live = not self._store.stale_reason()
         metrics = fleet_metrics(view, caller, self._counts, is_live=is_live)
-        text = await asyncio.to_thread(render_exposition, metrics)
+        text = await self.compute(partial(render_exposition, metrics))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def compute(self, function: Callable[[], _T]) -> _T:
+        """Return the result of a function, which runs beside the event loop and always ends."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     def _revision_answer(self, content: object, revision: int) -> web.Response:
         headers = {REVISION_HEADER: str(revision)}

@@ -29,6 +29,7 @@ from agentd.errors import AgentdError, DaemonFailed
 from agentd.program.background import Background
 from agentd.program.boot_id import boot_id
 from agentd.program.exit_status import exit_refused
+from agentd.program.process import prepare_daemon
 from agentd.program.sd_notify import Notifier
 from agentd.program.weaknesses import Weakness, Weaknesses
 from agentd_fleet.nodes.reader import MAX_ANSWER, NodeReader
@@ -293,12 +294,13 @@ async def publish(options: JoinOptions) -> None:
 def main() -> None:
     """Publish with the options that the descriptor of the first argument has."""
     stderr.guard()
+    prepare_daemon()
     logs.configure()
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         options = msgspec.json.decode(file.read(), type=JoinOptions)
     try:
         asyncio.run(publish(options))
-    except DaemonFailed as error:
+    except AgentdError as error:
         exit_refused("agentd-fleet", error)
 
 

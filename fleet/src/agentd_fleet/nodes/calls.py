@@ -8,7 +8,6 @@ import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -83,12 +82,7 @@ class Nodes:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for session in self._sessions.values():
             await session.close()
         self._sessions = {}

@@ -12,7 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from agentd.core.access import Caller
-from agentd.errors import NodeUnavailable
+from agentd.error_codes import Scope
+from agentd.errors import AgentdError, OutcomeUnknown
 from agentd_fleet.nodes.calls import (
     CREATE_TIMEOUT_S,
     NodeAnswer,
@@ -22,6 +23,7 @@ from agentd_fleet.nodes.calls import (
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.requests import PlacementRequest
 from agentd_fleet.store.route import KernelRoute, StoredRoute
+from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
 
 
@@ -45,22 +47,15 @@ class PlacementTimeouts(msgspec.Struct, frozen=True):
     """
 
 
-class AttemptResult(msgspec.Struct, frozen=True):
-    """A node's answer, the current route, and whether the node was called only once."""
-
-    answer: NodeAnswer
-    stored: StoredRoute
-    is_certain: bool
-
-
-class PlacementUnknown(NodeUnavailable):
+class PlacementUnknown(OutcomeUnknown):
     """It is unknown whether a node has a kernel; repeating the request resolves it."""
 
-    def __init__(self, kernel_id: str, node_id: str, reason: str) -> None:
-        self.kernel_id, self.node_id = kernel_id, node_id
+    def __init__(self, route: KernelRoute, reason: object) -> None:
+        self.node_id = route.node_id
         super().__init__(
-            f"unknown whether kernel {kernel_id} was created ({reason}); retry with this"
-            " kernel_id, or inspect the node once it is available"
+            f"unknown whether kernel {route.kernel_id} was created ({reason}); retry with this"
+            " kernel_id, or inspect the node once it is available",
+            route.kernel_id,
         )
 
     def facts(self) -> dict[str, object]:
@@ -71,6 +66,27 @@ class RouteTakenOver(PlacementUnknown):
     """Another gateway has taken over a kernel id, or may have: no failure of the node."""
 
 
+def repeated_refusal(answer: NodeAnswer, route: KernelRoute) -> AgentdError:
+    """Return a node's refusal after an earlier call for the kernel.
+
+    One of the moment proves nothing: a node that starts or stops does not look for the kernel.
+    """
+    error = answer.error()
+    return PlacementUnknown(route, error) if error.scope is Scope.MOMENT else error
+
+
+def node_of_route(state: FleetState, route: KernelRoute) -> FleetNode:
+    """Return the node of a route.
+
+    Raises:
+        NodeNotCalled: the node has not reported to this gateway.
+    """
+    node = state.node(route.node_id)
+    if node is None or not node.url:
+        raise NodeNotCalled(f"node {route.node_id} has not reported to this gateway")
+    return node
+
+
 class AttemptRunner:
     """Calls nodes for kernels, each under its route."""
 
@@ -78,54 +94,58 @@ class AttemptRunner:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._timeouts = timeouts
 
-    def node_of_route(self, route: KernelRoute) -> FleetNode:
-        """Return the node of a route.
-
-        Raises:
-            PlacementUnknown: the node is unknown.
-        """
-        node = self._state.node(route.node_id)
-        if node is None or not node.url:
-            raise PlacementUnknown(
-                route.kernel_id, route.node_id, f"node {route.node_id} is unavailable"
-            )
-        return node
-
     async def run(
         self, caller: Caller, request: PlacementRequest, stored: StoredRoute, began_at: float
-    ) -> AttemptResult:
-        """Call a node for a kernel until it answers.
+    ) -> tuple[NodeAnswer, StoredRoute]:
+        """Call a node for a kernel until it answers; return the answer and the current route.
 
         Before each repetition the route is written again: a gateway that resolved it meanwhile, or
         took it over, must not miss the call. `began_at` is when the route was about to be written.
 
         Raises:
             NodeNotCalled: the node cannot be called and was not called.
-            PlacementUnknown: the node was called and does not answer.
+            PlacementUnknown: the node was called and does not answer, or the store does not.
+            AgentdError: the node was called before, and refuses now.
             RouteTakenOver: another gateway works on it, or may do so: this one was suspended.
         """
         route, deadline = stored.route, boottime_s() + self._timeouts.retry_for_s
-        node, is_certain = self.node_of_route(route), True
+        node, is_certain = node_of_route(self._state, route), True
         while True:
             if boottime_s() - began_at > self._timeouts.send_within_s:
-                raise RouteTakenOver(route.kernel_id, route.node_id, "this gateway was suspended")
+                raise RouteTakenOver(route, "this gateway was suspended")
             try:
                 answer = await self._call_node(caller, request, route, node)
-                return AttemptResult(answer, stored, is_certain=is_certain)
             except NodeNotCalled as error:
                 if is_certain:
                     raise
                 reason = str(error)
             except NodeAnswerLost as error:
                 is_certain, reason = False, str(error)
+            else:
+                if answer.is_error and not is_certain:
+                    raise repeated_refusal(answer, route)
+                return answer, stored
             if boottime_s() > deadline:
-                raise PlacementUnknown(route.kernel_id, route.node_id, reason)
+                raise PlacementUnknown(route, reason)
             await asyncio.sleep(self._timeouts.retry_pause_s)
-            own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
+            began_at = boottime_s()
+            stored = await self.renew(stored)
+
+    async def renew(self, stored: StoredRoute) -> StoredRoute:
+        """Write a route again, before another call under it.
+
+        Raises:
+            PlacementUnknown: the store does not answer.
+            RouteTakenOver: another gateway works on it.
+        """
+        own_route = replace(stored.route, owner=secrets.token_hex(8))
+        try:
             revision = await self._store.put_route(own_route, stored.revision)
-            if revision is None:
-                raise RouteTakenOver(route.kernel_id, route.node_id, "another gateway works on it")
-            stored = StoredRoute(own_route, revision)
+        except AgentdError as error:
+            raise PlacementUnknown(own_route, error) from error
+        if revision is None:
+            raise RouteTakenOver(own_route, "another gateway works on it")
+        return StoredRoute(own_route, revision)
 
     async def _call_node(
         self, caller: Caller, request: PlacementRequest, route: KernelRoute, node: FleetNode

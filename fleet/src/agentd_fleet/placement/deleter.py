@@ -17,6 +17,7 @@ from agentd.core.access import Caller
 from agentd.core.names import NAME
 from agentd.errors import NodeUnavailable
 from agentd_fleet.nodes.calls import CREATE_TIMEOUT_S, NodeAnswer
+from agentd_fleet.placement.attempts import node_of_route
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.kernels import FleetKernels, kernel_path, unknown_kernel_error
 from agentd_fleet.placement.placer import Placer
@@ -52,7 +53,7 @@ class Deleter:
     """Deletes kernels of any node."""
 
     def __init__(self, backend: FleetBackend, placer: Placer, kernels: FleetKernels) -> None:
-        self._store, self._nodes = backend.store, backend.nodes
+        self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
         self._kernels = kernels
 
@@ -141,7 +142,7 @@ class Deleter:
         A kernel that is being placed is looked up first: if its node has none, a request for it may
         be in progress, and the sweep resolves that.
         """
-        node = self._kernels.node_of_route(stored.route)
+        node = node_of_route(self._state, stored.route)
         taken = await self._take_over(stored, stored.route.progress)
         if taken is not None and taken.route.progress is RouteProgress.PLACING:
             kernel = kernel_path(taken.route.kernel_id)

@@ -25,6 +25,7 @@ from agentd_fleet.nodes.calls import (
     CREATE_TIMEOUT_S,
     NodeAnswer,
 )
+from agentd_fleet.placement.attempts import node_of_route
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.placer import Placer
 from agentd_fleet.store.route import KernelRoute, RouteProgress, StoredRoute, StoreUnavailable
@@ -59,17 +60,6 @@ class FleetKernels:
         self._store, self._state, self._nodes = backend.store, backend.state, backend.nodes
         self._placer = placer
 
-    def node_of_route(self, route: KernelRoute) -> FleetNode:
-        """Return the node of a route.
-
-        Raises:
-            NodeUnavailable: the node has not reported to this gateway yet.
-        """
-        node = self._state.node(route.node_id)
-        if node is None:
-            raise NodeUnavailable(f"node {route.node_id} has not reported to this gateway")
-        return node
-
     def visible_node(self, caller: Caller, node_id: str) -> FleetNode:
         """Return a node with an agent that the caller sees.
 
@@ -103,10 +93,10 @@ class FleetKernels:
         if node_id is not None:
             if stored is None or stored.route.node_id != node_id:
                 return KernelLocation(self.visible_node(caller, node_id), None)
-            return KernelLocation(self.node_of_route(stored.route), stored)
+            return KernelLocation(node_of_route(self._state, stored.route), stored)
         if stored is None:
             raise unknown_kernel_error(kernel_id)
-        return KernelLocation(self.node_of_route(stored.route), stored)
+        return KernelLocation(node_of_route(self._state, stored.route), stored)
 
     async def call(
         self,

@@ -35,9 +35,12 @@ from agentd_fleet.nodes.calls import GATEWAY, NodeAnswer, NodeNotCalled
 from agentd_fleet.placement.attempts import (
     AttemptRunner,
     PlacementTimeouts,
+    PlacementUnknown,
     RouteTakenOver,
     boottime_s,
     creates_path,
+    node_of_route,
+    repeated_refusal,
 )
 from agentd_fleet.placement.backend import FleetBackend
 from agentd_fleet.placement.choice import Candidate, PlacementPolicy, choose_candidates, read
@@ -169,7 +172,8 @@ class Placer:
         until = boottime_s() + FAILED_FOR_S
         others = RouteTakenOver if is_placed else (RouteTakenOver, ImageUnavailable)
         for node_id, error in refusals:
-            if isinstance(error, Unavailable) and not isinstance(error, others):
+            is_local = error.scope is Scope.NODE  # a group that the host lacks, of one agent
+            if isinstance(error, Unavailable) and not is_local and not isinstance(error, others):
                 self._failed_until[node_id] = until
 
     async def _place(
@@ -195,30 +199,26 @@ class Placer:
             )
             written = await self._store.put_route(route, revision)
             if written is None:  # another gateway got the same request
-                reason = "another gateway works on it"
-                raise RouteTakenOver(request.kernel_id, candidate.node_id, reason)
+                raise RouteTakenOver(route, "another gateway works on it")
             revision = written
             self._state.debit(*candidate, requested)
+            error: AgentdError
             try:
-                result = await self._attempts.run(
+                answer, stored = await self._attempts.run(
                     caller, request, StoredRoute(route, revision), began
                 )
-            except NodeUnavailable as unavailable:
-                self._note_refusals([(candidate.node_id, unavailable)])
-                if not isinstance(unavailable, NodeNotCalled):
-                    raise
-                error: AgentdError = unavailable
-            else:
-                if not result.answer.is_error:
-                    self._confirm_soon(result.stored)
+                if not answer.is_error:
+                    self._confirm_soon(stored)
                     self._note_refusals(refused, is_placed=True)
-                    return PlacedKernel(result.answer, *candidate)
-                error = result.answer.error()
-                self._note_refusals([(candidate.node_id, error)])
-                if not result.is_certain or error.scope is Scope.UNKNOWN:
-                    raise error
-            self._state.undebit(candidate.node_id)
+                    return PlacedKernel(answer, *candidate)
+                error, is_certain = answer.error(), True
+            except AgentdError as raised:
+                error, is_certain = raised, isinstance(raised, NodeNotCalled)
             refused.append((candidate.node_id, error))
+            self._note_refusals(refused[-1:])
+            if not is_certain or error.scope is Scope.UNKNOWN:
+                raise error
+            self._state.undebit(candidate.node_id)
             if error.scope is Scope.REQUEST:
                 await self._store.delete_route(request.kernel_id, revision)
                 raise error
@@ -242,10 +242,11 @@ class Placer:
         node_id, error = refused[-1]
         if len(refused) == 1 and candidates:
             answers = await self._request_decisions(caller, request, candidates)
-            refused += _refusals(candidates, answers)
+            refusals = _refusals(candidates, answers)
+            self._note_refusals(refusals)
+            refused += refusals
             looked = zip(candidates, answers, strict=True)
             candidates = deque(c for c, a in looked if isinstance(a, NodeAnswer) and not a.is_error)
-        self._note_refusals(refused)
         if isinstance(error, InsufficientResource):
             return candidates
         return deque(sorted(candidates, key=lambda candidate: candidate.node_id == node_id))
@@ -278,32 +279,45 @@ class Placer:
 
         Raises:
             KernelConflict: the id belongs to another request.
-            AgentdError: the node refused it, or does not answer.
+            PlacementUnknown: the node, or the store, does not answer.
+            AgentdError: the node refused it.
         """
         route = stored.route
         if reason := _conflict_reason(caller, request, route):
             if await self._free_if_missing(stored):
                 return None
             raise KernelConflict(reason)
+        try:
+            answer = await self._repeat_call(caller, request, stored)
+        except (NodeUnavailable, StoreUnavailable) as error:
+            raise PlacementUnknown(route, error) from None
+        if answer is None:
+            return None
+        if answer.is_error:
+            raise repeated_refusal(answer, route)
+        status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
+        return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)
+
+    async def _repeat_call(
+        self, caller: Caller, request: PlacementRequest, stored: StoredRoute
+    ) -> NodeAnswer | None:
+        """Return what the node of a route answers now; None if the route has changed."""
+        route = stored.route
         if route.progress is RouteProgress.PLACED:
-            node = self._attempts.node_of_route(route)
+            node = node_of_route(self._state, route)
             answer = await self._nodes.call(node, caller, "GET", f"/v1/kernels/{route.kernel_id}")
             if answer.is_unknown_kernel:
                 await self._store.delete_route(route.kernel_id, stored.revision)
                 return None
-            return _placed_or_raise(answer, route)
+            return answer
         if not await self._wait_unchanged(stored):
             return None
-        own_route, began_at = replace(route, owner=secrets.token_hex(8)), boottime_s()
-        revision = await self._store.put_route(own_route, stored.revision)
-        if revision is None:
-            return None
-        result = await self._attempts.run(
-            caller, request, StoredRoute(own_route, revision), began_at
-        )
-        if not result.answer.is_error:
-            self._confirm_soon(result.stored)
-        return _placed_or_raise(result.answer, route)
+        began_at = boottime_s()
+        stored = await self._attempts.renew(stored)
+        answer, stored = await self._attempts.run(caller, request, stored, began_at)
+        if not answer.is_error:
+            self._confirm_soon(stored)
+        return answer
 
     async def _wait_unchanged(self, stored: StoredRoute) -> bool:
         """Wait until a route's owner may count as dead; False if the route has changed."""
@@ -403,10 +417,3 @@ def _conflict_reason(caller: Caller, request: PlacementRequest, route: KernelRou
     if route.request_hash != request.request_hash:
         return f"kernel {route.kernel_id} exists on node {route.node_id} with another request"
     return ""
-
-
-def _placed_or_raise(answer: NodeAnswer, route: KernelRoute) -> PlacedKernel:
-    if answer.is_error:
-        raise answer.error()
-    status = HTTPStatus.OK if answer.status == HTTPStatus.CREATED else answer.status
-    return PlacedKernel(replace(answer, status=status), route.node_id, route.agent_id)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from agentd.core.slots import ResourceSlots, format_amount, readable_amount
+from agentd.error_codes import Scope
 from agentd.errors import (
     AgentdError,
     Draining,
@@ -27,59 +28,17 @@ from agentd_fleet.placement.choice import (
     RejectionClass,
     classify_rejections,
 )
-from agentd_fleet.view.fleet_view import FleetView
+from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
-TEMPORARY_REASONS = frozenset(
-    {"lost", "daemon-down", NEWER_SCHEMA, "said NodeUnavailable", "said NotReady", "said Draining"}
-)
-"""Temporary classes, which say nothing about the fleet's resources."""
-_OF_THE_VIEW = (
-    *(InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice),
-    *(NodeUnavailable, NotReady, Draining),
-)
+_UNREPORTED = frozenset({NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA})
+"""Classes of the view that say nothing about the fleet's resources."""
+_RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
+_ABSENT = (NodeUnavailable, NotReady, Draining)
 """Refusals for reasons that are classes of the view as well."""
-
-
-class NoNodeAvailable(NodeUnavailable):
-    """No suitable node answers."""
-
-    def __init__(self, classes: Sequence[RejectionClass]) -> None:
-        self.classes = tuple(classes)
-        super().__init__(f"no suitable node answers: {_classes_text(classes)}")
-
-    def facts(self) -> Mapping[str, object]:
-        return {"classes": _class_views(self.classes)}
-
-
-class FleetInsufficient(InsufficientResource):
-    """No agent of the fleet can serve the request now; `classes` has reasons and counts."""
-
-    def __init__(
-        self,
-        slot: str,
-        requested: str,
-        free: str,
-        classes: Sequence[RejectionClass],
-        explain: object,
-        *,
-        readable: str = "",
-    ) -> None:
-        """Create the error; `readable` is the requested amount for people."""
-        rows = explain if isinstance(explain, (list, tuple)) else ()
-        amounts = f"requested {readable or requested}; {_classes_text(classes)}"
-        super().__init__(slot, requested, free, rows, amounts=amounts)
-        self.classes = tuple(classes)
-
-    def facts(self) -> Mapping[str, object]:
-        return {**super().facts(), "classes": _class_views(self.classes)}
 
 
 def _classes_text(classes: Sequence[RejectionClass]) -> str:
     return ", ".join(f"{row.count} {row.reason}" for row in classes)
-
-
-def _class_views(classes: Sequence[RejectionClass]) -> list[dict[str, object]]:
-    return [{"reason": row.reason, "count": row.count, "nodes": list(row.nodes)} for row in classes]
 
 
 def refusal_error(
@@ -96,33 +55,42 @@ def refusal_error(
     if called:
         remaining = (constraints.nodes or view.nodes.keys()) - called
         others = replace(constraints, nodes=frozenset(remaining))
-    classes = [*_called_classes(refused), *classify_rejections(view, requested, others)]
+    unasked = classify_rejections(view, requested, others)
+    classes = [*_called_classes(refused), *unasked]
     if not classes:
         return _unknown_target_error(view, constraints)
-    own_errors = [error for _, error in refused if not isinstance(error, _OF_THE_VIEW)]
-    if own_errors:
+    errors = [error for _, error in refused if not _is_absence(error)]
+    if own_errors := [error for error in errors if not isinstance(error, _RESOURCES)]:
         error = min(own_errors, key=lambda error: not isinstance(error, Unavailable))
+        if sum(row.count for row in classes) > 1:
+            error.args = (f"{error} ({_classes_text(classes)})",)
         return _with_classes(error, classes)
-    if {row.reason for row in classes} <= TEMPORARY_REASONS:
-        return NoNodeAvailable(classes)
+    if not errors and {row.reason for row in unasked} <= _UNREPORTED:
+        reason = f"no suitable node answers: {_classes_text(classes)}"
+        return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind
-    explain = next((getattr(e, "explain", ()) for _, e in reversed(refused)), ())
-    return FleetInsufficient(
+    explain = next((e.explain for e in reversed(errors) if isinstance(e, InsufficientResource)), ())
+    requested_text = readable_amount(requested[slot], kind)
+    insufficient = InsufficientResource(
         slot,
         format_amount(requested[slot], kind),
         format_amount(free, kind),
-        classes,
         explain,
-        readable=readable_amount(requested[slot], kind),
+        amounts=f"requested {requested_text}; {_classes_text(classes)}",
     )
+    return _with_classes(insufficient, classes)
+
+
+def _is_absence(error: AgentdError) -> bool:
+    """Return whether a node cannot answer now, rather than lacking something of its host."""
+    return isinstance(error, _ABSENT) and error.scope is Scope.MOMENT
 
 
 def _with_classes(error: AgentdError, classes: Sequence[RejectionClass]) -> AgentdError:
-    """Return a node's error with the classes of all agents."""
-    error.content = {**error.content, "classes": _class_views(classes)}
-    if sum(row.count for row in classes) > 1:
-        error.args = (f"{error} ({_classes_text(classes)})",)
+    """Return an error with the classes of all agents."""
+    rows = [{"reason": c.reason, "count": c.count, "nodes": list(c.nodes)} for c in classes]
+    error.content = {**(error.content or error.members()), "classes": rows}
     return error
 
 

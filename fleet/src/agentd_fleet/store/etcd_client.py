@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -55,12 +54,7 @@ class EtcdClient:
         await self._transport.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._transport.close()
 
     async def get(self, key: str) -> KeyValue | None:

@@ -299,25 +299,38 @@ class CudaPlugin(AcceleratorPlugin):
 
     def _gpu_conditions(self, index: int, uuid: str, gpu: nvml.Gpu) -> Iterator[ConditionInfo]:
         name = f"{self.name}{index}"
-        if gpu.recovery == _IMEX:
-            reason = f"the driver of {name} requires a recovery of its IMEX domain"
-            yield ConditionInfo(reason, "nvidia-imex-ctl shows the domain", uuid)
-        waits_for_reset, _ = gpu.remapping
-        if waits_for_reset:
-            reason = f"{name} waits for a reset, which remaps rows of its memory"
-            yield ConditionInfo(reason, "reset the GPU when no kernel uses it", uuid)
-        if not gpu.is_mig and self.settings.get("memory-slot") and not self._memory_bytes(gpu):
-            reason = f"{name} reports no memory, and offers no {self.name}.mem"
-            yield ConditionInfo(reason, f'set memory = "…" in [plugins.{self.name}]', uuid)
-        if gpu.is_mig and not gpu.parts and not gpu.silent_parts:
-            reason = f"{name} is in MIG mode and has no instances"
-            yield ConditionInfo(reason, "create instances, or leave MIG mode", uuid)
-        if any(sentence.endswith(nvml.NO_PERMISSION) for sentence in gpu.silent_parts):
-            reason = f"{name} is in MIG mode, and agentd has no permission to open its instances"
-            yield ConditionInfo(reason, "run agentd as a user who may read /dev/nvidia-caps", uuid)
-        else:
-            for sentence in gpu.silent_parts:
-                yield ConditionInfo(f"{name}: {sentence}", stable_id=uuid)
+        lacks_memory = self.settings.get("memory-slot") and not self._memory_bytes(gpu)
+        is_forbidden = any(text.endswith(nvml.NO_PERMISSION) for text in gpu.silent_parts)
+        rows = (
+            (
+                gpu.recovery == _IMEX,
+                f"the driver of {name} requires a recovery of its IMEX domain",
+                "nvidia-imex-ctl shows the domain",
+            ),
+            (
+                gpu.remapping[0],
+                f"{name} waits for a reset, which remaps rows of its memory",
+                "reset the GPU when no kernel uses it",
+            ),
+            (
+                lacks_memory and not gpu.is_mig,
+                f"{name} reports no memory, and offers no {self.name}.mem",
+                f'set memory = "…" in [plugins.{self.name}]',
+            ),
+            (
+                gpu.is_mig and not gpu.parts and not gpu.silent_parts,
+                f"{name} is in MIG mode and has no instances",
+                "create instances, or leave MIG mode",
+            ),
+            (
+                is_forbidden,
+                f"{name} is in MIG mode, and agentd has no permission to open its instances",
+                "run agentd as a user who may read /dev/nvidia-caps",
+            ),
+        )
+        yield from (ConditionInfo(reason, remedy, uuid) for holds, reason, remedy in rows if holds)
+        for sentence in () if is_forbidden else gpu.silent_parts:
+            yield ConditionInfo(f"{name}: {sentence}", stable_id=uuid)
 
     def partition(
         self, devices: Sequence[DeviceInfo], agents: Sequence[str]

@@ -152,9 +152,11 @@ class Gpus:
             is_mig=is_mig,
             parts=parts,
             silent_parts=silent_parts,
-            recovery=_recovery_action(handle),
+            recovery=_recovery_action(handle, last.recovery if last else None),
             remapping=_call_or_last(_remapping, handle, last.remapping if last else (0, 0)),
-            fabric_problem=_call_or_last(_fabric_problem, handle, ""),
+            fabric_problem=_call_or_last(
+                _fabric_problem, handle, last.fabric_problem if last else ""
+            ),
         )
 
     def _read_parts(
@@ -186,14 +188,13 @@ def _minor(index: int, handle: Any) -> int:
     return index if minor is None else int(minor)
 
 
-def _recovery_action(handle: Any) -> int | None:
+def _recovery_action(handle: Any, last: int | None) -> int | None:
+    """Return the required action, `last` if the driver fails to tell, None if it reports none."""
     field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-    if field is None:
+    values = call_optional(pynvml.nvmlDeviceGetFieldValues, handle, [field]) if field else None
+    if not values or values[0].nvmlReturn in _UNSUPPORTED:
         return None
-    values = call_optional(pynvml.nvmlDeviceGetFieldValues, handle, [field])
-    if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
-        return None
-    return int(values[0].value.uiVal)
+    return int(values[0].value.uiVal) if values[0].nvmlReturn == pynvml.NVML_SUCCESS else last
 
 
 def _remapping(handle: Any) -> Sequence[int]:

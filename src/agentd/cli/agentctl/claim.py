@@ -20,10 +20,11 @@ from agentd.cli.agentctl.options import (
     slot_option,
     suggesting_agents,
 )
-from agentd.cli.output import output_option, print_answer, print_text
+from agentd.cli.output import client_command, print_answer, print_text
 from agentd.client import Client
 from agentd.procfs import read_lines
 from agentd.program.exit_status import ExitStatus
+from agentd.program.process import python_command
 
 _SCOPE = "AGENTCTL_SCOPE"
 """Names the scope of systemd that this process was moved into; not passed on."""
@@ -88,7 +89,7 @@ def _enter_scope() -> None:
     """Execute this command again in a transient scope of systemd."""
     unit = f"agentd-claim-{uuid.uuid4().hex[:12]}.scope"
     entry = "from agentd.cli.agentctl.main import agentctl; agentctl(prog_name='agentctl')"
-    program = [sys.executable, "-c", entry, *sys.argv[1:]]
+    program = [*python_command(), "-c", entry, *sys.argv[1:]]
     command = ["systemd-run", "--scope", "--quiet", "--collect", f"--unit={unit}", "--", *program]
     _execute(command, {**os.environ, _SCOPE: unit})
 
@@ -111,8 +112,7 @@ def _own_cgroup() -> str:
 @click.option(
     "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only claims with this label."
 )
-@output_option
-@click.pass_obj
+@client_command
 def claims(client: Client, agent: str | None, label: Sequence[str]) -> None:
     """List the claims."""
     rows = client.claims(agent, labels=pairs(label))
@@ -141,8 +141,7 @@ def claim_row(claim: Mapping[str, Any]) -> dict[str, Any]:
 @click.command()
 @click.argument("claim", shell_complete=completion.claims)
 @click.option("--ttl", type=click.IntRange(min=1), help="Seconds; default: the time it had.")
-@output_option
-@click.pass_obj
+@client_command
 def renew(client: Client, claim: str, ttl: int | None) -> None:
     """Restart the time limit of a claim."""
     print_answer(client.renew_claim(claim, ttl), [*CLAIM_COLUMNS, "expires_at"], claim_row)
@@ -150,8 +149,7 @@ def renew(client: Client, claim: str, ttl: int | None) -> None:
 
 @click.command()
 @click.argument("claims", nargs=-1, required=True, shell_complete=completion.claims)
-@output_option
-@click.pass_obj
+@client_command
 def release(client: Client, claims: Sequence[str]) -> None:
     """Release claims."""
     remove_each(claims, client.release_claim)

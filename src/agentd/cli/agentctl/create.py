@@ -28,7 +28,7 @@ from agentd.cli.agentctl.options import (
     tmpfs,
     ulimits,
 )
-from agentd.cli.output import is_table, output_option, print_answer, print_data
+from agentd.cli.output import client_command, is_table, print_answer, print_data
 from agentd.client import Client
 from agentd.errors import AgentdError, InsufficientResource
 
@@ -84,8 +84,7 @@ def kernel_body(options: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("agent", shell_complete=completion.agents)
 @kernel_options
 @async_option
-@output_option
-@click.pass_obj
+@client_command
 def create(client: Client, /, agent: str, **options: Any) -> None:
     """Create a kernel on an agent.
 
@@ -158,8 +157,7 @@ def print_decision(content: Mapping[str, Any], *, is_refused: bool = False) -> N
 @click.argument("agent", shell_complete=completion.agents)
 @slot_option
 @device_option
-@output_option
-@click.pass_obj
+@client_command
 def explain(client: Client, /, agent: str, **options: Any) -> None:
     """Show which devices a kernel would get.
 

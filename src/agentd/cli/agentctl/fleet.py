@@ -32,7 +32,7 @@ from agentd.cli.agentctl.options import (
 )
 from agentd.cli.agentctl.stats import print_live_usage, print_usage, watch_options
 from agentd.cli.agentctl.ui import ui
-from agentd.cli.output import output_option, print_answer, print_data, print_text
+from agentd.cli.output import client_command, output_option, print_answer, print_data, print_text
 from agentd.client import Client
 from agentd.client.calls import Call
 from agentd.client.defaults import CREATE_TIMEOUT_S
@@ -161,8 +161,7 @@ def forget_slot(client: Client, name: str) -> None:
 
 @fleet_group.command()
 @click.option("--node", multiple=True, help="Only on this node; may be repeated.")
-@output_option
-@click.pass_obj
+@client_command
 def devices(client: Client, node: Sequence[str]) -> None:
     """List the devices of all nodes."""
     rows = _list_over_nodes(client, Call("GET", api_path("devices", node=node)))
@@ -180,8 +179,7 @@ def devices(client: Client, node: Sequence[str]) -> None:
 @click.option(
     "--policy", type=click.Choice(["random", "pack"]), help="Order in which nodes are tried."
 )
-@output_option
-@click.pass_obj
+@client_command
 def create(client: Client, /, **options: Any) -> None:
     """Create a kernel on a node with room.
 
@@ -230,8 +228,7 @@ def _fleet_kernel_row(kernel: Mapping[str, Any]) -> dict[str, Any]:
     "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only kernels with this label."
 )
 @quiet_option
-@output_option
-@click.pass_obj
+@client_command
 def ls(
     client: Client,
     node: Sequence[str],
@@ -249,8 +246,7 @@ fleet_group.add_command(alias_of(ls, "ps"))
 
 @fleet_group.command()
 @click.argument("kernels", nargs=-1)
-@output_option
-@click.pass_obj
+@client_command
 def stats(client: Client, kernels: Sequence[str]) -> None:
     """Show the usage of kernels on all nodes.
 

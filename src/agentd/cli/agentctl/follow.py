@@ -14,9 +14,9 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.options import KERNEL_COLUMNS, for_each, kernel_row, remove_each
-from agentd.cli.output import CommandError, output_option, print_answer, print_text
+from agentd.cli.output import CommandError, client_command, print_answer, print_text
 from agentd.client import Client
-from agentd.errors import AgentdError, UnknownKernel
+from agentd.errors import AgentdError, RuntimeUnavailable, UnknownKernel
 from agentd.program.exit_status import ExitStatus
 from agentd.views import KernelView
 
@@ -86,12 +86,14 @@ def _merge_logs(client: Client, kernels: Sequence[str], query: dict[str, Any]) -
 
 def _queue_lines(chunks: Iterator[bytes], prefix: bytes, lines: _Lines) -> None:
     """Queue the lines of one log, and at its end None or the error."""
-    partial_line, outcome = b"", None
+    partial_line = b""
+    outcome: AgentdError | None = RuntimeUnavailable("a log was not read to its end")
     try:
         for chunk in chunks:
             *complete_lines, partial_line = (partial_line + chunk).split(b"\n")
             for line in complete_lines:
                 lines.put(prefix + line + b"\n")
+        outcome = None
     except AgentdError as error:
         outcome = error
     finally:
@@ -165,8 +167,7 @@ def _has_reached(client: Client, kernel: str, target: str) -> bool:
 @click.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@output_option
-@click.pass_obj
+@client_command
 def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
     """Stop kernels; they stay listed."""
     ended: list[KernelView] = []
@@ -179,8 +180,7 @@ def stop(client: Client, kernels: Sequence[str], timeout: float | None) -> None:
 @click.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
 @click.option("--timeout", type=float, help="Seconds between TERM and KILL.")
-@output_option
-@click.pass_obj
+@client_command
 def rm(
     client: Client, kernels: Sequence[str], timeout: float | None, node: str | None = None
 ) -> None:

@@ -53,6 +53,7 @@ from agentd.cli.agentctl.stats import stats, top
 from agentd.cli.agentctl.token import token
 from agentd.cli.agentctl.ui import ui
 from agentd.cli.output import (
+    client_command,
     encode,
     is_data,
     is_table,
@@ -166,8 +167,7 @@ def agentctl(
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def status(client: Client) -> None:
     """Show the node, its runtimes and its plugins."""
     node = client.node()
@@ -184,8 +184,7 @@ def status(client: Client) -> None:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def doctor(client: Client) -> None:
     """Check the node for inconsistencies.
 
@@ -209,8 +208,7 @@ def doctor(client: Client) -> None:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def devices(client: Client) -> None:
     """List the devices and their holders."""
     columns = ["device", "state", "slot", "capacity", "allocated", "free", "agents", "holders"]
@@ -219,8 +217,7 @@ def devices(client: Client) -> None:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def agents(client: Client) -> None:
     """List the agents and their partitions."""
     rows = client.agents()
@@ -243,8 +240,7 @@ def _agent_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def slots(client: Client) -> None:
     """List the slots that the node offers."""
     columns = ["name", "kind", "quantum", "exclusive_group", "unit", "primary"]
@@ -258,8 +254,7 @@ def slots(client: Client) -> None:
     "--label", "-l", multiple=True, metavar="KEY=VALUE", help="Only kernels with this label."
 )
 @quiet_option
-@output_option
-@click.pass_obj
+@client_command
 def ls(
     client: Client,
     agent: str | None,
@@ -279,8 +274,7 @@ def ls(
 
 @agentctl.command()
 @click.argument("kernels", nargs=-1, required=True, shell_complete=completion.kernels)
-@output_option
-@click.pass_obj
+@client_command
 def inspect(client: Client, kernels: Sequence[str]) -> None:
     """Show all details of kernels."""
     inspected: list[KernelView] = []
@@ -301,8 +295,7 @@ def inspect(client: Client, kernels: Sequence[str]) -> None:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def events(client: Client) -> None:
     """Print events of the node as they occur.
 
@@ -323,8 +316,7 @@ def events(client: Client) -> None:
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
-@output_option
-@click.pass_obj
+@client_command
 def drain(client: Client, device: str) -> None:
     """Stop allocating a device to new kernels.
 
@@ -338,8 +330,7 @@ def drain(client: Client, device: str) -> None:
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
-@output_option
-@click.pass_obj
+@client_command
 def undrain(client: Client, device: str) -> None:
     """Allocate a drained device again."""
     _print_device(client.undrain(*_find_device(client, device)))
@@ -347,8 +338,7 @@ def undrain(client: Client, device: str) -> None:
 
 @agentctl.command()
 @click.argument("device", shell_complete=completion.devices)
-@output_option
-@click.pass_obj
+@client_command
 def clear(client: Client, device: str) -> None:
     """Clear a trouble that waits for you.
 
@@ -406,9 +396,8 @@ def plugins(context: click.Context) -> None:
 
 
 @plugins.command("retry")
-@output_option
 @click.argument("name")
-@click.pass_obj
+@client_command
 def retry_plugin(client: Client, name: str) -> None:
     """Retry a plugin that is not ready.
 
@@ -420,9 +409,8 @@ def retry_plugin(client: Client, name: str) -> None:
 
 
 @plugins.command("stop")
-@output_option
 @click.argument("name")
-@click.pass_obj
+@client_command
 def stop_plugin(client: Client, name: str) -> None:
     """Release the devices of a plugin.
 
@@ -435,9 +423,8 @@ def stop_plugin(client: Client, name: str) -> None:
 
 
 @plugins.command("start")
-@output_option
 @click.argument("name")
-@click.pass_obj
+@client_command
 def start_plugin(client: Client, name: str) -> None:
     """Start a stopped plugin.
 
@@ -449,8 +436,7 @@ def start_plugin(client: Client, name: str) -> None:
 
 
 @agentctl.command()
-@output_option
-@click.pass_obj
+@client_command
 def whoami(client: Client) -> None:
     """Show your identity and role."""
     print_answer(client.whoami(), ["name", "role", "agents", "uid"])

@@ -148,31 +148,24 @@ class Run:
                         return ExitStatus.NOT_CREATED
                     return kernel["exit_code"]
 
-    def _start(self, act: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=act, args=arguments, daemon=True).start()
+    def _start(self, act: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=act, args=arguments, daemon=True)
+        thread.start()
+        return thread
 
     def _create_and_follow(self) -> None:
+        event: _Event
         try:
             self._create()
-        except AgentdError as error:
-            self._is_created = False
-            self._events.put(error)
-            return
-        self._is_created = True
-        try:
-            streams = [
-                threading.Thread(target=self._follow, args=(name, output), daemon=True)
-                for name, output in self._outputs().items()
-            ]
-            for stream in streams:
-                stream.start()
-            kernel = self._ended()
+            self._is_created = True
+            streams = [self._start(self._follow, *item) for item in self._outputs().items()]
+            event = self._ended()
             for stream in streams:
                 stream.join()
         except AgentdError as error:
-            self._events.put(error)
-        else:
-            self._events.put(kernel)
+            self._is_created = bool(self._is_created)
+            event = error
+        self._events.put(event)
 
     def _outputs(self) -> Mapping[str, BinaryIO]:
         """Return where each stream is printed; a runtime that joins the two has one."""

@@ -12,7 +12,7 @@ import click
 
 from agentd.cli.agentctl import completion
 from agentd.cli.agentctl.follow import ENDED_STATES
-from agentd.cli.output import is_table, output_option, print_answer
+from agentd.cli.output import client_command, is_table, print_answer
 from agentd.client import Client
 from agentd.views import DeviceUseView, KernelUseView
 
@@ -29,8 +29,7 @@ SAMPLE_S = 1.1
 
 @click.command()
 @click.argument("kernels", nargs=-1, shell_complete=completion.kernels)
-@output_option
-@click.pass_obj
+@client_command
 def stats(client: Client, kernels: Sequence[str]) -> None:
     """Show the usage of kernels.
 

@@ -60,6 +60,7 @@ def create_token(
     if chosen_role == "admin" and agents:
         raise click.UsageError("role admin is for all agents; leave --agent out")
     path = (file or FOLDER / name).absolute()
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of the path
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

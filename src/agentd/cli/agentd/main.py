@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -43,6 +42,7 @@ def agentd() -> None:
 
     Exit status: 0 done, 1 cannot run on this host, 2 wrong usage, 78 unusable configuration.
     """
+    os.umask(os.umask(0o777) | 0o022)  # no other user may write to the folders of a path
 
 
 _exit_refused = partial(exit_refused, "agentd")
@@ -53,7 +53,7 @@ def _settings(config_file: str | None) -> Any:
 
     try:
         return load(find_config(config_file, os.environ))
-    except ConfigRefused as error:
+    except (ConfigRefused, StartRefused) as error:
         _exit_refused(error)
 
 
@@ -82,7 +82,6 @@ def _run(work: Coroutine[Any, Any, _T], source: str) -> _T:
 def run(config_file: str | None, log_level: str | None) -> None:
     """Run the daemon in the foreground."""
     stderr.guard()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # asks for a reload, and never ends a daemon
     loaded = _settings(config_file)
     try:
         failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
@@ -130,7 +129,8 @@ def check_config(config_file: str | None) -> None:
     running daemon.
 
     Exit status: 0 usable; otherwise that of "agentd run": 78 the configuration is unusable, 1 the
-    daemon cannot run on this host or a plugin did not validate its table.
+    daemon cannot run on this host or a plugin did not validate its table. Users, groups, files and
+    addresses that "agentd run" would wait for are refused, too.
     """
     import asyncio
 
@@ -140,7 +140,7 @@ def check_config(config_file: str | None) -> None:
     _configure_log("error")
     try:
         result = asyncio.run(check_configuration(find_config(config_file, os.environ)))
-    except ConfigRefused as error:
+    except (ConfigRefused, StartRefused) as error:
         _exit_refused(error)
     if result.problems:
         print_problems("agentd", ConfigRefused(result.problems, result.source).lines())
@@ -157,6 +157,7 @@ def _plan_split(config_file: str | None) -> Any:
     loaded = _settings(config_file)
     _configure_log("error")
     from agentd.daemon import discovery
+    from agentd.daemon.host_names import HostNames
     from agentd.daemon.problems import Problems
     from agentd.events import EventLog
     from agentd.host.probe import probe
@@ -167,7 +168,7 @@ def _plan_split(config_file: str | None) -> Any:
         folder = StateFolder(settings.node.state_dir)
         async with discovery.open_plugins(settings, folder) as plugins:
             devices = await discovery.check_and_discover(
-                settings, probe(), plugins, folder, EventLog(), problems
+                settings, probe(), plugins, folder, EventLog(), problems, HostNames(settings)
             )
             problems.raise_if_any()
             discovery.refuse_failed_required(plugins)

@@ -16,7 +16,7 @@ from agentd.core.allocation.policy import AllocationPolicy
 from agentd.core.claim.claim import total_amounts
 from agentd.core.devices import Device, DeviceId, Health, Inventory
 from agentd.core.partition.split import Partition
-from agentd.core.slots import MEM, ResourceSlots, device_name_of
+from agentd.core.slots import CPU, MEM, ResourceSlots, device_name_of
 
 
 def claimed_names(claimed: Allocation) -> frozenset[str]:
@@ -132,8 +132,9 @@ def with_claimed_usable(inventory: Inventory, claimed: Allocation) -> Inventory:
 
 
 def _as_allocatable(device: Device) -> Device:
-    """Return a device as if nothing withheld it from new kernels."""
-    return replace(device, drained=False, withheld="", awaited="", busy="")
+    """Return a device as if nothing withheld it from new kernels, unless it is a lost core."""
+    withheld = device.withheld if device.device_id.name == CPU else ""
+    return replace(device, drained=False, withheld=withheld, awaited="", busy="")
 
 
 def split_slots(slots: ResourceSlots, names: frozenset[str]) -> tuple[ResourceSlots, ResourceSlots]:

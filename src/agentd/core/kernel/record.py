@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -208,6 +208,13 @@ def require_owner(text: str, node_id: str, kernel_id: str) -> None:
     if (node, kernel) != (node_id, kernel_id):
         node, kernel = (name if is_name(name) else quote_untrusted(name) for name in (node, kernel))
         raise ForeignRecordError(f"it is the record of kernel {kernel} of node {node}")
+
+
+def is_of_other_node(text: str, node_id: str) -> bool:
+    """Return whether a record can be read and is of another node."""
+    with suppress(*MALFORMED):
+        return bool(json.loads(text)["node_id"] != node_id)
+    return False
 
 
 def _group_entries(entries: Iterable[Share]) -> Allocation:

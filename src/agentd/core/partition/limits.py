@@ -79,7 +79,7 @@ class DeviceNameCapacity(msgspec.Struct, frozen=True):
 def _whole_quanta(device: Device, inventory: Inventory) -> int:
     """Return the allocatable capacity of a device, in whole quanta of its slot."""
     slot = inventory.slot_types.get(device.slot)
-    return device.offered_capacity // slot.quantum * slot.quantum if slot else 0
+    return device.offered_capacities[0] // slot.quantum * slot.quantum if slot else 0
 
 
 def resolve_limits(

@@ -23,7 +23,7 @@ from agentd.core.devices import (
     group_by_name,
     named_devices,
 )
-from agentd.core.hardware_names import is_hardware_name, normal_name
+from agentd.core.hardware_names import is_hardware_name, normal_name, normal_names
 from agentd.core.partition.rules import (
     AgentRule,
     AllocationMode,
@@ -48,7 +48,8 @@ class AssignableDevices(msgspec.Struct, frozen=True, dict=True):
     reserved: tuple[DeviceId, ...]
     unlisted: Mapping[str, str]
     known_names: frozenset[str] = frozenset()
-    excluded: tuple[Device, ...] = ()
+    uncounted: tuple[Device, ...] = ()
+    """Devices that are excluded, and missing ones whose place another one has."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Sequence[Device]]:
@@ -91,7 +92,8 @@ class _ManualAssignment:
             if not isinstance(rule, Ids):
                 self._assign_counted(location, agent, name, rule)
         memory = self._assign_memory()
-        order = {device.device_id: n for n, device in enumerate(self._pool.devices)}
+        known = enumerate((*self._pool.devices, *self._pool.uncounted))
+        order = {device.device_id: n for n, device in known}
         assignment = Assignment(
             {agent: sorted(ids, key=order.__getitem__) for agent, ids in self._assigned.items()},
             memory,
@@ -132,19 +134,21 @@ class _ManualAssignment:
 
     def _assign_named(self, location: str, agent: str, name: str, rule: Ids) -> None:
         path = _rule_location(location, name)
-        excluded = [device for device in self._pool.excluded if device.device_id.name == name]
-        absent = {*map(normal_name, self._rules.exclude.get(name, ()))}
-        devices = by_any_name([*self._devices(name), *excluded])
+        uncounted = [device for device in self._pool.uncounted if device.device_id.name == name]
+        excluded = [device for device in uncounted if device.is_excluded]
+        absent = normal_names(*self._rules.exclude.get(name, ()))
+        devices = by_any_name([*self._devices(name), *uncounted])
         for wanted in rule.names:
             device = devices.get(normal_name(wanted))
-            is_refused = normal_name(wanted) in absent or bool(named_devices(excluded, [wanted]))
+            names = normal_names(wanted)
+            is_refused = bool(names & absent or named_devices(excluded, [wanted]))
             if device.is_excluded if device else is_refused:
                 self._add_problem(path, self._unassigned_reason(name, wanted, is_excluded=True))
                 continue
             if device is None and not _may_be_missing(name, wanted, self._rules):
                 self._add_problem(path, self._unassigned_reason(name, wanted))
                 continue
-            device_id = device.device_id if device else DeviceId(name, normal_name(wanted))
+            device_id = device.device_id if device else DeviceId(name, min(names, key=len))
             if (owner := self._owner.get(device_id)) is not None:
                 owner_text = "again" if owner == agent else f"to {owner}, too"
                 self._add_problem(path, f"{wanted} is assigned to {agent} and {owner_text}")

@@ -10,7 +10,7 @@ derive the slots of each agent from its devices (`agent_slots`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from functools import cached_property
 from types import MappingProxyType
@@ -69,7 +69,7 @@ class Partition(msgspec.Struct, frozen=True, eq=False, dict=True):
         if device.device_id not in self.members:
             return (0,) * len(device.slot_names)
         if device.device_id == MEMORY:
-            return (min(device.offered_capacity, self.memory_bytes),)
+            return (min(device.offered_capacities[0], self.memory_bytes),)
         return device.offered_capacities
 
     def potential(self, device: Device, slot: SlotName) -> int:
@@ -88,14 +88,42 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     partitions: Mapping[str, Partition]
     reserved_cpu: tuple[str, ...]
     reserved_mem: int
-    unassigned: Mapping[str, tuple[str, ...]]
+    divided: frozenset[DeviceId]
+    """The devices that were divided; others are new, or returned to another place."""
     unassigned_memory: int
-    conditions: tuple[Condition, ...]
+    rule_conditions: tuple[Condition, ...]
 
     @cached_property
     def members(self) -> frozenset[DeviceId]:
         """The devices that at least one agent has."""
         return frozenset().union(*(part.members for part in self.partitions.values()))
+
+    @cached_property
+    def without_agent(self) -> Sequence[DeviceId]:
+        """The devices that an agent could have, and none has."""
+        taken = self.members | {DeviceId(CPU, core) for core in self.reserved_cpu}
+        return [
+            device.device_id
+            for device in self.inventory.devices
+            if device.device_id not in taken
+            and not device.is_excluded
+            and (device.device_id in self.divided or not device.gone)
+        ]
+
+    @property
+    def unassigned(self) -> Mapping[str, tuple[str, ...]]:
+        """The ids of the devices without an agent, by device name."""
+        return {name: tuple(ids) for name, ids in group(self.without_agent).items()}
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The conditions of devices without an agent, and of the rules."""
+        groups = group(((d.name, d in self.divided), d) for d in self.without_agent)
+        reasons = (
+            Condition(about_name(name), _without_agent_reason(devices, is_new=not was_divided))
+            for (name, was_divided), devices in groups.items()
+        )
+        return (*reasons, *self.rule_conditions)
 
     def owners(self, device_id: DeviceId) -> list[str]:
         """Return the agents whose partition holds this device."""
@@ -147,33 +175,20 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         """Return the same assignment over devices whose health or presence changed.
 
         New devices belong to every agent in shared mode, and to a single agent in auto-split.
-        Else they belong to no agent yet.
+        Else they belong to no agent yet. An excluded device belongs to none any more.
         """
-        before = self.inventory.listed
-        new = [
-            device.device_id
-            for device in inventory.devices
-            if device.device_id in inventory.listed - before and not device.is_excluded
-        ]
-        if not new:
-            return replace(self, inventory=inventory)
+        now = replace(self, inventory=inventory)
+        excluded = self.members & {d.device_id for d in inventory.devices if d.is_excluded}
         is_alone = self.mode is AllocationMode.AUTO_SPLIT and len(self.partitions) == 1
-        if is_alone or self.mode is AllocationMode.SHARED:
-            partitions = {
-                agent: replace(part, devices=(*part.devices, *new))
-                for agent, part in self.partitions.items()
-            }
-            return replace(self, inventory=inventory, partitions=partitions)
-        unassigned, conditions = dict(self.unassigned), [*self.conditions]
-        for name, ids in group(new).items():
-            unassigned[name] = (*unassigned.get(name, ()), *ids)
-            texts = [f"{CPU}/{core}" for core in ids] if name == CPU else ids
-            are, them = ("is", "it") if len(ids) == 1 else ("are", "them")
-            reason = f"{join_first(texts)} {are} new; restart agentd to assign {them}"
-            conditions.append(Condition(about_name(name), reason))
-        return replace(
-            self, inventory=inventory, unassigned=unassigned, conditions=tuple(conditions)
-        )
+        joins = is_alone or self.mode is AllocationMode.SHARED
+        new = [d for d in now.without_agent if joins and d not in self.divided]
+        if not (excluded or new):
+            return now
+        partitions = {
+            agent: replace(part, devices=(*(d for d in part.devices if d not in excluded), *new))
+            for agent, part in self.partitions.items()
+        }
+        return replace(now, partitions=partitions)
 
 
 def split_late_devices(
@@ -199,7 +214,6 @@ def split_late_devices(
         unchanged = (device_id for device_id in old if device_id.name not in names)
         return (*unchanged, *(device_id for device_id in new if device_id.name in names))
 
-    late = {name: ids for name, ids in fresh_split.unassigned.items() if name in names}
     return replace(
         fresh_split,
         partitions={
@@ -209,7 +223,7 @@ def split_late_devices(
             )
             for agent, part in before.partitions.items()
         },
-        unassigned={k: v for k, v in before.unassigned.items() if k not in names} | late,
+        divided=frozenset(merged(before.divided, fresh_split.divided)),
     )
 
 
@@ -245,17 +259,16 @@ def split(
     memory = inventory.by_id[MEMORY]
     memory_bytes = max(0, memory.capacity - rules.reserved_mem)
     inventory = inventory.with_device(replace(memory, capacity=memory_bytes))
+    divisible = [d for d in inventory.devices if d.device_id not in (MEMORY, *reserved)]
+    counted = in_places(device for device in divisible if not device.is_excluded)
+    divided = frozenset(device.device_id for device in counted)
     pool = AssignableDevices(
-        tuple(
-            device
-            for device in in_places(d for d in inventory.devices if not d.is_excluded)
-            if device.device_id != MEMORY and device.device_id not in reserved
-        ),
+        tuple(counted),
         memory_bytes,
         tuple(reserved),
         unlisted,
         frozenset(device_name_of(slot) for slot in inventory.slot_types),
-        tuple(device for device in inventory.devices if device.is_excluded),
+        tuple(device for device in divisible if device.device_id not in divided),
     )
     if not rules.agents or rules.mode is AllocationMode.SHARED:
         agents = [rule.agent_id for rule in rules.agents] or [DEFAULT_AGENT]
@@ -278,7 +291,7 @@ def split(
         conditions += limit_conditions(limits, available)
     else:
         limits = {}
-    return _build_split(inventory, rules, pool, assignment, limits, conditions)
+    return _build_split(inventory, rules, pool, divided, assignment, limits, conditions)
 
 
 def _limitable_by_name(
@@ -305,20 +318,21 @@ def _unknown_limit_problems(rules: SplitRules, pool: AssignableDevices) -> Itera
 
 def _reserve_cores(inventory: Inventory, rules: SplitRules) -> tuple[list[DeviceId], list[Problem]]:
     problems = []
-    cores = [d for d in inventory.by_name.get(CPU, ()) if not d.gone]
+    cores = inventory.by_name.get(CPU, ())
+    present = [d.device_id for d in cores if not d.gone]
     rule = rules.reserved_cpu
     if isinstance(rule, int):
-        reserved = [d.device_id for d in cores[:rule]]
+        reserved = [d.device_id for d in cores][:rule]  # a missing one moves no other
     else:
         known = {name: d.device_id for d in cores for name in (d.device_id.id, d.stable_id)}
         named = {known[name] for name in rule if name in known}
         reserved = [d.device_id for d in cores if d.device_id in named]
         if unknown := [name for name in rule if name not in known]:
-            available = ", ".join(d.device_id.id for d in cores)
+            available = ", ".join(device_id.id for device_id in present)
             reason = f"no core {', '.join(unknown)}; the node has {available}"
             problems.append(Problem("resource.reserved-cpu", reason))
-    if len(reserved) >= len(cores) or (isinstance(rule, int) and rule >= len(cores)):
-        reason = f"leaves no core; the node has {len(cores)}, reserve fewer"
+    if not {d.device_id for d in cores} - {*reserved}:
+        reason = f"leaves no core; the node has {len(present)}, reserve fewer"
         problems.append(Problem("resource.reserved-cpu", reason))
     total = inventory.by_id[MEMORY].capacity
     if rules.reserved_mem >= total:
@@ -361,16 +375,11 @@ def _build_split(
     inventory: Inventory,
     rules: SplitRules,
     pool: AssignableDevices,
+    divided: frozenset[DeviceId],
     assignment: Assignment,
     limits: Mapping[str, Mapping[str, Limit]],
     conditions: Iterable[Condition],
 ) -> Split:
-    dealt = {device_id for devices in assignment.devices.values() for device_id in devices}
-    unassigned = {
-        name: tuple(d.device_id.id for d in devices if d.device_id not in dealt)
-        for name, devices in pool.by_name.items()
-        if any(d.device_id not in dealt for d in devices)
-    }
     assigned_bytes = sum(assignment.memory.values())
     is_shared = rules.mode is AllocationMode.SHARED or not rules.agents
     return Split(
@@ -388,10 +397,9 @@ def _build_split(
         },
         reserved_cpu=tuple(device_id.id for device_id in pool.reserved),
         reserved_mem=rules.reserved_mem,
-        unassigned=unassigned,
+        divided=divided,
         unassigned_memory=0 if is_shared else pool.memory_bytes - assigned_bytes,
-        conditions=(
-            *(_unassigned_condition(name, ids) for name, ids in unassigned.items()),
+        rule_conditions=(
             *_ignored_rule_conditions(rules),
             *_idle_agent_conditions(assignment),
             *(
@@ -404,10 +412,11 @@ def _build_split(
     )
 
 
-def _unassigned_condition(name: str, ids: tuple[str, ...]) -> Condition:
-    lead = f"{name} " if name == CPU else ""
-    reason = f"{lead}{join_first(ids)} {'is' if len(ids) == 1 else 'are'} assigned to no agent"
-    return Condition(about_name(name), reason)
+def _without_agent_reason(devices: Sequence[DeviceId], *, is_new: bool) -> str:
+    texts = [str(device) if device.name == CPU else device.id for device in devices]
+    are, them = ("is", "it") if len(devices) == 1 else ("are", "them")
+    state = f"new; restart agentd to assign {them}" if is_new else "assigned to no agent"
+    return f"{join_first(texts)} {are} {state}"
 
 
 def _ignored_rule_conditions(rules: SplitRules) -> Iterator[Condition]:

@@ -12,7 +12,6 @@ name there, but none here. Attributes are stored as `trusted.*`, which only root
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from agentd.host.cgroups.usage import UNIFIED, CgroupCounters
+from agentd.os_errors import OsErrorKind, os_error_kind
 from agentd.procfs import read_lines
 
 _PARENT = "agentd-kernels"
@@ -49,10 +49,15 @@ class Hierarchy(msgspec.Struct, frozen=True):
     controllers: frozenset[str]
     keeps_attributes: bool
     """Whether `trusted.*` attributes can be set there; needs CAP_SYS_ADMIN."""
+    is_writable: bool = True
+    """Whether groups can be created there."""
 
 
 class Cgroup(msgspec.Struct, frozen=True):
-    """The cgroup of one kernel: a folder in each hierarchy; the first one lists its members."""
+    """The cgroup of one kernel: a folder in each hierarchy.
+
+    In a hierarchy of v1 that became writable after the kernel began, it has none.
+    """
 
     folders: tuple[Path, ...]
 
@@ -72,7 +77,7 @@ class Cgroup(msgspec.Struct, frozen=True):
 
     def exists(self) -> bool:
         """Return whether the group is known to exist."""
-        return self.folders[0].exists()
+        return any(folder.exists() for folder in self.folders)
 
     def members(self) -> set[int]:
         """Return the member processes, none if the group does not exist.
@@ -80,28 +85,28 @@ class Cgroup(msgspec.Struct, frozen=True):
         Raises:
             OSError: a temporary failure.
         """
-        try:
-            pids = read_lines(self.folders[0] / "cgroup.procs")
-        except (FileNotFoundError, ProcessLookupError):
-            return set()
-        except OSError as error:
-            if error.errno == errno.ENODEV:  # removed between open and read
-                return set()
-            raise
-        return {int(pid) for pid in pids}
+        pids: set[int] = set()
+        for file in self.procs_files:
+            try:
+                pids |= {int(pid) for pid in read_lines(file)}
+            except OSError as error:
+                if os_error_kind(error) is not OsErrorKind.GONE:
+                    raise
+        return pids
 
     def kill(self) -> None:
-        """Kill all members at once, if Linux supports it (v2, since Linux 5.14)."""
-        file = self.folders[0] / "cgroup.kill"
-        if file.exists():
-            file.write_text("1", encoding="ascii")
+        """Kill all members at once, if Linux supports it (v2, since Linux 5.14) and permits it."""
+        with suppress(OSError):  # without O_CREAT: v1 has no such file
+            descriptor = os.open(self.folders[0] / "cgroup.kill", os.O_WRONLY | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write("1")
 
     def attribute(self, name: str) -> str:
         """Return an attribute, empty if it is missing or unsupported."""
-        try:
-            return os.getxattr(self.folders[0], _ATTRIBUTE + name).decode(errors="replace")
-        except OSError:
-            return ""
+        for folder in self.folders:
+            with suppress(OSError):
+                return os.getxattr(folder, _ATTRIBUTE + name).decode(errors="replace")
+        return ""
 
     async def remove(self) -> None:
         """Remove the group, waiting briefly for its last process to exit."""
@@ -109,9 +114,9 @@ class Cgroup(msgspec.Struct, frozen=True):
             for _ in range(_REMOVE_TRIES):
                 try:
                     folder.rmdir()
-                except FileNotFoundError:
-                    break
-                except OSError:
+                except OSError as error:
+                    if os_error_kind(error) in (OsErrorKind.GONE, OsErrorKind.DISK):
+                        break
                     await asyncio.sleep(_REMOVE_PAUSE_S)
 
 
@@ -122,8 +127,14 @@ class Cgroups(msgspec.Struct, frozen=True):
 
     @property
     def controllers(self) -> frozenset[str]:
-        """The controllers with limits."""
-        return frozenset[str]().union(*(item.controllers for item in self.hierarchies))
+        """The controllers with limits for new groups."""
+        writable = (item.controllers for item in self.hierarchies if item.is_writable)
+        return frozenset[str]().union(*writable)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether groups can be created."""
+        return self.hierarchies[0].is_writable
 
     @property
     def keeps_attributes(self) -> bool:
@@ -180,9 +191,10 @@ def _write(file: Path, text: str, may_miss: bool = False) -> None:  # noqa: FBT0
 
 def find_existing_cgroups(root: Path = Path("/")) -> Cgroups | None:
     """Return the hierarchies with existing groups, without creating anything; None if none."""
-    folders = [(mount / _PARENT, version) for mount, version, _ in _find_mounts(root)]
     hierarchies = [
-        Hierarchy(f, version, frozenset(), False) for f, version in folders if f.is_dir()
+        Hierarchy(mount / _PARENT, version, controllers, False, is_writable=False)
+        for mount, version, controllers in _find_mounts(root)
+        if (mount / _PARENT).is_dir()
     ]
     return Cgroups(tuple(hierarchies)) if hierarchies else None
 

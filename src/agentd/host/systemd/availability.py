@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentd.concurrency import call_in_time
 from agentd.host.systemd.unit_paths import user_runtime_folder
 
 MIN_VERSION = 250
@@ -29,8 +30,8 @@ def has_manager(root: Path = Path("/")) -> bool:
 def is_lingering(uid: int, root: Path = Path("/")) -> bool:
     """Return whether a user's manager stays after the user has logged out (loginctl(1))."""
     try:
-        name = pwd.getpwuid(uid).pw_name
-    except KeyError:
+        name = call_in_time(f"user {uid}", lambda: pwd.getpwuid(uid).pw_name)
+    except (KeyError, OSError):
         return False
     return (root / "var/lib/systemd/linger" / name).exists()
 

@@ -9,6 +9,7 @@ Signals count only from the bus name of systemd: any local user may send one to 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ _MANAGER, _UNIT, _SERVICE = f"{_NAME}.Manager", f"{_NAME}.Unit", f"{_NAME}.Servi
 _PROPERTIES = "org.freedesktop.DBus.Properties"
 _BUS, _BUS_PATH = "org.freedesktop.DBus", "/org/freedesktop/DBus"
 _LOST_ERRORS = frozenset(f"{_BUS}.Error.{why}" for why in ("NoReply", "Timeout", "Disconnected"))
+_ERRNO_PREFIX = "System.Error."
 _ABSENT_ERRORS = (f"{_NAME}.NoSuchUnit", f"{_BUS}.Error.UnknownObject")
 MAX_CALLS = 64
 """Maximum calls in progress; a system bus allows 128 for each connection."""
@@ -44,7 +46,9 @@ class UnitExists(AgentdError):
 
 
 class UnitRefused(AgentdError):
-    """systemd refused a call; the message is its own."""
+    """systemd refused a call; the message is its own, and `number` its errno, 0 if unknown."""
+
+    number = 0
 
 
 class NoSuchUnit(UnitRefused):
@@ -128,7 +132,12 @@ class SystemdManager:
             CallLost: the unit may have been started.
         """
         body = [unit, "fail", _to_variants(properties), []]
-        return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
+        try:
+            return await self._run_job("StartTransientUnit", "ssa(sv)a(sa(sv))", body, descriptors)
+        except NoSuchUnit as error:  # systemd does not tell that it could not write the unit
+            refusal = UnitRefused(f"{unit} cannot be written; is /run full?")
+            refusal.number = errno.ENOSPC
+            raise refusal from error
 
     async def set_properties(self, unit: str, properties: Iterable[UnitProperty]) -> None:
         """Change properties of a unit until the next boot."""
@@ -277,7 +286,9 @@ class SystemdManager:
                 raise CallLost(f"{member}: {text}")
             if reply.error_name == f"{_NAME}.UnitExists":
                 raise UnitExists(text)
-            raise NoSuchUnit(text) if reply.error_name in _ABSENT_ERRORS else UnitRefused(text)
+            error = NoSuchUnit(text) if reply.error_name in _ABSENT_ERRORS else UnitRefused(text)
+            error.number = getattr(errno, str(reply.error_name).removeprefix(_ERRNO_PREFIX), 0)
+            raise error
         return list(reply.body)
 
     async def _get_connection(self) -> _BusConnection:

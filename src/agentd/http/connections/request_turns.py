@@ -16,7 +16,6 @@ from aiohttp import web
 MAX_AT_ONCE = 16
 MAX_TURN_S = 1.0
 """Seconds after which a request is assumed to wait for a runtime or a plugin."""
-_TURN = "agentd.turn"
 
 
 class _CallerTurns(asyncio.Semaphore):
@@ -25,6 +24,9 @@ class _CallerTurns(asyncio.Semaphore):
     def __init__(self) -> None:
         super().__init__(MAX_AT_ONCE)
         self.beginning = asyncio.Lock()
+
+
+_TURN = web.RequestKey("turn", _CallerTurns)
 
 
 class RequestTurns:

@@ -16,7 +16,7 @@ from agentd.errors import StartRefused
 from agentd.tomlfile.folders import write_problem
 from agentd.tomlfile.regular_files import kind_of
 
-SOCKET_MODE = 0o660
+SOCKET_MODE, OWNER_MODE = 0o660, 0o600
 _UCRED = struct.Struct("3i")
 """struct ucred of unix(7): pid, uid, gid."""
 
@@ -52,13 +52,9 @@ def socket_path_problem(path: Path) -> str:
     return f"{path} is {kind}, expected a socket or nothing" if kind else ""
 
 
-def socket_group_problem(group: str) -> str:
+def socket_group_problem(group: str, group_id: int | None) -> str:
     """Return why a socket cannot be given to a group, empty if it can."""
-    try:
-        gid = grp.getgrnam(group).gr_gid
-    except KeyError:
-        return f"no group {group!r} on this host"
-    if os.geteuid() != 0 and gid not in {os.getegid(), *os.getgroups()}:
+    if os.geteuid() != 0 and group_id not in {os.getegid(), *os.getgroups()}:
         return f"agentd is not root and not a member of group {group!r}"
     return ""
 
@@ -74,8 +70,18 @@ def _non_socket_kind(path: Path) -> str:
     return "" if stat.S_ISSOCK(mode) else kind_of(mode)
 
 
+def find_group_id(group: str) -> int | None:
+    """Return the id of a group, None if this host does not know it; may block, as NSS does."""
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError):
+        return None
+
+
 def bind_unix_socket(path: Path, group: str | None) -> socket.socket:
-    """Bind a unix socket with mode 0660, replacing one without a listener.
+    """Bind a unix socket, replacing one without a listener.
+
+    Its mode is 0660. One with a `group` has mode 0600 until it is given to that.
 
     Raises:
         StartRefused: the socket is in use or cannot be created.
@@ -88,18 +94,41 @@ def bind_unix_socket(path: Path, group: str | None) -> socket.socket:
             _refuse_in_use(path)
             path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        previous_umask = os.umask(0o777 & ~SOCKET_MODE)
+        previous_umask = os.umask(0o777 & ~(SOCKET_MODE if group is None else OWNER_MODE))
         try:
             listener.bind(str(path))
         finally:
             os.umask(previous_umask)
-        if group is not None:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
-    except KeyError:
-        raise StartRefused(f"socket {path}: no group {group!r} on this host") from None
     except OSError as error:
         raise StartRefused(f"socket {path}: {error.strerror}") from None
     return listener
+
+
+def socket_identity(path: Path) -> tuple[int, int]:
+    """Return the device and the inode of the file of a socket that was just bound."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino
+
+
+def give_socket(path: Path, identity: tuple[int, int], group_id: int) -> None:
+    """Give a socket to its group; follows no link, and changes no file but that of the socket.
+
+    Raises:
+        StartRefused: its file was removed or replaced, or agentd may not give it.
+    """
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode) or (status.st_dev, status.st_ino) != identity:
+                raise StartRefused(f"socket {path} was replaced by another file")
+            opened = Path(f"/proc/self/fd/{descriptor}")
+            os.chown(opened, -1, group_id)
+            opened.chmod(SOCKET_MODE)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StartRefused(f"socket {path}: {error.strerror}") from None
 
 
 def _refuse_in_use(path: Path) -> None:

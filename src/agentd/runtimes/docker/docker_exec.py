@@ -206,15 +206,16 @@ def _kill_session(leader: int, container: str) -> None:
 def kill_orphaned_execs(node_id: str, containers: Collection[str]) -> None:
     """Kill the commands that an earlier daemon of this node left in containers.
 
-    Each pass reads the environment of every process once, and the cgroups of the marked ones.
+    Each pass reads the cgroups of every process once, and the environments of those in containers,
+    which may never be readable.
     """
     ids = frozenset(containers)
     _kill_processes(
         lambda: {
             process.pid
             for process in all_processes()
-            if read_env(process.pid).get(MARK) == node_id
-            and not ids.isdisjoint(CONTAINER_ID.findall("\n".join(read_cgroups(process.pid))))
+            if not ids.isdisjoint(CONTAINER_ID.findall("\n".join(read_cgroups(process.pid))))
+            and read_env(process.pid).get(MARK) == node_id
         }
     )
 

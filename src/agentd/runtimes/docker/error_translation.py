@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentd.core.kernel.plan import KernelPlan
@@ -12,6 +12,7 @@ from agentd.core.names import quote_untrusted
 from agentd.errors import (
     AgentdError,
     CommandNotFound,
+    CoresUnavailable,
     ImageNotFound,
     ImageUnavailable,
     InvalidRequest,
@@ -20,7 +21,9 @@ from agentd.errors import (
     RuntimeFailure,
     RuntimeUnavailable,
     StateUnavailable,
+    public_reason,
 )
+from agentd.host.probe import parse_cpu_list
 from agentd.runtimes.docker.container_config import container_options, program_of
 from agentd.runtimes.docker.docker_errors import (
     MAX_DETAIL_BYTES,
@@ -44,18 +47,34 @@ _NODE_REFUSALS = ("error mounting", "hook")
 """Refusals of a start that concern the node's devices, if not a target of the request."""
 _SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 """Folders that are the same on every node; other paths tell where an engine keeps its data."""
+_NO_CORES = re.compile(
+    r"^requested cpus are not available|\bwrit(?:e|ing file) `?/sys/fs/cgroup/\S*/cpuset\.cpus\b"
+)
+"""Refusals of cores: of the Engine for one that is offline, of runc and crun for a cpuset."""
+_AVAILABLE_CORES = re.compile(r"available: ((?:\d{1,5}(?:-\d{1,5})?,?)+)")
+_SOURCE = "source path does not exist: "
+"""The begin of a mount's real source, which its owner named, in a message; it has no quotes."""
 _RLIMIT = "error setting rlimit"
 """The refusal of a limit: the node's default, if not one of the request."""
 _NO_COMMAND_CODES = (126, 127)
 """Exit codes that the engine gives a container whose command is not executable, or missing."""
 BAD_REQUEST, NOT_FOUND, CONFLICT = 400, 404, 409
 
-_FULL_DISK = re.compile("no space left on device|disk quota exceeded")
-_BAD_DISK = re.compile("read-only file system|input/output error")
+_DISK = re.compile(
+    "(?:^|: )(?:(no space left on device|disk quota exceeded)"
+    r"|read-only file system|input/output error)(?:: (?:unknown|oci runtime error))?\Z"
+)
+"""The end of a message about a disk; the first group is that of a full one."""
+_OWN_STEP = re.compile(
+    r"(?:pulling \S+: |error creating temporary lease: |copying system image[^:]*: )?(?:"
+    "(?:write|open|mkdir|rename|sync) |failed to (?:register|extract) layer|failed to unpack "
+    "|failed to copy: failed to send write: |writing blob: )"
+)
+"""The begin of what an engine says of its own disk in a pull; a registry's words follow others."""
 _NO_DISK = re.compile(
     "keyring|session key|inotify|namespace|fork/exec|cgroup|/dev/|hook #|error mounting"
 )
-"""Words of other limits of the kernel, of devices and of mounts, with the same errors."""
+"""Words of other limits of Linux, of devices and of mounts, in a refused create or start."""
 _RATE_LIMIT = re.compile("too ?many ?requests|rate limit|rate exceeded")
 _IMAGE_REFUSED = re.compile(
     "(?:manifest|name) unknown"
@@ -69,8 +88,11 @@ _IMAGE_REFUSED = re.compile(
 """Texts of pulls that fail however often they are repeated; the last is a registry's status."""
 _NODE_CONTENT = re.compile("content (?:digest|store)|blob not found")
 """Texts of an image store that has lost a part of an image, which is "not found" as well."""
-_QUOTED = re.compile(r'"[^"]*"|https?://\S+')
-"""Texts of others in an engine's message: names of images, addresses."""
+_COMMAND = 'exec: "'
+"""The begin of a command in a message; what follows may repeat its words without quotes."""
+_DOUBLE_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`|https?://\S+')
+"""Texts of others in an engine's message: names of images, paths, addresses."""
 _REFUSED_STATUSES = (400, 401, 403, 404)
 """Statuses of an engine that knows why a pull failed; one of 20.10 always answers 500."""
 _RETRY_AFTER = re.compile(r"retry[- ]after:? *(\d{1,9}(?:\.\d+)?)(ms|µs|us|ns|m|h)?")
@@ -82,7 +104,8 @@ _RATE_LIMIT_RETRY_S, _MAX_RETRY_S = 60, 3600
 def unknown_outcome_error(plan: KernelPlan, error: BaseException) -> OutcomeUnknown:
     """Return the error that keeps a kernel's share held until the outcome is known."""
     kernel_id = plan.spec.kernel_id
-    return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {error}")
+    reason = public_reason(translate_error(error, plan))
+    return OutcomeUnknown(f"no answer from the engine; kernel {kernel_id} may exist: {reason}")
 
 
 def translate_error(
@@ -93,33 +116,58 @@ def translate_error(
     `exit_code` is that of a container whose start was refused.
     """
     if isinstance(error, DockerError):
-        return _translate_refusal(error, plan, exit_code)
+        if plan is not None:
+            return _translate_refused_create(error, plan, exit_code)
+        return _translate_refusal(_engine_words(error.detail), error.message)
     if isinstance(error, (DockerUnreachable, DockerResponseLost, OSError, TimeoutError)):
         return RuntimeUnavailable(str(error) or type(error).__name__)
     return error
 
 
-def _translate_refusal(
-    error: DockerError, plan: KernelPlan | None, exit_code: int
+def _engine_words(message: str) -> str:
+    """Return a message in lower case without the words of others, which decide nothing."""
+    return _QUOTED.sub("", message.partition(_COMMAND)[0]).lower()
+
+
+def _translate_refused_create(
+    error: DockerError, plan: KernelPlan, exit_code: int
 ) -> BaseException:
-    if plan is not None and (problem := request_problem(error.detail, plan.spec)):
+    if problem := request_problem(error.detail, plan.spec):
         return InvalidRequest([problem])
-    if plan is not None and (reason := _disk_reason(error.detail)):
+    named, own_text = [*_named_paths(plan)], error.detail.partition(_SOURCE)[0]
+    for path in sorted(named, key=len, reverse=True):
+        own_text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w/.-])", "", own_text)
+    words, is_bad_request = _engine_words(own_text), error.status == BAD_REQUEST
+    is_of_disk = not is_bad_request and not _NO_DISK.search(error.detail.lower())
+    if is_of_disk and (reason := _disk_reason(words)):
         return StateUnavailable(reason)
-    message = error.message
-    if plan is not None:
-        message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *_named_paths(plan)])
-    if plan is not None and not any(text in error.detail for text in _NODE_REFUSALS):
+    message = hide_paths(error.detail, [*_SYSTEM_FOLDERS, *named])
+    own_words = _DOUBLE_QUOTED.sub("", own_text.partition(_COMMAND)[0]).lower()
+    if _NO_CORES.search(own_words):
+        return CoresUnavailable(_lost_cores(own_words, plan.cpus), message)
+    if not any(text in words for text in _NODE_REFUSALS):
         if exit_code in _NO_COMMAND_CODES:
             program = program_of(plan.spec)
             command = quote_untrusted(program) if program else "of the image"
             return CommandNotFound(f"command {command}: {error.message}")
-        if error.status == BAD_REQUEST:
+        if is_bad_request:
             return InvalidRequest([Problem("", message)])
+    return _translate_refusal(words, message)
+
+
+def _lost_cores(words: str, asked: Sequence[str]) -> Sequence[str]:
+    """Return which of the cores an engine lacks; none if it does not tell which of several."""
+    if found := _AVAILABLE_CORES.search(words):
+        available = {str(core) for core in parse_cpu_list(found[1])}
+        return [core for core in asked if core not in available]
+    return asked if len(asked) == 1 else ()
+
+
+def _translate_refusal(words: str, message: str) -> BaseException:
     for text, meaning in _CONFLICTS.items():
-        if text in error.detail.lower():
+        if text in words:
             return RuntimeUnavailable(meaning or message)
-    failed = " cannot set a default ulimit" if _RLIMIT in error.detail else ""
+    failed = " cannot set a default ulimit" if _RLIMIT in words else ""
     return RuntimeFailure(f"the Docker Engine{failed}: {message}")
 
 
@@ -134,14 +182,11 @@ def _named_paths(plan: KernelPlan) -> Iterator[str]:
     yield from (node.host_path for node in plan.edits.device_nodes)
 
 
-def _disk_reason(message: str) -> str:
-    """Return what an engine's message says of its disk, "" for nothing."""
-    text = message.lower()
-    if _NO_DISK.search(text):
+def _disk_reason(words: str) -> str:
+    """Return what an engine's words say of its disk, "" for nothing."""
+    if (found := _DISK.search(words.strip())) is None:
         return ""
-    if _FULL_DISK.search(text):
-        return "the disk of the node's engine is full"
-    return "the disk of the node's engine is not writable" if _BAD_DISK.search(text) else ""
+    return f"the disk of the node's engine is {'full' if found[1] else 'not writable'}"
 
 
 def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdError:
@@ -150,15 +195,15 @@ def translate_failed_pull(image: str, message: str, status: int = 0) -> AgentdEr
     A failure passes unless its text says otherwise. `status` is that of the engine, if it has any.
     """
     message = message[:MAX_DETAIL_BYTES].strip()
-    text = message.lower()
-    if reason := _disk_reason(text):
+    text, words = message.lower(), _engine_words(message)
+    if _OWN_STEP.match(words) and (reason := _disk_reason(words)):
         return StateUnavailable(f"image {image}: {reason}")
     detail = f"image {image}: {hide_paths(message)}"
     if _RATE_LIMIT.search(text):
         return ImageUnavailable(detail, _retry_after_s(text))
     if _NODE_CONTENT.search(text):
         return ImageUnavailable(detail)
-    if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(_QUOTED.sub("", text)):
+    if status in _REFUSED_STATUSES or _IMAGE_REFUSED.search(words):
         return ImageNotFound(detail)
     return ImageUnavailable(detail)
 

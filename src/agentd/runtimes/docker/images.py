@@ -5,13 +5,12 @@ The engine stops a pull when its client disconnects, so a pull without waiting c
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from base64 import urlsafe_b64encode
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +19,6 @@ import structlog
 
 from agentd.core.kernel.states import Pull
 from agentd.errors import RuntimeUnavailable
-from agentd.host.lookups import Lookups
 from agentd.runtimes.docker.docker_client import DockerClient
 from agentd.runtimes.docker.docker_errors import (
     DockerError,
@@ -28,7 +26,8 @@ from agentd.runtimes.docker.docker_errors import (
     DockerUnreachable,
 )
 from agentd.runtimes.docker.error_translation import translate_failed_pull
-from agentd.runtimes.docker.registry_auth import find_credentials
+from agentd.runtimes.docker.registry_auth import RegistryLogins
+from agentd.shared_calls import SharedCalls
 
 log = structlog.get_logger()
 
@@ -43,22 +42,15 @@ _Key: TypeAlias = tuple[str, str | None, Path | None]
 """Image, platform and credentials: no agent waits for a pull with another agent's."""
 
 
-class _SharedPull(msgspec.Struct):
-    """A pull in progress and its listeners."""
-
-    task: asyncio.Task[None]
-    listeners: list[Listener] = []
-    quiet_until: float = 0.0
-
-
 class Images:
     """The images of an engine."""
 
     def __init__(self, docker: DockerClient) -> None:
         self._docker = docker
-        self._lookups: defaultdict[Path | None, Lookups] = defaultdict(Lookups)
+        self._logins: dict[Path, RegistryLogins] = {}
         """By file of credentials: none waits for another that does not answer."""
-        self._pulls: dict[_Key, _SharedPull] = {}
+        self._pulls: SharedCalls[_Key, None] = SharedCalls()
+        self._listeners: dict[_Key, list[Listener]] = {}
 
     async def pull(
         self, image: str, platform: str | None, registry_auth: Path | None, listener: Listener
@@ -74,26 +66,19 @@ class Images:
         """
         image = _add_default_tag(image)
         key = (image, platform, registry_auth)
-        pull = self._pulls.get(key)
-        if pull is None:
-            pull = self._pulls[key] = _SharedPull(asyncio.create_task(self._pull(key)))
-            pull.task.add_done_callback(lambda task: self._forget(key, task))
-        pull.listeners.append(listener)
+        listeners = self._listeners.setdefault(key, [])
+        listeners.append(listener)
         try:
-            await asyncio.shield(pull.task)
+            await self._pulls.call(key, partial(self._pull, key))
         finally:
-            pull.listeners.remove(listener)
-            if not pull.listeners and not pull.task.done():
-                self._forget(key, pull.task)
-                pull.task.cancel()
-
-    def _forget(self, key: _Key, task: asyncio.Task[None]) -> None:
-        if key in self._pulls and self._pulls[key].task is task:
-            del self._pulls[key]
+            listeners.remove(listener)
+            if not listeners:
+                del self._listeners[key]
 
     async def _pull(self, key: _Key) -> None:
         image = key[0]
         layers: dict[str, Pull] = {}
+        quiet_until = 0.0
         log.info("image.pull_started", image=image)
         try:
             is_complete = False
@@ -102,7 +87,8 @@ class Images:
                     if failure := _parse_failure(line):
                         raise translate_failed_pull(image, *failure)
                     is_complete |= str(line.get("status")).startswith(_COMPLETE_PREFIX)
-                    if _update_layer(layers, line):
+                    if _update_layer(layers, line) and time.monotonic() >= quiet_until:
+                        quiet_until = time.monotonic() + _PAUSE_S
                         self._notify(key, layers)
             if not is_complete:
                 raise RuntimeUnavailable(f"the pull of {image} was interrupted")
@@ -121,21 +107,21 @@ class Images:
         params = {"fromImage": image}
         if platform:
             params["platform"] = platform
-        credentials = await find_credentials(image, registry_auth, self._lookups[registry_auth])
-        encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
-        headers = {"X-Registry-Auth": encoded} if credentials else {}
+        headers = {}
+        if registry_auth is not None:
+            logins = self._logins.setdefault(registry_auth, RegistryLogins(registry_auth))
+            if credentials := await logins.find(image):
+                encoded = urlsafe_b64encode(json.dumps(credentials).encode()).decode()
+                headers["X-Registry-Auth"] = encoded
         async with self._docker.stream("POST", "/images/create", params, headers) as stream:
             async for line in stream:
                 yield msgspec.json.decode(line, type=dict[str, Any])
 
     def _notify(self, key: _Key, layers: Mapping[str, Pull]) -> None:
-        pull, now = self._pulls.get(key), time.monotonic()
-        if pull is not None and now >= pull.quiet_until:
-            pull.quiet_until = now + _PAUSE_S
-            current = sum(layer.current for layer in layers.values())
-            total = sum(layer.total for layer in layers.values())
-            for listener in list(pull.listeners):
-                listener(Pull(current, total))
+        current = sum(layer.current for layer in layers.values())
+        total = sum(layer.total for layer in layers.values())
+        for listener in list(self._listeners.get(key, ())):
+            listener(Pull(current, total))
 
 
 def _add_default_tag(image: str) -> str:

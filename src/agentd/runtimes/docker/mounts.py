@@ -27,7 +27,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _UNUSABLE = (*_ABSENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors of a path that stay until its files are changed; others are its file system's."""
-_MAX_LINKS = 40
+MAX_LINKS = 40
 """Links that Linux follows in a path (path_resolution(7))."""
 
 
@@ -91,7 +91,7 @@ def _real_path(path: str, folders: Sequence[Path], kinds: Mapping[Path, str]) ->
     Looking up a name in an automount can mount it: `/net/HOST` of any host.
     """
     names, current, links = [*reversed(Path(path).parts)], Path("/"), 0
-    while names and links <= _MAX_LINKS:
+    while names and links <= MAX_LINKS:
         name, parent = names.pop(), current
         current = parent.parent if name == ".." else parent / name.replace("//", "/")
         is_wanted = _is_below(current, folders) or any(f.is_relative_to(current) for f in folders)

@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 from base64 import b64decode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -22,14 +22,19 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from agentd.errors import AgentdError, Problem, RuntimeFailure, RuntimeUnavailable
+from agentd.concurrency import Walk
+from agentd.errors import Problem, RuntimeFailure, RuntimeUnavailable
 from agentd.host.lookups import Lookups
-from agentd.tomlfile.regular_files import UnusableFile, read_regular
+from agentd.os_errors import OsErrorKind, os_error_kind
+from agentd.runtimes.docker.mounts import MAX_LINKS
+from agentd.shared_calls import SharedCalls
+from agentd.tomlfile.regular_files import SilentFile, UnusableFile, read_configured
 
 Credentials: TypeAlias = dict[str, str]
 
 _HUB_HOST, _HUB_INDEX = "docker.io", "index.docker.io"
 _HUB_NAMES = (_HUB_HOST, _HUB_INDEX, "registry-1.docker.io")
+_LOGIN_MEMBERS = ("username", "password", "auth", "identitytoken", "registrytoken")
 _HELPER = re.compile(r"docker-credential-[\w.-]+")
 _HELPER_VARIABLES = (
     *("HOME", "LANG", "PATH"),
@@ -39,6 +44,8 @@ _HELPER_VARIABLES = (
 _ROOT_HOME = "/root"
 """HOME of a helper if agentd has none, as a service of systemd; without one, some hang."""
 HELPER_TIMEOUT_S = 30.0
+MAX_HELPERS = 4
+"""Helpers of one file that run at once; a caller chooses the registries, so how many it needs."""
 _MAX_ANSWER_BYTES = 64 << 10
 """The size of a pipe; a helper that prints more does not end."""
 _NOT_FOUND = b"credentials not found"
@@ -68,7 +75,7 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
         Raises:
             ValueError: the entry is malformed.
         """
-        key = _best_key((key for key, entry in self.auths.items() if entry), image)
+        key = _best_key((key for key, entry in self.auths.items() if _has_login(entry)), image)
         return None if key is None else _parse_login(self.auths[key])
 
     @property
@@ -92,13 +99,19 @@ class RegistryAuth(msgspec.Struct, rename="camel"):
         return program
 
 
-def read_registry_auth(path: Path) -> RegistryAuth:
+def read_registry_auth(path: Path, walk: Walk | None = None) -> RegistryAuth:
     """Read a file of credentials.
 
     Raises:
-        ValueError: it cannot be read, or others could replace the helpers that it names.
+        ValueError: it cannot be read, others could replace the helpers that it names, or a link of
+            another user leads to it.
     """
-    file = read_regular(path)
+    file = read_configured(path, walk=walk)
+    real_path = ""
+    with suppress(OSError):  # a link was removed
+        real_path = _follow_links(path.absolute(), (0, os.geteuid(), file.owner))
+    if real_path != file.real_path:
+        raise UnusableFile("was replaced while it was read")
     try:
         members = msgspec.json.decode(file.text, type=dict[str, Any])
     except RecursionError:
@@ -110,36 +123,71 @@ def read_registry_auth(path: Path) -> RegistryAuth:
     return auth
 
 
-async def find_credentials(image: str, path: Path | None, lookups: Lookups) -> Credentials | None:
-    """Return the credentials for the registry of an image, None if there are none.
+def _follow_links(path: Path, users: Sequence[int], max_links: int = MAX_LINKS) -> str:
+    """Return a path without links; each link must belong to one of some users.
+
+    Others could have their pulls use the login, or run the helper, of somebody else.
 
     Raises:
-        RuntimeFailure: the file or its entry is unusable; without it a pull could fetch another
-            image.
-        RuntimeUnavailable: the file's file system does not answer, or a helper fails.
+        UnusableFile: a link belongs to another user.
     """
-    if path is None:
-        return None
-    where = f"image {image}: registry-auth {path}"
-    try:
-        auth = await lookups.call(
-            "the credentials of registries", partial(read_registry_auth, path)
-        )
-        login, helper = auth.login_of(image), auth.helper_of(image)
-    except ValueError as error:
-        raise RuntimeFailure(f"{where}: {error}") from None
-    host = _split_image(image)[0]
-    if helper:
+    for part in reversed((path, *path.parents)):
+        if max_links and part.is_symlink():
+            if part.lstat().st_uid not in users:
+                raise UnusableFile(f"cannot be used: {part} is a link of another user")
+            target = part.parent / part.readlink() / path.relative_to(part)
+            return _follow_links(target, users, max_links - 1)
+    return os.path.normpath(path)
+
+
+class RegistryLogins:
+    """The logins in a file and of the helpers that it names; a few helpers run at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lookups = path, Lookups()
+        self._helpers: SharedCalls[tuple[str, str], Credentials | None] = SharedCalls()
+        self._free_helpers = asyncio.Semaphore(MAX_HELPERS)
+
+    async def find(self, image: str) -> Credentials | None:
+        """Return the credentials for the registry of an image, None if there are none.
+
+        Raises:
+            RuntimeFailure: the file or its entry is unusable; without it a pull could fetch
+                another image.
+            RuntimeUnavailable: the file's file system does not answer, or a helper fails.
+        """
+        where = f"image {image}: registry-auth {self._path}"
+        read = partial(read_registry_auth, self._path)
         try:
-            login = await _run_helper(helper, host, where) or login
-        except AgentdError:
-            if login is None:
-                raise
-    # The containerd store compares hosts, and knows Docker Hub by this one; Podman takes it, too.
-    return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
+            auth = await self._lookups.call(str(self._path), read)
+            login, helper = auth.login_of(image), auth.helper_of(image)
+        except SilentFile as error:
+            raise RuntimeUnavailable(f"{where}: {error}") from None
+        except ValueError as error:
+            raise RuntimeFailure(f"{where}: {error}") from None
+        host = _split_image(image)[0]
+        if helper:
+            run = partial(self._run_helper, helper, host)
+            try:
+                login = await self._helpers.call((helper, host), run) or login
+            except (RuntimeFailure, RuntimeUnavailable) as error:
+                if login is None:
+                    raise type(error)(f"{where}: {error}") from None
+        # The containerd store compares hosts, and knows Docker Hub by this one, as Podman does.
+        return login and {**login, "serveraddress": _HUB_INDEX if host == _HUB_HOST else host}
+
+    async def _run_helper(self, program: str, host: str) -> Credentials | None:
+        try:
+            async with asyncio.timeout(HELPER_TIMEOUT_S), self._free_helpers:
+                find_file = partial(shutil.which, program)  # in folders that may be on a dead mount
+                file = await self._lookups.call(f"{program} in PATH", find_file)
+                return await _run_helper(program, file or program, host)
+        except TimeoutError:
+            reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
+            raise RuntimeUnavailable(reason) from None
 
 
-async def _run_helper(program: str, host: str, where: str) -> Credentials | None:
+async def _run_helper(program: str, file: str, host: str) -> Credentials | None:
     """Return the credentials that a helper keeps; None if it has none.
 
     https://github.com/docker/docker-credential-helpers
@@ -152,17 +200,15 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
         os.set_blocking(reader, False)  # what it leaves behind may keep the pipe open
         try:
             process = await asyncio.create_subprocess_exec(
-                *(program, "get"), stdin=asyncio.subprocess.PIPE, stdout=printed,
+                *(program, "get"), executable=file, stdin=asyncio.subprocess.PIPE, stdout=printed,
                 stderr=asyncio.subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise RuntimeFailure(f"{where}: {program} cannot run: {error.strerror}") from None
+            is_passing = os_error_kind(error) is OsErrorKind.PASSING
+            error_class = RuntimeUnavailable if is_passing else RuntimeFailure
+            raise error_class(f"{program} cannot run: {error.strerror}") from None
         try:
-            async with asyncio.timeout(HELPER_TIMEOUT_S):
-                await process.communicate(server.encode())
-        except TimeoutError:
-            reason = f"{program} does not answer within {HELPER_TIMEOUT_S:g} s"
-            raise RuntimeUnavailable(f"{where}: {reason}") from None
+            await process.communicate(server.encode())
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -170,27 +216,26 @@ async def _run_helper(program: str, host: str, where: str) -> Credentials | None
     if process.returncode and _NOT_FOUND in output:
         return None
     if process.returncode:
-        reason = f"{program} fails with exit status {process.returncode}"
-        raise RuntimeUnavailable(f"{where}: {reason}")
+        raise RuntimeUnavailable(f"{program} fails with exit status {process.returncode}")
     try:
         answer = msgspec.json.decode(output, type=_Answer)
     except (ValueError, RecursionError):
-        raise RuntimeFailure(f"{where}: {program} answers without credentials") from None
+        raise RuntimeFailure(f"{program} answers without credentials") from None
     if answer.username == _TOKEN_USER:
         return {"identitytoken": answer.secret}
     return {"username": answer.username, "password": answer.secret}
 
 
-def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
+def registry_auth_problems(where: str, path: Path, walk: Walk | None = None) -> Iterator[Problem]:
     """Yield the entries of a file that no pull can use."""
     try:
-        auth = read_registry_auth(path)
+        auth = read_registry_auth(path, walk)
     except ValueError as error:
         yield Problem(where, f"{path}: {error}")
         return
     for key, entry in auth.auths.items():
         try:
-            if entry or not auth.helpers:  # an empty entry belongs to a helper
+            if _has_login(entry) or not auth.helpers:
                 _parse_login(entry)
         except ValueError as error:
             yield Problem(where, f"{path}: auths.{key} {error}")
@@ -201,15 +246,19 @@ def registry_auth_problems(where: str, path: Path) -> Iterator[Problem]:
             yield Problem(where, f"{path}: {member} cannot be used: {program} is not in PATH")
 
 
+def _has_login(entry: Any) -> bool:
+    """Return whether an entry has a login, usable or not; an empty one belongs to a helper."""
+    return any(map(entry.get, _LOGIN_MEMBERS)) if isinstance(entry, dict) else bool(entry)
+
+
 def _parse_login(entry: Any) -> Credentials:
     """Return the credentials of an entry.
 
     Raises:
         ValueError: the entry is malformed.
     """
-    members = ("username", "password", "auth", "identitytoken", "registrytoken")
     try:
-        found = {name: entry[name] for name in members if entry.get(name)}
+        found = {name: entry[name] for name in _LOGIN_MEMBERS if entry.get(name)}
         login = msgspec.convert(found, Credentials)
     except (AttributeError, TypeError, ValueError):
         raise ValueError("cannot be used: a login is strings by name") from None

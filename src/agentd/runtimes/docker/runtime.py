@@ -34,6 +34,7 @@ from agentd.errors import (
     InvalidRequest,
     Problem,
     RuntimeUnavailable,
+    StateUnavailable,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import read_usages
@@ -107,6 +108,8 @@ class _Attempt:
 _SOURCES = "a mount's source"
 _NO_NETWORK = re.compile("^network .* not found|network not found")
 """Engines answer 404 for it as they do for an image, or its platform."""
+DISK_PAUSE_S = 60.0
+"""Seconds for which a full disk is shown after a create, unless another one finds room."""
 MINIMUM_BYTES = 6 * 2**20
 """The engine refuses less (Engine 20.10, "Minimum memory limit allowed is 6MB")."""
 
@@ -116,6 +119,7 @@ class DockerRuntime:
 
     name = "docker"
     minimum_memory_bytes = MINIMUM_BYTES
+    unlimited = ""
     members = CONTAINER_MEMBERS
 
     def __init__(
@@ -135,11 +139,14 @@ class DockerRuntime:
         self._facts: asyncio.Task[DockerFacts] | None = None
         """The request for the engine's capabilities, in flight or answered."""
         self._facts_requested_at = 0.0
+        self._facts_failure = ""
+        """The last failure, or how long none is known, until a request succeeds."""
+        self._disk_failed_until = 0.0
         self._creating: set[str] = set()
         """Names of containers in creation; their creates inspect them after the start."""
         self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
-        """By agent: no agent waits for the mounts of another."""
-        self._group_lookups = Lookups()
+        """By agent: no agent waits for the mounts of another, or for its groups."""
+        self._group_lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
         self._device_lookups = Lookups()
         self._is_swept = False
         self._last_seen = last_seen or OutageLog()
@@ -175,37 +182,43 @@ class DockerRuntime:
 
         Only the caller's patience is limited: a late answer serves the next caller.
         """
-        if self._facts is None:
-            self._facts = asyncio.create_task(self._request_facts())
-            self._facts_requested_at = time.time()
         try:
             async with asyncio.timeout(INSPECT_TIMEOUT_S):
-                return await asyncio.shield(self._facts)
+                return await asyncio.shield(self._ask_facts())
         except TimeoutError:
-            raise RuntimeUnavailable(self._slow_facts_reason()) from None
+            called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
+            self._facts_failure = (
+                f"the engine has not answered GET /info within {INSPECT_TIMEOUT_S:g} s"
+                f" (called at {called_at:%Y-%m-%dT%H:%M:%SZ})"
+            )
+            raise RuntimeUnavailable(self._facts_failure) from None
+
+    def _ask_facts(self) -> asyncio.Task[DockerFacts]:
+        if self._facts is None:
+            self._facts = asyncio.create_task(self._request_facts())
+            self._facts.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._facts_requested_at = time.time()
+        return self._facts
 
     async def _request_facts(self) -> DockerFacts:
         try:
             with errors_as_unavailable():
                 version = await self._docker.fetch_version()
                 info = await self._docker.call("GET", "/info", timeout_s=None)
-                return parse_docker_facts(info, version)
-        except RuntimeUnavailable:
-            self._facts = None
+                facts = parse_docker_facts(info, version)
+        except RuntimeUnavailable as error:
+            self._facts, self._facts_failure = None, f"GET /info: {error}"
             raise
+        self._facts_failure = ""
+        return facts
 
     @property
     def unready_reason(self) -> str:
-        is_pending = self._facts is not None and not self._facts.done()
-        is_late = time.time() - self._facts_requested_at >= INSPECT_TIMEOUT_S
-        return self._slow_facts_reason() if is_pending and is_late else ""
-
-    def _slow_facts_reason(self) -> str:
-        called_at = datetime.fromtimestamp(self._facts_requested_at, UTC)
-        return (
-            f"the engine has not answered GET /info within {INSPECT_TIMEOUT_S:g} s"
-            f" (called at {called_at:%Y-%m-%dT%H:%M:%SZ})"
-        )
+        """The reason against creates; an engine whose last answer was a failure is asked again."""
+        if time.monotonic() < self._disk_failed_until:
+            return "the disk of the node's engine is full or not writable"
+        is_ready = not self._facts_failure or self._ask_facts().done()
+        return "" if is_ready else self._facts_failure
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         problems = list(request_problems(spec, self._settings_of(spec)))
@@ -214,8 +227,8 @@ class DockerRuntime:
         except InvalidRequest as error:
             problems += error.problems
         requested = container_options(spec).groups
-        allowed = self._settings_of(spec).allowed_groups
-        return [*problems, *await group_problems(requested, allowed, self._group_lookups)]
+        allowed, lookups = self._settings_of(spec).allowed_groups, self._group_lookups
+        return [*problems, *await group_problems(requested, allowed, lookups[spec.agent_id])]
 
     async def _resolve_sources(self, spec: KernelSpec) -> list[MountSource]:
         """Resolve the mounts of a request.
@@ -258,9 +271,13 @@ class DockerRuntime:
                 raise unknown_outcome_error(plan, error) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
-            raise translate_error(error, plan) from error
+            refusal = translate_error(error, plan)
+            if isinstance(refusal, StateUnavailable):
+                self._disk_failed_until = time.monotonic() + DISK_PAUSE_S
+            raise refusal from error
         finally:
             self._creating.discard(plan.name)
+        self._disk_failed_until = 0.0
         return self._observer.observe_inspection(inspection)
 
     async def _start(self, attempt: _Attempt) -> None:
@@ -402,7 +419,9 @@ class DockerRuntime:
         self._last_seen.update()
         if not self._is_swept:
             containers = [kernel.ref.handle for kernel in listing.kernels if kernel.ref.handle]
-            await asyncio.to_thread(kill_orphaned_execs, self._node_id, containers)
+            sweep = partial(kill_orphaned_execs, self._node_id, containers)
+            with suppress(RuntimeUnavailable):  # the environment of a stuck process
+                await self._device_lookups.call("an environment in /proc", sweep)
             self._is_swept = True
         return listing
 

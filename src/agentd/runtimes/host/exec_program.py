@@ -31,6 +31,7 @@ from agentd.runtimes.host.exec_target import (
     lend_streams,
     read_stat_fields,
 )
+from agentd.runtimes.process.shim import attempt
 
 CHUNK = 64 * 1024
 KILL_ROUNDS = 100
@@ -78,10 +79,7 @@ def receive_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def send_answer(control: socket.socket, answer: dict[str, Any]) -> None:
     """Send an answer to the client, if it is still connected."""
-    try:
-        control.sendall(json.dumps(answer).encode() + b"\n")
-    except OSError:
-        pass
+    attempt(control.sendall, json.dumps(answer).encode() + b"\n")
 
 
 class ExecParent:
@@ -154,16 +152,10 @@ class ExecParent:
 
     def forward_signals(self) -> bool:
         """Deliver the requested signals; return False once the client has disconnected."""
-        try:
-            chunk = self._control.recv(CHUNK)
-        except OSError:
-            return False
+        chunk = attempt(self._control.recv, CHUNK) or b""
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
-            try:
-                os.killpg(self._pid, int(json.loads(line)["signal"]))
-            except OSError:
-                pass  # the command has ended
+            attempt(os.killpg, self._pid, int(json.loads(line)["signal"]))
         return bool(chunk)
 
 
@@ -179,15 +171,10 @@ def kill_session(leader: int) -> None:
         if not alive:
             return
         for pid in alive:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except OSError:
+            if (descriptor := attempt(os.pidfd_open, pid)) is None:
                 continue
             if is_in_session(pid, leader):
-                try:
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                attempt(signal.pidfd_send_signal, descriptor, signal.SIGKILL)
             os.close(descriptor)
 
 
@@ -200,11 +187,8 @@ def has_ended(pidfd: int) -> bool:
 
 def is_in_session(pid: int, session: int) -> bool:
     """Return whether a process belongs to a session and has not ended."""
-    try:
-        fields = read_stat_fields(pid)
-    except (OSError, IndexError):
-        return False
-    return fields[0] not in "ZX" and int(fields[3]) == session
+    fields = attempt(read_stat_fields, pid)
+    return bool(fields) and fields[0] not in b"ZX" and int(fields[3]) == session
 
 
 if __name__ == "__main__":

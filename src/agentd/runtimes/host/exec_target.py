@@ -14,6 +14,8 @@ from typing import Any
 from agentd.runtimes.process.shim import (
     PR_SET_NO_NEW_PRIVS,
     execute,
+    read_file,
+    reset_host_limits,
     reset_signals,
     start_time,
 )
@@ -69,21 +71,18 @@ class Target:
         if start_time(pid) != recorded_start:
             raise ProcessLookupError(3, "its process has ended")
         for path in cgroup_procs:
-            with open(path, "rb") as file:
-                if pid not in map(int, file):
-                    raise ProcessLookupError(3, "its process has left it")
+            if pid not in map(int, read_file(path).split()):
+                raise ProcessLookupError(3, "its process has left it")
         if read_status(pid)["NoNewPrivs"] != "1":
             raise PermissionError(1, "its process could gain privileges")
         self.status = read_status(pid)  # it could not gain privileges before
         self.uid, self.gid = (int(self.status[name].split()[1]) for name in ("Uid", "Gid"))
-        with open("/proc/sys/kernel/cap_last_cap", "rb") as file:
-            self.last_capability = int(file.read())
+        self.last_capability = int(read_file("/proc/sys/kernel/cap_last_cap"))
         self.cores = os.sched_getaffinity(pid)
         self.namespaces = differing_namespaces(pid)
         self.limits = read_limits(pid)
         self.niceness = os.getpriority(os.PRIO_PROCESS, pid)
-        with open(f"/proc/{pid}/oom_score_adj", errors="replace") as file:
-            self.oom_score_adj = file.read()
+        self.oom_score_adj = int(read_file(f"/proc/{pid}/oom_score_adj"))
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = [p.partition(b"=") for p in file.read(MAX_ENV).split(b"\0") if b"=" in p]
         self.env = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
@@ -136,10 +135,7 @@ def exec_as_target(
     step = "kernel"
     try:
         os.setsid()
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(target.oom_score_adj)
-        os.setpriority(os.PRIO_PROCESS, 0, target.niceness)
-        os.umask(int(target.status["Umask"], 8))
+        reset_host_limits(max(0, target.oom_score_adj), max(0, target.niceness))
         step = "namespaces"
         if target.namespaces and libc.setns(target.pidfd, target.namespaces):
             number = ctypes.get_errno()
@@ -240,7 +236,6 @@ def read_status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in pairs}
 
 
-def read_stat_fields(pid: int) -> list[str]:
+def read_stat_fields(pid: int) -> list[bytes]:
     """Return the fields of `/proc/PID/stat` after the name, beginning with the state."""
-    with open(f"/proc/{pid}/stat", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()
+    return read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()

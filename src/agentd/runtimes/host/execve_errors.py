@@ -1,4 +1,4 @@
-"""Errors of execve(2) that the client of a create or exec can fix."""
+"""Errors of execve(2) and chdir(2) that the client of a create or exec can fix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 
 from agentd.core.names import quote_untrusted
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
+from agentd.os_errors import OsErrorKind, os_error_kind
 
 _NOT_FOUND = frozenset(
     {
@@ -28,3 +29,10 @@ def command_refusal(command: str, number: int, reason: str) -> RequestError | No
     if number == errno.E2BIG:
         return InvalidRequest([Problem("command", f"too long with its environment: {reason}")])
     return None
+
+
+def folder_refusal(folder: str | None, number: int, reason: str) -> RequestError | None:
+    """Return the refusal of a working directory, None if the host lacks something."""
+    if os_error_kind(OSError(number, reason)) in (OsErrorKind.PASSING, OsErrorKind.DISK):
+        return None
+    return InvalidRequest([Problem("working_dir", f"{folder!r}: {reason}")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -24,14 +25,13 @@ from agentd.concurrency import complete_shielded
 from agentd.core.kernel.exec_spec import STDERR, STDOUT, ExecSpec
 from agentd.errors import (
     AgentdError,
-    InvalidRequest,
     KernelConflict,
-    Problem,
     RuntimeFailure,
 )
 from agentd.host.processes import Proc
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host import exec_program
-from agentd.runtimes.host.execve_errors import command_refusal
+from agentd.runtimes.host.execve_errors import command_refusal, folder_refusal
 
 if TYPE_CHECKING:
     from agentd.host.systemd.dbus import SystemdManager, UnitProperty
@@ -269,9 +269,10 @@ async def start_host_exec(
         except BaseException:
             await complete_shielded(session.close())
             raise
-    except (OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {START_TIMEOUT_S:g} s"
-        raise RuntimeFailure(f"the command did not start: {reason}") from error
+    except OSError as error:
+        late = OSError(errno.ETIMEDOUT, f"no answer within {START_TIMEOUT_S:g} s")
+        failure = error if error.args else late
+        raise os_error_as_refusal(failure, "the command did not start") from error
     return session
 
 
@@ -327,11 +328,15 @@ def _start_error(spec: ExecSpec, answer: dict[str, Any]) -> AgentdError:
         and (refusal := command_refusal(spec.command[0], number, reason)) is not None
     ):
         return refusal
+    if (
+        step == "working_dir"
+        and (refusal := folder_refusal(spec.working_dir, number, reason)) is not None
+    ):
+        return refusal
     match step:
-        case "working_dir":
-            return InvalidRequest([Problem("working_dir", f"{spec.working_dir!r}: {reason}")])
         case "kernel":
             reason = str(answer.get("why", reason))
             return KernelConflict(f"no running process to attach to: {reason}")
         case _:
-            return RuntimeFailure(f"the command did not start; {step}: {reason}")
+            failure = OSError(number, reason)
+            return os_error_as_refusal(failure, f"the command did not start; {step}")

@@ -15,16 +15,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from agentd.errors import RuntimeUnavailable
+from agentd.os_errors import OsErrorKind, os_error_as_refusal, os_error_kind
 
 _MAX_BYTES = 1 << 20
-TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-"""Errors that prove nothing about a file; a retry may succeed."""
 TRASH = ".removed-"
 """Prefix of the name of a folder that is being removed."""
+T = TypeVar("T")
 _OTHERS_MAY_WRITE, _OTHERS_MAY_ACCESS = 0o022, 0o077
 
 
@@ -53,14 +54,31 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             return False
         return True
 
+    def is_readable(self) -> bool:
+        """Return whether it exists and can be used."""
+        with suppress(Unreadable):
+            return self.exists()
+        return False
+
     def exposure_problem(self) -> str:
         """Return why others can look into the folder, empty if they cannot."""
-        mode = stat.S_IMODE(self.path.lstat().st_mode)
-        return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            mode = stat.S_IMODE(self.path.lstat().st_mode)
+            return f"{self.path}: {_mode_problem(mode)}" if mode & _OTHERS_MAY_ACCESS else ""
+        return ""
 
     def path_exists(self) -> bool:
-        """Return whether anything exists at its path."""
-        return os.path.lexists(self.path)
+        """Return whether anything exists at its path.
+
+        Raises:
+            AgentdError: that is unknown.
+        """
+        try:
+            return bool(self.path.lstat())
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise os_error_as_refusal(error, str(self.path)) from error
 
     def open_file(self, name: str, flags: int) -> int:
         """Open a file of the folder.
@@ -73,7 +91,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         folder = self.open_folder()
         try:
-            with _errors_as_unreadable(self.path / name):
+            with errors_as_unreadable(self.path / name):
                 return os.open(name, flags, 0o600, dir_fd=folder)
         finally:
             os.close(folder)
@@ -86,7 +104,7 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             Unreadable: it cannot be opened, or another user could have created or written it.
             OSError: a temporary failure.
         """
-        with _errors_as_unreadable(self.path):
+        with errors_as_unreadable(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         status = os.fstat(folder)
         if status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE:
@@ -137,11 +155,17 @@ class PrivateFolder(msgspec.Struct, frozen=True):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise Unreadable(errno.EINVAL, "is not a regular file", str(path))
-            with _errors_as_unreadable(path):
+            with errors_as_unreadable(path):
                 raw = os.read(descriptor, min(status.st_size, _MAX_BYTES))
         finally:
             os.close(descriptor)
         return raw.decode(errors="replace")
+
+    def read_json(self, name: str, type_: type[T]) -> T | None:
+        """Return the value in a file, None if it is missing, unreadable or damaged."""
+        with suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.read(name) or "", type=type_)
+        return None
 
     def remove(self) -> None:
         """Remove the folder and its content, or whatever is in its place."""
@@ -159,14 +183,14 @@ def _mode_problem(mode: int) -> str:
 
 
 @contextmanager
-def _errors_as_unreadable(path: Path) -> Iterator[None]:
-    """Raise `Unreadable` if a path is there, or may be, and cannot be opened."""
+def errors_as_unreadable(path: Path) -> Iterator[None]:
+    """Raise `Unreadable` if a path is there, or may be, and cannot be used."""
     try:
         yield
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        if error.errno in TEMPORARY_ERRORS:
+        if os_error_kind(error) is OsErrorKind.PASSING:
             raise
         raise Unreadable(error.errno, error.strerror, str(path)) from None
 

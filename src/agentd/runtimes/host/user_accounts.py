@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agentd.concurrency import thread_waiting_for
-from agentd.errors import InvalidRequest, Problem
+from agentd.errors import NotReady, Problem
+from agentd.host.name_service import refuse_unanswered
 
 
 class UserAccount(msgspec.Struct, frozen=True):
@@ -25,41 +25,59 @@ class UserAccounts(msgspec.Struct, frozen=True):
     """The user accounts of a runtime's kernels, which the host adds to its settings.
 
     `own` holds agents with their own account; `default` applies to all others. Without an account,
-    kernels run as the daemon's user; in units of root, each has a user of its own. With
-    `is_unprivileged`, agentd is not root and there are no accounts.
+    kernels run as the daemon's user; in units of root, each has a user of its own. An account that
+    this host does not know yet is a problem. With `is_unprivileged`, agentd is not root and there
+    are no accounts.
     """
 
-    default: UserAccount | None = None
-    own: Mapping[str, UserAccount] = {}
+    default: UserAccount | Problem | None = None
+    own: Mapping[str, UserAccount | Problem] = {}
     is_unprivileged: bool = False
 
+    def has_account(self, agent_id: str) -> bool:
+        """Return whether a user is configured for an agent's kernels."""
+        return self.own.get(agent_id, self.default) is not None
+
     def account_for(self, agent_id: str) -> UserAccount | None:
-        """Return the user account of an agent's kernels."""
-        return self.own.get(agent_id, self.default)
+        """Return the user account of an agent's kernels.
+
+        Raises:
+            NotReady: this host does not know it yet.
+        """
+        account = self.own.get(agent_id, self.default)
+        if isinstance(account, Problem):
+            raise NotReady(f"kernels of {agent_id} cannot start: {account}", is_local=True)
+        return account
 
     def user_for(self, agent_id: str) -> str | None:
-        """Return the name of the user account of an agent's kernels."""
+        """Return the name of the user account of an agent's kernels.
+
+        Raises:
+            NotReady: this host does not know it yet.
+        """
         account = self.account_for(agent_id)
         return account.name if account is not None else None
 
     def has_own_account(self, agent_id: str) -> bool:
         """Return whether no other agent's kernels run as this agent's user."""
         account = self.own.get(agent_id)
-        others = [other.uid for agent, other in self.own.items() if agent != agent_id]
-        others += [self.default.uid] if self.default else []
-        return account is not None and account.uid not in others
+        others = [other for agent, other in self.own.items() if agent != agent_id]
+        uids = {other.uid for other in (*others, self.default) if isinstance(other, UserAccount)}
+        return isinstance(account, UserAccount) and account.uid not in uids
 
 
-def find_account(user: str, where: str) -> UserAccount:
-    """Return a user account of the host.
+def find_account(user: str) -> UserAccount | None:
+    """Return a user account, None if this host does not know it; may block, as NSS does.
 
     Raises:
-        InvalidRequest: the account does not exist.
+        RuntimeUnavailable: the name service failed.
     """
-    with thread_waiting_for(f"user {user!r} of {where}"):
-        try:
-            entry = pwd.getpwnam(user)
-        except KeyError:
-            raise InvalidRequest([Problem(where, f"no user {user!r} on this host")]) from None
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        refuse_unanswered("getpwnam_r", user)
+        return None
+    except ValueError:
+        return None
+    groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
     return UserAccount(entry.pw_name, entry.pw_uid, entry.pw_gid, tuple(groups))

@@ -4,15 +4,17 @@ lock           held by the kernel's shim while it lives (see `shim`)
 record.json    the kernel's record, written before anything starts
 identity.json  pid and start time of the command and the shim, and the boot
 exit.json      the exit status, written when nothing of the kernel is left
+descendants.json   processes of a kernel without a cgroup that it has left to its shim
 output.log     the output; older parts are output.log.1, output.log.2, …
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
@@ -21,8 +23,13 @@ import msgspec
 from agentd.core.kernel.record import LAST_SECOND, RecordError, parse_time, require_record
 from agentd.core.kernel.states import Ending
 from agentd.host.processes import Proc
-from agentd.runtimes.host.private_folder import PrivateFolder, list_names
-from agentd.runtimes.process.shim import F_OFD_SETLK, SHIM_BYTE
+from agentd.runtimes.host.private_folder import (
+    PrivateFolder,
+    Unreadable,
+    errors_as_unreadable,
+    list_names,
+)
+from agentd.runtimes.process.shim import DESCENDANTS, SHIM_BYTE, lock_byte
 
 LOCK, RECORD, IDENTITY, EXIT, LOG = (
     "lock", "record.json", "identity.json", "exit.json", "output.log",
@@ -71,8 +78,7 @@ class Bundle(PrivateFolder, frozen=True):
         self.path.mkdir(mode=0o700)
         descriptor = self.open_file(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, SHIM_BYTE, 1, 0)
-            fcntl.fcntl(descriptor, F_OFD_SETLK, request)
+            lock_byte(descriptor, SHIM_BYTE)
             self.write(RECORD, record)
             yield descriptor
         finally:
@@ -93,15 +99,17 @@ class Bundle(PrivateFolder, frozen=True):
             return False
         try:
             request = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0)
-            answer = fcntl.fcntl(descriptor, F_OFD_GETLK, request)
+            with errors_as_unreadable(self.path / LOCK):
+                answer = fcntl.fcntl(descriptor, F_OFD_GETLK, request)
             return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
         finally:
             os.close(descriptor)
 
     def has_foreign_files(self) -> bool:
         """Return whether there are files that neither agentd nor a shim created."""
-        own_names = {LOCK, RECORD, IDENTITY, EXIT, LOG, f".{IDENTITY}", f".{EXIT}"}
-        return any(not name.startswith(f"{LOG}.") for name in list_names(self.path) - own_names)
+        names = {name.removeprefix(".") for name in list_names(self.path)}
+        foreign = names - {LOCK, RECORD, IDENTITY, EXIT, LOG, DESCENDANTS}
+        return any(not name.startswith(f"{LOG}.") for name in foreign)
 
     def read_record(self) -> str:
         """Return the record.
@@ -115,14 +123,38 @@ class Bundle(PrivateFolder, frozen=True):
 
     def read_identity(self) -> ShimIdentity | None:
         """Return the identity of the kernel, None if it is missing or unreadable."""
-        with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(self.read(IDENTITY) or "", type=ShimIdentity)
-        return None
+        return self.read_json(IDENTITY, ShimIdentity)
 
     def read_ending(self) -> Ending | None:
-        """Return how the kernel ended, None if that is missing or unreadable."""
+        """Return how the kernel ended, None if that is missing or damaged.
+
+        A shim that could write the status and not rename its file has left it under the other name.
+
+        Raises:
+            Unreadable: it is there and cannot be read.
+        """
+        text = self.read_strict(EXIT)
         with suppress(msgspec.DecodeError, RecordError):
-            ending = msgspec.json.decode(self.read(EXIT) or "", type=Ending)
+            content = self.read(f".{EXIT}") if text is None else text
+            ending = msgspec.json.decode(content or "", type=Ending)
             parse_time(ending.finished_at)
             return ending
         return None
+
+    def read_descendants(self) -> list[Proc]:
+        """Return the noted processes of the kernel beside its command.
+
+        Raises:
+            Unreadable: they are noted and cannot be read, or are damaged.
+            OSError: a temporary failure.
+        """
+        text = self.read_strict(DESCENDANTS)
+        try:
+            return [] if text is None else msgspec.json.decode(text, type=list[Proc])
+        except msgspec.DecodeError:
+            raise Unreadable(errno.EBADMSG, "is damaged", str(self.path / DESCENDANTS)) from None
+
+    def write_descendants(self, processes: Sequence[Proc]) -> None:
+        """Note processes in place of a shim that was killed, as far as the disk permits."""
+        with suppress(OSError):
+            self.replace(DESCENDANTS, msgspec.json.encode(processes).decode())

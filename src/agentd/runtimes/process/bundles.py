@@ -20,10 +20,10 @@ from agentd.core.kernel.record import (
 )
 from agentd.core.kernel.states import Ending, ObservedState
 from agentd.core.names import is_name, name_or_empty, validate_name
-from agentd.errors import RuntimeFailure
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import Cgroup, Cgroups
 from agentd.host.cgroups.usage import CgroupCounters
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.private_folder import TRASH, Unreadable, list_names
 from agentd.runtimes.process.bundle import Bundle, ShimIdentity
 from agentd.runtimes.process.kernel_processes import KernelProcesses
@@ -53,10 +53,11 @@ class Bundles(msgspec.Struct, frozen=True):
         return Bundle(self.folder / validate_name(kernel_id))
 
     def cgroup(self, kernel_id: str) -> Cgroup | None:
-        """Return a kernel's cgroup, which need not exist; None without cgroups."""
+        """Return a kernel's cgroup, which need not exist; None if it has and can have none."""
         if self.cgroups is None:
             return None
-        return self.cgroups.group(kernel_name(self.node_id, kernel_id))
+        cgroup = self.cgroups.group(kernel_name(self.node_id, kernel_id))
+        return cgroup if self.cgroups.is_writable or cgroup.exists() else None
 
     def kernel_processes(self, kernel_id: str) -> KernelProcesses:
         """Inspect a kernel."""
@@ -178,11 +179,11 @@ class Bundles(msgspec.Struct, frozen=True):
         await self.remove_trash(trash)
         try:
             bundle.path.rename(trash.path)
-        except FileNotFoundError:
+        except OSError as error:
+            if bundle.path_exists():  # on a read-only disk that is refused for a missing one, too
+                raise os_error_as_refusal(error, str(bundle.path)) from None
             await self.remove_trash(trash)
             return True
-        except OSError as error:
-            raise RuntimeFailure(f"{bundle.path}: {error.strerror}") from None
         with suppress(Unreadable):  # it was proved to have ended before
             if self._inspect(trash, kernel_id).is_running:
                 trash.path.rename(bundle.path)
@@ -193,7 +194,7 @@ class Bundles(msgspec.Struct, frozen=True):
         return True
 
     async def recover_trash(self) -> None:
-        """Remove bundles that a daemon set aside before it died; restore those of live kernels."""
+        """Remove what a daemon left of removed kernels; restore set aside bundles of live ones."""
         for name in list_names(self.folder):
             kernel_id = name.removeprefix(TRASH)
             if name == kernel_id or not is_name(kernel_id):
@@ -208,6 +209,9 @@ class Bundles(msgspec.Struct, frozen=True):
                 trash.path.rename(self.folder / kernel_id)
             elif not lives:
                 await self.remove_trash(trash)
+        for kernel_id, cgroup in self._kernel_cgroups().items():  # they could not be removed before
+            if not self.bundle(kernel_id).path_exists() and not cgroup.members():
+                await cgroup.remove()
 
     async def remove_trash(self, trash: Bundle) -> None:
         """Remove the remains of a kernel whose bundle was set aside."""

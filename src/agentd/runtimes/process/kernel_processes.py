@@ -7,7 +7,8 @@ lock     byte 1 of its bundle's lock is held. The bundle is agentd's alone, the 
          before the shim was started, and only the shim inherits it
 cgroup   its cgroup, by the full path below agentd's own, has members
 leader   the process that the shim recorded in the bundle lives: the same pid, the same start
-         time, the same boot
+         time, the same boot; or one of the descendants does that the shim noted there, in case
+         it is killed
 
 A process's own claims (environment, name, arguments, parents) prove nothing. See
 docs/explanation/trust.md. While the bundle cannot be used, or after it was removed, the identity
@@ -40,7 +41,7 @@ from agentd.host.processes import (
 )
 from agentd.runtimes.host.private_folder import Unreadable
 from agentd.runtimes.process.bundle import IDENTITY, LOCK, Bundle, ShimIdentity
-from agentd.runtimes.process.shim import COMMAND_BYTE, SHIM_BYTE
+from agentd.runtimes.process.shim import COMMAND_BYTE, MAX_NOTE_PAUSE_S, SHIM_BYTE
 
 _PASS_PAUSES_S = (0.0, 0.02, 0.05, 0.1)
 """Seconds between two passes, after the processes of the first have ended."""
@@ -84,14 +85,33 @@ class KernelProcesses:
             Unreadable: that is unknown, because its bundle cannot be used.
             OSError: a temporary failure.
         """
-        return self.has_cgroup_members or self._leader is not None or self._is_locked(COMMAND_BYTE)
+        if (
+            self.has_cgroup_members
+            or self._leader is not None
+            or self._noted()
+            or self._is_locked(COMMAND_BYTE)
+        ):
+            return True
+        if self.identity is None and not self._is_in_cgroup and not self._bundle.read_ending():
+            self._bundle.read_strict(IDENTITY)  # if it is there, its command may live
+        try:
+            self._read_noted()
+        except Unreadable:  # one of them may live, unless the whole bundle is what cannot be read
+            is_known = self._last is not None and not self._bundle.is_readable()
+            if not is_known and not self._bundle.read_ending():
+                raise
+        return False
+
+    @property
+    def _is_in_cgroup(self) -> bool:
+        return self._cgroup is not None and self._cgroup.exists()
 
     def _is_locked(self, byte: int) -> bool:
         try:
             if self._bundle.is_locked(byte):
                 return True
         except Unreadable:
-            if self._last is None and not (self._cgroup and self._cgroup.exists()):
+            if self._last is None and not self._is_in_cgroup:
                 raise
         return self._last is not None and self._last.shim.is_alive()
 
@@ -119,7 +139,7 @@ class KernelProcesses:
         if identity is None or identity.boot_id != self._boot_id or not identity.leader.is_alive():
             return None
         shim, in_cgroup = self._shim, self._cgroup_members()
-        if shim is None and not identity.has_cgroup:
+        if shim is None and not (identity.has_cgroup and self._cgroup):
             return identity.leader
         stat = read_stat(identity.leader.pid)
         is_child = shim is not None and stat is not None and stat.parent == shim.pid
@@ -146,6 +166,20 @@ class KernelProcesses:
         )
         oldest = min(holders, key=lambda stat: stat.start_time, default=None)
         return Proc(oldest.pid, oldest.start_time) if oldest else None
+
+    def _noted(self) -> list[Proc]:
+        """Return the noted descendants that live, none if the note cannot be read."""
+        with suppress(Unreadable):
+            return self._read_noted()
+        return []
+
+    def _read_noted(self) -> list[Proc]:
+        """Return the noted descendants that live; each is younger than the command."""
+        identity = self.identity
+        if identity is None or identity.boot_id != self._boot_id or identity.has_cgroup:
+            return []
+        noted = self._bundle.read_descendants()
+        return [o for o in noted if o.start_time >= identity.start_time and o.is_alive()]
 
     def handle(self) -> str:
         """Return the pid of the command as recorded, unless another process has it now."""
@@ -190,12 +224,13 @@ class KernelProcesses:
 
         These are the members of its cgroup, the descendants of its shim (a subreaper, so nothing
         that the command started can leave it), and the session of its command while the command
-        lives.
+        lives. Without a shim, these are the command, the noted ones and all their descendants.
         """
         processes = list(all_processes())
         shim, leader = self._shim, self._leader
-        pids = find_descendants([shim.pid], processes) if shim else set[int]()
-        pids |= self._cgroup_members()
+        roots = [*([leader] if leader else []), *self._noted()]
+        pids = {process.pid for process in roots} if shim is None else set[int]()
+        pids |= find_descendants([shim.pid] if shim else pids, processes) | self._cgroup_members()
         return [
             Proc(stat.pid, stat.start_time)
             for stat in processes
@@ -218,14 +253,25 @@ class KernelProcesses:
             if not alive and not self.is_running:
                 return
             yield alive
-            for process in alive:
-                await process.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._note_descendants(alive)):
+                    for process in alive:
+                        await process.wait()
             if (shim := self._shim) is not None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s + _SHIM_ENDS_WITHIN_S):
                         await shim.wait()
             else:
                 await asyncio.sleep(pause_s)
+
+    def _note_descendants(self, alive: Sequence[Proc]) -> float | None:
+        """Note the processes of a kernel without a cgroup and a shim; return the next time."""
+        if self._is_in_cgroup or self._shim is not None or not alive:
+            return None
+        with suppress(Unreadable):  # what it names may live
+            if alive != self._bundle.read_descendants():
+                self._bundle.write_descendants(alive)
+        return MAX_NOTE_PAUSE_S
 
     def terminate(self) -> None:
         """Signal the command's process group; if it has ended, the remaining processes."""

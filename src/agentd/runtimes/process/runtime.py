@@ -8,8 +8,10 @@ a process belongs to a kernel.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from agentd.core.kernel.states import Kernel, KernelRef, KernelSpec, KernelState
 from agentd.core.kernel.usage import UsageReading
 from agentd.errors import (
     AgentdError,
+    CoresUnavailable,
     InvalidRequest,
     KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
     RuntimeUnavailable,
+    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.hierarchies import MEMORY, PIDS, Cgroup, Cgroups
@@ -38,6 +42,7 @@ from agentd.host.cgroups.usage import read_usages
 from agentd.host.groups import with_group_ids
 from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager
+from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
 from agentd.runtimes.host.private_folder import Unreadable, os_errors_as_unavailable
@@ -52,6 +57,7 @@ from agentd.runtimes.process.bundle import LOG, Bundle
 from agentd.runtimes.process.bundles import AGENT, DEVICES, Bundles
 from agentd.runtimes.process.logs import query_problems, read_log
 from agentd.runtimes.process.spawn import (
+    MAX_SPAWN_TIMEOUT_S,
     daemon_user_name,
     shim_request,
     spawn_shim,
@@ -72,6 +78,7 @@ class ProcessRuntime:
     name = "process"
     minimum_memory_bytes = 1
     unready_reason = ""
+    unlimited = ""
     members = HOST_MEMBERS
 
     def __init__(
@@ -89,17 +96,25 @@ class ProcessRuntime:
         self._manager = manager
         self._bundles = Bundles(folder, node_id, boot_id, cgroups)
         self._cgroups = cgroups
+        if not accounts.is_unprivileged:
+            limited = cgroups.controllers if cgroups else frozenset()
+            self.unlimited = " and ".join(sorted({MEMORY, PIDS} - limited))
         self._boot_id = boot_id
         self._settings = settings
         self._user_accounts = accounts
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._lookups = Lookups()
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        self._spawns: defaultdict[str, Lookups] = defaultdict(Lookups)
+        """By agent: no agent waits for the working directories of another, or for its groups."""
         self._is_followed = False
         self._events: asyncio.Queue[str] = asyncio.Queue()
 
-    def update_settings(self, settings: ProcessSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: ProcessSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
+
+    def update_accounts(self, accounts: UserAccounts) -> None:
+        """Replace the user accounts; existing kernels keep theirs."""
         self._user_accounts = accounts
 
     async def close(self) -> None:
@@ -111,11 +126,12 @@ class ProcessRuntime:
 
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         settings, user = self._settings, self._user_accounts.user_for(spec.agent_id) or ""
+        lookups = self._lookups[spec.agent_id]
         if spec.user is not None and not user:
-            user = await self._lookups.call("the user database", daemon_user_name)
+            user = await lookups.call("the user database", daemon_user_name)
         problems = host_problems(spec, "process", user, settings)
         allowed, accounts = settings.allowed_groups, self._user_accounts
-        return [*problems, *await host_group_problems(spec, allowed, accounts, self._lookups)]
+        return [*problems, *await host_group_problems(spec, allowed, accounts, lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         controllers = self._cgroups.controllers if self._cgroups else frozenset[str]()
@@ -143,8 +159,7 @@ class ProcessRuntime:
         except BaseException as error:
             await self._undo(ref, error)
             if isinstance(error, OSError):
-                reason = f"{error.filename or bundle.path}: {error.strerror}"
-                raise RuntimeFailure(reason) from error
+                raise os_error_as_refusal(error, str(bundle.path)) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
             raise
@@ -178,7 +193,7 @@ class ProcessRuntime:
 
     async def _with_group_ids(self, plan: KernelPlan) -> KernelPlan:
         """Return a plan with the numbers of its groups, if kernels of its agent can have any."""
-        if self._user_accounts.account_for(plan.spec.agent_id) is None:
+        if not self._user_accounts.has_account(plan.spec.agent_id):
             return plan
         requested, allowed = host_options(plan.spec).groups, self._settings.allowed_groups
         return await with_group_ids(plan, requested, allowed, self._lookups)
@@ -186,13 +201,12 @@ class ProcessRuntime:
     async def _spawn_shim(
         self, plan: KernelPlan, request: Mapping[str, Any], lock: int
     ) -> dict[str, Any]:
+        spawns = self._spawns[plan.spec.agent_id]
         if self._manager is None:
-            try:
-                return await asyncio.to_thread(spawn_shim, request, lock)
-            except RuntimeError as error:  # no free process id for a thread
-                raise RuntimeUnavailable(f"the kernel did not start: {error}") from error
-        unit = f"{plan.name.replace('agentd-', 'agentd-shim-', 1)}.service"
-        return await spawn_shim_unit(self._manager, unit, request, lock)
+            spawn = partial(spawn_shim, request, lock)
+            return await spawns.call("the start of a kernel", spawn, MAX_SPAWN_TIMEOUT_S)
+        unit = _shim_unit(plan.name)
+        return await spawn_shim_unit(self._manager, unit, request, lock, spawns)
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
@@ -203,10 +217,14 @@ class ProcessRuntime:
         try:
             await self.remove(ref)
         except AgentdError as cleanup_error:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
+            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
+            raise OutcomeUnknown(reason) from error
+        if isinstance(error, CoresUnavailable) and self._manager is not None:
+            with suppress(RuntimeUnavailable):  # the next one says why it cannot start
+                await self._manager.unload(_shim_unit(self._kernel_name(ref)))
 
     def _create_cgroup(self, plan: KernelPlan) -> Cgroup | None:
-        if self._cgroups is None:
+        if self._cgroups is None or not self._cgroups.is_writable:
             return None
         cgroup = self._cgroups.group(plan.name)
         pids = host_options(plan.spec).pids_limit or self._settings.pids_limit
@@ -270,13 +288,14 @@ class ProcessRuntime:
         with os_errors_as_unavailable():
             processes = self._bundles.kernel_processes(kernel.kernel_id)
             members = await asyncio.to_thread(processes.members)
-        files = self._cgroups.group(self._kernel_name(kernel)).procs_files if self._cgroups else []
-        target = ExecTarget(members, files)
+        cgroup = self._bundles.cgroup(kernel.kernel_id)
+        groups = [file for file in cgroup.procs_files if file.exists()] if cgroup else []
+        target = ExecTarget(members, groups)
         return await start_host_exec(
             target, spec, self._manager, exec_unit_name(self._kernel_name(kernel))
         )
 
-    def _kernel_name(self, kernel: Kernel) -> str:
+    def _kernel_name(self, kernel: Kernel | KernelRef) -> str:
         return kernel_name(self._bundles.node_id, kernel.kernel_id)
 
     async def usages(self, kernels: Sequence[Kernel]) -> Mapping[str, UsageReading]:
@@ -330,6 +349,11 @@ class ProcessRuntime:
                 log.exception("runtime.watch_failed", kernel_id=kernel_id)
                 await asyncio.sleep(WATCH_PAUSE_S)
         self._events.put_nowait(kernel_id)
+
+
+def _shim_unit(name: str) -> str:
+    """Return the name of the unit of a kernel's shim."""
+    return f"{name.replace('agentd-', 'agentd-shim-', 1)}.service"
 
 
 def _refuse_unsupported_edits(edits: ContainerEdits) -> None:

@@ -4,7 +4,7 @@ It reads its request as JSON from standard input, starts the command, and answer
 JSON: the command's pid and start time, or why it did not start. It outlives the daemon, writes the
 kernel's output from a pipe into files of bounded size, and waits until nothing of the kernel is
 left. As a subreaper it also sees orphaned descendants of the command. Only then it writes the exit
-status.
+status. Its working folder is the bundle, so its files stay with a bundle that is moved.
 
 Two rules hold. The kernel's identity is on disk before the command runs: it is linked into place,
 which fails if the bundle was removed meanwhile, and then the command never runs. And the bundle's
@@ -15,6 +15,7 @@ the command may run (byte 1).
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -44,7 +45,11 @@ SHIM_BYTE, COMMAND_BYTE = 0, 1
 """Bytes of the lock file: the shim lives; its command may run."""
 ENDING_BYTES = 4096
 """Bytes reserved for the exit status before the command runs."""
-STOPPED_REASON = "systemd stopped its unit"
+STOPPED_REASON = "its shim was told to stop"
+"""By systemd, or at the end of its session; after a reboot it is `the node restarted`."""
+DESCENDANTS = "descendants.json"
+"""The kernel's processes beside its command, each by pid and start time."""
+MIN_NOTE_PAUSE_S, MAX_NOTE_PAUSE_S, MAX_NOTED = 0.01, 5.0, 1000
 PIPE_BYTES = 1 << 20
 """Linux's default for fs.pipe-max-size: the maximum content of a pipe."""
 
@@ -58,11 +63,13 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wakeup = child_signals()
-    if request["stop_timeout"] is not None:  # as a unit it may be stopped by systemd
-        signal.signal(signal.SIGTERM, Stop.request)
+    signal.signal(signal.SIGTERM, Stop.request)
     try:
+        os.umask(0o077)
+        os.chdir(request["folder"])
+        keep_folder()
         output = KernelOutput(request)
-        ending = reserve_file(request["folder"], "exit.json")
+        ending = reserve_file("exit.json")
     except OSError as error:
         refuse_start(answer, "bundle", error)
     go_read, go_write = os.pipe()
@@ -93,7 +100,7 @@ def main() -> None:
         failure = json.dumps({"step": "identity", "errno": error.errno}).encode()
     if failure:
         os.waitpid(pid, 0)
-        withdraw_file(request["folder"], "identity.json")
+        attempt(os.unlink, os.path.join(request["folder"], "identity.json"))
         send_answer(answer, failure)
         os._exit(1)
     hit("shim.before_answer")
@@ -165,13 +172,16 @@ def lock_byte(descriptor: int, byte: int) -> None:
 
 
 class Stop:
-    """The stop of the kernel by systemd: TERM, then KILL after the timeout."""
+    """The stop of the shim's unit by systemd: TERM to the kernel, then KILL after the timeout.
+
+    A shim that is not a unit gets SIGTERM when its session or host stops, as its kernel does.
+    """
 
     requested_at = 0.0
 
     @classmethod
     def request(cls, *_: object) -> None:
-        """Record that systemd stops the shim's unit, for example at shutdown."""
+        """Record that the shim was told to stop, for example at shutdown."""
         cls.requested_at = cls.requested_at or time.monotonic()
 
     def __init__(self, request: dict[str, Any], leader: int) -> None:
@@ -180,7 +190,7 @@ class Stop:
 
     def send_due_signal(self) -> int | None:
         """Send a signal that is due; return the milliseconds until the next check."""
-        if not self.requested_at:
+        if not self.requested_at or self._request["stop_timeout"] is None:
             return None
         remaining_s = self.requested_at + self._request["stop_timeout"] - time.monotonic()
         if not self._is_term_sent:
@@ -191,20 +201,11 @@ class Stop:
         return max(50, int(remaining_s * 1000))
 
     def _send(self, number: int) -> None:
-        pids = []
-        try:
-            for path in self._request["cgroup_procs"][:1]:
-                with open(path, "rb") as file:
-                    pids = [int(line) for line in file]
-        except OSError:
-            pass
+        pids = [pid for path in self._request["cgroup_procs"][:1] for pid in read_pids(path)]
         if self.leader:  # not reaped yet, so its id cannot be reused
             pids.append(-self.leader)
         for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
+            attempt(os.kill, pid, number)
 
 
 def child_signals() -> int:
@@ -219,19 +220,19 @@ def run_command(
     request: dict[str, Any], libc: ctypes.CDLL, output: KernelOutput, go: int, failure: int
 ) -> None:
     """Become the command in the child, once the shim allows it."""
-    step = "start"
+    step, missing = "start", list[int]()
     try:
+        reset_host_limits()
         os.close(request["lock"])
         os.setsid()
         if os.read(go, 1) != b"g":
             os._exit(125)
         step = "cgroup"
         for path in request["cgroup_procs"]:
-            with open(path, "w") as file:
-                file.write(str(os.getpid()))
+            write_file(path, str(os.getpid()))
         step = "cpus"
-        if request["cpus"]:
-            os.sched_setaffinity(0, request["cpus"])
+        if request["cpus"] and (missing := missing_cores(request["cpus"])):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         for name, limits in request["ulimits"].items():
             step = "ulimits." + name
             resource.setrlimit(getattr(resource, "RLIMIT_" + name.upper()), tuple(limits))
@@ -250,9 +251,28 @@ def run_command(
         execute(request["command"], request["env"])
     except Exception as error:
         number = getattr(error, "errno", 0)
-        os.write(failure, json.dumps({"step": step, "errno": number, "why": str(error)}).encode())
+        answer = {"step": step, "errno": number, "why": str(error), "cores": missing}
+        os.write(failure, json.dumps(answer).encode())
     finally:
         os._exit(127)
+
+
+def missing_cores(cores: list[int]) -> list[int]:
+    """Pin this process to cores; return those that are not there (sched_setaffinity(2))."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # none of them is there
+            raise
+        return cores
+    return sorted({*cores} - os.sched_getaffinity(0))
+
+
+def reset_host_limits(oom_score_adj: int = 0, niceness: int = 0) -> None:
+    """Reset what a process inherits from the daemon, as far as Linux permits."""
+    os.umask(0o022)
+    attempt(os.setpriority, os.PRIO_PROCESS, 0, niceness)
+    attempt(write_file, "/proc/self/oom_score_adj", str(oom_score_adj))
 
 
 def reset_signals() -> None:
@@ -291,12 +311,13 @@ def supervise(
 ) -> None:
     """Copy output until nothing of the kernel is left, then write the exit status."""
     status = 0
-    stop = Stop(request, leader)
+    stop, descendants = Stop(request, leader), Descendants(request, leader)
     poll = select.poll()
     poll.register(output.reader, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
     while True:
-        ready = dict(poll.poll(stop.send_due_signal()))
+        pauses_ms = stop.send_due_signal(), descendants.note_due()
+        ready = dict(poll.poll(min((ms for ms in pauses_ms if ms is not None), default=None)))
         if (
             output.reader in ready
             and not output.copy_chunk()
@@ -309,13 +330,64 @@ def supervise(
         try:
             while (result := os.waitpid(-1, os.WNOHANG))[0]:
                 if result[0] == leader:
-                    status, stop.leader = result[1], 0
+                    status, stop.leader, descendants.due_at = result[1], 0, 0
         except ChildProcessError:
             break
     remaining = PIPE_BYTES
     while remaining > 0 and (copied := output.copy_chunk()):  # another process may keep writing
         remaining -= copied
     write_ending(request, status, ending, hit)
+
+
+class Descendants:
+    """The kernel's processes beside its command, which init inherits if this shim is killed.
+
+    Where no cgroup has them, they are noted when the command has ended and at growing intervals,
+    and that takes at most a two hundredth of a core.
+    """
+
+    def __init__(self, request: dict[str, Any], leader: int) -> None:
+        self._has_cgroup, self._leader = bool(request["cgroup_procs"]), leader
+        self._noted: list[dict[str, int]] = []
+        self._pause_s, self.due_at = MIN_NOTE_PAUSE_S, 0.0
+
+    def note_due(self) -> int | None:
+        """Note them if that is due; return the milliseconds until it is again."""
+        if self._has_cgroup:
+            return None
+        now = time.monotonic()
+        if now >= self.due_at:
+            attempt(self._note)
+            self._pause_s = min(self._pause_s * 2, MAX_NOTE_PAUSE_S)
+            self.due_at = max(now + self._pause_s, now + 200 * (time.monotonic() - now))
+        return int(max(0, self.due_at - now) * 1000) + 1
+
+    def _note(self) -> None:
+        noted: list[dict[str, int]] = []
+        pending = [os.getpid()]
+        while pending and len(noted) < MAX_NOTED:
+            children = children_of(pending.pop())
+            pending += children
+            noted += [
+                {"pid": pid, "start_time": attempt(start_time, pid) or 0}
+                for pid in children
+                if pid != self._leader
+            ]
+        if noted != self._noted:
+            write_file("." + DESCENDANTS, json.dumps(noted))
+            os.replace("." + DESCENDANTS, DESCENDANTS)
+            self._noted = noted
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, by its threads (proc(5)); none if it has ended."""
+    threads = attempt(os.listdir, "/proc/%d/task" % pid) or []
+    return [n for t in threads for n in read_pids("/proc/%d/task/%s/children" % (pid, t))]
+
+
+def read_pids(path: str) -> list[int]:
+    """Return the processes that a file lists, none if it cannot be read."""
+    return [int(pid) for pid in (attempt(read_file, path) or b"").split()]
 
 
 def write_ending(
@@ -332,40 +404,38 @@ def write_ending(
     try:
         os.pwrite(ending, json.dumps(content).encode().ljust(ENDING_BYTES), 0)
         hit("shim.before_exit")
-        folder = request["folder"]
-        os.rename(os.path.join(folder, ".exit.json"), os.path.join(folder, "exit.json"))
+        os.rename(".exit.json", "exit.json")
         hit("shim.after_exit")
     finally:
         os._exit(0)
 
 
-def reserve_file(folder: str, name: str) -> int:
+def keep_folder() -> None:
+    """Lock the bundle against systemd-tmpfiles(8), which empties old folders without a lock."""
+    attempt(fcntl.flock, os.open(".", os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def reserve_file(name: str) -> int:
     """Reserve space for a small hidden file and return its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(os.path.join(folder, "." + name), flags, 0o600)
+    descriptor = os.open("." + name, flags, 0o600)
     os.posix_fallocate(descriptor, 0, ENDING_BYTES)
     return descriptor
 
 
 def oom_kills(path: str) -> int:
     """Return the number of OOM kills in the kernel's cgroup: v1 oom_control, v2 events."""
-    if not path:
-        return 0
-    try:
-        with open(path, "rb") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith(b"oom_kill "))
-    except (OSError, ValueError):
-        return 0
+    lines = (attempt(read_file, path) or b"").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(b"oom_kill "))
 
 
 def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot: field 22 of proc(5) stat."""
-    with open("/proc/%d/stat" % pid, "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[19])
+    return int(read_file("/proc/%d/stat" % pid).rpartition(b")")[2].split()[19])
 
 
 def publish_file(folder: str, name: str, value: object, on_written: Callable[[], None]) -> None:
-    """Put a complete file into a folder; fails if the folder is gone."""
+    """Put a complete file into a folder; fails if the folder is gone, or was set aside."""
     temporary = os.path.join(folder, "." + name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
@@ -378,12 +448,24 @@ def publish_file(folder: str, name: str, value: object, on_written: Callable[[],
         os.unlink(temporary)
 
 
-def withdraw_file(folder: str, name: str) -> None:
-    """Remove a published file, if it exists."""
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function and return its result, None if it raises an OSError."""
     try:
-        os.unlink(os.path.join(folder, name))
+        return function(*args)
     except OSError:
-        pass
+        return None
+
+
+def read_file(path: str) -> bytes:
+    """Return the content of a file."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a text into a file."""
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -403,10 +485,7 @@ def refuse_start(answer: int, step: str, error: OSError) -> NoReturn:
 
 def send_answer(answer: int, line: bytes) -> None:
     """Answer the daemon, if it still lives."""
-    try:
-        os.write(answer, line + b"\n")
-    except OSError:
-        pass
+    attempt(os.write, answer, line + b"\n")
     os.close(answer)
 
 

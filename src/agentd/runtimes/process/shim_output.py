@@ -15,7 +15,8 @@ class KernelOutput:
     """A pipe for the kernel's output, and log files of bounded size.
 
     The kernel has no file of its log, so it cannot make one sparse or endless. Output that cannot
-    be written (a full disk) is dropped, so the kernel never blocks.
+    be written (a full disk) is dropped, so the kernel never blocks. The files are in the working
+    folder.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -23,7 +24,7 @@ class KernelOutput:
         os.set_blocking(self.reader, False)
         if request["user"]:
             os.fchown(self.writer, request["user"]["uid"], -1)  # the kernel may open /dev/stderr
-        self._path = os.path.join(request["folder"], request["log_name"])
+        self._path = request["log_name"]
         self._max_size, self._max_files = request["log_max_size"], request["log_max_files"]
         self._open(os.O_EXCL)
 

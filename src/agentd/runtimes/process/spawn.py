@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import os
@@ -20,25 +19,29 @@ from agentd.config.runtimes import ProcessSettings
 from agentd.core.kernel.plan import KernelPlan
 from agentd.errors import (
     AgentdError,
+    CoresUnavailable,
     InvalidRequest,
     Problem,
     RuntimeFailure,
-    RuntimeUnavailable,
 )
 from agentd.failpoints import inherited_environment
 from agentd.host.cgroups.hierarchies import Cgroup
+from agentd.host.lookups import Lookups
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitProperty, UnitRefused
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.host.environment import kernel_environment
-from agentd.runtimes.host.execve_errors import command_refusal
+from agentd.runtimes.host.execve_errors import command_refusal, folder_refusal
 from agentd.runtimes.host.request_limits import host_options
 from agentd.runtimes.host.user_accounts import UserAccount
 from agentd.runtimes.process import shim
 from agentd.runtimes.process.bundle import LOG
 
-SPAWN_TIMEOUT_S = 30.0
+SPAWN_TIMEOUT_S, MAX_SPAWN_TIMEOUT_S = 30.0, 65.0
+"""Seconds for a start, and for one that waits until another one has timed out."""
 STOP_MARGIN_S = 5.0
 """Seconds beyond the kernel's stop timeout before systemd kills its shim."""
 SLICE = "agentd.slice"
+_SILENT_STEP = "its command or working directory"
 _COMMAND = [sys.executable, "-I", "-S", shim.__file__]
 
 
@@ -107,12 +110,12 @@ def spawn_shim(request: Mapping[str, Any], lock: int) -> dict[str, Any]:
         return _parse_answer(process.stdout)
     except OSError as error:
         return {"step": "shim", "errno": error.errno}
-    except subprocess.TimeoutExpired as error:
-        return {"step": "shim", "why": f"{type(error).__name__}: {error}"}
+    except subprocess.TimeoutExpired:
+        return {"step": _SILENT_STEP, "errno": errno.ETIMEDOUT}
 
 
 async def spawn_shim_unit(
-    manager: SystemdManager, unit: str, request: Mapping[str, Any], lock: int
+    manager: SystemdManager, unit: str, request: Mapping[str, Any], lock: int, spawns: Lookups
 ) -> dict[str, Any]:
     """Start a shim as a unit, outside of the daemon's cgroup and sandbox.
 
@@ -128,7 +131,11 @@ async def spawn_shim_unit(
                 descriptors = [shim_end.fileno(), answer_write]
                 await manager.start(unit, properties, descriptors)
         except (UnitExists, UnitRefused) as error:
-            return {"step": "shim", "why": f"systemd: {error}"}
+            return {
+                "step": "shim",
+                "errno": getattr(error, "number", 0),
+                "why": f"systemd: {error}",
+            }
         finally:
             os.close(answer_write)
         message = json.dumps(request).encode() + b"\n"
@@ -141,9 +148,11 @@ async def spawn_shim_unit(
                 is_answered = select.select([answer], [], [], SPAWN_TIMEOUT_S)[0]
             except OSError:
                 return b""
-            return answer.readline() if is_answered else b""
+            silent = json.dumps({"step": _SILENT_STEP, "errno": errno.ETIMEDOUT}).encode()
+            return answer.readline() if is_answered else silent
 
-        return _parse_answer(await asyncio.to_thread(ask))
+        line = await spawns.call("the start of a kernel", ask, MAX_SPAWN_TIMEOUT_S)
+        return _parse_answer(line)
 
 
 def _shim_unit_properties(request: Mapping[str, Any]) -> list[UnitProperty]:
@@ -189,16 +198,21 @@ def start_error(
         if refusal is not None:
             return refusal
     if step == "working_dir":
-        return InvalidRequest([Problem("working_dir", f"{plan.spec.working_dir!r}: {reason}")])
+        refusal = folder_refusal(plan.spec.working_dir, number, reason)
+        if refusal is not None:
+            return refusal
     requested, fault = host_options(plan.spec).ulimits, "cannot be set on this node"
     has_nproc = "nproc" in settings.with_default_ulimits(requested)
     if number == errno.EAGAIN and step in ("user", "command") and has_nproc:
         step, fault = "ulimits.nproc", "too low to start a kernel"
+    if cores := answer.get("cores"):
+        return CoresUnavailable(map(str, cores), reason)
     is_limit = step.startswith("ulimits.")
     if is_limit:
         if step.removeprefix("ulimits.") in requested:
             return InvalidRequest([Problem(step, f"{fault}: {reason}")])
         step = f"runtime.process.default-{step}"
-    is_temporary = number in (errno.EAGAIN, errno.ENOMEM) and not is_limit
-    error_class = RuntimeUnavailable if is_temporary else RuntimeFailure
-    return error_class(f"the kernel did not start; {step}: {reason}")
+    subject = f"the kernel did not start; {step}"
+    if number and not is_limit:
+        return os_error_as_refusal(OSError(number, reason), subject)
+    return RuntimeFailure(f"{subject}: {reason}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +26,12 @@ from agentd.errors import (
     CommandNotFound,
     InvalidRequest,
     KernelConflict,
+    NotReady,
     OutcomeUnknown,
     Problem,
     RuntimeFailure,
+    RuntimeUnavailable,
+    public_reason,
 )
 from agentd.failpoints import hit_async
 from agentd.host.cgroups.usage import MOUNT
@@ -36,6 +40,7 @@ from agentd.host.lookups import Lookups
 from agentd.host.probe import numa_nodes
 from agentd.host.processes import Proc, read_stat
 from agentd.host.systemd.dbus import SystemdManager, UnitExists, UnitRefused
+from agentd.os_errors import os_error_as_refusal
 from agentd.plugin_api import Features
 from agentd.runtimes.host.environment import kernel_environment
 from agentd.runtimes.host.host_exec import ExecTarget, exec_unit_name, start_host_exec
@@ -70,8 +75,8 @@ ENDING_SUBSTATES = frozenset({"stop-post", "final-sigterm", "final-sigkill"})
 """Sub-states of a unit whose command has ended and whose `ExecStopPost=` may be running."""
 POLL_S = 1.0
 """Maximum seconds between observations of a unit that is about to end."""
-_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS, _EXIT_GROUP = 200, 203, 205, 216
-"""Exit codes of systemd's own child if it cannot change folder, execute, limit, or set groups.
+_EXIT_CHDIR, _EXIT_EXEC, _EXIT_LIMITS, _EXIT_GROUP, _EXIT_USER = 200, 203, 205, 216, 217
+"""Exit codes of systemd's own child if it cannot change folder, execute, limit, or become a user.
 
 See systemd.exec(5), "Process Exit Codes".
 """
@@ -83,6 +88,7 @@ class SystemdRuntime:
     name = RUNTIME
     minimum_memory_bytes = 1 << 20
     unready_reason = ""
+    unlimited = ""
     members = HOST_MEMBERS
 
     def __init__(
@@ -100,12 +106,16 @@ class SystemdRuntime:
         self._manager = SystemdManager(is_user=accounts.is_unprivileged)
         self._observer = UnitObserver(folder, node_id, boot_id, self._manager)
         self._slices = Slices(self._manager)
-        self._lookups = Lookups()
+        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
+        """By agent: no agent waits for the groups of another."""
         self._ends = ExitDropIn(self._manager, node_id, folder)
 
-    def update_settings(self, settings: SystemdSettings, accounts: UserAccounts) -> None:
+    def update_settings(self, settings: SystemdSettings) -> None:
         """Replace the settings; existing kernels keep theirs."""
         self._settings = settings
+
+    def update_accounts(self, accounts: UserAccounts) -> None:
+        """Replace the user accounts; existing kernels keep theirs."""
         self._accounts = accounts
 
     async def close(self) -> None:
@@ -114,13 +124,14 @@ class SystemdRuntime:
     async def validate_spec(self, spec: KernelSpec) -> Sequence[Problem]:
         user, allowed = self._accounts.user_for(spec.agent_id), self._settings.allowed_groups
         problems = request_problems(spec, self._settings, user)
-        return [*problems, *await host_group_problems(spec, allowed, self._accounts, self._lookups)]
+        lookups = self._lookups[spec.agent_id]
+        return [*problems, *await host_group_problems(spec, allowed, self._accounts, lookups)]
 
     async def support(self, spec: KernelSpec) -> Support:
         is_user = self._accounts.is_unprivileged
         unsupported = {
             "image": spec.image is not None,
-            "separation": is_user or self._accounts.account_for(spec.agent_id) is not None,
+            "separation": is_user or self._accounts.has_account(spec.agent_id),
             "cpu": is_user,
             "devices": is_user,
             "logs": is_user,
@@ -141,8 +152,7 @@ class SystemdRuntime:
         if bundle.path_exists():
             raise KernelConflict(f"{bundle.path} exists but is not a kernel of this node")
         try:
-            with os_errors_as_unavailable():
-                bundle.create(plan.record, kernel_environment(plan))
+            bundle.create(plan.record, kernel_environment(plan))
             await hit_async("create.after_record")
             await self._ends.install()
             if not self._accounts.is_unprivileged:
@@ -158,8 +168,10 @@ class SystemdRuntime:
             raise KernelConflict(str(error)) from error
         except BaseException as error:
             await self._undo(KernelRef(kernel_id), error)
-            if isinstance(error, (UnitRefused, OSError)):
-                raise RuntimeFailure(f"systemd: {error}") from error
+            if isinstance(error, UnitRefused):
+                raise os_error_as_refusal(OSError(error.number, str(error)), "systemd") from error
+            if isinstance(error, OSError):
+                raise os_error_as_refusal(error, str(bundle.path)) from error
             if isinstance(error, asyncio.CancelledError):
                 raise CreateUndone from error
             raise
@@ -190,7 +202,12 @@ class SystemdRuntime:
             folder = repr(plan.spec.working_dir)
             return InvalidRequest([Problem("working_dir", f"{folder}: inaccessible")])
         reason = f"start {result}: {unit_state.get('Result', 'unknown reason')}, status {status}"
-        return RuntimeFailure(f"systemd did not start the kernel; {reason}")
+        reason = f"systemd did not start the kernel; {reason}"
+        # A working directory on a dead mount; no process, no memory, or a full /tmp.
+        is_short = unit_state.get("Result") in ("timeout", "resources")
+        error = RuntimeUnavailable(reason) if is_short else RuntimeFailure(reason)
+        is_passing = status == _EXIT_USER and self._accounts.has_account(plan.spec.agent_id)
+        return NotReady(reason, is_local=True) if is_passing else error
 
     async def _undo(self, ref: KernelRef, error: BaseException) -> None:
         """Remove the remains of a failed create.
@@ -201,7 +218,8 @@ class SystemdRuntime:
         try:
             await self.remove(ref)
         except AgentdError as cleanup_error:
-            raise OutcomeUnknown(f"{error}; cleanup failed: {cleanup_error}") from error
+            reason = f"{public_reason(error)}; cleanup failed: {public_reason(cleanup_error)}"
+            raise OutcomeUnknown(reason) from error
 
     async def stop(self, ref: KernelRef, timeout_s: float | None) -> None:
         unit = unit_name(self._node_id, ref.kernel_id)
@@ -226,8 +244,9 @@ class SystemdRuntime:
         """Return the sub-state of a live unit, None otherwise."""
         names = ("Unit.ActiveState", "Unit.SubState", "ControlGroup")
         unit_state = await self._manager.get_properties(unit, names)
-        if unit_state is None or state_of(*unit_state.values()) not in LIVE_STATES:
-            return None
+        with os_errors_as_unavailable():
+            if unit_state is None or state_of(*unit_state.values()) not in LIVE_STATES:
+                return None
         return str(unit_state["Unit.SubState"])
 
     async def _wait_ended(self, unit: str) -> None:
@@ -246,14 +265,16 @@ class SystemdRuntime:
         await self.stop(ref, 0)
         await self._manager.unload(unit)
         await hit_async("delete.after_group")
-        with os_errors_as_unavailable():
-            bundle = self._observer.bundle(ref.kernel_id)
-            trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
+        bundle = self._observer.bundle(ref.kernel_id)
+        trash = UnitBundle(self._folder / f"{TRASH}{ref.kernel_id}")
+        try:
             trash.remove()
-            with suppress(FileNotFoundError):
+            if bundle.path_exists():
                 bundle.path.rename(trash.path)
             await hit_async("delete.after_rename")
             trash.remove()
+        except OSError as error:
+            raise os_error_as_refusal(error, str(bundle.path)) from error
         return True
 
     async def list_kernels(self) -> Listing:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from agentd.core.conditions import Condition
 from agentd.core.kernel.plan import KernelPlan, name_prefix
-from agentd.errors import RuntimeFailure
 from agentd.host.systemd.dbus import SystemdManager, UnitProperty, UnitRefused
 from agentd.host.systemd.unit_paths import user_runtime_folder
+from agentd.os_errors import os_error_as_refusal
 from agentd.runtimes.systemd.unit import core_mask, namespace_name, slice_name
 from agentd.runtimes.systemd.unit_bundle import DROP_IN, static_busybox
 
@@ -91,7 +91,7 @@ class ExitDropIn:
         only systemd sees its end.
 
         Raises:
-            RuntimeFailure: the drop-in cannot be written.
+            AgentdError: the drop-in cannot be written.
         """
         async with self._installing:
             if self._is_installed:
@@ -100,7 +100,7 @@ class ExitDropIn:
                 if (busybox := static_busybox()) is not None:
                     await self._install(busybox)
             except OSError as error:
-                raise RuntimeFailure(f"{error.filename}: {error.strerror}") from error
+                raise os_error_as_refusal(error, "systemd's drop-ins") from error
             self._is_installed = True
 
     async def _install(self, busybox: str) -> None:

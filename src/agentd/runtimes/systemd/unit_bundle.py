@@ -98,6 +98,11 @@ class UnitEnd(msgspec.Struct, frozen=True):
     manager: str = "running"
 
     @property
+    def is_by_unknown_signal(self) -> bool:
+        """Whether a signal ended it, and the manager, which may have been stopping, did not say."""
+        return self.code == "killed" and self.manager in ("", "offline", "unknown")
+
+    @property
     def ending(self) -> Ending:
         """The ending in the terms of all runtimes."""
         return Ending(
@@ -141,9 +146,7 @@ class UnitBundle(PrivateFolder, frozen=True):
 
     def read_identity(self) -> UnitIdentity | None:
         """Return the run that is the kernel's, None if it is missing or unreadable."""
-        with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(self.read(IDENTITY) or "", type=UnitIdentity)
-        return None
+        return self.read_json(IDENTITY, UnitIdentity)
 
     def save_group(self, group: Path) -> None:
         """Save the id of the kernel's cgroup, unless it is saved.
@@ -183,9 +186,7 @@ class UnitBundle(PrivateFolder, frozen=True):
 
     def read_usage(self) -> Usage:
         """Return the usage at the end, as far as it is known."""
-        reported = UNKNOWN_USAGE
-        with suppress(msgspec.DecodeError):
-            reported = msgspec.json.decode(self.read(USAGE) or "", type=Usage)
+        reported = self.read_json(USAGE, Usage) or UNKNOWN_USAGE
         counters = asdict(parse_usage_files(self.read(COUNTED) or ""))
         known_counters = {name: value for name, value in counters.items() if value is not None}
         return replace(reported, **known_counters)

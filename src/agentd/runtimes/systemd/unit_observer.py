@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agentd.core.kernel.observation import Leftover, Listing, ObservedKernel
 from agentd.core.kernel.plan import name_prefix
@@ -211,13 +212,16 @@ class UnitObserver:
         if not record.is_own:
             return None
         identity, end = bundle.read_identity(), bundle.read_end()
+        has_rebooted = identity is not None and identity.boot_id != self._boot_id
         if record.is_unreadable:
             ending = Ending(reason=f"its exit status cannot be read: {record.problem}")
         elif end is not None:
             ending = end.ending
+            if has_rebooted and end.is_by_unknown_signal:
+                ending = replace(ending, reason=NODE_RESTARTED)
         elif identity is None:
             return self._to_observed(kernel_id, ObservedState.CREATED, record, None)
-        elif identity.boot_id != self._boot_id:
+        elif has_rebooted:
             ending = Ending(reason=f"{NODE_RESTARTED}; its exit status is lost")
         else:
             ending = Ending(reason="its unit was removed; its exit status is lost")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from agentd.core.kernel.states import ObservedState
 from agentd.core.kernel.usage import Usage
 from agentd.host.cgroups.usage import MOUNT, has_block_counters
+from agentd.os_errors import OsErrorKind, os_error_kind
 from agentd.runtimes.systemd.unit_bundle import UnitEnd
 
 OBSERVED_PROPERTIES = (
@@ -48,7 +48,7 @@ def _read_events(cgroup: str) -> bytes:
     try:
         return Path(cgroup, "cgroup.events").read_bytes()
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENODEV):  # the cgroup vanished meanwhile
+        if os_error_kind(error) is OsErrorKind.GONE:
             return b""
         raise
 

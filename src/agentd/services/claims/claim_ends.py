@@ -75,6 +75,18 @@ class ClaimEnds:
         self._end_reasons[claim_id] = EndReason.USED
         self._state.close_claim(claim_id)
 
+    def resume(self, claim: Claim, boot_id: str) -> None:
+        """Resume a claim of the state folder, unless a reboot has ended it.
+
+        A process that lives, by its id and start time, proves that there was none.
+        """
+        holder = claim.holder
+        is_alive = isinstance(holder, ProcessHolder) and self._holders.is_alive(holder)
+        if is_alive or not claim.is_ended_by_reboot(boot_id):
+            self.start_watching(claim)
+        else:
+            self.on_holder_end(claim.claim_id, EndReason.REBOOT)
+
     def start_watching(self, claim: Claim) -> None:
         """Observe the holder of a claim from now on, and allow creates from it."""
         claim_id = claim.claim_id

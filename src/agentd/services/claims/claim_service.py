@@ -267,10 +267,7 @@ class ClaimService:
         Each has its whole time again, since its holder could not renew it.
         """
         for claim in claims:
-            if claim.is_ended_by_reboot(self._boot_id):
-                self._ends.on_holder_end(claim.claim_id, EndReason.REBOOT)
-            else:
-                self._ends.start_watching(claim)
+            self._ends.resume(claim, self._boot_id)
         for kernel in list(self._state):
             self.on_kernel_change(kernel, kernel)
 

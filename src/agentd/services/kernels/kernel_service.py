@@ -7,27 +7,39 @@ held until the reconciler resolves it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
 from functools import partial
 from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
+from agentd.core.allocation.ledger import Allocation
+from agentd.core.devices import DeviceId
 from agentd.core.kernel.adoption import adopt
+from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.plan import reserved_problems
 from agentd.core.kernel.reconcile import kernel_after_stop
 from agentd.core.kernel.states import LIVE, STARTING, Kernel, KernelSpec, KernelState, Pull
+from agentd.core.slots import CPU
 from agentd.errors import (
+    AgentdError,
     CommandNotFound,
+    CoresUnavailable,
+    InsufficientResource,
     InvalidRequest,
     KernelConflict,
     OutcomeUnknown,
     Problem,
     RuntimeUnavailable,
+    StateUnavailable,
     UnknownKernel,
 )
 from agentd.failpoints import hit_async
 from agentd.services.kernels.pending_creates import PendingCreates, may_have_left_remains
+from agentd.services.lost_cores import LostCores
 from agentd.services.node import Node
 from agentd.services.planner import Decision, ParsedRequest, Planner
 from agentd.services.protocols import Clock, LogQuery, Runtime
@@ -55,6 +67,7 @@ class KernelService:
         default_runtime: str,
         store: StateFolder,
         clock: Clock,
+        cores: LostCores,
     ) -> None:
         self._state, self._devices = node.state, node.devices
         self._planner = planner
@@ -63,6 +76,7 @@ class KernelService:
         self._store = store
         self._clock = clock
         self._creates = creates
+        self._cores = cores
 
     async def dry_run_create(
         self, spec: KernelSpec
@@ -74,7 +88,7 @@ class KernelService:
         """
         problems = await self._default_runtime.validate_spec(spec)
         request = self._parse(spec, problems)
-        decision = self._planner.decide(spec, request, self._state)
+        decision = self._decide(spec, request)
         await self._planner.plan(
             self._prepare(spec, decision), spec, self._state, self._default_runtime
         )
@@ -99,8 +113,7 @@ class KernelService:
             known = self.find_existing(spec)  # a concurrent request may have created it
         if known is not None:
             return await self._wait_existing(known, wait=wait), False
-        decision = self._planner.decide(spec, self._parse(spec, problems), self._state)
-        kernel = self._prepare(spec, decision)
+        kernel = self._prepare(spec, self._decide(spec, self._parse(spec, problems)))
         self._state.put_kernel(kernel)
         self._creates.start(spec.kernel_id, self._start(kernel, spec, keep_failure=not wait))
         return await self._creates.wait(spec.kernel_id) if wait else kernel, True
@@ -139,6 +152,26 @@ class KernelService:
         self._state.require_runtime(self._default_runtime.name)
         return request
 
+    def _decide(self, spec: KernelSpec, request: ParsedRequest) -> Decision:
+        """Choose devices.
+
+        Raises:
+            RequestError: the request cannot be granted.
+            RuntimeUnavailable: it could be with the cores that are lost now.
+        """
+        self._cores.scan()
+        try:
+            return self._planner.decide(spec, request, self._state)
+        except InsufficientResource as error:
+            held = self._state.ledger.shares_by_device
+            members = self._devices.partition(spec.agent_id).members
+            lost = [i for i in self._cores.reasons if i in members and i not in held]
+            missed = Decimal(error.requested) - Decimal(error.free) if error.slot == CPU else 0
+            if error.limit or not 0 < missed <= len(lost):
+                raise
+            cores = ", ".join(device_id.id for device_id in lost)
+            raise RuntimeUnavailable(f"{error}; cores that are lost for now: {cores}") from error
+
     def _prepare(self, spec: KernelSpec, decision: Decision) -> Kernel:
         return prepare_kernel(spec, decision, self._default_runtime.name, self._clock.wall())
 
@@ -147,12 +180,7 @@ class KernelService:
         async with self._state.kernel_lock(kernel_id):
             try:
                 await hit_async("create.after_commit")
-                plan = await self._planner.plan(kernel, spec, self._state, self._default_runtime)
-                await hit_async("create.after_plan")
-                self._store.save_intent(kernel_id, plan.record)
-                observed = await self._default_runtime.create(
-                    plan, partial(self._on_progress, kernel_id)
-                )
+                observed = await self._create(kernel, spec)
             except BaseException as error:
                 if may_have_left_remains(error, self._state.kernel(kernel_id)):
                     raise self._creates.mark_unresolved(
@@ -170,6 +198,50 @@ class KernelService:
             ).kernel
             self._state.put_kernel(running)
         return running
+
+    async def _create(self, kernel: Kernel, spec: KernelSpec) -> ObservedKernel:
+        """Create a kernel on the runtime, on other cores if some are lost; each is tried once."""
+        kernel_id, runtime = kernel.kernel_id, self._default_runtime
+        failures: dict[str, CoresUnavailable] = {}
+        while True:
+            plan = await self._planner.plan(kernel, spec, self._state, runtime)
+            for core in failures.keys() & plan.cpus:
+                raise failures[core]
+            await hit_async("create.after_plan")
+            self._store.save_intent(kernel_id, plan.record)
+            try:
+                with self._watching_disk(runtime):
+                    return await runtime.create(plan, partial(self._on_progress, kernel_id))
+            except CoresUnavailable as error:
+                self._cores.scan(error.cores)
+                asked = {DeviceId(CPU, core): core for core in plan.cpus}
+                lost = error.cores or [asked[i] for i in asked.keys() & self._cores.reasons]
+                if not lost:
+                    raise
+                failures |= dict.fromkeys(lost, error)
+                kernel = self._decide_again(kernel_id, spec, error)
+
+    def _decide_again(self, kernel_id: str, spec: KernelSpec, error: CoresUnavailable) -> Kernel:
+        """Choose other devices for a create that left nothing, or raise its error."""
+        before = self._state.kernel(kernel_id)
+        released = replace(before, allocation=Allocation(), claim_id=None, ports=(), labels={})
+        self._state.put_kernel(released)
+        try:
+            kernel = self._prepare(spec, self._decide(spec, self._parse(spec, ())))
+        except AgentdError as refusal:
+            self._state.put_kernel(before)
+            raise error from refusal
+        self._state.put_kernel(kernel)
+        return kernel
+
+    @contextmanager
+    def _watching_disk(self, runtime: Runtime) -> Iterator[None]:
+        """Show a state folder in which a runtime cannot write, until it can."""
+        try:
+            yield
+        except StateUnavailable:
+            self._store.probe_bundles(runtime.name)
+            raise
 
     def _on_progress(self, kernel_id: str, state: KernelState, pull: Pull | None = None) -> None:
         self._state.put_kernel(self._state.kernel(kernel_id).moved_to(state, pull=pull))
@@ -248,7 +320,9 @@ class KernelService:
                 await self._stop(kernel, timeout_s)
             await hit_async("delete.before_runtime")
             if kernel.state is not KernelState.FAILED:
-                await self._runtime_of(kernel).remove(kernel.ref)
+                runtime = self._runtime_of(kernel)
+                with self._watching_disk(runtime):
+                    await runtime.remove(kernel.ref)
             await hit_async("delete.after_runtime")
             self._state.drop_kernel(kernel_id)
         await hit_async("delete.before_answer")

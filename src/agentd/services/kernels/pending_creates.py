@@ -15,7 +15,7 @@ import structlog
 
 from agentd.concurrency import Deadline
 from agentd.core.kernel.states import STARTING, Kernel, KernelState
-from agentd.errors import AgentdError, Draining, KernelConflict, OutcomeUnknown
+from agentd.errors import AgentdError, Draining, KernelConflict, OutcomeUnknown, public_reason
 from agentd.services.protocols import Clock, CreateUndone
 from agentd.services.state import NodeState
 
@@ -119,7 +119,7 @@ class PendingCreates:
             self._state.put_kernel(kernel.moved_to(KernelState.FAILED, reason=str(error)))
         else:
             self._state.drop_kernel(kernel_id)
-        reason = _public_reason(error)
+        reason = public_reason(error)
         if isinstance(error, asyncio.CancelledError):
             reason = "agentd is stopping" if self._is_draining else "the kernel was deleted"
         log.warning("kernel.create_failed", kernel_id=kernel_id, reason=reason)
@@ -129,7 +129,7 @@ class PendingCreates:
     ) -> OutcomeUnknown:
         """Mark a create as unresolved and return the error for its caller."""
         self._start_grace(kernel_id, keep_failure=keep_failure)
-        reason = _public_reason(error) or type(error).__name__
+        reason = public_reason(error)
         if isinstance(error, OutcomeUnknown):
             log.warning("kernel.unresolved", kernel_id=kernel_id, reason=reason)
             return OutcomeUnknown(str(error), kernel_id)
@@ -171,10 +171,6 @@ class PendingCreates:
         self._waiting_abandoned.set_result(None)
         unresolved = [k for k in tasks if k in self._tasks or k in self._state.unresolved]
         return Drained([k for k in cancellable if k not in unresolved], unresolved)
-
-
-def _public_reason(error: BaseException) -> str:
-    return error.public_text() if isinstance(error, AgentdError) else str(error)
 
 
 def may_have_left_remains(error: BaseException, kernel: Kernel) -> bool:

@@ -20,7 +20,7 @@ from agentd.core.kernel.adoption import KernelUpdate, adopt, resolve_devices
 from agentd.core.kernel.observation import ObservedKernel
 from agentd.core.kernel.reconcile import Action, MarkAbsent, RemoveUnstarted, reconcile
 from agentd.core.kernel.states import PRESENT, Kernel, KernelRef, ObservedState
-from agentd.errors import Conflict, RuntimeFailure, RuntimeUnavailable
+from agentd.errors import AgentdError, Conflict, RuntimeUnavailable
 from agentd.failpoints import hit, hit_async
 from agentd.services.claims.records import resolve_claim_devices
 from agentd.services.kernels.log import log_observation
@@ -64,8 +64,9 @@ class Reconciler:
         self._observation_slots = asyncio.Semaphore(MAX_OBSERVATIONS)
         self._to_reobserve: set[str] = set()
         self._partial_retry_at = 0.0
+        self._devices.on_relisted(self._recharge_devices)
 
-    def recharge_devices(self) -> None:
+    def _recharge_devices(self) -> None:
         """Charge kernels and claims to devices that were known only from their records so far."""
         for claim in list(self._state.claims.values()):
             if (relocated := resolve_claim_devices(claim, self._devices)) is not claim:
@@ -301,7 +302,7 @@ class Reconciler:
         await hit_async("adopt.before_discard")
         try:
             is_gone = await self._runtimes[observed.runtime].remove(observed.ref, unless_alive=True)
-        except (RuntimeUnavailable, RuntimeFailure) as error:
+        except AgentdError as error:
             log.warning("kernel.orphan_remove_failed", kernel_id=kernel_id, reason=str(error))
             return
         await hit_async("adopt.after_discard")
@@ -341,8 +342,7 @@ class ReconcilerLoops:
 
     async def _watch_plugins(self) -> None:
         async for name in self._plugins.changes():
-            if self._devices.refresh(name):
-                self._reconciler.recharge_devices()
+            self._devices.refresh(name)
 
     async def _run_forever(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:

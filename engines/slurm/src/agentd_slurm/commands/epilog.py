@@ -63,7 +63,7 @@ def _release(job: JobEnvironment, node: NodeClient) -> None:
 def _wait_ended(job: JobEnvironment) -> bool:
     """Return whether nothing of the job runs here any more."""
     deadline = time.monotonic() + LAST_PROCESSES_S
-    while job.job_id in (processes := find_processes(job.node)).in_cgroup | processes.stepds:
+    while job.job_id in find_processes(job.node).jobs:
         if time.monotonic() > deadline:
             return False
         time.sleep(PAUSE_S)

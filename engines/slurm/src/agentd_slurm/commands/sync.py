@@ -10,6 +10,7 @@ from pwd import getpwuid
 from types import FrameType
 
 from agentd.errors import AgentdError
+from agentd.program.process import prepare_daemon
 from agentd.program.sd_notify import Notifier
 from agentd_slurm import controller
 from agentd_slurm.claim_ids import job_of_claim
@@ -154,6 +155,7 @@ def run_sync(node: str | None, *, once: bool = False) -> int:
         del number, frame
         stopped.set()
 
+    prepare_daemon()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     notifier = Notifier(os.environ)

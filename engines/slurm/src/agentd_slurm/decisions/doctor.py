@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 from agentd_slurm.decisions.prolog import find_device
 from agentd_slurm.gres_map import GresMap
 
-PROCTRACK = "proctrack/cgroup"
+_REQUIRED_WORDS = {
+    "ProctrackType": "proctrack/cgroup",
+    "PrologFlags": "Alloc",
+    "GresTypes": "gpu",
+    "SelectType": "select/cons_tres",
+}
+"""A word that each of these settings has, which are lists or single words."""
 _GRES = re.compile(r"(?:^|,)gpu:([^:,(]+):([0-9]+)")
 
 
@@ -23,10 +29,10 @@ class SlurmCheck(NamedTuple):
 
 def check_settings(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
     """Yield a check for each setting of slurm.conf that the engine requires."""
-    yield _check_equal(settings, "ProctrackType", PROCTRACK)
-    yield _check_word(settings, "PrologFlags", "Alloc")
-    yield _check_word(settings, "GresTypes", "gpu")
-    yield _check_equal(settings, "SelectType", "select/cons_tres")
+    for name, required in _REQUIRED_WORDS.items():
+        value = settings.get(name, "nothing")
+        is_set = required.lower() in value.lower().split(",")
+        yield SlurmCheck(name, is_set, f"got {value}, expected {required}")
     for name in ("Prolog", "Epilog"):
         value = settings.get(name, "")
         is_set = value not in ("", "(null)")
@@ -34,17 +40,6 @@ def check_settings(settings: Mapping[str, str]) -> Iterator[SlurmCheck]:
     roots = settings.get("DisableRootJobs", "No")
     detail = f"got {roots}, expected No: placeholders are jobs of root"
     yield SlurmCheck("DisableRootJobs", roots.lower() == "no", detail)
-
-
-def _check_equal(settings: Mapping[str, str], name: str, required: str) -> SlurmCheck:
-    value = settings.get(name, "nothing")
-    return SlurmCheck(name, value == required, f"got {value}, expected {required}")
-
-
-def _check_word(settings: Mapping[str, str], name: str, required: str) -> SlurmCheck:
-    value = settings.get(name, "nothing")
-    words = value.lower().split(",")
-    return SlurmCheck(name, required.lower() in words, f"got {value}, expected {required}")
 
 
 def check_map(gres_map: GresMap, devices: Sequence[Mapping[str, Any]]) -> SlurmCheck:

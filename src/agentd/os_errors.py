@@ -1,0 +1,74 @@
+"""The meaning of an OSError: the only place where error numbers of the host are told apart.
+
+Only "not found" proves that something is gone. Anything else that cannot be read may still be
+there, and holds what it may hold.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+
+from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
+
+
+class OsErrorKind(enum.Enum):
+    """The meaning of an OSError for a file, a folder, a process or a cgroup."""
+
+    GONE = "gone"
+    """It does not exist (ESRCH: a process; ENODEV: a cgroup that is being removed)."""
+    PASSING = "passing"
+    """Nothing: the host lacks a descriptor, memory or a process id; a retry may succeed."""
+    DISK = "disk"
+    """Its disk is full, out of inodes, read-only or broken."""
+    UNREADABLE = "unreadable"
+    """It is there, or may be, and cannot be used."""
+
+
+_KINDS = {
+    OsErrorKind.GONE: (errno.ENOENT, errno.ESRCH, errno.ENODEV),
+    OsErrorKind.PASSING: (
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+    ),
+    OsErrorKind.DISK: (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EUCLEAN,
+        errno.EBADMSG,
+    ),
+}
+_KIND_BY_NUMBER = {number: kind for kind, numbers in _KINDS.items() for number in numbers}
+
+_NO_ANSWER = {
+    *(errno.ETIMEDOUT, errno.ESTALE, errno.ENOTCONN, errno.ECONNABORTED),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(errno.ENOKEY, errno.EKEYEXPIRED),
+}
+"""A mount that is dead, or whose server or key is not there: unreadable, until it is back."""
+
+
+def can_pass(error: OSError) -> bool:
+    """Return whether what cannot be read may be readable later, without an edit of the operator."""
+    kind = os_error_kind(error)
+    return error.errno in _NO_ANSWER or kind in (OsErrorKind.PASSING, OsErrorKind.DISK)
+
+
+def os_error_kind(error: OSError) -> OsErrorKind:
+    """Return what an OSError says; one without a known number is `UNREADABLE`."""
+    return _KIND_BY_NUMBER.get(error.errno or 0, OsErrorKind.UNREADABLE)
+
+
+def os_error_as_refusal(error: OSError, subject: str) -> AgentdError:
+    """Return the error of a request that failed for an OSError; nothing may remain of it."""
+    kind = os_error_kind(error)
+    reason = f"{error.filename or subject}: {error.strerror or error}"
+    if kind is OsErrorKind.PASSING or isinstance(error, TimeoutError):
+        return RuntimeUnavailable(reason)
+    return StateUnavailable(reason) if kind is OsErrorKind.DISK else RuntimeFailure(reason)
