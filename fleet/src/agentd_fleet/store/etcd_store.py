@@ -27,11 +27,12 @@ from agentd_fleet.store.route import (
     read_route,
 )
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.fleet_view import FleetNode, NodeStatus
+from agentd_fleet.view.fleet_view import Cordon, FleetNode, NodeStatus
 from agentd_fleet.view.reports import (
     UNREADABLE,
     ParsedReport,
     SlotTypeReport,
+    parse_cordon,
     parse_known_node,
     parse_node_report,
     parse_slot_type,
@@ -45,7 +46,7 @@ SILENCE_S = 5.0
 """Seconds of silence after which a watch is probed."""
 RETRY_S = (0.2, 2.0)
 """Range of random seconds before etcd is called again, which spreads the clients."""
-PARTS = ("slot-types/", "nodes/", "free/", "known/")
+PARTS = ("slot-types/", "nodes/", "free/", "known/", "cordons/")
 _OnChange = Callable[[str, bytes | None, int], None]
 """Applies a key: its name, its value (None: it does not exist any more) and the revision."""
 
@@ -60,6 +61,7 @@ class EtcdStore:
         self._reports: dict[str, ParsedReport] = {}
         self._free: dict[str, bytes] = {}
         self._known_ids: set[str] = set()
+        self._cordoned_ids: set[str] = set()
         self._forgotten: dict[str, int] = {}
         self._unavailable_reasons: dict[str, str] = dict.fromkeys(
             PARTS, "etcd has not answered yet"
@@ -114,9 +116,17 @@ class EtcdStore:
     async def forget_slot_type(self, name: SlotName) -> None:
         await self._etcd.delete(f"{self._prefix}slot-types/{name}")
 
+    async def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
+        key = fleet_key(self._prefix, "cordons", node_id)
+        if cordon is None:
+            await self._etcd.delete(key)
+        else:
+            await self._etcd.put(key, msgspec.json.encode(cordon))
+
     async def forget(self, node: FleetNode) -> bool:
-        node_key, free_key, known_key = (
-            fleet_key(self._prefix, part, node.node_id) for part in ("nodes", "free", "known")
+        node_key, free_key, known_key, cordon_key = (
+            fleet_key(self._prefix, part, node.node_id)
+            for part in ("nodes", "free", "known", "cordons")
         )
         async for page in self.routes():  # first, so that a forget that ends early can be repeated
             for stored in page:
@@ -125,7 +135,7 @@ class EtcdStore:
                     await self._etcd.delete_if(key, expected=stored.revision, without=node_key)
         # A gateway may know of a node without this key, and a deletion of nothing causes no event.
         await self._etcd.put_if(known_key, b"{}", expected=0)
-        if not await self._etcd.delete_unless_exists(node_key, known_key, free_key):
+        if not await self._etcd.delete_unless_exists(node_key, known_key, free_key, cordon_key):
             return False
         self._state.forget(node.node_id)
         return True
@@ -138,6 +148,7 @@ class EtcdStore:
             self._follow("nodes/", lambda: self._reports, self._on_node_change),
             self._follow("free/", lambda: self._free, self._on_free_change),
             self._follow_known(),
+            self._follow("cordons/", lambda: self._cordoned_ids, self._on_cordon_change),
             self._write(),
         )
 
@@ -229,6 +240,13 @@ class EtcdStore:
         self._known_ids.add(node_id)
         if node_id not in self._reports and not self._is_listed(node_id):
             self._state.update_node(replace(parse_known_node(node_id, value), seen_at=time.time()))
+
+    def _on_cordon_change(self, node_id: str, value: bytes | None, _: int) -> None:
+        if value is None:
+            self._cordoned_ids.discard(node_id)
+        else:
+            self._cordoned_ids.add(node_id)
+        self._state.set_cordon(node_id, None if value is None else parse_cordon(value))
 
     def _is_listed(self, node_id: str) -> bool:
         """Return whether more is known of a node than its existence."""

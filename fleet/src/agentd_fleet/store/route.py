@@ -24,7 +24,7 @@ import msgspec
 from agentd.core.names import is_name, name_or_empty
 from agentd.core.slots import SlotName
 from agentd.errors import Unavailable
-from agentd_fleet.view.fleet_view import FleetNode
+from agentd_fleet.view.fleet_view import Cordon, FleetNode
 
 
 class StoreUnavailable(Unavailable):
@@ -155,6 +155,9 @@ class Store(Protocol):
 
     async def forget_slot_type(self, name: SlotName) -> None:
         """Make all gateways forget a slot type."""
+
+    async def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
+        """Make all gateways keep new kernels off a node, or with None end that; kept for good."""
 
     async def forget(self, node: FleetNode) -> bool:
         """Forget a node and its routes; it returns with its next report.

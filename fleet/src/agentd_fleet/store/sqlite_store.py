@@ -23,13 +23,14 @@ from agentd.errors import StateUnavailable
 from agentd_fleet.nodes.reader import NodeReader
 from agentd_fleet.store.route import KernelRoute, RouteUnreadable, StoredRoute, read_route
 from agentd_fleet.view.fleet_state import FleetState
-from agentd_fleet.view.fleet_view import FleetNode
+from agentd_fleet.view.fleet_view import Cordon, FleetNode
 from agentd_fleet.view.reports import (
     UNREADABLE,
     KnownNode,
     NodeReading,
     SlotTypeReport,
     first_seen,
+    parse_cordon,
     parse_known_node,
     parse_node_report,
     parse_slot_type,
@@ -49,6 +50,7 @@ PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS routes (kernel_id TEXT PRIMARY KEY, value BLOB, revision INTEGER);
 CREATE TABLE IF NOT EXISTS slot_types (place INTEGER PRIMARY KEY, name TEXT UNIQUE, value BLOB);
 CREATE TABLE IF NOT EXISTS known (node_id TEXT PRIMARY KEY, value BLOB);
+CREATE TABLE IF NOT EXISTS cordons (node_id TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE IF NOT EXISTS revisions (last INTEGER);
 """
 _NO_REVISION = "SELECT 0 WHERE NOT EXISTS (SELECT * FROM revisions)"
@@ -100,6 +102,10 @@ class SqliteStore:
                 self._known_values[node_id] = _bytes(value)
                 node = parse_known_node(node_id, self._known_values[node_id])
                 self._state.update_node(replace(node, seen_at=time.time()))
+        for node_id, value in await self._transact(
+            lambda: self._rows("SELECT node_id, value FROM cordons")
+        ):
+            self._state.set_cordon(node_id, parse_cordon(_bytes(value)))
 
     async def close(self) -> None:
         """Close the file."""
@@ -168,17 +174,30 @@ class SqliteStore:
         await self._transact(partial(self._delete, "slot_types", name))
         self._state.forget_slot_type(name)
 
+    async def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
+        if cordon is None:
+            work = partial(self._execute, "DELETE FROM cordons WHERE node_id = ?", node_id)
+        else:
+            value = msgspec.json.encode(cordon)
+            work = partial(
+                self._execute, "INSERT OR REPLACE INTO cordons VALUES (?, ?)", node_id, value
+            )
+        await self._transact(work)
+        self._state.set_cordon(node_id, cordon)
+
     async def forget(self, node: FleetNode) -> bool:
         if self._address_by_node.get(node.node_id) is not None:
             return False
         await self._transact(partial(self._delete_node, node.node_id))
         self._known_values.pop(node.node_id, None)
+        self._state.set_cordon(node.node_id, None)
         self._state.forget(node.node_id)
         return True
 
     def _delete_node(self, node_id: str) -> None:
         """Delete a node and the routes to it."""
         self._delete("known", node_id)
+        self._execute("DELETE FROM cordons WHERE node_id = ?", node_id)
         for row in self._rows("SELECT kernel_id, value, revision FROM routes"):
             stored = self._try_parse_route(*row)
             if stored is not None and stored.route.node_id == node_id:

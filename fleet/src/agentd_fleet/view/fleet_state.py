@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from msgspec.structs import replace
 
 from agentd.core.slots import BUILT_IN, ResourceSlots, SlotName, SlotType
-from agentd_fleet.view.fleet_view import FleetNode, FleetView, NodeStatus
+from agentd_fleet.view.fleet_view import Cordon, FleetNode, FleetView, NodeStatus
 
 DEBIT_S = 3.0
 FOLD_S = 0.005
@@ -29,6 +29,8 @@ class FleetState:
         self._debits: dict[str, asyncio.TimerHandle] = {}
         self._fold_timer: asyncio.TimerHandle | None = None
         self._shorten_callbacks: dict[str, set[Callable[[], None]]] = {}
+        self._cordons: dict[str, Cordon] = {}
+        self._unreachable: dict[str, str] = {}
 
     @property
     def view(self) -> FleetView:
@@ -50,11 +52,38 @@ class FleetState:
 
     def update_node(self, node: FleetNode) -> None:
         """Apply a node's report."""
+        node = replace(
+            node,
+            cordon=self._cordons.get(node.node_id),
+            unreachable=self._unreachable.get(node.node_id, ""),
+        )
         self._unfolded[node.node_id] = self._reported[node.node_id] = node
         self._fold_soon()
         self._forgotten.discard(node.node_id)
         if node.status is not NodeStatus.READY:
             self._shorten_calls(node.node_id)
+
+    def set_cordon(self, node_id: str, cordon: Cordon | None) -> None:
+        """Apply that a node is cordoned, or with None that it is not; it need not be known yet."""
+        if cordon is None:
+            self._cordons.pop(node_id, None)
+        else:
+            self._cordons[node_id] = cordon
+        self._apply_again(node_id)
+
+    def set_unreachable(self, node_id: str, reason: str) -> None:
+        """Apply why calls of this gateway to a node fail, or with "" that one was answered."""
+        if reason == self._unreachable.get(node_id, ""):
+            return
+        if reason:
+            self._unreachable[node_id] = reason
+        else:
+            self._unreachable.pop(node_id, None)
+        self._apply_again(node_id)
+
+    def _apply_again(self, node_id: str) -> None:
+        if (reported := self._reported.get(node_id)) is not None:
+            self.update_node(reported)
 
     def mark_lost(self, node_id: str, seen_at: float) -> None:
         """Mark a node as lost; it stays listed."""

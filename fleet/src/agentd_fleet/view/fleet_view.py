@@ -46,11 +46,27 @@ class Offer(msgspec.Struct, frozen=True):
     allocated: ResourceSlots = NO_SLOTS
 
 
+class Cordon(msgspec.Struct, frozen=True):
+    """An operator keeps new kernels off a node; `since` is RFC 3339."""
+
+    reason: str = ""
+    by: str = ""
+    since: str = ""
+
+
+class NodeRuntime(msgspec.Struct, frozen=True):
+    """The runtime of a node, and its state as the node reports it."""
+
+    name: str = ""
+    state: str = ""
+
+
 class FleetNode(msgspec.Struct, frozen=True):
     """A node as last reported; `offers` and the `models` of devices by agent.
 
     `whole` is the total of all agents, each device counted once; None if no two agents share one. A
-    `exclusion_reason` is the reason why no kernel is placed on the node, although it is listed.
+    `exclusion_reason` is the reason why no kernel is placed on the node, although it is listed. A
+    `cordon` and `unreachable` (why calls of this gateway fail) are kept by `FleetState`.
     """
 
     node_id: str
@@ -64,6 +80,9 @@ class FleetNode(msgspec.Struct, frozen=True):
     exclusion_reason: str = ""
     models: Mapping[str, frozenset[str]] = {}
     whole: Offer | None = None
+    runtime: NodeRuntime | None = None
+    cordon: Cordon | None = None
+    unreachable: str = ""
 
     @property
     def is_available(self) -> bool:

@@ -31,7 +31,7 @@ from agentd.core.slots import (
     parse_base_units,
 )
 from agentd.errors import AgentdError
-from agentd_fleet.view.fleet_view import NO_SLOTS, FleetNode, NodeStatus, Offer
+from agentd_fleet.view.fleet_view import NO_SLOTS, Cordon, FleetNode, NodeRuntime, NodeStatus, Offer
 
 _T = TypeVar("_T")
 _Generation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -77,6 +77,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     capacity: dict[str, str] = {}
     models: dict[str, list[str]] = {}
     slot_types: list[SlotTypeReport] = []
+    runtime: NodeRuntime | None = None
 
 
 class FreeReport(msgspec.Struct, frozen=True):
@@ -132,6 +133,14 @@ def parse_known_node(node_id: str, value: bytes) -> FleetNode:
         return FleetNode(node_id, {}, {}, NodeStatus.LOST)
 
 
+def parse_cordon(value: bytes) -> Cordon:
+    """Parse a stored cordon; one that is unreadable keeps new kernels off the node, too."""
+    try:
+        return msgspec.json.decode(value, type=Cordon)
+    except UNREADABLE as error:
+        return Cordon(unreadable_reason(error))
+
+
 class _ReportHeader(msgspec.Struct, frozen=True):
     schema: int
     url: str = ""
@@ -153,6 +162,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     free: FreeReport = FreeReport()
     models: dict[str, list[str]] = {}
     slot_types: list[SlotTypeReport] = []
+    runtime: NodeRuntime | None = None
     is_down: bool = False
     reason: str = ""
 
@@ -173,6 +183,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
             capacity=self.capacity,
             models=self.models,
             slot_types=self.slot_types,
+            runtime=self.runtime,
         )
 
 
@@ -182,6 +193,7 @@ class _NodeAnswer(msgspec.Struct, frozen=True):
     id: str
     generation: _Generation
     version: str = ""
+    runtime: NodeRuntime | None = None
 
 
 class _UsageAnswer(msgspec.Struct, frozen=True):
@@ -258,6 +270,7 @@ def parse_reading(node: object, slot_types: object, agents: object, devices: obj
             for agent in agent_answers
         },
         slot_types=types,
+        runtime=node_answer.runtime,
     )
     report = reading.to_report(install_id="", boot_id="", url="", labels={})
     _with_free(ParsedReport(_parse_report(reading.node_id, report, 0.0)), reading.free)
@@ -374,6 +387,7 @@ def _parse_report(node_id: str, report: NodeReport, seen_at: float) -> FleetNode
         seen_at=seen_at,
         exclusion_reason=report.reason[:MAX_REASON] or unreachable_reason(report.url),
         models={agent: frozenset(names) for agent, names in report.models.items()},
+        runtime=report.runtime,
     )
 
 
