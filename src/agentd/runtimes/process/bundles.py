@@ -39,7 +39,7 @@ AGENT, DEVICES = "agent", "devices"
 class Bundles(msgspec.Struct, frozen=True):
     """The bundles in a folder, and this node's cgroups in the current boot.
 
-    `proofs` are how kernels were last proved to live.
+    `proofs` are the last ones that kernels lived.
     """
 
     folder: Path

@@ -55,7 +55,7 @@ _MAX_PASSES_ALONE = 20
 
 
 class LifeProof(msgspec.Struct, frozen=True):
-    """How a kernel was proved to live: the identity of its shim, and what was noted then."""
+    """The proof that a kernel lived: the identity of its shim, and what was noted then."""
 
     identity: ShimIdentity
     noted: tuple[Proc, ...] = ()
@@ -64,7 +64,7 @@ class LifeProof(msgspec.Struct, frozen=True):
 class KernelProcesses:
     """The evidence about one kernel; `boot_id` is the current boot.
 
-    `last` is how the kernel was last proved to live.
+    `last` is the last proof that the kernel lived.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class KernelProcesses:
         return self._known is not None and self._known.shim.is_alive()
 
     def life_proof(self) -> LifeProof | None:
-        """Return how a running kernel is proved to live, None if no shim ever held its lock."""
+        """Return the proof that a running kernel lives, None if no shim ever held its lock."""
         identity = self.identity
         if identity is None or (identity != self._known and identity.shim != self._shim):
             return None
