@@ -24,7 +24,10 @@ CASES = [
     ("EPERM", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("ELOOP", OsErrorKind.UNREADABLE, "RuntimeFailure"),
     ("ENOTDIR", OsErrorKind.UNREADABLE, "RuntimeFailure"),
-    ("ESTALE", OsErrorKind.UNREADABLE, "RuntimeFailure"),
+    ("ESTALE", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("ENOTCONN", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("EHOSTDOWN", OsErrorKind.SILENT, "RuntimeUnavailable"),
+    ("ETIMEDOUT", OsErrorKind.SILENT, "RuntimeUnavailable"),
 ]
 
 
