@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import enum
 import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from agentd.errors import AgentdError, RuntimeFailure, RuntimeUnavailable, StateUnavailable
 
@@ -52,6 +55,26 @@ _KINDS = {
     ),
 }
 _KIND_BY_NUMBER = {number: kind for kind, numbers in _KINDS.items() for number in numbers}
+
+ABSENT_PATH = frozenset({errno.ENOENT, errno.ENOTDIR})
+UNUSABLE_PATH = ABSENT_PATH | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of a path that a request names which stay until its files are changed; others are its
+file system's."""
+
+
+@contextmanager
+def ending_process_as_gone() -> Iterator[None]:
+    """Raise ProcessLookupError for EINVAL, which Linux reports of a process that is ending.
+
+    It has lost its mounts (proc_pid_mountinfo(5)), or its number names but a session
+    (pidfd_open(2) of older versions).
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
 
 
 def can_pass(error: OSError) -> bool:

@@ -6,20 +6,9 @@ import errno
 
 from agentd.core.names import quote_untrusted
 from agentd.errors import CommandNotFound, InvalidRequest, Problem, RequestError
-from agentd.os_errors import can_pass
+from agentd.os_errors import UNUSABLE_PATH, can_pass
 
-_NOT_FOUND = frozenset(
-    {
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-        errno.EACCES,
-        errno.ENOEXEC,
-        errno.EISDIR,
-        errno.ELIBBAD,
-    }
-)
+_NOT_FOUND = UNUSABLE_PATH | {errno.ENOEXEC, errno.EISDIR, errno.ELIBBAD}
 
 
 def command_refusal(command: str, number: int, reason: str) -> RequestError | None:
