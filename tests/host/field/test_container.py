@@ -1,5 +1,6 @@
 """agentd as process 1 of a container without an init."""
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -8,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from agentd.host.processes import read_children, read_stat
+from support import fork_server
 from support.daemon import Daemon
 from support.waiting import until
 
 pytestmark = pytest.mark.needs("root")
-FIRST = "import os, sys; os.execvp('unshare', ['unshare', '--pid', '--fork', '--mount-proc',"
-FIRST += " '--kill-child', sys.executable, '-m', 'agentd', *sys.argv[1:]])"
+CAPABILITIES = "-all,+chown,+dac_override,+kill,+setgid,+setuid"
+"""Those that the page on containers names; engines grant no CAP_SYS_PTRACE by default."""
+FIRST = f"""
+import os, sys
+container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+rights = ["setpriv", "--bounding-set", "{CAPABILITIES}", "--no-new-privs"]
+os.execvp("unshare", [*container, *rights, sys.executable, "-m", "agentd", *sys.argv[1:]])
+"""
 
 
 @pytest.fixture
@@ -48,6 +56,18 @@ async def test_kernels_leave_no_zombies_in_a_container(container: Daemon) -> Non
     os.kill(first, signal.SIGTERM)
     assert await container.ended() == 0
     assert "daemon.stopped" in container.log
+
+
+@pytest.mark.parametrize("options", [(), ("-t",)], ids=["pipes", "terminal"])
+async def test_exec_needs_no_more_than_a_container_has(
+    container: Daemon, options: tuple[str, ...]
+) -> None:
+    await container.running(kernel_id="k1", env={"MINE": "a"})
+    words = ["--socket", str(container.folder / "agentd.sock"), "exec", *options, "k1", "--"]
+    script = "id -un; echo $MINE; grep CapEff /proc/self/status"
+    done = await asyncio.to_thread(fork_server.run, "agentctl", *words, "sh", "-c", script)
+    expected = ["nobody", "a", "CapEff:\t0000000000000000"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, expected), done
 
 
 async def test_refused_configuration_ends_a_container_with_78(folder: Path) -> None:
