@@ -6,14 +6,16 @@ runtimes: those of units and processes need D-Bus.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from agentd.concurrency import Walk, call_in_time
+from agentd.concurrency import ANSWER_TIMEOUT_S, Walk, call_in_time
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
@@ -33,6 +35,8 @@ from agentd.services.state import NodeState
 from agentd.state.folder import StateFolder
 
 RUNTIMES = frozenset({"docker", "systemd", "process"})
+_NETWORK_MODES = frozenset({"bridge", "default", "host", "none", "pasta", "private", "slirp4netns"})
+"""Networks of a container that an engine has by itself, or that are none of its networks."""
 
 
 def create_runtime(
@@ -224,6 +228,53 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
                     f"mount -o remount,nosuid,nodev {folder}, if it is a mount of its own",
                     agents,
                 )
+
+
+def network_conditions(settings: Settings) -> Iterator[Condition]:
+    """Yield the networks that the configuration names and the engine lacks; asks the engine."""
+    wanted = [*_configured_networks(settings)]
+    if settings.node.runtime != "docker" or not wanted:
+        return
+    found = asyncio.run(
+        _find_networks(settings.runtime.docker.socket, {name for *_, name in wanted})
+    )
+    for about, key, name in wanted:
+        if name not in found:
+            reason = f"{key}: the engine has no network {name!r}"
+            yield Condition(about, reason, f"docker network create {name}")
+
+
+def _configured_networks(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Yield the networks of the engine that the configuration names: subject, key and name."""
+    tables: list[tuple[str, str, Any]] = [
+        ("runtime/docker", "runtime.docker", settings.runtime.docker),
+        *((f"agent/{a.id}", f"agents.{n}", a) for n, a in enumerate(settings.agents)),
+    ]
+    for about, section, table in tables:
+        for key in ("network", "allowed-networks"):
+            value = getattr(table, key.replace("-", "_")) or ()
+            for name in (value,) if isinstance(value, str) else value:
+                if name not in _NETWORK_MODES and ":" not in name:
+                    yield about, f"{section}.{key}", name
+
+
+async def _find_networks(socket: Path, names: Iterable[str]) -> set[str]:
+    """Return the networks that the engine has; all while it does not answer."""
+    from agentd.runtimes.docker.docker_client import DockerClient
+    from agentd.runtimes.docker.error_translation import errors_as_unavailable, suppress_not_found
+
+    docker, found = DockerClient(socket), set()
+    try:
+        for name in names:
+            with errors_as_unavailable(), suppress_not_found():
+                path = f"/networks/{quote(name, safe='')}"
+                await docker.call("GET", path, timeout_s=ANSWER_TIMEOUT_S)
+                found.add(name)
+    except RuntimeUnavailable:  # a condition of its own
+        return {*names}
+    finally:
+        await docker.close()
+    return found
 
 
 def _systemd_conditions() -> Iterator[Condition]:
