@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from agentd.concurrency import ANSWER_TIMEOUT_S, Walk, call_in_time
 from agentd.config.settings import Settings
@@ -184,12 +183,21 @@ async def _live_kernels(
     return [kernel.kernel_id for kernel in listing.kernels if kernel.is_alive]
 
 
+def _docker_sections(settings: Settings) -> Iterator[tuple[str, str, Any]]:
+    """Yield the tables with means of containers: subject of conditions, section, settings."""
+    yield "runtime/docker", "runtime.docker", settings.runtime.docker
+    for index, agent in enumerate(settings.agents):
+        yield f"agent/{agent.id}", f"agents.{index}", agent
+
+
 def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     """Return the credentials of registries that no pull can use, by the subject of a condition."""
-    files = {"runtime/docker": ("runtime.docker", settings.runtime.docker.registry_auth)}
-    for index, agent in enumerate(settings.agents):
-        files[f"agent/{agent.id}"] = (f"agents.{index}", agent.registry_auth)
-    if not any(path for _, path in files.values()):
+    files = {
+        about: (section, table.registry_auth)
+        for about, section, table in _docker_sections(settings)
+        if table.registry_auth is not None
+    }
+    if not files:
         return {}
     from agentd.runtimes.docker.registry_auth import registry_auth_problems
 
@@ -197,7 +205,6 @@ def login_problems(settings: Settings) -> Mapping[str, Sequence[Problem]]:
     return {
         about: [*registry_auth_problems(f"{where}.registry-auth", path, walk)]
         for about, (where, path) in files.items()
-        if path is not None
     }
 
 
@@ -231,50 +238,43 @@ def folder_conditions(settings: Settings) -> Iterator[Condition]:
 
 
 def network_conditions(settings: Settings) -> Iterator[Condition]:
-    """Yield the networks that the configuration names and the engine lacks; asks the engine."""
-    wanted = [*_configured_networks(settings)]
+    """Yield the networks that the configuration names and the engine, which is asked, lacks."""
+    wanted = [
+        (about, f"{section}.{key}", name)
+        for about, section, table in _docker_sections(settings)
+        for key, names in (
+            ("network", (table.network,)),
+            ("allowed-networks", table.allowed_networks),
+        )
+        for name in names or ()
+        if name and name not in _NETWORK_MODES and ":" not in name
+    ]
     if settings.node.runtime != "docker" or not wanted:
         return
-    found = asyncio.run(
-        _find_networks(settings.runtime.docker.socket, {name for *_, name in wanted})
-    )
-    for about, key, name in wanted:
-        if name not in found:
-            reason = f"{key}: the engine has no network {name!r}"
-            yield Condition(about, reason, f"docker network create {name}")
+    with suppress(RuntimeUnavailable):  # a condition of its own
+        found = asyncio.run(_list_networks(settings.runtime.docker.socket))
+        for about, key, name in wanted:
+            if name not in found:
+                reason = f"{key}: the engine has no network {name!r}"
+                yield Condition(about, reason, f"docker network create {name}")
 
 
-def _configured_networks(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Yield the networks of the engine that the configuration names: subject, key and name."""
-    tables: list[tuple[str, str, Any]] = [
-        ("runtime/docker", "runtime.docker", settings.runtime.docker),
-        *((f"agent/{a.id}", f"agents.{n}", a) for n, a in enumerate(settings.agents)),
-    ]
-    for about, section, table in tables:
-        for key in ("network", "allowed-networks"):
-            value = getattr(table, key.replace("-", "_")) or ()
-            for name in (value,) if isinstance(value, str) else value:
-                if name not in _NETWORK_MODES and ":" not in name:
-                    yield about, f"{section}.{key}", name
+async def _list_networks(socket: Path) -> set[str]:
+    """Return the names and the ids of the engine's networks.
 
-
-async def _find_networks(socket: Path, names: Iterable[str]) -> set[str]:
-    """Return the networks that the engine has; all while it does not answer."""
+    Raises:
+        RuntimeUnavailable: the engine does not answer.
+    """
     from agentd.runtimes.docker.docker_client import DockerClient
-    from agentd.runtimes.docker.error_translation import errors_as_unavailable, suppress_not_found
+    from agentd.runtimes.docker.error_translation import errors_as_unavailable
 
-    docker, found = DockerClient(socket), set()
+    docker = DockerClient(socket)
     try:
-        for name in names:
-            with errors_as_unavailable(), suppress_not_found():
-                path = f"/networks/{quote(name, safe='')}"
-                await docker.call("GET", path, timeout_s=ANSWER_TIMEOUT_S)
-                found.add(name)
-    except RuntimeUnavailable:  # a condition of its own
-        return {*names}
+        with errors_as_unavailable():
+            networks = await docker.call("GET", "/networks", timeout_s=ANSWER_TIMEOUT_S)
+            return {network[member] for network in networks for member in ("Name", "Id")}
     finally:
         await docker.close()
-    return found
 
 
 def _systemd_conditions() -> Iterator[Condition]:

@@ -1,15 +1,15 @@
 """Networks that the configuration names and the engine lacks: shown before a create needs one."""
 
 import asyncio
-import re
 
 import pytest
+from aiohttp import web
 
-from runtimes.field import engine_dialects as dialects
 from support.daemon import Daemon
 from support.engine_proxy import EngineProxy
 
-NETWORKS = """allowed-networks = ["host", "container:db", "shared net"]
+NETWORKS = "GET .*/networks$"
+NAMED = """allowed-networks = ["host", "container:db", "shared net"]
 [[agents]]
 id = "agent-1"
 network = "team-1"
@@ -33,19 +33,21 @@ async def conditions(node: Daemon) -> dict[str, str]:
 async def test_missing_networks_are_conditions(
     field_node: Daemon, field_engine: EngineProxy
 ) -> None:
-    field_engine.rule("GET .*/networks/", dialects.answers({"message": "no"}, 404), always=True)
-    await field_node.start(NETWORKS)
     expected = {
         about: f"{key}: the engine has no network {name!r}"
         for name, (about, key) in MISSING.items()
     }
+    networks = [{"Name": "bridge", "Id": "1"}]
+
+    async def list_networks(_: web.Request, __: bytes) -> web.Response:
+        return web.json_response(networks)
+
+    field_engine.rule(NETWORKS, list_networks, always=True)
+    await field_node.start(NAMED)
     assert await conditions(field_node) == expected
-    asked = {line.partition("/networks/")[2] for line in field_engine.asked if "/networks/" in line}
-    assert {re.split(r"[ ?]", name)[0] for name in asked} == {"shared%20net", "team-1", "team-2"}
-    field_engine.clear()
-    field_engine.rule("GET .*/networks/team-1", dialects.answers({"message": "no"}, 404))
-    field_engine.rule("GET .*/networks/", dialects.answers({"Name": "x"}, 200), always=True)
+    networks += [{"Name": name, "Id": name[-1]} for name in ("shared net", "team-2")]
     assert await conditions(field_node) == {"agent/agent-1": expected["agent/agent-1"]}
+    networks += [{"Name": "first", "Id": "team-1"}]
     assert await conditions(field_node) == {}
 
 
@@ -55,7 +57,7 @@ async def test_engine_that_cannot_tell_lacks_no_network(
 ) -> None:
     gate = asyncio.Event()
     rules = {"fails": field_engine.fail, "silent": field_engine.stall(gate, before=True)}
-    field_engine.rule("GET .*/networks/", rules[answer], always=True)
-    await field_node.start(NETWORKS)
+    field_engine.rule(NETWORKS, rules[answer], always=True)
+    await field_node.start(NAMED)
     assert await conditions(field_node) == {}
     gate.set()
