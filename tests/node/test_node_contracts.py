@@ -21,7 +21,7 @@ CHOSEN = (
 
 
 SILENT = "tests/host/field/test_silent_host.py -k systemd"
-"""What needs no runtime is tested elsewhere."""
+"""Tests without a runtime run elsewhere."""
 
 
 def test_silent_host_holds_up_no_unit(node: Node) -> None:

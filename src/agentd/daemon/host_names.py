@@ -8,7 +8,6 @@ answer: only "not found" proves that there is none.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from agentd.core.partition.split import DEFAULT_AGENT
 from agentd.errors import ConfigRefused, Problem, RuntimeUnavailable
 from agentd.host.groups import find_group_id
 from agentd.host.lookups import Lookups
-from agentd.runtimes.host.user_accounts import UserAccounts, find_account
+from agentd.runtimes.host.user_accounts import UserAccounts, find_account, may_become_others
 
 RETRY_S = 30.0
 """Seconds between two looks for what is missing."""
@@ -48,7 +47,7 @@ def configured_names(settings: Settings, runtime: str) -> Sequence[_Name]:
     Raises:
         ConfigRefused: agentd may not run anything as another user.
     """
-    rpc, is_root = settings.rpc, os.geteuid() == 0
+    rpc, is_root = settings.rpc, may_become_others()
     sockets = [("rpc.socket-group", rpc.socket_group)]
     sockets += [(f"rpc.sockets.{n}.group", unix.group) for n, unix in enumerate(rpc.sockets)]
     names = [_Name("group", group, key) for key, group in sockets if group is not None]
@@ -85,7 +84,7 @@ class HostNames:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.accounts = UserAccounts(is_unprivileged=os.geteuid() != 0)
+        self.accounts = UserAccounts(is_unprivileged=not may_become_others())
         self.problems: Mapping[str, Problem] = {}
         """By key, a name that this host does not know, or did not look up in time."""
         self._runtime = settings.node.runtime

@@ -239,7 +239,9 @@ def drop_rights(target: Target, libc: ctypes.CDLL) -> None:
         for capability in range(target.last_capability + 1):
             if excess >> capability & 1 and libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
                 raise PermissionError(1, "cannot drop capabilities that its process lacks")
-        os.setgroups([int(group) for group in target.status["Groups"].split()])
+        groups = [int(group) for group in target.status["Groups"].split()]
+        if groups != os.getgroups():  # a user namespace may forbid to set any
+            os.setgroups(groups)
         os.setresgid(target.gid, target.gid, target.gid)
         os.setresuid(target.uid, target.uid, target.uid)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
