@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from agentd.concurrency import MAX_SILENT
 from agentd.config.settings import Settings
 from agentd.core.conditions import Condition
 from agentd.core.partition.split import DEFAULT_AGENT
@@ -79,8 +80,8 @@ def _agents_of(settings: Settings, table: Any, field: str) -> tuple[str, ...]:
 class HostNames:
     """The users and groups of the configured runtime's kernels, and the groups of sockets.
 
-    Each name is looked up by a thread of its own, so one that the name service does not answer for
-    delays no other.
+    Each name is looked up by threads of its own, so one that the name service does not answer for
+    delays no other, while these are fewer than `MAX_SILENT`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -89,6 +90,7 @@ class HostNames:
         """By key, a name that this host does not know, or did not look up in time."""
         self._runtime = settings.node.runtime
         self._lookups: Mapping[str, Lookups] = defaultdict(partial(Lookups, max_threads=1))
+        self._turns = asyncio.Semaphore(MAX_SILENT)
         self._known: dict[str, Any] = {}
         self._names: Sequence[_Name] = ()
         self._looks = 0
@@ -140,7 +142,8 @@ class HostNames:
         find_user = partial(find_account, name.name, known)
         find: Any = find_user if name.kind == "user" else partial(find_group_id, name.name)
         try:
-            found = await self._lookups[subject].call(subject, find)
+            async with self._turns:
+                found = await self._lookups[subject].call(subject, find)
         except (RuntimeUnavailable, OSError):
             reason = f"{name} cannot be looked up: the name service does not answer"
             return Problem(name.key, reason)
