@@ -78,6 +78,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "condition.began",
             "condition.ended",
             "log.lines_lost",
+            "node.keys_deleted",
             "node.read_failed",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
@@ -139,6 +140,9 @@ GONE_MEMBERS = frozenset({"/files/intents/.next.new str"})
 NEW_MEMBERS = frozenset(
     {
         "/agentd/main/nodes/NODE/reason str",
+        "/agentd/main/nodes/NODE/runtime/name str",
+        "/agentd/main/nodes/NODE/runtime/state str",
+        "/agentd/main/known/NODE/rival str",
         "/files/devices.json/devices/is_excluded bool",
         "/files/devices.json/devices/taken_place NoneType",
         "/files/devices.json/devices/needs_clear str",
