@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -222,7 +221,6 @@ def create(client: Client, /, **options: Any) -> None:
         "policy": options["policy"],
     }
     body = kernel_body(options) | {"placement": {k: v for k, v in placement.items() if v}}
-    body = {"kernel_id": f"k-{uuid.uuid4().hex[:12]}", **body}
     is_dry, headers = options["dry_run"], {"Prefer": "respond-async"}
 
     def create_placed(body: Mapping[str, Any]) -> dict[str, Any]:
