@@ -85,6 +85,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "plugin.watch_failed",
             "runtime.leftover_unreadable",
             "store.recovered",
+            "store.reverted",
             "store.write_failed",
         }
     ),
