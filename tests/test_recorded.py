@@ -79,6 +79,7 @@ NEW: Mapping[str, frozenset[str]] = {
         {
             "condition.began",
             "condition.ended",
+            "credential.replaced",
             "log.lines_lost",
             "node.read_failed",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
