@@ -82,6 +82,7 @@ NEW: Mapping[str, frozenset[str]] = {
             "credential.replaced",
             "log.lines_lost",
             "node.read_failed",
+            "node.unusable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
             "runtime.leftover_unreadable",
