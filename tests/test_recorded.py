@@ -79,9 +79,11 @@ NEW: Mapping[str, frozenset[str]] = {
         {
             "condition.began",
             "condition.ended",
+            "credential.replaced",
             "log.lines_lost",
             "node.keys_deleted",
             "node.read_failed",
+            "node.unusable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
             "runtime.leftover_unreadable",
