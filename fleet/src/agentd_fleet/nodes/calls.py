@@ -79,14 +79,22 @@ class Nodes:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = tls
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._replaced: list[aiohttp.ClientSession] = []
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for session in self._sessions.values():
+        for session in (*self._sessions.values(), *self._replaced):
             await session.close()
         self._sessions = {}
+
+    def replace_credentials(self, token: str, tls: ssl.SSLContext) -> None:
+        """Use other credentials for calls from now on; calls in progress go on."""
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = tls
+        if (session := self._sessions.pop("", None)) is not None:
+            self._replaced.append(session)
 
     async def call(
         self,

@@ -60,6 +60,11 @@ class NodeRuntime(msgspec.Struct, frozen=True):
     name: str = ""
     state: str = ""
 
+    @property
+    def reason(self) -> str:
+        """Why the runtime runs no kernel now; empty if it does."""
+        return f"runtime {self.name} is unavailable" if self.state == "unavailable" else ""
+
 
 class FleetNode(msgspec.Struct, frozen=True):
     """A node as last reported; `offers` and the `models` of devices by agent.
@@ -92,11 +97,9 @@ class FleetNode(msgspec.Struct, frozen=True):
     @property
     def unusable_reason(self) -> str:
         """Why no kernel can be created on the node, although it reports; empty if one can."""
-        if self.exclusion_reason:
-            return self.exclusion_reason
-        if self.runtime is not None and self.runtime.state == "unavailable":
-            return f"runtime {self.runtime.name} is unavailable"
-        return f"unreachable: {self.unreachable}" if self.unreachable else ""
+        of_runtime = self.runtime.reason if self.runtime is not None else ""
+        unreachable = f"unreachable: {self.unreachable}" if self.unreachable else ""
+        return self.exclusion_reason or of_runtime or unreachable
 
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""
