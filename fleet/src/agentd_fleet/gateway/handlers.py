@@ -107,14 +107,11 @@ class Gateway(Site):
         return self._revision_answer(views.node_view(view, node, caller.agents), view.revision)
 
     async def forget_node(self, request: web.Request) -> web.Response:
-        """Forget a lost node and the routes to it."""
+        """Forget a node that does not report, and the routes to it."""
         caller = caller_of(request)
         node = self._kernels.visible_node(caller, request.match_info["node"])
-        if node.status is not NodeStatus.LOST:
-            reason = f"node {node.node_id} is {node.status.value}, expected lost"
-            raise InvalidRequest([Problem("node", reason)])
-        if not await self._store.forget(node):
-            reason = f"node {node.node_id} has just returned, expected lost"
+        if node.status is NodeStatus.READY or not await self._store.forget(node):
+            reason = f"node {node.node_id} reports or has just returned, expected lost"
             raise InvalidRequest([Problem("node", reason)])
         return web.Response(status=204)
 
