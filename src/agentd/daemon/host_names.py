@@ -28,7 +28,6 @@ ALL_EVERY = 10
 """One of so many looks is for known names, too: a user may have got further groups."""
 RETRY_REMEDY = f"agentd looks again every {RETRY_S:g} s, and at a reload"
 _NOT_ROOT = "agentd is not root and runs kernels as its own user"
-_FIND = {"user": find_account, "group": find_group_id}
 
 
 class _Name(NamedTuple):
@@ -139,8 +138,10 @@ class HostNames:
     async def _look_up(self, name: _Name, *, keeps_known: bool) -> Problem | None:
         """Look up a name, and return its problem."""
         known, subject = self._known.get(str(name)), str(name)
+        find_user = partial(find_account, name.name, known)
+        find: Any = find_user if name.kind == "user" else partial(find_group_id, name.name)
         try:
-            found = await self._lookups[subject].call(subject, partial(_FIND[name.kind], name.name))
+            found = await self._lookups[subject].call(subject, find)
         except (RuntimeUnavailable, OSError):
             reason = f"{name} cannot be looked up: the name service does not answer"
             return Problem(name.key, reason)

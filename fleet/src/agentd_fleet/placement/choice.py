@@ -61,6 +61,8 @@ class RejectionClass(msgspec.Struct, frozen=True):
 MAX_NAMED = 5
 NEWER_SCHEMA = "newer schema"
 """The class of nodes whose reports this gateway cannot read."""
+CORDONED = "cordoned"
+"""The class of nodes that an operator cordoned; the operator's reason follows."""
 STATUS_CLASSES = {NodeStatus.NEWER: NEWER_SCHEMA, NodeStatus.LOST: NodeStatus.LOST.value}
 """Classes of nodes whose agents may be unknown: each node counts once."""
 
@@ -217,6 +219,8 @@ def _agents(node: FleetNode, constraints: Constraints) -> Collection[str]:
 
 def _node_rejection_reason(view: FleetView, node: FleetNode, requested: ResourceSlots) -> str:
     """Return why no agent of a node can serve a request, empty if one can."""
+    if node.cordon is not None:
+        return f"{CORDONED}: {node.cordon.reason}".removesuffix(": ")
     if node.status is not NodeStatus.READY:
         return node.status.value
     if node.exclusion_reason:

@@ -22,6 +22,7 @@ from agentd.errors import (
     UnsupportedResource,
 )
 from agentd_fleet.placement.choice import (
+    CORDONED,
     MAX_NAMED,
     NEWER_SCHEMA,
     Constraints,
@@ -30,8 +31,8 @@ from agentd_fleet.placement.choice import (
 )
 from agentd_fleet.view.fleet_view import FleetView, NodeStatus
 
-_UNREPORTED = frozenset({NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA})
-"""Classes of the view that say nothing about the fleet's resources."""
+_UNREPORTED = (NodeStatus.LOST, NodeStatus.DAEMON_DOWN, NEWER_SCHEMA, CORDONED)
+"""Beginnings of classes of the view that say nothing about the fleet's resources."""
 _RESOURCES = (InsufficientResource, UnsupportedResource, UnknownAgent, UnknownDevice)
 _ABSENT = (NodeUnavailable, NotReady, Draining)
 """Refusals for reasons that are classes of the view as well."""
@@ -65,8 +66,8 @@ def refusal_error(
         if sum(row.count for row in classes) > 1:
             error.args = (f"{error} ({_classes_text(classes)})",)
         return _with_classes(error, classes)
-    if not errors and {row.reason for row in unasked} <= _UNREPORTED:
-        reason = f"no suitable node answers: {_classes_text(classes)}"
+    if not errors and all(row.reason.startswith(_UNREPORTED) for row in unasked):
+        reason = f"no suitable node is available: {_classes_text(classes)}"
         return _with_classes(NodeUnavailable(reason), classes)
     slot, free = _scarcest(view, requested, constraints)
     kind = view.slot_types[slot].kind

@@ -89,6 +89,15 @@ class FleetNode(msgspec.Struct, frozen=True):
         """Whether the node reports and can be called."""
         return self.status is NodeStatus.READY and bool(self.url) and not self.exclusion_reason
 
+    @property
+    def unusable_reason(self) -> str:
+        """Why no kernel can be created on the node, although it reports; empty if one can."""
+        if self.exclusion_reason:
+            return self.exclusion_reason
+        if self.runtime is not None and self.runtime.state == "unavailable":
+            return f"runtime {self.runtime.name} is unavailable"
+        return f"unreachable: {self.unreachable}" if self.unreachable else ""
+
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""
         return all(self.labels.get(key) == value for key, value in labels.items())
