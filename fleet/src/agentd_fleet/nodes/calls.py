@@ -22,7 +22,7 @@ from agentd.http.connections.admission import enable_keepalive
 from agentd.http.streaming.websocket import MAX_FRAME
 from agentd_fleet.view.fleet_state import FleetState
 from agentd_fleet.view.fleet_view import FleetNode
-from agentd_fleet.view.reports import unreachable_reason
+from agentd_fleet.view.reports import UNREADABLE, unreachable_reason
 
 REFUSAL_REASONS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "refuses the gateway's token",
@@ -55,6 +55,18 @@ class NodeAnswer(msgspec.Struct, frozen=True):
     @property
     def is_unknown_kernel(self) -> bool:
         return self.is_error and self.error().code == UnknownKernel.code
+
+    def content(self) -> dict[str, Any]:
+        """Return the object of a successful answer.
+
+        Raises:
+            NodeAnswerLost: it is malformed.
+        """
+        try:
+            return msgspec.json.decode(self.body, type=dict[str, Any])
+        except UNREADABLE as error:
+            node_id = self.headers.get(NODE_HEADER)
+            raise NodeAnswerLost(f"malformed answer of node {node_id}: {error}") from None
 
     def error(self) -> AgentdError:
         """Return the error of a problem answer."""
