@@ -78,7 +78,9 @@ NEW: Mapping[str, frozenset[str]] = {
             "condition.began",
             "condition.ended",
             "log.lines_lost",
+            "node.reached",
             "node.read_failed",
+            "node.unreachable",
             "plugin.unavailable",  # since 427f930, but only now found by the generator
             "plugin.watch_failed",
             "runtime.leftover_unreadable",

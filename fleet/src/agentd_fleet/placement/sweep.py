@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ log = structlog.get_logger()
 NODE_TIMEOUT_S = 5.0
 MAX_CONCURRENT_NODES = 8
 """Nodes that are called concurrently."""
+MAX_PROBES = 64
+"""Maximum nodes of one sweep that are called only to know whether this gateway reaches them."""
 STARTING_STATES = ("preparing", "pulling", "creating")
 """States of kernels that may still fail."""
 _Key = tuple[str, int]
@@ -84,7 +87,25 @@ class Sweep:
             async with semaphore:
                 await self._check_node(node_id, node_routes, now)
 
-        await asyncio.gather(*(check(*item) for item in routes.items()))
+        await asyncio.gather(
+            *(check(*item) for item in routes.items()),
+            *(self._probe(node) for node in self._unverified_nodes()),
+        )
+
+    def _unverified_nodes(self) -> list[FleetNode]:
+        """Return nodes that may be unreachable, those that were so at the last call first."""
+        nodes = [
+            node
+            for node in self._state.view.nodes.values()
+            if node.is_available and not self._state.has_answered(node.node_id)
+        ]
+        random.shuffle(nodes)
+        return sorted(nodes, key=lambda node: not node.unreachable)[:MAX_PROBES]
+
+    async def _probe(self, node: FleetNode) -> None:
+        """Learn whether this gateway reaches a node."""
+        with suppress(NodeUnavailable):
+            await self._nodes.probe(node)
 
     async def _check_node(
         self, node_id: str, node_routes: Sequence[StoredRoute], now: float

@@ -89,6 +89,11 @@ class FleetNode(msgspec.Struct, frozen=True):
         """Whether the node reports and can be called."""
         return self.status is NodeStatus.READY and bool(self.url) and not self.exclusion_reason
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether the node is not known to leave calls unanswered."""
+        return self.status is NodeStatus.READY and not self.unreachable
+
     def has_labels(self, labels: Mapping[str, str]) -> bool:
         """Return whether the node has all of these labels."""
         return all(self.labels.get(key) == value for key, value in labels.items())
